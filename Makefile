@@ -1,0 +1,33 @@
+# Every target sets up what it needs: a virtual environment .venv beside the code, made once per requirements file.
+PYTHON ?= python3
+VENV := .venv/bin
+
+.PHONY: demo test test-slow test-gpu lint toy
+
+demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
+	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
+
+test: .venv/dev      ## the suite, without whole training runs
+	$(VENV)/python -m pytest
+
+test-slow: .venv/dev ## whole training runs: the toy learns on 1 and on 2 ranks
+	$(VENV)/python -m pytest -m slow
+
+test-gpu: .venv/dev  ## the attention kernels against each other; needs a CUDA device
+	$(VENV)/python -m pytest -m gpu
+
+lint: .venv/dev
+	$(VENV)/ruff check .
+
+toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
+	$(VENV)/python toy/problems.py
+	$(VENV)/python toy/pretrain.py
+
+.venv/run: requirements.txt
+	$(PYTHON) -m venv .venv
+	$(VENV)/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv/dev: .venv/run requirements-dev.txt
+	$(VENV)/pip install --quiet -r requirements-dev.txt
+	touch $@

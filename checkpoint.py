@@ -1,0 +1,43 @@
+"""Save and resume: the policy, the optimizer and the step. Everything else is a function of the config and the step."""
+
+import os
+import shutil
+from pathlib import Path
+
+import torch
+from torch import nn
+
+import dist
+from config import ConfigError
+
+
+def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+    """Write step_000123 whole, then point `latest` at it, then remove all but the newest `keep`.
+
+    Both renames are atomic, so a run that dies here leaves the checkpoint before it in place.
+    """
+    if dist.rank() == 0:
+        name = f"step_{step:06d}"
+        fresh = folder / f"{name}.unfinished"
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+        state = {"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+        torch.save(state, fresh / "state.pt")
+        fresh.rename(folder / name)
+        (folder / "latest.unfinished").write_text(name)
+        os.replace(folder / "latest.unfinished", folder / "latest")
+        for old in sorted(folder.glob("step_*[0-9]"))[:-keep]:
+            shutil.rmtree(old)
+    dist.barrier()
+
+
+def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+    """Restore what `latest` points at and return its step. Raises ConfigError when there is none."""
+    pointer = folder / "latest"
+    if not pointer.is_file():
+        raise ConfigError(f"--resume: {pointer} not found, so no step of this run was saved; start it without --resume "
+                          "under another `out`, and set checkpoint.every to save on the way")
+    state = torch.load(folder / pointer.read_text() / "state.pt", map_location="cpu", weights_only=True)
+    policy.load_state_dict(state["policy"])
+    optimizer.load_state_dict(state["optimizer"])
+    return state["step"]

@@ -1,0 +1,319 @@
+"""Settings: yaml -> frozen dataclasses, one per stage. Unknown, missing, mistyped and out-of-range keys are errors.
+
+A config file is a difference from the one it names as `base:` (one level deep); `--set a.b=c` comes on top.
+The comment beside a field is its documentation.
+"""
+
+import dataclasses
+import difflib
+import types
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from pathlib import Path
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import yaml
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+class ConfigError(ValueError):
+    """A setting, or a file it names, that the user must mend; the message says which, what is allowed and how."""
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    path: str                      # Hugging Face folder or hub name
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # of the computation; auto: bfloat16 on CUDA
+    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # model.BACKENDS
+    checkpoint_blocks: bool = False  # recompute activations in backward: less memory, a third more time
+    logp_chunk: int = 4096         # positions whose [V] logits are in memory at once
+
+
+@dataclass(frozen=True, slots=True)
+class Data:
+    train: str                     # .jsonl, .parquet, a named set or user/set:config:split on the hub
+    eval: str                      # one or several of the same, separated by commas
+    dir: str | None = None         # folder that holds the named sets; none: from the hub
+    system_prompt: str | None = None
+    max_prompt_tokens: int = 512   # a longer prompt is an error, never cut
+
+
+@dataclass(frozen=True, slots=True)
+class Rollout:
+    group_size: int                # G, completions per prompt
+    prompts_per_step: int          # N, prompts offered per step, over all ranks
+    max_new_tokens: int
+    engine: Literal["torch"] = "torch"
+    temperature: float = 1.0       # divides the logits here and in every training pass
+    slots: int = 256               # sequences decoded at once, per rank; decides the size of the KV cache
+
+
+@dataclass(frozen=True, slots=True)
+class Reward:
+    """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum."""
+
+    accuracy: float = 1.0
+    format: float = 0.0
+    tag_exact: float = 0.0
+    tag_number: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Advantage:
+    correction: Literal[0, 1] = 1  # of the group's standard deviation: 1 in the released codes, 0 in the papers
+    eps: float = 1e-4              # added to it; verl has 1e-6
+
+
+@dataclass(frozen=True, slots=True)
+class Completions:
+    kind: Literal["none", "topk"] = "none"    # topk: CPPO
+    keep: int | None = None        # completions kept per group, of rollout.group_size
+    scope: Literal["group", "batch"] = "group"  # batch: the largest of the whole step, keep x groups in all
+
+
+@dataclass(frozen=True, slots=True)
+class Prune:
+    completions: Completions = field(default_factory=Completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Pack:
+    capacity: int                  # tokens per row, prompts included
+
+
+@dataclass(frozen=True, slots=True)
+class Loss:
+    per: Literal["token", "sequence", "constant"] = "sequence"  # what counts the same, see loss.token_weight
+    count: Literal["all", "kept"] = "all"     # divide by all that was offered, or by what pruning kept
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
+    kl: float = 0.0                # beta, weight of the k3 KL to the initial model
+
+
+@dataclass(frozen=True, slots=True)
+class Update:
+    epochs: int = 1                # passes over each rollout
+    minibatches: int = 1           # optimizer steps per pass, each on whole groups
+
+
+@dataclass(frozen=True, slots=True)
+class Optim:
+    lr: float
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
+    beta1: float = 0.9
+    beta2: float = 0.999
+    weight_decay: float = 0.0
+    clip_norm: float = 1.0         # on the norm of the whole gradient, over all ranks
+
+
+@dataclass(frozen=True, slots=True)
+class Eval:
+    max_new_tokens: int
+    every: int = 0                 # steps between evaluations; 0: only before and after
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    every: int = 0                 # steps between checkpoints; 0: only at the end
+    keep: int = 1                  # how many of the newest stay on disk
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    out: str                       # the run folder; runs/<config name> unless set
+    steps: int
+    model: Model
+    data: Data
+    rollout: Rollout
+    pack: Pack
+    optim: Optim
+    eval: Eval
+    seed: int = 0
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    reward: Reward = field(default_factory=Reward)
+    advantage: Advantage = field(default_factory=Advantage)
+    prune: Prune = field(default_factory=Prune)
+    loss: Loss = field(default_factory=Loss)
+    update: Update = field(default_factory=Update)
+    checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+def rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    """(setting, whether it is in range, what is allowed and what to do)."""
+    roll, done = cfg.rollout, cfg.prune.completions
+    trained = cfg.data.max_prompt_tokens + roll.max_new_tokens
+    return [
+        ("steps", cfg.steps >= 1, "at least 1"),
+        ("model.logp_chunk", cfg.model.logp_chunk >= 1, "at least 1"),
+        ("data.max_prompt_tokens", cfg.data.max_prompt_tokens >= 1, "at least 1"),
+        ("rollout.group_size", roll.group_size >= 2, "at least 2: an advantage compares completions of one prompt"),
+        ("rollout.prompts_per_step", roll.prompts_per_step >= 1, "at least 1"),
+        ("rollout.max_new_tokens", roll.max_new_tokens >= 1, "at least 1"),
+        ("rollout.temperature", roll.temperature > 0, "above 0: greedy groups have no advantage"),
+        ("rollout.slots", roll.slots >= 1, "at least 1"),
+        ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
+        ("prune.completions.keep", done.kind == "none" or (done.keep is not None and 1 <= done.keep <= roll.group_size),
+         f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none"),
+        ("prune.completions.keep", done.kind != "none" or done.keep is None,
+         "left out while prune.completions.kind=none; set prune.completions.kind=topk to prune"),
+        ("pack.capacity", cfg.pack.capacity >= trained,
+         f"at least {trained} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
+         f"rollout.max_new_tokens={roll.max_new_tokens}); raise it or lower those"),
+        ("loss.clip_low", 0 <= cfg.loss.clip_low <= 1, "in [0, 1]"),
+        ("loss.clip_high", cfg.loss.clip_high >= 0, "at least 0"),
+        ("loss.dual_clip", cfg.loss.dual_clip is None or cfg.loss.dual_clip > 1 + cfg.loss.clip_high,
+         "above 1 + loss.clip_high, or none"),
+        ("loss.kl", cfg.loss.kl >= 0, "at least 0"),
+        ("update.epochs", cfg.update.epochs >= 1, "at least 1"),
+        ("update.minibatches", cfg.update.minibatches >= 1 and roll.prompts_per_step % cfg.update.minibatches == 0,
+         f"a divisor of {roll.prompts_per_step} (rollout.prompts_per_step): a mini-batch holds whole groups"),
+        ("optim.lr", cfg.optim.lr > 0, "above 0"),
+        ("optim.warmup_steps", 0 <= cfg.optim.warmup_steps <= cfg.steps, f"in 0..{cfg.steps} (steps)"),
+        ("optim.beta1", 0 <= cfg.optim.beta1 < 1, "in [0, 1)"),
+        ("optim.beta2", 0 <= cfg.optim.beta2 < 1, "in [0, 1)"),
+        ("optim.weight_decay", cfg.optim.weight_decay >= 0, "at least 0"),
+        ("optim.clip_norm", cfg.optim.clip_norm > 0, "above 0"),
+        ("eval.max_new_tokens", cfg.eval.max_new_tokens >= 1, "at least 1"),
+        ("eval.every", cfg.eval.every >= 0, "at least 0 (0: only before and after)"),
+        ("checkpoint.every", cfg.checkpoint.every >= 0, "at least 0 (0: only at the end)"),
+        ("checkpoint.keep", cfg.checkpoint.keep >= 1, "at least 1"),
+    ]
+
+
+def load(name: str | Path, overrides: list[str] = ()) -> Config:
+    """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
+    path = find(name)
+    raw = read(path)
+    base = raw.pop("base", None)
+    if base is not None:
+        parent = read(path.parent / base)
+        if "base" in parent:
+            raise ConfigError(f"{path}: base {base} has a base itself; only one level is allowed")
+        raw = merge(parent, raw)
+    for override in overrides:
+        raw = merge(raw, parse_override(override))
+    raw.setdefault("out", f"runs/{path.stem}")
+    cfg = build(Config, raw)
+    for key, fine, allowed in rules(cfg):
+        if not fine:
+            raise ConfigError(f"{key}={get(cfg, key)} must be {allowed}")
+    return cfg
+
+
+def find(name: str | Path) -> Path:
+    path = next((p for p in (Path(name), CONFIGS / name) if p.is_file()), None)
+    if path is None:
+        shipped = sorted(p.name for p in CONFIGS.glob("*.yaml"))
+        near = difflib.get_close_matches(Path(name).name, shipped, n=1)
+        advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(shipped)}."
+        raise ConfigError(f"config '{name}' not found, neither as given nor in {CONFIGS}. {advice}")
+    return path
+
+
+def read(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise ConfigError(f"config '{path}' not found")
+    try:
+        raw = yaml.safe_load(path.read_text())
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not valid yaml: {' '.join(str(error).split())}") from None
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} must hold 'setting: value' lines")
+    return raw
+
+
+def parse_override(text: str) -> dict[str, Any]:
+    """ "a.b=c" -> {"a": {"b": c}}, with c read as yaml."""
+    key, equals, value = text.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"--set {text!r} must have the form setting=value")
+    try:
+        nested = yaml.safe_load(value)
+    except yaml.YAMLError:
+        raise ConfigError(f"--set {text!r}: the value is not valid yaml; put quotes around a text") from None
+    for part in reversed(key.split(".")):
+        nested = {part: nested}
+    return nested
+
+
+def merge(old: dict, new: dict) -> dict:
+    """`new` over `old`, key by key at every depth."""
+    out = dict(old)
+    for key, value in new.items():
+        both = isinstance(value, dict) and isinstance(out.get(key), dict)
+        out[key] = merge(out[key], value) if both else value
+    return out
+
+
+def build(cls: type, raw: dict[str, Any], path: str = "") -> Any:
+    """Fill a frozen dataclass (and those inside it) from nested dicts.
+
+    Raises ConfigError on an unknown key, a missing key or a wrong type, naming the full dotted path.
+    """
+    hints = get_type_hints(cls)
+    for key in raw:
+        if key not in hints:
+            near = difflib.get_close_matches(str(key), hints, n=1)
+            valid = ", ".join(path + hint for hint in hints)
+            advice = f"Did you mean '{path}{near[0]}'?" if near else f"Valid keys: {valid}."
+            raise ConfigError(f"unknown key '{path}{key}'. {advice}")
+    missing = [f.name for f in fields(cls)
+               if f.default is MISSING and f.default_factory is MISSING and f.name not in raw]
+    if missing:
+        raise ConfigError(f"missing key '{path}{missing[0]}' ({describe(hints[missing[0]])}); it has no default")
+    return cls(**{key: convert(value, hints[key], path + key) for key, value in raw.items()})
+
+
+def convert(value: Any, kind: Any, path: str) -> Any:
+    """`value` as `kind`, or ConfigError. yaml reads 1e-6 as a text, so a float may be written as one."""
+    if is_dataclass(kind):
+        if isinstance(value, dict):
+            return build(kind, value, path + ".")
+    elif get_origin(kind) in (Union, types.UnionType):
+        try:
+            return None if value is None else convert(value, get_args(kind)[0], path)
+        except ConfigError:
+            pass  # falls through to the error below, which says that null is allowed too
+    elif get_origin(kind) is Literal:
+        if value in get_args(kind) and not isinstance(value, bool):
+            return value
+    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        try:
+            return float(value)
+        except ValueError:
+            pass  # falls through to the error below
+    elif type(value) is kind:
+        return value
+    raise ConfigError(f"{path}={value!r} must be {describe(kind)}")
+
+
+def describe(kind: Any) -> str:
+    if is_dataclass(kind):
+        return f"a section with {', '.join(f.name for f in fields(kind))}"
+    if get_origin(kind) is Literal:
+        return f"one of {', '.join(map(str, get_args(kind)))}"
+    if get_origin(kind) in (Union, types.UnionType):
+        return f"{describe(get_args(kind)[0])} or null"
+    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+
+
+def get(cfg: Any, key: str) -> Any:
+    for part in key.split("."):
+        cfg = getattr(cfg, part)
+    return cfg
+
+
+def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
+    """Every setting under its dotted name."""
+    flat: dict[str, Any] = {}
+    for f in fields(cfg):
+        value = getattr(cfg, f.name)
+        flat |= flatten(value, f"{path}{f.name}.") if is_dataclass(value) else {path + f.name: value}
+    return flat
+
+
+def dump(cfg: Config) -> str:
+    """The resolved config as yaml that `load` reads back to the same config."""
+    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)

@@ -1,0 +1,197 @@
+"""Problems in, prompts out: data files, the model's tokenizer and chat template, and the order of prompts.
+
+A data line is {"question", "answer"} with optional "id" and "solution". GSM8K's and MATH's own columns are
+understood too: an answer behind "####" in the solution, or in its last \\boxed{}.
+"""
+
+import json
+from collections.abc import Iterable
+from datetime import datetime
+from pathlib import Path
+
+import jinja2
+import numpy as np
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
+
+from config import ConfigError
+from dist import seed_for
+from reward import last_boxed
+from sample import Problem, Prompt
+
+# name -> (file in data.dir, hub data set, its configuration, split)
+SETS = {
+    "gsm8k_train": ("gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
+    "gsm8k": ("gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
+    "math_train": ("math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
+    "math500": ("math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
+}
+
+
+def load_problems(name: str, folder: str | None = None) -> list[Problem]:
+    """All problems of a .jsonl or .parquet file, of a named set (SETS), or of a hub name "user/set:config:split".
+
+    `folder` (data.dir) is where the files of named sets lie; without it they come from the hub.
+    Raises ConfigError with file and line for a malformed row, and for ids that repeat.
+    """
+    path = Path(folder, SETS[name][0]) if folder and name in SETS else Path(name)
+    if path.suffix in (".jsonl", ".parquet"):
+        if not path.is_file():
+            raise ConfigError(f"data file {path} not found; give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
+                            "or a hub name such as openai/gsm8k:main:train")
+        rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
+    elif name in SETS:
+        rows = read_hub(*SETS[name][1:])
+    elif name.count(":") == 2 and "/" in name:
+        rows = read_hub(*name.split(":"))
+    else:
+        raise ConfigError(f"data set {name!r} is not known; give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
+                        "or a hub name such as openai/gsm8k:main:train")
+    problems = [to_problem(row, place, f"{path.stem}/{i}") for i, (place, row) in enumerate(rows)]
+    if not problems:
+        raise ConfigError(f"{name} holds no problems")
+    seen: set[str] = set()
+    for problem in problems:
+        if problem.id in seen:
+            raise ConfigError(f"{name}: id {problem.id!r} occurs twice; ids must differ, or be left out of every line")
+        seen.add(problem.id)
+    return problems
+
+
+def read_jsonl(path: Path) -> Iterable[tuple[str, dict]]:
+    # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
+    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            try:
+                row = json.loads(line)
+            except json.JSONDecodeError as error:
+                raise ConfigError(f"{path}:{number}: not valid JSON ({error}); each line must be one object") from None
+            yield f"{path}:{number}", row
+
+
+def read_parquet(path: Path) -> Iterable[tuple[str, dict]]:
+    import pyarrow.parquet  # slow to import, and most runs read jsonl
+
+    for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
+        yield f"{path}: row {i}", row
+
+
+def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
+    import datasets  # slow to import, and needed for names only
+
+    try:
+        rows = datasets.load_dataset(name, config, split=split)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: {str(error).splitlines()[0]} "
+                        "Set data.dir to a folder with the files, or give a path.") from error
+    return ((f"{name}: row {i}", row) for i, row in enumerate(rows))
+
+
+def to_problem(row: object, place: str, default_id: str) -> Problem:
+    """One row in our columns, GSM8K's (question, answer = solution) or MATH's (problem, solution with a box)."""
+    if not isinstance(row, dict):
+        raise ConfigError(f"{place}: a line must be an object with 'question' and 'answer', not {type(row).__name__}")
+    question = row.get("question", row.get("problem"))
+    answer, solution = row.get("answer"), row.get("solution") or ""
+    if isinstance(answer, str) and "####" in answer:
+        solution, answer = answer, answer.rpartition("####")[2].strip()
+    elif answer is None and isinstance(solution, str):
+        answer = last_boxed(solution)
+    if isinstance(answer, int | float) and not isinstance(answer, bool):
+        answer = str(answer)
+    for key, value in (("question", question), ("answer", answer), ("solution", solution)):
+        if not isinstance(value, str) or not (value.strip() or key == "solution"):
+            raise ConfigError(f"{place}: {key!r} must be a non-empty text, not {value!r}; mend or remove the line")
+    return Problem(str(row.get("id", default_id)), question, answer, solution)
+
+
+class Tokenizer:
+    """The tokenizer, chat template and end-of-sequence ids of a Hugging Face model folder."""
+
+    def __init__(self, folder: Path):
+        self.rust = RustTokenizer.from_file(str(require(folder / "tokenizer.json", "the tokenizer")))
+        settings = json.loads(require(folder / "tokenizer_config.json", "the chat template").read_text())
+        template = folder / "chat_template.jinja"
+        source = template.read_text() if template.is_file() else settings.get("chat_template")
+        if not isinstance(source, str):
+            raise ConfigError(f"{folder} has a tokenizer without a chat template; add chat_template.jinja or a "
+                              "'chat_template' in tokenizer_config.json (base models have none: use an instruct model)")
+        self.template = chat_environment().from_string(source)
+        tokens = {key: value["content"] if isinstance(value, dict) else value
+                  for key, value in settings.items() if key.endswith("_token")}
+        self.special = {key: value for key, value in tokens.items() if isinstance(value, str)}
+        self.eos_ids = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
+
+    def render(self, question: str, system: str | None) -> str:
+        """The conversation up to and including the generation prompt. Raises ConfigError when the template refuses."""
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": question})
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=True, **self.special)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"the chat template fails: {error}; does it accept data.system_prompt?") from error
+
+    def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Token ids without added special tokens: the template has written them already."""
+        return [tuple(e.ids) for e in self.rust.encode_batch(texts, add_special_tokens=False)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of a completion; special tokens, the EOS among them, are left out."""
+        return self.rust.decode(list(ids), skip_special_tokens=True)
+
+
+def require(path: Path, what: str) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"{path} not found; the model folder must hold {what}")
+    return path
+
+
+def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """Every id that ends a completion. Models have several, listed in different files; one missed never stops."""
+    found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    if not found:
+        raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
+    return frozenset(found)
+
+
+def chat_environment() -> ImmutableSandboxedEnvironment:
+    """The jinja dialect that chat templates are written in (transformers, chat_template_utils)."""
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
+    env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    return env
+
+
+def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None, max_tokens: int) -> list[Prompt]:
+    """Render and tokenize. Raises ConfigError for a prompt of more than `max_tokens`: none is cut or left out."""
+    ids = tokenizer.encode([tokenizer.render(p.question, system) for p in problems])
+    longest = max(range(len(ids)), key=lambda i: len(ids[i]))
+    if len(ids[longest]) > max_tokens:
+        over = sum(len(x) > max_tokens for x in ids)
+        raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
+                          f"data.max_prompt_tokens={max_tokens} ({over} of {len(ids)} prompts do); "
+                          "raise the setting or remove the problems")
+    return [Prompt(p.id, x, p.answer) for p, x in zip(problems, ids, strict=True)]
+
+
+def order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of `count` prompts in one epoch: a permutation, a pure function of (seed, epoch)."""
+    return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
+
+
+def draw(count: int, seed: int, step: int, prompts_per_step: int) -> list[tuple[int, int]]:
+    """(epoch, prompt index) of every prompt of a step: the next `prompts_per_step` of the endless row of epochs.
+
+    A pure function of its arguments, so a resumed run draws exactly what it would have drawn.
+    """
+    places = [divmod(i, count) for i in range(step * prompts_per_step, (step + 1) * prompts_per_step)]
+    orders = {epoch: order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
+    return [(epoch, int(orders[epoch][i])) for epoch, i in places]

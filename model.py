@@ -1,0 +1,380 @@
+"""One decoder for Qwen2/2.5, Qwen3 and Llama 3: Hugging Face folder in, log-probs out, Hugging Face folder out.
+
+Tokens are always packed: sequences lie one behind the other in a single [T] axis, so there is no batch
+dimension and no padding. What a token may look at is decided by `attend`, a function handed to `forward`:
+training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). The rest of the model is the same.
+
+Dimension key:  T packed tokens,  C tokens with a target,  D width,  H query heads,  K key/value heads,  E head width.
+V is the vocabulary and S the number of segments.
+"""
+
+import importlib.util
+import json
+import math
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from huggingface_hub import save_torch_state_dict, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from config import ConfigError
+
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_TKE, v_TKE) -> out_THE
+
+ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The part of config.json that decides what is computed."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    norm_eps: float
+    tied: bool            # the LM head is the embedding
+    qkv_bias: bool
+    out_bias: bool
+    qk_norm: bool         # Qwen3: RMSNorm on every head's query and key
+    max_positions: int
+    rope_theta: float
+    rope_scaling: dict | None   # llama3 only
+    dtype: torch.dtype    # of the weights on disk; exports keep it
+
+
+def read_shape(folder: Path) -> Shape:
+    """Read config.json. Raises ConfigError for a missing file and for anything this decoder does not compute."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or hub name with a config.json")
+    raw = json.loads(path.read_text())
+    kind = raw.get("model_type")
+    if kind not in ARCHITECTURES:
+        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
+    scaling = raw.get("rope_scaling") or rope
+    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
+    windows = set(raw.get("layer_types") or []) - {"full_attention"}
+    unsupported = {
+        f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
+        f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
+        "sliding-window attention": bool(raw.get("use_sliding_window") and windows),
+        "mlp_bias=true": bool(raw.get("mlp_bias")),
+    }
+    for what, present in unsupported.items():
+        if present:
+            raise ConfigError(f"{path}: {what} is not supported; use a checkpoint without it")
+    bias = bool(raw.get("attention_bias", False))
+    return Shape(
+        vocab_size=raw["vocab_size"],
+        hidden_size=raw["hidden_size"],
+        intermediate_size=raw["intermediate_size"],
+        layers=raw["num_hidden_layers"],
+        heads=raw["num_attention_heads"],
+        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
+        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
+        norm_eps=raw["rms_norm_eps"],
+        tied=raw.get("tie_word_embeddings", False),
+        qkv_bias=bias or kind == "qwen2",
+        out_bias=bias and kind != "qwen2",
+        qk_norm=kind == "qwen3",
+        max_positions=raw["max_position_embeddings"],
+        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
+        rope_scaling=scaling if rope_type == "llama3" else None,
+        dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+    )
+
+
+def rope_frequencies(shape: Shape) -> Tensor:
+    """Radians per position for each of the head_dim / 2 planes; llama3 scaling stretches only the long waves."""
+    freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device="cpu").float() / shape.head_dim)
+    if shape.rope_scaling is None:
+        return freq
+    factor, old_length = shape.rope_scaling["factor"], shape.rope_scaling["original_max_position_embeddings"]
+    low, high = shape.rope_scaling["low_freq_factor"], shape.rope_scaling["high_freq_factor"]
+    turns = old_length * freq / (2 * math.pi)  # how often the wave turns within the old context
+    blend = ((turns - low) / (high - low)).clamp(0, 1)
+    return blend * freq + (1 - blend) * freq / factor
+
+
+def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotary embedding in Hugging Face's layout: plane i is (x[i], x[i + E/2])."""
+    left, right = x_THE.chunk(2, dim=-1)
+    return x_THE * cos_TE[:, None] + torch.cat([-right, left], dim=-1) * sin_TE[:, None]
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        self.layer, self.head_dim = layer, shape.head_dim
+        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        self.q_proj = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(query, shape.hidden_size, bias=shape.out_bias)
+        if shape.qk_norm:
+            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
+            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
+        else:
+            self.q_norm = self.k_norm = nn.Identity()
+
+    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
+        q, k, v = (f(x_TD).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        cos_TE, sin_TE = cos_TE.to(q.dtype), sin_TE.to(q.dtype)
+        q, k = rotate(self.q_norm(q), cos_TE, sin_TE), rotate(self.k_norm(k), cos_TE, sin_TE)
+        return self.o_proj(attend(self.layer, q.to(v.dtype), k.to(v.dtype), v).flatten(1))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+
+    def forward(self, x_TD: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape, layer: int):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.self_attn = Attention(shape, layer)
+        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.mlp = MLP(shape)
+
+    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
+        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, attend)
+        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+class Decoder(nn.Module):
+    """Parameter names are Hugging Face's without the leading "model."."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        self.checkpoint_blocks = False  # recompute each block in backward instead of keeping its activations
+        self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
+        self.layers = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
+        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        if not shape.tied:
+            self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
+        self.frequency_E = rope_frequencies(shape)  # not a buffer: a cast of the model must not round it
+
+    @property
+    def head_VD(self) -> Tensor:
+        return self.embed_tokens.weight if self.shape.tied else self.lm_head.weight
+
+    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+        """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
+        self.frequency_E = self.frequency_E.to(ids_T.device)
+        angle_TE = (position_T[:, None].float() * self.frequency_E).repeat(1, 2)
+        cos_TE, sin_TE = angle_TE.cos(), angle_TE.sin()
+        x_TD = self.embed_tokens(ids_T)
+        for block in self.layers:
+            if self.checkpoint_blocks and torch.is_grad_enabled():
+                x_TD = checkpoint(block, x_TD, cos_TE, sin_TE, attend, use_reentrant=False)
+            else:
+                x_TD = block(x_TD, cos_TE, sin_TE, attend)
+        return self.norm(x_TD)
+
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """[C, V], at least float32. For the few rows of a decoding step; training uses `log_probs`."""
+        return at_least_float32(F.linear(hidden_CD, self.head_VD))
+
+    def log_probs(self, hidden_CD: Tensor, target_C: Tensor, temperature: float, chunk: int) -> Tensor:
+        """log softmax(logits / temperature)[target] in nats, [C]; never holds more than [chunk, V] of logits."""
+        device = hidden_CD.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_CD.dtype
+        return ChunkedLogProb.apply(hidden_CD.to(dtype), self.head_VD.to(dtype), target_C, temperature, chunk)
+
+    def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Every parameter under its Hugging Face name."""
+        for name, tensor in self.named_parameters():
+            yield hf_name(name), tensor.detach()
+
+
+class ChunkedLogProb(torch.autograd.Function):
+    """Log-probs of the targets from hidden states, with the logits of one chunk at a time in memory.
+
+    Backward recomputes each chunk's logits from the saved log-normaliser, so neither pass stores [C, V].
+    d logp / d logits = (onehot(target) - softmax) / temperature.
+    """
+
+    @staticmethod
+    def forward(ctx, hidden_CD, head_VD, target_C, temperature, chunk):
+        logp_C, norm_C = [], []
+        for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
+            logits_V = at_least_float32(F.linear(hidden, head_VD)).div_(temperature)
+            norm_C.append(logits_V.logsumexp(dim=-1))
+            logp_C.append(logits_V.gather(1, target[:, None])[:, 0] - norm_C[-1])
+        ctx.save_for_backward(hidden_CD, head_VD, target_C, torch.cat(norm_C))
+        ctx.temperature, ctx.chunk = temperature, chunk
+        return torch.cat(logp_C)
+
+    @staticmethod
+    def backward(ctx, grad_C):
+        hidden_CD, head_VD, target_C, norm_C = ctx.saved_tensors
+        grad_hidden_CD = torch.empty_like(hidden_CD)
+        grad_head_VD = torch.zeros_like(head_VD, dtype=norm_C.dtype)
+        pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, norm_C, grad_C, grad_hidden_CD)]
+        for hidden, target, norm, grad, grad_hidden in zip(*pieces, strict=True):
+            logits_V = at_least_float32(F.linear(hidden, head_VD)).div_(ctx.temperature)
+            scale = (grad / ctx.temperature)[:, None]
+            grad_logits_V = logits_V.sub_(norm[:, None]).exp_().mul_(-scale)
+            grad_logits_V.scatter_add_(1, target[:, None], scale.to(grad_logits_V.dtype))
+            grad_logits_V = grad_logits_V.to(hidden.dtype)
+            grad_hidden.copy_(grad_logits_V @ head_VD)
+            grad_head_VD += grad_logits_V.T @ hidden
+        return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None
+
+
+def at_least_float32(x: Tensor) -> Tensor:
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def sdpa_padded(start_S: Tensor, max_len: int) -> Attend:
+    """Segments are unpacked into right-padded rows. Under causality right padding needs no mask."""
+    length_S = start_S.diff()
+    S, T = len(length_S), int(start_S[-1])
+    segment_T = torch.repeat_interleave(torch.arange(S, device=start_S.device), length_S, output_size=T)
+    place_T = segment_T * max_len + torch.arange(T, device=start_S.device) - start_S[segment_T]
+
+    def pad(x: Tensor) -> Tensor:
+        rows = x.new_zeros(S * max_len, *x.shape[1:]).index_copy(0, place_T, x)
+        return rows.unflatten(0, (S, max_len)).transpose(1, 2)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        grouped = q.shape[1] != k.shape[1]
+        out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, enable_gqa=grouped)
+        return out.transpose(1, 2).flatten(0, 1)[place_T]
+
+    return attend
+
+
+def torch_varlen(start_S: Tensor, max_len: int) -> Attend:
+    """torch's own varlen flash attention, CUDA only. Its argument for causality changed after 2.10."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    causal = {"is_causal": True} if torch.__version__.startswith("2.10.") else {"window_size": (-1, 0)}
+    cu = start_S.to(torch.int32)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        repeat = q.shape[1] // k.shape[1]  # not every version takes grouped heads
+        k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k, v))
+        return varlen_attn(q, k, v, cu, cu, max_len, max_len, **causal)
+
+    return attend
+
+
+def flash_varlen(start_S: Tensor, max_len: int) -> Attend:
+    """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
+    from flash_attn import flash_attn_varlen_func
+
+    cu = start_S.to(torch.int32)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return flash_attn_varlen_func(q, k, v, cu, cu, max_len, max_len, causal=True)
+
+    return attend
+
+
+# Causal attention within segments: (start_S [S + 1], the segments' offsets and the total; longest segment) -> Attend.
+BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
+
+
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """A key of BACKENDS for "auto": flash-attn where installed, else torch's kernel on CUDA, else padded SDPA.
+
+    Both kernels need half precision. Raises ConfigError when the backend that was asked for cannot run.
+    """
+    kernels = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
+    has_flash = kernels and importlib.util.find_spec("flash_attn") is not None
+    able = {"sdpa": True, "varlen": kernels, "flash": has_flash}
+    if wanted == "auto":
+        return "flash" if has_flash else "varlen" if kernels else "sdpa"
+    if not able[wanted]:
+        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype} here; use auto or sdpa")
+    return wanted
+
+
+def find_model(path: str) -> Path:
+    """The folder of a model given as a folder or as a hub name, which is downloaded."""
+    if Path(path).is_dir():
+        return Path(path)
+    try:
+        return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
+    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
+        raise ConfigError(f"model.path={path!r} is neither a folder nor a model that the hub gives: "
+                          f"{str(error).splitlines()[0]}") from error
+
+
+def hf_name(name: str) -> str:
+    return name if name.startswith("lm_head.") else f"model.{name}"
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """All tensors of a folder with one safetensors file or with an index and shards."""
+    index, single = (Path(folder) / name for name in WEIGHT_FILES)
+    if index.is_file():
+        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    elif single.is_file():
+        shards = [single.name]
+    else:
+        raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
+    tensors: dict[str, Tensor] = {}
+    for shard in shards:
+        path = Path(folder) / shard
+        if not path.is_file():
+            raise ConfigError(f"{index} names {shard}, which is missing; download it again")
+        tensors |= load_file(path)
+    return tensors
+
+
+def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    """Raises ConfigError when a tensor is missing, left over or of another shape than config.json says."""
+    shape = read_shape(folder)
+    with torch.device("meta"):
+        model = Decoder(shape)
+    tensors = read_weights(folder)
+    if shape.tied:
+        tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
+    wanted = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+    given = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    differing = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
+    if differing:
+        name = differing[0]
+        raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. {name}: "
+                         f"file has {given.get(name, 'nothing')}, config.json implies {wanted.get(name, 'nothing')}")
+    state = {name: tensors[hf_name(name)].to(device, dtype) for name, _ in model.named_parameters()}
+    model.load_state_dict(state, assign=True)
+    return model
+
+
+def export(model: Decoder, source: Path, folder: Path) -> None:
+    """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in `source`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for path in Path(source).iterdir():
+        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES:
+            shutil.copyfile(path, folder / path.name)
+    save_weights(model, folder)
+
+
+def save_weights(model: Decoder, folder: Path) -> None:
+    """Safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
+    tensors = {name: t.to("cpu", model.shape.dtype).contiguous() for name, t in model.named_hf_tensors()}
+    save_torch_state_dict(tensors, folder)

@@ -1,0 +1,108 @@
+"""Dense packing: kept completions, each behind its prompt, laid end to end in rows of at most `capacity` tokens.
+
+Dimension key:  N groups,  G completions per group,  T tokens of one row (prompts included),  C completion tokens
+among them, the only ones that are projected and scored.  S sequences in one row.
+"""
+
+from dataclasses import dataclass, fields, replace
+from itertools import accumulate
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from sample import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One forward pass. Attention stays within a sequence; positions start at 0 in each."""
+
+    ids_T: Tensor
+    position_T: Tensor
+    start_S: Tensor     # [S + 1] offsets of the sequences, and T
+    max_len: int        # of the longest sequence
+    predict_C: Tensor   # where in T the token before each completion token stands
+    target_C: Tensor    # the completion token itself, EOS included
+    sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
+    adv_C: Tensor
+    weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
+        """On `device`, with the floating-point fields in `dtype`."""
+        moved = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = value.to(device, dtype if value.is_floating_point() else None)
+            moved[f.name] = value
+        return Row(**moved)
+
+
+def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
+    """Assign items to rows of at most `capacity` tokens: longest first, into the fullest row that still takes it.
+
+    Deterministic, never cuts and never drops: an item longer than a row is an error.
+    Which amounts of free room exist is a bit mask, so the best fit is its lowest bit from `length` upwards.
+    """
+    rows: list[list[int]] = []
+    rows_by_room: dict[int, list[int]] = {}
+    rooms = 0
+    for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
+        length = lengths[i]
+        if length > capacity:
+            raise ValueError(f"item {i} has {length} tokens but pack.capacity={capacity}; "
+                             "raise pack.capacity or lower rollout.max_new_tokens")
+        fitting = rooms >> length
+        if fitting:
+            room = length + (fitting & -fitting).bit_length() - 1
+            row = rows_by_room[room].pop()
+            if not rows_by_room[room]:
+                rooms ^= 1 << room
+        else:
+            room, row = capacity, len(rows)
+            rows.append([])
+        rows[row].append(i)
+        rows_by_room.setdefault(room - length, []).append(row)
+        rooms |= 1 << (room - length)
+    return rows
+
+
+def pack(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, keep_NG: Tensor, capacity: int,
+         rank: int, ranks: int) -> list[Row]:
+    """This rank's rows. Every rank gets the same number: the shortest row with weight 0 fills up.
+
+    All ranks compute the same assignment from the same records, so nothing has to be agreed upon.
+    """
+    kept = keep_NG.nonzero().tolist()
+    lengths = [len(groups[n].prompt.ids) + len(groups[n].samples[g].ids) for n, g in kept]
+    found = best_fit(lengths, capacity)
+    bins = [[kept[i] for i in members] for members in found]
+    rows = [build(groups, adv_NG, weight_NG, members) for members in bins[rank::ranks]]
+    if len(rows) < -(-len(bins) // ranks):
+        shortest = min(range(len(bins)), key=lambda b: sum(lengths[i] for i in found[b]))
+        idle = build(groups, adv_NG, weight_NG, bins[shortest])
+        rows.append(replace(idle, weight_C=torch.zeros_like(idle.weight_C)))
+    return rows
+
+
+def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, members: list[tuple[int, int]]) -> Row:
+    """Lay the completions (n, g) out as one row."""
+    prompts = [groups[n].prompt.ids for n, _ in members]
+    samples = [groups[n].samples[g] for n, g in members]
+    lengths = [len(p) + len(s.ids) for p, s in zip(prompts, samples, strict=True)]
+    starts = [0, *accumulate(lengths)]
+    first = [start + len(p) - 1 for start, p in zip(starts, prompts, strict=False)]
+    tokens_S = torch.tensor([len(s.ids) for s in samples])
+    n_S, g_S = torch.tensor(members).T
+    return Row(
+        ids_T=torch.tensor([i for p, s in zip(prompts, samples, strict=True) for i in p + s.ids]),
+        position_T=torch.cat([torch.arange(length) for length in lengths]),
+        start_S=torch.tensor(starts),
+        max_len=max(lengths),
+        predict_C=torch.cat([torch.arange(f, f + len(s.ids)) for f, s in zip(first, samples, strict=True)]),
+        target_C=torch.tensor([i for s in samples for i in s.ids]),
+        sampled_logp_C=torch.tensor([x for s in samples for x in s.logp], dtype=torch.float64),
+        adv_C=adv_NG[n_S, g_S].repeat_interleave(tokens_S),
+        weight_C=weight_NG[n_S, g_S].repeat_interleave(tokens_S),
+    )

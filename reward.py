@@ -1,0 +1,140 @@
+"""Rewards: named components of a completion's text, summed by weight (`reward.<component>` in the config).
+
+Verification goes from cheap to costly: equal texts, equal numbers, then math-verify in a process of its own, which is
+killed when it takes longer than VERIFY_SECONDS. So no text can hang or crash the trainer.
+"""
+
+import functools
+import multiprocessing
+import re
+from concurrent.futures import TimeoutError
+from fractions import Fraction
+
+from pebble import ProcessExpired, ProcessPool
+
+VERIFY_SECONDS = 5.0
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
+# CPPO's pattern. MULTILINE lets text after a closing line through, as in the released code.
+THINK_FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Content of the last complete \boxed{...}, braces nested, escaped ones apart; None without one."""
+    open_at, found = [], (-1, None)  # a brace's start of content if it is a box's, else -1
+    for mark in BRACES.finditer(text):
+        if mark[0] == "}":
+            start = open_at.pop() if open_at else -1
+            if start > found[0]:
+                found = start, text[start:mark.start()]
+        elif mark[0][-1] == "{" and mark[0] != "\\{":
+            open_at.append(mark.end() if len(mark[0]) > 1 else -1)
+    return found[1]
+
+
+def last_tag(text: str) -> str | None:
+    """Content of the last <answer>...</answer>."""
+    tags = ANSWER_TAG.findall(text)
+    return tags[-1].strip() if tags else None
+
+
+def extract(text: str) -> str | None:
+    r"""The final answer a completion marks: its last \boxed{}, else what stands behind "####", else its answer tag."""
+    boxed = last_boxed(text)
+    if boxed is not None:
+        return boxed
+    if "####" in text:
+        return text.rpartition("####")[2].strip().partition("\n")[0]
+    return last_tag(text)
+
+
+def normalise(answer: str) -> str:
+    """Spelling that never changes the value: outer $, spaces, thousands commas, a final full stop, text wrappers."""
+    answer = answer.strip().strip("$").strip().removesuffix(".")
+    answer = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", answer)
+    answer = answer.replace("\\$", "").replace("\\!", "").replace("\\left", "").replace("\\right", "")
+    answer = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
+    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
+    return re.sub(r"\s+", "", answer)
+
+
+def to_number(answer: str) -> Fraction | None:
+    r"""The value of a plain decimal, a/b or \frac{a}{b}; None for anything else. Never evaluates an expression."""
+    match = re.fullmatch(r"(-?)\$?(?:\\frac\{(-?\d+)\}\{(\d+)\}|(-?\d+)/(\d+)|([-+]?\d*\.?\d+|[-+]?\d+\.))", answer)
+    if match is None or len(answer) > 100:
+        return None
+    sign, top, bottom, over, under, decimal = match.groups()
+    if decimal is None and int(bottom or under) == 0:
+        return None
+    value = Fraction(decimal) if decimal else Fraction(int(top or over), int(bottom or under))
+    return -value if sign else value
+
+
+def accuracy_one(answer: str | None, gold: str) -> bool | None:
+    """Whether the answers are equal, or None where only math-verify can tell."""
+    if answer is None or not answer.strip():
+        return False
+    left, right = normalise(answer), normalise(gold)
+    if left == right:
+        return True
+    a, b = to_number(left), to_number(right)
+    return None if a is None or b is None else a == b
+
+
+def load_math_verify() -> None:
+    import math_verify  # noqa: F401  (so that its seconds of import are not counted as verification)
+
+
+def run_math_verify(gold: str, answer: str) -> bool:
+    from math_verify import parse, verify
+
+    # Its own time-outs use signals, and none interrupts a long integer power: the pool kills instead.
+    parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
+    return bool(verify(*parsed, timeout_seconds=None))
+
+
+@functools.cache
+def verifiers() -> ProcessPool:
+    return ProcessPool(max_workers=1, initializer=load_math_verify, context=multiprocessing.get_context("spawn"))
+
+
+@functools.lru_cache(maxsize=100_000)
+def verify_slowly(gold: str, answer: str) -> bool:
+    """math-verify's judgement; a time-out or a crash of its process counts as wrong."""
+    try:
+        return verifiers().schedule(run_math_verify, args=[gold, answer], timeout=VERIFY_SECONDS).result()
+    except (TimeoutError, ProcessExpired):
+        return False
+
+
+def accuracy(text: str, gold: str) -> float:
+    """1 if the marked final answer equals the gold one, else 0."""
+    answer = extract(text)
+    known = accuracy_one(answer, gold)
+    return float(verify_slowly(gold, answer) if known is None else known)
+
+
+def think_format(text: str, gold: str) -> float:
+    """1 for <think>...</think>, a new line, <answer>...</answer>, as CPPO (arXiv:2503.22342) asks for."""
+    return float(THINK_FORMAT.match(text) is not None)
+
+
+def tag_exact(text: str, gold: str) -> float:
+    """1 if the last answer tag holds the gold answer to the letter, commas aside (CPPO's GSM8K reward)."""
+    answer = last_tag(text)
+    return float(answer is not None and answer.replace(",", "") == gold.replace(",", ""))
+
+
+def tag_number(text: str, gold: str) -> float:
+    """1 if the last answer tag and the gold answer each hold exactly one number, and the same (CPPO's GSM8K reward)."""
+    numbers = [NUMBER.findall(x.replace(",", "")) for x in (last_tag(text) or "", gold)]
+    return float(all(len(found) == 1 for found in numbers) and float(numbers[0][0]) == float(numbers[1][0]))
+
+
+COMPONENTS = {"accuracy": accuracy, "format": think_format, "tag_exact": tag_exact, "tag_number": tag_number}
+
+
+def score(texts: list[str], gold: str, weights: dict[str, float]) -> dict[str, list[float]]:
+    """Every component with a weight, for each of a group's completions, unweighted."""
+    return {name: [COMPONENTS[name](text, gold) for text in texts] for name, weight in weights.items() if weight}

@@ -1,0 +1,221 @@
+"""Rollout engines: prompts in, completions out, each with the engine's own log-probs.
+
+`TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA.
+
+Dimension key:  S slots (sequences decoded at once),  V vocabulary,  K key/value heads,  E head width.  L is the length
+of a slot's cache in tokens and M the number of new tokens at most.
+"""
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from tqdm import tqdm
+
+from model import BACKENDS, Decoder
+from sample import Sample
+
+
+def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
+    """One token per row and its log-prob in nats at this temperature, before top-p; temperature 0 takes the largest.
+
+    The token is where the cumulative probability passes uniform_S in [0, 1), so the draw is a function of the number
+    alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
+    """
+    logp_SV = F.log_softmax(logits_SV / (temperature or 1.0), dim=-1)
+    if temperature == 0:
+        token_S1 = logp_SV.argmax(dim=-1, keepdim=True)
+    else:
+        prob_SV = logp_SV.double().exp()
+        if top_p < 1:
+            prob_SV = nucleus(prob_SV, top_p)
+        cumulative_SV = prob_SV.cumsum(dim=-1)
+        point_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
+        token_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True).clamp_(max=logits_SV.shape[1] - 1)
+    return token_S1[:, 0], logp_SV.gather(1, token_S1)[:, 0]
+
+
+def nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
+    """Keep the fewest most probable tokens whose probabilities reach top_p (arXiv:1904.09751); the others get 0."""
+    sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
+    sorted_SV[sorted_SV.cumsum(dim=-1) - sorted_SV >= top_p] = 0
+    return torch.zeros_like(prob_SV).scatter_(1, place_SV, sorted_SV)
+
+
+class Cache:
+    """Keys and values of S slots, [layers][S, K, L, E], and how many tokens each slot holds."""
+
+    def __init__(self, model: Decoder, slots: int, length: int):
+        shape, weight = model.shape, model.embed_tokens.weight
+        size = (slots, shape.kv_heads, length, shape.head_dim)
+        self.keys, self.values = ([weight.new_zeros(size) for _ in range(shape.layers)] for _ in range(2))
+        self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
+
+    def prefill(self, model: Decoder, prompts: list[tuple[int, ...]], slots: list[int], attention: str) -> None:
+        """Fill `slots` with prompts, each without its last token: the next decoding step reads that one.
+
+        A prompt that several slots share is computed once.
+        """
+        device = self.used_S.device
+        unique = list(dict.fromkeys(prompts))
+        which = torch.tensor([unique.index(p) for p in prompts], device=device)
+        slot_S = torch.tensor(slots, device=device)
+        lengths = torch.tensor([len(p) - 1 for p in unique], device=device)
+        self.used_S[slot_S] = lengths[which]
+        longest = int(lengths.max())
+        if longest == 0:
+            return
+        ids_T = torch.tensor([i for p in unique for i in p[:-1]], device=device)
+        start_S = F.pad(lengths.cumsum(0), (1, 0))
+        position_T = torch.arange(len(ids_T), device=device) - start_S[:-1].repeat_interleave(lengths)
+        row_T = torch.arange(len(unique), device=device).repeat_interleave(lengths)
+        within = BACKENDS[attention](start_S, longest)
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            for cache, x_TKE in ((self.keys[layer], k), (self.values[layer], v)):
+                rows = x_TKE.new_zeros(len(unique), longest, *x_TKE.shape[1:])
+                rows[row_T, position_T] = x_TKE
+                cache[slot_S, :, :longest] = rows.transpose(1, 2)[which]
+            return within(layer, q, k, v)
+
+        model(ids_T, position_T, attend)
+
+    def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
+        """Append one token to every slot and return the logits [S, V] of the next."""
+        row_S = torch.arange(len(token_S), device=token_S.device)
+        longest = int(self.used_S.max()) + 1
+        seen_SL = torch.arange(longest, device=token_S.device) <= self.used_S[:, None]
+
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            keys, values = self.keys[layer], self.values[layer]
+            keys[row_S, :, self.used_S], values[row_S, :, self.used_S] = k, v
+            # The query heads of one key head stand where a longer query would: grouped attention without a copy.
+            grouped = q.unflatten(1, (k.shape[1], -1))
+            out = F.scaled_dot_product_attention(
+                grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=seen_SL[:, None, None])
+            return out.flatten(1, 2)
+
+        logits_SV = model.logits(model(token_S, self.used_S, attend))
+        self.used_S += 1
+        return logits_SV
+
+    def select(self, slots: Tensor) -> None:
+        """Keep only these slots, in this order."""
+        for side in (self.keys, self.values):
+            side[:] = [x[slots] for x in side]
+        self.used_S = self.used_S[slots]
+
+
+class Decoding:
+    """Which sample each slot works on and how far it has come, and every sample's tokens so far."""
+
+    def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], max_new_tokens: int):
+        device, count = model.embed_tokens.weight.device, len(prompts)
+        self.model, self.count = model, count
+        self.cache = Cache(model, slots, max(map(len, prompts)) + max_new_tokens)
+        self.owner_S = torch.full((slots,), count, device=device)  # `count`: the slot is idle
+        self.token_S, self.step_S = torch.zeros(2, slots, dtype=torch.long, device=device)
+        self.uniform_SM = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
+        # One row more than there are samples: idle slots decode on, and write there.
+        self.ids_NM = torch.zeros(count + 1, max_new_tokens, dtype=torch.long, device=device)
+        self.logp_NM = torch.zeros(count + 1, max_new_tokens, dtype=torch.float64, device=device)
+        self.made_N = torch.zeros(count + 1, dtype=torch.long, device=device)
+        self.ended_N = torch.zeros(count + 1, dtype=torch.bool, device=device)
+
+    def idle(self) -> list[int]:
+        return (self.owner_S == self.count).nonzero()[:, 0].tolist()
+
+    def admit(self, slots: list[int], samples: range, prompts: list[tuple[int, ...]], seeds: list[int],
+              attention: str) -> None:
+        """Start `samples` in `slots`."""
+        device = self.owner_S.device
+        self.cache.prefill(self.model, [prompts[i] for i in samples], slots, attention)
+        self.owner_S[slots] = torch.tensor(samples, device=device)
+        self.token_S[slots] = torch.tensor([prompts[i][-1] for i in samples], device=device)
+        self.step_S[slots] = 0
+        drawn_SM = np.stack([uniforms(seeds[i], self.uniform_SM.shape[1]) for i in samples])
+        self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
+
+    def shrink(self, idle: list[int]) -> None:
+        """Drop idle slots, so that the last long samples do not pay for all that have ended."""
+        busy_S = torch.tensor(sorted(set(range(len(self.owner_S))) - set(idle)), device=self.owner_S.device)
+        self.cache.select(busy_S)
+        for name in ("owner_S", "token_S", "step_S", "uniform_SM"):
+            setattr(self, name, getattr(self, name)[busy_S])
+
+    def step(self, temperature: float, top_p: float, eos_E: Tensor) -> None:
+        """One token for every slot; slots whose sample has ended become idle."""
+        logits_SV = self.cache.decode(self.model, self.token_S)
+        uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
+        self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
+        self.ids_NM[self.owner_S, self.step_S] = self.token_S
+        self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
+        self.step_S += 1
+        eos_S = torch.isin(self.token_S, eos_E)
+        self.made_N[self.owner_S], self.ended_N[self.owner_S] = self.step_S, eos_S
+        over_S = eos_S | (self.step_S == self.ids_NM.shape[1])
+        self.owner_S = torch.where(over_S, self.count, self.owner_S)
+        # Idle slots stay at their first token: their place in the cache must not run over.
+        working_S = self.owner_S < self.count
+        self.step_S *= working_S
+        self.cache.used_S *= working_S
+
+    def samples(self) -> list[Sample]:
+        made, ended = self.made_N.tolist(), self.ended_N.tolist()
+        ids, logp = self.ids_NM.tolist(), self.logp_NM.tolist()
+        return [Sample(tuple(ids[i][:made[i]]), tuple(logp[i][:made[i]]), ended[i]) for i in range(self.count)]
+
+
+class TorchEngine:
+    """Batched decoding with our own decoder. It owns a copy of the weights; `sync` brings it up to date.
+
+    A sample is a function of the weights, its prompt and its seed: of neither its batch, its slot nor the number of
+    ranks. That holds up to rounding: matrix products of another batch size differ in the last bits, which turns a
+    draw about once in a million float32 tokens, and never in practice in float64.
+    """
+
+    def __init__(self, model: Decoder, eos_ids: frozenset[int], slots: int, attention: str):
+        self.model, self.slots, self.attention = model.requires_grad_(False), slots, attention
+        self.eos_E = torch.tensor(sorted(eos_ids), device=model.embed_tokens.weight.device)
+
+    @torch.no_grad()
+    def sync(self, policy: Decoder) -> None:
+        """Take over the policy's weights, in this engine's dtype."""
+        for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
+            mine.copy_(theirs)
+
+    @torch.inference_mode()
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int,
+                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
+        """One completion per prompt, in order. A finished slot takes the next prompt at once.
+
+        Several completions of one prompt are that prompt several times, each with a seed of its own.
+        top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar with tokens per
+        second; none is shown without it.
+        """
+        if not prompts:
+            return []
+        count, started = len(prompts), 0
+        state = Decoding(self.model, min(self.slots, count), prompts, max_new_tokens)
+        with tqdm(desc=progress, unit="tok", unit_scale=True, leave=False, disable=progress is None) as bar:
+            while True:
+                idle = state.idle()
+                slots = idle[:count - started]
+                if slots:
+                    state.admit(slots, range(started, started + len(slots)), prompts, seeds, self.attention)
+                    started += len(slots)
+                elif len(idle) == len(state.owner_S):
+                    return state.samples()
+                elif len(idle) * 4 > len(state.owner_S):
+                    state.shrink(idle)
+                working = len(state.owner_S) - len(idle) + len(slots)
+                state.step(temperature, top_p, self.eos_E)
+                bar.update(working)
+
+
+def uniforms(seed: int, count: int) -> np.ndarray:
+    """Numbers in [0, 1) for the tokens of one sample. Counter-based, so one seed gives one stream anywhere."""
+    return np.random.Generator(np.random.Philox(seed)).random(count)
+
+
+ENGINES = {"torch": TorchEngine}

@@ -1,0 +1,77 @@
+"""A tiny random model in a Hugging Face folder, small records, and configs that point at them."""
+
+import json
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+import config
+import dist
+import model as decoder
+from sample import Group, Prompt, Sample
+
+ROOT = Path(__file__).parent.parent
+TOY = ROOT / "toy" / "model"
+SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2}
+
+
+@pytest.fixture(scope="session", autouse=True)
+def process_group():
+    os.environ.pop("RANK", None)
+    yield dist.init("cpu")
+    dist.close()
+
+
+def write_tiny(folder: Path, seed: int = 0, **changes) -> Path:
+    """A random model with the toy's tokenizer. Weights of std 0.3 make its distributions far from uniform."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        shutil.copyfile(TOY / name, folder / name)
+    settings = json.loads((TOY / "config.json").read_text()) | SHAPE | changes
+    (folder / "config.json").write_text(json.dumps(settings))
+    model = decoder.Decoder(decoder.read_shape(folder))
+    generator = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+    decoder.save_weights(model.requires_grad_(False), folder)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory) -> Path:
+    return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def load(folder: Path, dtype: torch.dtype = torch.float32) -> decoder.Decoder:
+    return decoder.load_model(folder, dtype, torch.device("cpu"))
+
+
+def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
+    """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8, evaluated on 6 problems."""
+    few = out.parent / "few.jsonl"
+    few.parent.mkdir(parents=True, exist_ok=True)
+    few.write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:6]))
+    return config.load(name, [
+        f"model.path={TOY}", f"out={out}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
+        "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
+        "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", *overrides])
+
+
+def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int = 0, vocab: int = 400) -> list[Group]:
+    """Groups of random tokens with these completion lengths."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def tokens(count: int) -> tuple[int, ...]:
+        return tuple(torch.randint(3, vocab, (count,), generator=generator).tolist())
+
+    return [Group(Prompt(f"q{n}", tokens(p), "1"),
+                  tuple(Sample(tokens(k), tuple(-float(i) for i in range(k)), True) for k in row))
+            for n, (row, p) in enumerate(zip(lengths, prompt_lengths, strict=True))]
+
+
+__all__ = ["ROOT", "TOY", "load", "make_groups", "toy_config", "write_tiny"]

@@ -1,0 +1,97 @@
+"""Settings: what is wrong is named with its dotted path, what is right survives the round trip."""
+
+import pytest
+
+import config
+from config import ConfigError, load
+
+GOOD = {
+    "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
+    "rollout": {"group_size": 4, "prompts_per_step": 6, "max_new_tokens": 8}, "pack": {"capacity": 520},
+    "eval": {"max_new_tokens": 8},
+}
+
+
+@pytest.fixture
+def good(tmp_path):
+    path = tmp_path / "good.yaml"
+    path.write_text(config.yaml.safe_dump(GOOD))
+    return path
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["prune.completions.kep=4"], r"unknown key 'prune.completions.kep'. Did you mean 'prune.completions.keep'\?"),
+    (["qqq=4"], "unknown key 'qqq'. Valid keys: out, steps, model"),
+    (["prune.kind=topk"], "unknown key 'prune.kind'. Valid keys: prune.completions"),
+    (["steps=many"], "steps='many' must be a whole number"),
+    (["steps=2.5"], "steps=2.5 must be a whole number"),
+    (["steps=true"], "steps=True must be a whole number"),
+    (["optim.lr=fast"], "optim.lr='fast' must be a number"),
+    (["optim.lr=true"], "optim.lr=True must be a number"),
+    (["optim.lr=.nan"], "optim.lr=nan must be above 0"),
+    (["model=m"], "model='m' must be a section with path, dtype"),
+    (["loss.per=word"], "loss.per='word' must be one of token, sequence, constant"),
+    (["advantage.correction=true"], "advantage.correction=True must be one of 0, 1"),
+    (["data.dir=3"], "data.dir=3 must be a text or null"),
+    (["steps"], "--set 'steps' must have the form setting=value"),
+    (["data.train=[a"], "the value is not valid yaml"),
+    (["prune.completions={kind: topk, keep: 5}"],
+     r"prune.completions.keep=5 must be in 1..4 \(rollout.group_size\); to train on all set prune.completions.kind"),
+    (["prune.completions={kind: topk, keep: 0}"], r"prune.completions.keep=0 must be in 1..4"),
+    (["prune.completions.kind=topk"], r"prune.completions.keep=None must be in 1..4"),
+    (["prune.completions.keep=2"], "prune.completions.keep=2 must be left out while prune.completions.kind=none"),
+    (["pack.capacity=519"], r"pack.capacity=519 must be at least 520 tokens, one sequence \(data.max_prompt"),
+    (["update.minibatches=4"], r"update.minibatches=4 must be a divisor of 6 \(rollout.prompts_per_step\)"),
+    (["rollout.group_size=1"], "rollout.group_size=1 must be at least 2"),
+    (["rollout.temperature=0"], "rollout.temperature=0.0 must be above 0"),
+    (["optim.warmup_steps=4"], r"optim.warmup_steps=4 must be in 0..3 \(steps\)"),
+    (["loss.dual_clip=1.1"], r"loss.dual_clip=1.1 must be above 1 \+ loss.clip_high"),
+])
+def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(good, overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        load(good, overrides)
+
+
+@pytest.mark.parametrize("key", ["steps", "model.path", "rollout.group_size", "pack", "optim.lr"])
+def test_a_missing_setting_is_named(good, key):
+    raw = config.yaml.safe_load(good.read_text())
+    section = raw[key.split(".")[0]] if "." in key else raw
+    del section[key.rsplit(".", maxsplit=1)[-1]]
+    good.write_text(config.yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match=f"missing key '{key}' .*; it has no default"):
+        load(good)
+
+
+def test_a_base_is_one_level_deep_and_every_key_of_it_can_be_changed(good):
+    child, grandchild = good.parent / "child.yaml", good.parent / "grandchild.yaml"
+    child.write_text("base: good.yaml\nrollout: {group_size: 8}\n")
+    grandchild.write_text("base: child.yaml\n")
+    cfg = load(child)
+    assert (cfg.rollout.group_size, cfg.rollout.prompts_per_step, cfg.out) == (8, 6, "runs/child")
+    with pytest.raises(ConfigError, match="only one level is allowed"):
+        load(grandchild)
+    child.write_text("base: nowhere.yaml\n")
+    with pytest.raises(ConfigError, match="nowhere.yaml' not found"):
+        load(child)
+
+
+def test_overrides_win_in_order_and_yaml_reads_their_values(good):
+    cfg = load(good, ["optim.lr=1e-6", "out=a", "out=b", "data.system_prompt='x: y'", "loss.dual_clip=null"])
+    assert (cfg.optim.lr, cfg.out, cfg.data.system_prompt, cfg.loss.dual_clip) == (1e-6, "b", "x: y", None)
+
+
+def test_a_dumped_config_loads_to_the_same(good):
+    cfg = load(good, ["data.system_prompt=\"ünïcode: 'a' #b\""])
+    (good.parent / "dumped.yaml").write_text(config.dump(cfg))
+    assert load(good.parent / "dumped.yaml") == cfg
+    assert config.flatten(cfg)["rollout.group_size"] == 4
+
+
+def test_files_that_are_no_config_are_named(tmp_path):
+    with pytest.raises(ConfigError, match=r"config 'cppo_toi.yaml' not found.*Did you mean 'cppo_toy.yaml'\?"):
+        load("cppo_toi.yaml")
+    lines = "must hold 'setting: value' lines"
+    for text, message in (("a: [", "is not valid yaml"), ("- a", lines), ("", lines)):
+        (tmp_path / "bad.yaml").write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            load(tmp_path / "bad.yaml")

@@ -1,0 +1,150 @@
+"""Data files in every layout, templates, and the order of prompts."""
+
+import json
+
+import datasets
+import pyarrow
+import pyarrow.parquet
+import pytest
+import transformers
+from conftest import ROOT, TOY, write_tiny
+
+import data
+from config import ConfigError
+from sample import Problem
+
+QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
+
+
+def write(path, *rows):
+    lines = [row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows]
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def test_the_columns_of_gsm8k_and_math_are_understood(tmp_path):
+    path = write(
+        tmp_path / "mixed.jsonl",
+        {"id": "mine", "question": "q", "answer": "2,125", "solution": "s"},
+        {"question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
+        {"problem": "q", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1"},
+        {"question": "q\u2028\x85", "answer": 7},  # both end a line for str.splitlines, neither does in JSON lines
+    )
+    assert data.load_problems(str(path)) == [
+        Problem("mine", "q", "2,125", "s"),
+        Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
+        Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}."),
+        Problem("mixed/3", "q\u2028\x85", "7"),
+    ]
+
+
+def test_parquet_and_hub_rows_are_read_like_lines(tmp_path, monkeypatch):
+    rows = [{"question": f"q{i}", "answer": f"...\n#### {i}"} for i in range(3)]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "train.parquet")
+    expected = [Problem(f"train/{i}", f"q{i}", str(i), f"...\n#### {i}") for i in range(3)]
+    assert data.load_problems(str(tmp_path / "train.parquet")) == expected
+    asked = []
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: asked.append((names, split)) or rows)
+    assert [p.answer for p in data.load_problems("gsm8k")] == ["0", "1", "2"]
+    data.load_problems("user/set:default:train")
+    assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("user/set", "default"), {"split": "train"})]
+
+
+def test_a_named_set_is_a_file_of_the_data_folder(tmp_path):
+    write(tmp_path / "gsm8k_test.jsonl", {"question": "q", "answer": "1"})
+    assert [p.id for p in data.load_problems("gsm8k", str(tmp_path))] == ["gsm8k_test/0"]
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ("{not json", r"bad.jsonl:2: not valid JSON"),
+    ("[1]", r"bad.jsonl:2: a line must be an object"),
+    ({"answer": "1"}, r"bad.jsonl:2: 'question' must be a non-empty text, not None"),
+    ({"question": "q"}, r"bad.jsonl:2: 'answer' must be a non-empty text, not None"),
+    ({"question": " ", "answer": "1"}, r"bad.jsonl:2: 'question' must be a non-empty text"),
+    ({"question": "q", "answer": "####"}, r"bad.jsonl:2: 'answer' must be a non-empty text, not ''"),
+    ({"question": "q", "answer": True}, r"bad.jsonl:2: 'answer' must be a non-empty text, not True"),
+    ({"question": "q", "answer": "1", "solution": 3}, r"bad.jsonl:2: 'solution' must be a"),
+    ({"id": "a", "question": "q", "answer": "1"}, r"id 'a' occurs twice"),
+])
+def test_a_malformed_line_is_named_by_file_and_number(row, message, tmp_path):
+    path = write(tmp_path / "bad.jsonl", {"id": "a", "question": "q", "answer": "1"}, row)
+    with pytest.raises(ConfigError, match=message):
+        data.load_problems(str(path))
+
+
+@pytest.mark.parametrize(("name", "message"), [
+    ("no.jsonl", "data file no.jsonl not found"), ("gsm9k", "'gsm9k' is not known")])
+def test_unknown_data_is_named(name, message):
+    with pytest.raises(ConfigError, match=message):
+        data.load_problems(name)
+
+
+def test_an_empty_file_is_an_error(tmp_path):
+    with pytest.raises(ConfigError, match="holds no problems"):
+        data.load_problems(str(write(tmp_path / "empty.jsonl")))
+
+
+@pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
+def test_prompts_equal_those_of_transformers(system):
+    """The same text and the same token ids, for text with bytes that the toy never saw."""
+    theirs = transformers.AutoTokenizer.from_pretrained(TOY)
+    messages = ([{"role": "system", "content": system}] if system else []) + [{"role": "user", "content": QUESTION}]
+    ours = data.Tokenizer(TOY)
+    text = ours.render(QUESTION, system)
+    assert text == theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text.endswith("<|im_start|>assistant\n")
+    ids, = ours.encode([text])
+    assert list(ids) == theirs(text, add_special_tokens=False)["input_ids"]
+    assert ours.rust.decode(list(ids), skip_special_tokens=False) == text
+
+
+def edit(folder, name, **changes):
+    path = folder / name
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
+    folder = write_tiny(tmp_path / "a")
+    edit(folder, "tokenizer_config.json", chat_template=None)
+    with pytest.raises(ConfigError, match="a tokenizer without a chat template; add chat_template.jinja"):
+        data.Tokenizer(folder)
+    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
+    with pytest.raises(ConfigError, match="the chat template fails: no system role"):
+        data.Tokenizer(folder).render("q", "s")
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
+        data.Tokenizer(folder)
+
+
+def test_a_prompt_that_is_too_long_is_an_error():
+    problems = [Problem("short", "q", "1"), Problem("long", "word " * 50, "1")]
+    with pytest.raises(ConfigError, match=r"prompt long has \d+ tokens, more than data.max_prompt_tokens=40 \(1 of 2"):
+        data.to_prompts(problems, data.Tokenizer(TOY), None, 40)
+
+
+def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
+    drawn = [place for step in range(10) for place in data.draw(7, seed=0, step=step, prompts_per_step=3)]
+    for epoch in range(4):
+        assert sorted(i for e, i in drawn if e == epoch) == list(range(7))
+    assert drawn == sorted(drawn, key=lambda place: place[0])
+    assert len({tuple(data.order(7, 0, epoch)) for epoch in range(4)}) == 4
+    assert tuple(data.order(7, 1, 0)) != tuple(data.order(7, 0, 0))
+
+
+def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():
+    tokenizer = data.Tokenizer(TOY)
+    text = "".join(map(chr, range(1, 256))) + QUESTION + "\U0001f600"
+    ids, = tokenizer.encode([text])
+    assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
+
+
+@pytest.mark.skipif(not (ROOT.parent / "shared" / "data").is_dir(), reason="needs GSM8K and MATH in ../shared/data")
+@pytest.mark.parametrize(("name", "count"), [
+    ("gsm8k", 1319), ("gsm8k_train", 7473), ("math500", 500), ("math_train", 7500)])
+def test_real_sets_load_whole_and_pass_through_the_toy_tokenizer(name, count):
+    problems = data.load_problems(name, str(ROOT.parent / "shared" / "data"))
+    assert len(problems) == count
+    tokenizer = data.Tokenizer(TOY)
+    texts = [p.question for p in problems[::50]]
+    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
+        assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text

@@ -1,0 +1,68 @@
+"""Intervals, and that evaluation alone and inside training give the same numbers."""
+
+import json
+import random
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TOY, toy_config
+
+import eval as evaluation
+import runfolder
+import train
+
+
+@pytest.mark.parametrize(("correct", "count", "low", "high"), [
+    (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 1319, 0.000134, 0.004280)])
+def test_wilson_by_the_published_table(correct, count, low, high):
+    """Values of the closed form; the first rows stand in Brown, Cai and DasGupta (2001)."""
+    assert evaluation.wilson(correct, count) == pytest.approx((low, high), abs=5e-5)
+
+
+@pytest.mark.parametrize("share", [0.02, 0.2, 0.7])
+def test_wilson_covers_the_truth_at_its_rate(share):
+    """Exact coverage over all outcomes of 200 draws, at most 3 points off 95%."""
+    def chance(k: int) -> float:
+        n = torch.tensor(200.0, dtype=torch.float64)
+        return torch.distributions.Binomial(n, torch.tensor(share, dtype=torch.float64)).log_prob(
+            torch.tensor(float(k), dtype=torch.float64)).exp().item()
+    intervals = [evaluation.wilson(k, 200) for k in range(201)]
+    covered = sum(chance(k) for k, (low, high) in enumerate(intervals) if low <= share <= high)
+    assert 0.92 < covered < 0.98
+
+
+def test_training_and_the_command_give_identical_numbers(tmp_path):
+    """The exported model, evaluated by eval.py, repeats the closing evaluation of the run that made it."""
+    cfg = toy_config(tmp_path / "run", "model.dtype=float32", "steps=1")
+    rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
+    held_out = tmp_path / "held_out.jsonl"
+    held_out.write_text("".join(random.Random(0).sample(rows, 40)))
+    train.train(train.config.build(train.Config, train.config.merge(
+        train.config.yaml.safe_load(train.config.dump(cfg)), {"data": {"eval": str(held_out)}})))
+    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    command = [sys.executable, "eval.py", "--model", str(tmp_path / "run" / "hf"), "--data", str(held_out),
+               "--max-new-tokens", str(cfg.eval.max_new_tokens), "--out", str(tmp_path / "out.json")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads((tmp_path / "out.json").read_text())["results"]["held_out"]
+    for key in ("accuracy", "low", "high", "length", "truncated"):
+        assert result[key] == last[f"eval/held_out/{key}"]
+    assert len(result["responses"]) == 40
+    assert result["accuracy"] == sum(r["correct"] for r in result["responses"]) / 40
+    assert f"{result['accuracy']:.1%}" in done.stdout
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    (["--model", "nowhere/at all"], "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
+    (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
+    (["--device", "cuda"], "device=cuda, but this machine shows"),
+])
+def test_bad_input_is_one_line_and_status_2(changes, message):
+    if "cuda" in changes and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    command = [sys.executable, "eval.py", "--model", str(TOY), "--data", "toy/test.jsonl", *changes]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith(f"error: {message}")

@@ -1,0 +1,173 @@
+"""How the batch is cut, ordered, recomputed or spread over ranks must not change the gradient."""
+
+import copy
+import os
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from conftest import TOY, toy_config
+
+import config
+import data
+import dist
+import metrics
+import train
+from advantage import group_norm
+from prune import COMPLETIONS
+
+CONFIGS = {
+    "cppo": [],
+    "cppo-kl-batch": ["loss.kl=0.1", "loss.per=token", "prune.completions.scope=batch"],
+    "grpo": ["prune.completions.kind=none", "prune.completions.keep=null", "loss.count=all", "loss.per=constant"],
+}
+Gradient = dict[str, torch.Tensor]
+
+
+def change(cfg: config.Config, *overrides: str) -> config.Config:
+    raw = config.yaml.safe_load(config.dump(cfg))
+    for override in overrides:
+        raw = config.merge(raw, config.parse_override(override))
+    return config.build(config.Config, raw)
+
+
+def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
+    """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
+    tokenizer = data.Tokenizer(TOY)
+    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
+    _, engine = train.set_up(cfg, TOY, tokenizer)
+    groups, parts = train.share(train.rollout(engine, prompts, 0, cfg, None), tokenizer, cfg)
+    adv_NG = group_norm(parts["accuracy"], 1, 1e-4)
+    assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
+    assert len({len(s.ids) for group in groups for s in group.samples}) > 4
+    return groups, adv_NG
+
+
+def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
+    """Loss and gradient of the second pass over the rollout, by the functions of the training loop.
+
+    In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
+    """
+    trainer, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
+    pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
+    rows = train.pack_batch(trainer, groups, adv_NG, pruned, list(range(len(groups))))
+    old_R = train.score_rows(trainer, trainer.policy, rows)
+    ref_R = train.score_rows(trainer, trainer.reference, rows)
+    with torch.no_grad():
+        for i, p in enumerate(trainer.policy.parameters()):
+            p += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+    sums = metrics.PassSums()
+    loss = train.accumulate(trainer, rows, old_R, ref_R, sums, first_pass=True)
+    dist.sum_gradients(trainer.policy)
+    assert cfg.model.dtype != "float64" or 0 < sums.metrics(cfg.pack.capacity)["train/clipped"] < 1
+    return dist.sum_over_ranks({"loss": loss})["loss"], {n: p.grad for n, p in trainer.policy.named_parameters()}
+
+
+def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
+    """Relative to the largest entry of each tensor: sums of both signs leave entries that are all rounding."""
+    assert one[0] == pytest.approx(other[0], rel=rtol, abs=rtol)
+    assert any(g.abs().max() > 1e-4 for g in one[1].values())
+    for name, expected in one[1].items():
+        torch.testing.assert_close(other[1][name], expected, rtol=0, atol=rtol * float(expected.abs().max()), msg=name)
+
+
+@pytest.fixture(scope="module")
+def rolled(tmp_path_factory):
+    return roll_out(toy_config(tmp_path_factory.mktemp("rolled") / "run"))
+
+
+@pytest.fixture(params=CONFIGS)
+def cfg(request, tmp_path):
+    return toy_config(tmp_path / "run", *CONFIGS[request.param])
+
+
+@pytest.mark.parametrize("how", ["pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7",
+                                 "model.checkpoint_blocks=true"])
+def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, rolled):
+    assert_same(gradient(cfg, *rolled), gradient(change(cfg, how), *rolled), rtol=1e-10)
+
+
+def test_gradient_does_not_depend_on_the_order_of_groups(cfg, rolled):
+    groups, adv_NG = rolled
+    order = [2, 0, 3, 1]
+    assert_same(gradient(cfg, groups, adv_NG), gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+
+
+def test_gradient_does_not_depend_on_the_attention_backend(cfg, rolled, monkeypatch):
+    """On the CPU: padded SDPA against block-diagonal attention by an explicit mask, through the whole model."""
+    from test_model import attention_by_mask
+    padded = gradient(cfg, *rolled)
+    monkeypatch.setitem(train.BACKENDS, "sdpa",
+                        lambda start_S, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, start_S))
+    assert_same(padded, gradient(cfg, *rolled), rtol=1e-10)
+
+
+def test_keeping_all_is_no_pruning_bit_for_bit(tmp_path, rolled):
+    none = toy_config(tmp_path / "run", *CONFIGS["grpo"])
+    whole = gradient(none, *rolled)
+    for scope in ("group", "batch"):
+        keep = {"kind": "topk", "keep": none.rollout.group_size, "scope": scope}
+        loss, grad = gradient(change(none, f"prune.completions={keep}"), *rolled)
+        assert loss == whole[0] and all(torch.equal(grad[name], whole[1][name]) for name in grad)
+
+
+def test_one_pass_at_ratio_one_is_the_policy_gradient(tmp_path, rolled):
+    """GRPO's first update = autograd of -1/(NG) sum_i 1/|o_i| sum_t A logp, written out sample by sample."""
+    cfg = toy_config(tmp_path / "run", "prune.completions.kind=none", "prune.completions.keep=null", "loss.count=all")
+    groups, adv_NG = rolled
+    trainer, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
+    rows = train.pack_batch(trainer, groups, adv_NG, COMPLETIONS["none"](adv_NG, None), list(range(len(groups))))
+    train.accumulate(trainer, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), first_pass=True)
+    ours = {name: p.grad.clone() for name, p in trainer.policy.named_parameters()}
+    trainer.optimizer.zero_grad()
+    for n, group in enumerate(groups):
+        for g, sample in enumerate(group.samples):
+            ids = torch.tensor(group.prompt.ids + sample.ids)
+            attend = train.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+            logp_TV = trainer.policy.logits(trainer.policy(ids, torch.arange(len(ids)), attend)).log_softmax(-1)
+            first = len(group.prompt.ids)
+            logp_C = logp_TV[first - 1:-1].gather(1, ids[first:, None])
+            (-adv_NG[n, g] * logp_C.mean() / adv_NG.numel()).backward()
+    assert_same((0.0, {name: p.grad for name, p in trainer.policy.named_parameters()}), (0.0, ours), rtol=1e-10)
+
+
+def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
+    """Join a gloo group of `ranks`, do the work and leave its result behind."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
+                   "OMP_NUM_THREADS": "1"}
+    store = f"file://{folder}/store{ranks}"
+    torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    torch.save(work(*arguments), f"{folder}/{ranks}.{rank}.pt")
+    dist.close()
+
+
+def on_ranks(ranks: int, folder, work, *arguments) -> list:
+    """The work's result on every rank."""
+    mp.spawn(in_rank, args=(ranks, str(folder), work, *arguments), nprocs=ranks)
+    return [torch.load(folder / f"{ranks}.{rank}.pt") for rank in range(ranks)]
+
+
+def trained(cfg: config.Config) -> Gradient:
+    return {name: p.detach() for name, p in train.train(cfg).named_parameters()}
+
+
+def test_any_number_of_ranks_gives_the_same_parameters(tmp_path):
+    """Three whole steps in float64: sampling, scoring, pruning over the batch, two mini-batches in two epochs, KL."""
+    cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "prune.completions.scope=batch",
+                     "prune.completions.keep=1", "update.epochs=2", "update.minibatches=2", "pack.capacity=200")
+    alone = trained(cfg)
+    for ranks in (2, 4):
+        for other in on_ranks(ranks, tmp_path, trained, replace(cfg, out=str(tmp_path / f"{ranks}"))):
+            for name, expected in alone.items():
+                torch.testing.assert_close(other[name], expected, rtol=0, atol=1e-9, msg=name)
+    before = train.load_model(TOY, torch.float64, torch.device("cpu"))
+    assert max((alone[name] - p).abs().max() for name, p in before.named_parameters()) > 1e-5
+
+
+def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, rolled):
+    cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1")
+    alone = copy.deepcopy(gradient(cfg, *rolled))
+    for ranks in (2, 4):
+        for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
+            assert_same(alone, other, rtol=1e-5)

@@ -1,0 +1,180 @@
+"""Our decoder against transformers, its log-probs against the dense formula, its attention against a mask."""
+
+import json
+
+import pytest
+import torch
+import transformers
+from conftest import load, write_tiny
+from safetensors.torch import load_file, save_file
+
+import model as decoder
+from config import ConfigError
+
+LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+               "original_max_position_embeddings": 16}
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128}
+KINDS = {
+    "qwen2": (transformers.Qwen2Config, {}),
+    "qwen3": (transformers.Qwen3Config, {"head_dim": 16}),
+    "qwen3-bias": (transformers.Qwen3Config, {"head_dim": 16, "attention_bias": True}),
+    "llama": (transformers.LlamaConfig, {"rope_parameters": {"rope_theta": 500.0, **LLAMA3_ROPE}}),
+    "llama-bias": (transformers.LlamaConfig, {"attention_bias": True, "num_key_value_heads": 4}),
+}
+
+
+def packed_logits(model: decoder.Decoder, segments: list[list[int]]) -> torch.Tensor:
+    """Logits of all segments in one packed pass."""
+    start_S = torch.tensor([0, *torch.tensor([len(s) for s in segments]).cumsum(0).tolist()])
+    position_T = torch.cat([torch.arange(len(s)) for s in segments])
+    attend = decoder.sdpa_padded(start_S, max(map(len, segments)))
+    with torch.no_grad():
+        return model.logits(model(torch.tensor([i for s in segments for i in s]), position_T, attend))
+
+
+def segments(vocab: int = 96) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(vocab, (n,), generator=generator).tolist() for n in (40, 1, 17)]
+
+
+@pytest.mark.parametrize("shards", [1, 3])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_logits_equal_transformers_and_survive_the_export(kind, tied, shards, tmp_path):
+    torch.manual_seed(0)
+    make, changes = KINDS[kind]
+    theirs = transformers.AutoModelForCausalLM.from_config(make(**SMALL | changes, tie_word_embeddings=tied)).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)  # biases and norms must matter
+    size = sum(p.numel() * 4 for p in theirs.parameters())
+    theirs.save_pretrained(tmp_path / "hf", max_shard_size=size if shards == 1 else size // 4)
+    assert (tmp_path / "hf" / "model.safetensors.index.json").exists() == (shards > 1)
+
+    ours = load(tmp_path / "hf")
+    for whole in (ours, None):
+        if whole is None:
+            decoder.export(ours, tmp_path / "hf", tmp_path / "out")
+            theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+            whole = load(tmp_path / "out")
+        with torch.no_grad():
+            expected = torch.cat([theirs(torch.tensor([s])).logits[0] for s in segments()])
+        torch.testing.assert_close(packed_logits(whole, segments()), expected, rtol=0, atol=1e-4)
+
+
+def test_log_probs_and_their_gradients_equal_the_dense_formula(tiny):
+    """For any chunk size, in float64, at a temperature other than 1."""
+    model = load(tiny, torch.float64)
+    generator = torch.Generator().manual_seed(0)
+    hidden_CD = torch.randn(23, 32, dtype=torch.float64, generator=generator, requires_grad=True)
+    target_C = torch.randint(model.shape.vocab_size, (23,), generator=generator)
+    grad_C = torch.randn(23, dtype=torch.float64, generator=generator)
+    dense_C = (hidden_CD @ model.head_VD.T / 0.7).log_softmax(-1).gather(1, target_C[:, None])[:, 0]
+    expected = torch.autograd.grad(dense_C, (hidden_CD, model.head_VD), grad_C)
+    for chunk in (1, 5, 23, 100):
+        logp_C = model.log_probs(hidden_CD, target_C, temperature=0.7, chunk=chunk)
+        torch.testing.assert_close(logp_C, dense_C)
+        torch.testing.assert_close(torch.autograd.grad(logp_C, (hidden_CD, model.head_VD), grad_C), expected)
+
+
+def test_log_probs_never_hold_all_logits(tiny):
+    """The largest tensor that forward or backward makes is one chunk of logits or the head's gradient."""
+    model = load(tiny)
+    hidden_CD = torch.randn(400, 32, requires_grad=True)
+    target_C = torch.zeros(400, dtype=torch.long)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            nonlocal largest
+            out = func(*args, **(kwargs or {}))
+            largest = max([largest, *(x.numel() for x in torch.utils._pytree.tree_leaves(out) if torch.is_tensor(x))])
+            return out
+
+    with Watch():
+        model.log_probs(hidden_CD, target_C, temperature=1.0, chunk=16).sum().backward()
+    assert largest == model.shape.vocab_size * 32  # the head itself; all logits would be 400 x vocabulary
+
+
+def attention_by_mask(q, k, v, start_S):
+    """Block-diagonal causal attention written out over the whole row."""
+    place_T = torch.arange(len(q))
+    segment_T = torch.bucketize(place_T, start_S[1:], right=True)
+    seen_TT = (segment_T[:, None] == segment_T) & (place_T[:, None] >= place_T)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    score_HTT = torch.einsum("qhe,khe->hqk", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
+
+
+def test_padded_attention_equals_a_block_diagonal_mask_in_value_and_gradient():
+    generator = torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(30, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    start_S = torch.tensor([0, 3, 4, 21, 30])
+    outs = [decoder.sdpa_padded(start_S, 17)(0, *inputs), attention_by_mask(*inputs, start_S)]
+    torch.testing.assert_close(*outs)
+    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["varlen", "flash"])
+def test_cuda_backends_agree_with_padded_attention(backend):
+    try:
+        decoder.choose_backend(backend, torch.device("cuda"), torch.bfloat16)
+    except ConfigError as error:
+        pytest.skip(str(error))
+    generator = torch.Generator("cuda").manual_seed(0)
+    q, k, v, grad = (torch.randn(300, heads, 64, dtype=torch.bfloat16, device="cuda", generator=generator)
+                     for heads in (4, 2, 2, 4))
+    inputs = [x.requires_grad_() for x in (q, k, v)]
+    start_S = torch.tensor([0, 30, 40, 210, 300], device="cuda")
+    outs = [decoder.BACKENDS[name](start_S, 170)(0, *inputs) for name in (backend, "sdpa")]
+    torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
+
+
+def test_rope_survives_a_cast_of_the_model(tiny):
+    """Frequencies rounded to bfloat16 would turn far positions by radians."""
+    model = load(tiny, torch.bfloat16)
+    torch.testing.assert_close(model.frequency_E, decoder.rope_frequencies(model.shape), rtol=0, atol=0)
+
+
+def edit(folder, **changes):
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type='yarn' is not supported"),
+    ({"hidden_size": 64}, "weights do not match config.json"),
+    ({"num_hidden_layers": 3}, "weights do not match config.json"),
+    ({"tie_word_embeddings": False}, "lm_head.weight: file has nothing"),
+])
+def test_a_model_that_is_not_computed_exactly_is_refused(change, message, tmp_path):
+    folder = write_tiny(tmp_path)
+    edit(folder, **change)
+    with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+def test_missing_weights_are_named(tmp_path):
+    folder = write_tiny(tmp_path)
+    (folder / "model.safetensors").unlink()
+    with pytest.raises(ConfigError, match="has no model.safetensors.index.json or model.safetensors"):
+        load(folder)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
+    with pytest.raises(ConfigError, match=r"names model-00001.safetensors, which is missing"):
+        load(folder)
+    with pytest.raises(ConfigError, match="config.json not found"):
+        load(tmp_path / "nowhere")
+
+
+def test_the_copy_of_a_tied_head_that_some_exports_carry_is_ignored(tmp_path):
+    folder = write_tiny(tmp_path)
+    path = folder / "model.safetensors"
+    tensors = load_file(path)
+    before = packed_logits(load(folder), segments())
+    save_file(tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}, path)
+    torch.testing.assert_close(packed_logits(load(folder), segments()), before, rtol=0, atol=0)

@@ -1,0 +1,76 @@
+"""Packing: nothing split, dropped or exchanged, ranks in step, and exactly the sampled tokens trained."""
+
+import random
+
+import pytest
+import torch
+from conftest import make_groups
+
+from pack import best_fit, pack
+
+
+def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
+    draw = {"equal": lambda: 100, "small": lambda: rng.randint(1, 9), "wide": lambda: rng.randint(1, 1024),
+            "tail": lambda: min(1024, int(rng.lognormvariate(4, 1)) + 1)}[kind]
+    return [draw() for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["equal", "small", "wide", "tail"])
+@pytest.mark.parametrize("count", [0, 1, 2, 17, 2000])
+def test_every_item_lands_in_exactly_one_row_that_holds_it(kind, count):
+    items = lengths(kind, count, random.Random(count))
+    rows = best_fit(items, 1024)
+    assert sorted(i for row in rows for i in row) == list(range(count))
+    assert all(0 < sum(items[i] for i in row) <= 1024 for row in rows)
+
+
+def test_no_two_rows_could_be_merged():
+    """Best fit opens a row only when no open row takes the item, so any two rows together overflow one."""
+    items = lengths("tail", 500, random.Random(0))
+    fill = sorted(sum(items[i] for i in row) for row in best_fit(items, 1024))
+    assert fill[0] + fill[1] > 1024
+
+
+def test_best_fit_by_hand():
+    """6, 5, 4, 3, 2 in rows of 10: 4 goes behind 6 (exactly full), 3 and 2 behind 5."""
+    assert best_fit([2, 4, 6, 3, 5], 10) == [[2, 1], [4, 3, 0]]
+
+
+def test_an_item_longer_than_a_row_is_an_error():
+    with pytest.raises(ValueError, match=r"item 1 has 11 tokens but pack.capacity=10; raise pack.capacity or lower"):
+        best_fit([3, 11], 10)
+
+
+GROUPS = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
+ADV_NG = torch.arange(1.0, 13).view(3, 4).double()
+WEIGHT_NG = ADV_NG / 100
+KEEP_NG = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
+
+
+def trained_tokens(rows) -> list[tuple]:
+    """(token before, token, advantage, weight, engine's log-prob) of every token that carries weight."""
+    columns = [(row.ids_T[row.predict_C], row.target_C, row.adv_C, row.weight_C, row.sampled_logp_C) for row in rows]
+    return sorted(token for c in columns for token in zip(*(x.tolist() for x in c), strict=True) if token[3] > 0)
+
+
+@pytest.mark.parametrize("capacity", [42, 60, 1000])
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, ranks):
+    by_rank = [pack(GROUPS, ADV_NG, WEIGHT_NG, KEEP_NG, capacity, rank, ranks) for rank in range(ranks)]
+    assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
+    expected = []
+    for n, g in KEEP_NG.nonzero().tolist():
+        sample, before = GROUPS[n].samples[g], GROUPS[n].prompt.ids[-1:] + GROUPS[n].samples[g].ids[:-1]
+        numbers = ADV_NG[n, g].item(), WEIGHT_NG[n, g].item()
+        expected += [(b, t, *numbers, x) for b, t, x in zip(before, sample.ids, sample.logp, strict=True)]
+    assert trained_tokens([row for rows in by_rank for row in rows]) == sorted(expected)
+    for row in (row for rows in by_rank for row in rows):
+        assert len(row.ids_T) <= capacity and row.start_S[-1] == len(row.ids_T)
+        assert row.max_len == row.start_S.diff().max()
+        for start, end in zip(row.start_S, row.start_S[1:], strict=False):
+            assert row.position_T[start:end].tolist() == list(range(end - start))
+
+
+def test_nothing_kept_is_no_row_on_any_rank():
+    nothing = torch.zeros_like(KEEP_NG)
+    assert [pack(GROUPS, ADV_NG, WEIGHT_NG, nothing, 100, rank, 2) for rank in (0, 1)] == [[], []]

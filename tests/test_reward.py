@@ -1,0 +1,76 @@
+"""Extraction, verification and components, on cases written out by hand."""
+
+import pytest
+
+import reward
+from reward import accuracy, extract, last_boxed, score
+
+
+@pytest.mark.parametrize(("text", "answer"), [
+    ("so it is #### 12", "12"),
+    ("#### 1\nno, wait\n#### 2,125\nthat is all", "2,125"),
+    (r"\boxed{\frac{1}{2}} and then \boxed{ x^{2} }", " x^{2} "),
+    (r"first \boxed{3}, then \boxed{4", "3"),
+    (r"#### 5, or \boxed{6}", "6"),
+    ("<think>2</think>\n<answer> 7 </answer>", "7"),
+    ("just 12", None),
+    ("", None),
+])
+def test_extract(text, answer):
+    assert extract(text) == answer
+
+
+@pytest.mark.parametrize(("text", "gold", "right"), [
+    ("#### 12", "12", True), ("#### 12.", "12", True), ("#### $12", "12", True), ("#### 12.0", "12", True),
+    ("#### 2,125", "2125", True), ("#### 2125", "2,125", True), ("#### -3", "3", False), ("#### 21", "12", False),
+    ("####", "12", False), ("#### ", "0", False), ("no mark 12", "12", False),
+    (r"\boxed{\frac{1}{2}}", "0.5", True), (r"\boxed{\dfrac12}", r"\frac{1}{2}", True), (r"\boxed{1/2}", "0.5", True),
+    (r"\boxed{\text{east}}", "east", True), (r"\boxed{west}", "east", False), (r"\boxed{}", "east", False),
+    (r"\boxed{x + 1}", "1+x", True), (r"\boxed{(1, 2)}", "(2, 1)", False), (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+    (r"\boxed{1/0}", "1", False), (r"\boxed{\frac{1}{0}}", "1", False),
+])
+def test_accuracy(text, gold, right):
+    assert accuracy(text, gold) == right
+
+
+@pytest.mark.parametrize("answer", [
+    "99**98**97", "9^{9^{9^{9}}}", "((((" * 5000, "{" * 100_000, "9" * 5000, "\x00", "1e999999999"])
+def test_hostile_answers_are_wrong_and_end(answer, monkeypatch):
+    """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
+    assert accuracy(rf"\boxed{{{answer}}}", "1") == 0
+    assert accuracy(r"\boxed{x+1}", "1+x") == 1  # the killed process has been replaced
+
+
+FULL = "<think>6*7</think>\n<answer>42</answer>"
+
+
+@pytest.mark.parametrize(("text", "gold", "total"), [
+    (FULL, "42", 3.0),
+    ("<answer>42</answer>", "42", 2.0),
+    ("<answer>42 apples</answer>", "42", 1.5),
+    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5),
+    ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
+    ("<answer>6 or 42</answer>", "42", 0.0),
+    ("<answer>1,234</answer>", "1,234", 2.0),
+    ("42", "42", 0.0),
+    (FULL + "\nand more", "42", 3.0),
+    (FULL + " and more", "42", 2.0),
+])
+def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, total):
+    """2 for the exact answer, 1.5 for the same single number, 1 for the format: spec of arXiv:2503.22342's code."""
+    weights = {"accuracy": 0.0, "tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
+    parts = score([text], gold, weights)
+    assert "accuracy" not in parts
+    assert sum(weights[name] * values[0] for name, values in parts.items()) == total
+
+
+def test_nested_boxes_and_escaped_braces():
+    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
+    assert last_boxed(r"\boxed{1 + \boxed{2}} }") == "2"
+    assert last_boxed(r"{ \boxed {3}") == "3"
+
+
+def test_last_boxed_reads_its_text_once():
+    """Scanning once per brace would keep this test from ever ending."""
+    assert last_boxed("\\boxed{" * 200_000 + "{" * 1_000_000) is None

@@ -1,0 +1,129 @@
+"""Engine truth: log-probs are those of a full forward, and a sample is a function of its seed alone."""
+
+import json
+
+import pytest
+import torch
+from conftest import load, make_groups, write_tiny
+
+import data
+import dist
+import rollout
+from model import sdpa_padded
+from pack import pack
+from rollout import TorchEngine, sample_tokens
+from sample import Group, Prompt
+
+
+def engine(folder, slots=5, dtype=torch.float32, eos=None) -> TorchEngine:
+    return TorchEngine(load(folder, dtype), eos or data.Tokenizer(folder).eos_ids, slots, "sdpa")
+
+
+def prompts(lengths=(7, 3, 1, 12, 7, 5, 2, 9)) -> list[tuple[int, ...]]:
+    return [g.prompt.ids for g in make_groups([[1]] * len(lengths), list(lengths))]
+
+
+def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
+    """Log-probs of a completion by the training path: packed row, projected positions, chunks."""
+    one = torch.ones(1, 1)
+    row, = pack([Group(Prompt("q", prompt, "1"), (sample,))], one, one, one.bool(), 4096, rank=0, ranks=1)
+    assert row.target_C.tolist() == list(sample.ids)
+    with torch.no_grad():
+        hidden_TD = model(row.ids_T, row.position_T, sdpa_padded(row.start_S, row.max_len))
+        return model.log_probs(hidden_TD[row.predict_C], row.target_C, temperature, chunk=4)
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_sampled_log_probs_equal_a_packed_forward_eos_included(kind, temperature, tmp_path):
+    """Fewer slots than samples, so that slots are refilled while others are in the middle of a sample."""
+    folder = write_tiny(tmp_path, model_type=kind)
+    ends = frozenset(range(3, 60))  # many EOS ids, so that most samples end early
+    samples = engine(folder, slots=3, eos=ends).generate(prompts(), list(range(8)), 15, temperature)
+    assert {s.finished for s in samples} == {True, False}
+    assert len({len(s.ids) for s in samples}) > 3
+    for prompt, sample in zip(prompts(), samples, strict=True):
+        assert sample.finished == (sample.ids[-1] in ends)
+        assert not ends & set(sample.ids[:-1])
+        assert sample.finished or len(sample.ids) == 15
+        torch.testing.assert_close(torch.tensor(sample.logp), trainer_logp(load(folder), prompt, sample, temperature),
+                                   rtol=0, atol=1e-4)
+
+
+def test_a_sample_depends_on_its_seed_alone(tiny):
+    """Not on its batch, its slot, the number of slots or the order of the requests."""
+    seeds = list(range(100, 108))
+    whole = engine(tiny, slots=8, dtype=torch.float64).generate(prompts(), seeds, 20, 1.0)
+    for slots in (1, 3):
+        assert [s.ids for s in engine(tiny, slots, torch.float64).generate(prompts(), seeds, 20, 1.0)] == [
+            s.ids for s in whole]
+    backwards = engine(tiny, 3, torch.float64).generate(prompts()[::-1], seeds[::-1], 20, 1.0)
+    assert [s.ids for s in backwards[::-1]] == [s.ids for s in whole]
+    others = engine(tiny, 8, torch.float64).generate(prompts(), [s + 1 for s in seeds], 20, 1.0)
+    assert all(a.ids != b.ids for a, b in zip(whole, others, strict=True))
+
+
+def test_equal_prompts_with_different_seeds_differ(tiny):
+    samples = engine(tiny).generate([prompts()[0]] * 16, list(range(16)), 20, 1.0)
+    assert len({s.ids for s in samples}) == 16
+
+
+def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
+    model = load(tiny, torch.float64)
+    samples = engine(tiny, 3, torch.float64).generate(prompts(), [0] * 8, 10, 0.0)
+    for prompt, sample in zip(prompts(), samples, strict=True):
+        ids = list(prompt)
+        for token in sample.ids:
+            start_S = torch.tensor([0, len(ids)])
+            with torch.no_grad():
+                hidden_TD = model(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(start_S, len(ids)))
+            assert token == int(model.logits(hidden_TD[-1:]).argmax())
+            ids.append(token)
+
+
+def test_sync_takes_over_the_policys_weights(tiny, tmp_path):
+    policy = load(write_tiny(tmp_path, seed=9))
+    stale = engine(tiny)
+    greedy = prompts(), [0] * 8, 10, 0.0
+    before = stale.generate(*greedy)
+    stale.sync(policy)
+    assert stale.generate(*greedy) == engine(tmp_path).generate(*greedy) != before
+    with torch.no_grad():
+        policy.norm.weight.zero_()
+    assert stale.model.norm.weight.abs().sum() > 0  # a copy, not the policy's own tensors
+
+
+def test_each_token_is_drawn_with_its_probability():
+    """The share of [0, 1) that leads to a token is its probability, found by trying a fine grid of numbers."""
+    logits_V = torch.tensor([0.3, -1.0, 2.0, 0.0, -float("inf"), 1.0])
+    for temperature, top_p in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.8)):
+        expected_V = (logits_V / temperature).softmax(-1).double()
+        if top_p < 1:  # the two largest hold 0.57 + 0.21 < 0.8, so the third is needed and is the last
+            expected_V[[1, 3]] = 0
+            expected_V /= expected_V.sum()
+        grid = (torch.arange(100_000, dtype=torch.float64) + 0.5) / 100_000
+        token_S, logp_S = sample_tokens(logits_V.expand(100_000, -1), grid, temperature, top_p)
+        torch.testing.assert_close(token_S.bincount(minlength=6) / 100_000, expected_V.float(), rtol=0, atol=1e-4)
+        torch.testing.assert_close(logp_S, (logits_V / temperature).log_softmax(-1)[token_S])
+
+
+def test_the_largest_number_below_one_never_draws_a_token_of_probability_zero():
+    logits_V = torch.tensor([0.0, 1.0, -float("inf")])
+    token_S, _ = sample_tokens(logits_V[None], torch.tensor([1 - 2**-53], dtype=torch.float64), 1.0, 1.0)
+    assert token_S.tolist() == [1]
+
+
+def test_draws_are_uniform_and_independent_of_how_many_are_asked_for():
+    assert (rollout.uniforms(5, 10) == rollout.uniforms(5, 100)[:10]).all()
+    firsts = torch.tensor([rollout.uniforms(dist.seed_for(0, 0, "q", g, "rollout"), 1)[0] for g in range(2000)])
+    counts = torch.histc(firsts.float(), bins=10, min=0, max=1)
+    assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-square, 9 degrees of freedom, 0.1%
+
+
+def test_every_file_that_names_an_eos_counts(tmp_path):
+    folder = write_tiny(tmp_path)
+    for name, ids in (("config.json", 5), ("generation_config.json", [7, 9])):
+        raw = json.loads((folder / name).read_text())
+        (folder / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
+    own = data.Tokenizer(folder).rust.token_to_id("<|im_end|>")
+    assert data.Tokenizer(folder).eos_ids == {5, 7, 9, own}

@@ -1,0 +1,233 @@
+"""The loop: it resumes as the same run, keeps its records, refuses bad input in one line, and takes real GSM8K rows."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from conftest import ROOT, TOY, toy_config, write_tiny
+
+import checkpoint
+import config
+import dist
+import runfolder
+import train
+from config import ConfigError
+
+
+def change(cfg: config.Config, **sections) -> config.Config:
+    """The config with some settings of some sections changed."""
+    return replace(cfg, **{name: replace(getattr(cfg, name), **values) if isinstance(values, dict) else values
+                           for name, values in sections.items()})
+
+
+def without_times(folder) -> list[dict]:
+    return [{k: v for k, v in line.items() if not k.startswith("time/")}
+            for line in runfolder.read(folder / "metrics.jsonl")]
+
+
+class Killed(Exception):
+    pass
+
+
+def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
+    """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
+    more = ["steps=4", "checkpoint.every=2", "optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2", "eval.every=1"]
+    whole = train.train(toy_config(tmp_path / "whole", *more))
+    cfg = toy_config(tmp_path / "cut", *more)
+    update = train.update
+
+    def dying(trainer, groups, adv_NG, pruned, step, clock):
+        if step == 3:
+            raise Killed
+        return update(trainer, groups, adv_NG, pruned, step, clock)
+
+    monkeypatch.setattr(train, "update", dying)
+    with pytest.raises(Killed):
+        train.train(cfg)
+    monkeypatch.undo()
+    assert [line["step"] for line in without_times(tmp_path / "cut")][-1] == 3
+    resumed = train.train(cfg, resume=True)
+    for (name, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    assert (tmp_path / "cut" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+
+
+def test_only_the_newest_checkpoints_stay_and_a_half_written_one_is_never_loaded(tmp_path, monkeypatch):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    for step in (1, 2, 3):
+        checkpoint.save(tmp_path, step, model, optimizer, keep=2)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+
+    def full_disk(state, path):
+        path.write_bytes(b"half")
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(torch, "save", full_disk)
+    with pytest.raises(OSError, match="No space left"):
+        checkpoint.save(tmp_path, 4, model, optimizer, keep=2)
+    assert checkpoint.load(tmp_path, model, optimizer) == 3
+
+
+def test_the_run_folder_tells_what_ran(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=1")
+    train.train(cfg)
+    folder = tmp_path / "run"
+    assert config.load(folder / "config.yaml") == cfg
+    assert json.loads((folder / "env.json").read_text()).keys() >= {"argv", "commit", "diff", "device", "libraries"}
+    first, step, last = runfolder.read(folder / "metrics.jsonl")
+    assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
+    promised = """reward/mean reward/accuracy rollout/tokens train/tokens train/grad_norm prune/kept prune/offered
+        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
+        time/sync time/step""".split()
+    assert step.keys() >= set(promised) and "eval/few/accuracy" in last
+    assert (step["prune/offered"], step["prune/kept"]) == (32, 16)
+    assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
+    sample, = runfolder.read(folder / "samples.jsonl")
+    assert len(sample["texts"]) == 8 and sum(sample["kept"]) == 4
+    assert "few" in runfolder.summary(folder) and str(folder) in runfolder.summary(folder)
+
+
+def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=10", "optim.lr=1", "optim.warmup_steps=4")
+    assert [train.learning_rate(step, cfg) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
+    cosine = change(cfg, optim={"schedule": "cosine"})
+    expected = [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
+    assert [train.learning_rate(step, cosine) for step in range(10)] == pytest.approx(expected)
+
+
+def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
+    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=12", "update.minibatches=4")
+    splits = [train.minibatches(step, cfg) for step in range(5)]
+    assert all(sorted(n for part in split for n in part) == list(range(12)) for split in splits)
+    assert all([len(part) for part in split] == [3] * 4 for split in splits)
+    assert len({str(split) for split in splits}) == 5
+
+
+def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():
+    where = [(epoch, f"q{q}", g) for epoch in range(3) for q in range(50) for g in range(16)]
+    assert len({dist.seed_for(seed, *w, "rollout") for seed in (0, 1) for w in where}) == 2 * len(where)
+
+
+def test_an_exported_policy_is_the_policy_in_transformers(tmp_path):
+    policy = train.train(toy_config(tmp_path / "run", "steps=1", "model.dtype=float32", "optim.lr=1e-2"))
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+    ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
+    attend = train.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+    with torch.no_grad():
+        ours = policy.logits(policy(ids, torch.arange(len(ids)), attend))
+        torch.testing.assert_close(ours, theirs(ids[None]).logits[0], rtol=0, atol=1e-4)
+
+
+GSM8K = [
+    {"question": f"Tom’s {n} hens lay {n} eggs each on Monday — and ½ as many on Tuesday. How many eggs in all?",
+     "answer": f"On Monday {n} * {n} = <<{n}*{n}={n * n}>>{n * n}, so {n * n * 3 // 2:,}.\n#### {n * n * 3 // 2:,}"}
+    for n in (4, 6, 8, 40)
+]
+
+
+@pytest.mark.parametrize("name", ["grpo_gsm8k", "cppo_gsm8k", "grpo_math", "cppo_math"])
+def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
+    """Every setting as shipped but the sizes: two steps, evaluation, checkpoint, export."""
+    rows = GSM8K if "gsm8k" in name else [
+        {"problem": f"Compute ${n}^2$.", "solution": rf"It is $\boxed{{{n * n}}}$."} for n in (4, 6, 8, 40)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = config.load(f"{name}.yaml", [
+        f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={data}", "steps=2",
+        "optim.warmup_steps=1", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
+        "rollout.prompts_per_step=2", "pack.capacity=4096"])
+    train.train(cfg)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000002"
+    assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
+    step = runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]
+    assert step["prune/kept"] == 2 * (cfg.prune.completions.keep or 16)
+    assert step["train/kl"] >= 0 and "eval/rows/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A finished run of one step, and the arguments that made it."""
+    folder = tmp_path_factory.mktemp("finished")
+    (folder / "test.yaml").write_text(config.dump(toy_config(folder / "run", "steps=1")))
+    assert run("--config", str(folder / "test.yaml")).returncode == 0
+    return folder
+
+
+BROKEN = {
+    "unknown setting": (["prune.completions.kep=4"], "unknown key 'prune.completions.kep'. Did you mean"),
+    "mistyped setting": (["steps=many"], "steps='many' must be a whole number"),
+    "keep out of range": (["prune.completions.keep=9"], "prune.completions.keep=9 must be in 1..8"),
+    "capacity below one sequence": (["pack.capacity=99"], "pack.capacity=99 must be at least 176 tokens"),
+    "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
+    "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/train/"),
+    "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "data.max_prompt_tokens + max_new_tokens = 10"),
+    "same run": ([], "already holds a run with this config; continue it with --resume, or start a new one"),
+    "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
+    "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
+    "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),
+    "kernel without CUDA": (["model.attention=varlen", "out={new}"], "model.attention=varlen cannot run on cpu"),
+    "no CUDA": (["device=cuda", "out={new}"], "device=cuda, but this machine shows"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_path):
+    if case == "no CUDA" and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    overrides, message = BROKEN[case]
+    write_tiny(tmp_path / "empty")
+    (tmp_path / "empty" / "model.safetensors").unlink()
+    places = {"new": tmp_path / "new", "folder": finished, "empty": tmp_path / "empty"}
+    sets = [word for override in overrides for word in ("--set", override.format_map(places))]
+    done = run("--config", str(finished / "test.yaml"), *sets)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert done.stderr.startswith("error: ") and message.format_map(places) in done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+def test_config_not_found_is_one_line_and_status_2():
+    done = run("--config", "cppo_toi.yaml")
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
+    assert "Did you mean 'cppo_toy.yaml'?" in done.stderr
+
+
+def test_resume_refuses_other_settings_and_names_them(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=1")
+    train.train(cfg)
+    both = r"other settings: steps \(1 there, 3 now\), rollout.group_size \(8 there, 9 now\)"
+    with pytest.raises(ConfigError, match=both):
+        train.train(change(cfg, steps=3, rollout={"group_size": 9}), resume=True)
+    with pytest.raises(ConfigError, match="config.yaml not found, so there is no run to resume"):
+        train.train(replace(cfg, out=str(tmp_path / "nowhere")), resume=True)
+    (tmp_path / "run" / "checkpoints" / "latest").unlink()
+    with pytest.raises(ConfigError, match="latest not found, so no step of this run was saved"):
+        train.train(cfg, resume=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_cppo_learns_to_reason(ranks, tmp_path):
+    """The promise of the README: at least 40 points on held-out problems, 95% intervals apart, longer answers."""
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+    done = subprocess.run([*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "cppo_toy.yaml",
+                           "--set", f"out={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    first, last = lines[0], lines[-1]
+    assert last["eval/test/accuracy"] - first["eval/test/accuracy"] >= 0.4
+    assert last["eval/test/low"] > first["eval/test/high"]
+    assert last["eval/test/length"] > 2 * first["eval/test/length"]

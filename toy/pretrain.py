@@ -1,0 +1,123 @@
+"""Build the toy model: tokenizer, then a Qwen2-format decoder taught the skill of working problems out, not the habit.
+
+    python toy/pretrain.py      # writes toy/model/ (about 30 minutes on one core)
+
+A third of what it reads are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly guesses, and is
+mostly wrong; its worked solutions are mostly right. Reinforcement learning then brings the reasoning out.
+"""
+
+import argparse
+import json
+import random
+import sys
+from itertools import islice
+from pathlib import Path
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE.parent))
+
+import torch  # noqa: E402
+from problems import problems, splits  # noqa: E402
+from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
+from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
+from tqdm import trange  # noqa: E402
+
+import model as decoder  # noqa: E402
+from data import Tokenizer  # noqa: E402
+
+TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+CONFIG = {
+    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128,
+    "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
+    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+}
+
+
+def build_tokenizer(folder: Path, lines: list[dict]) -> None:
+    """Byte-level BPE with all 256 bytes (no unknown token) and single digits, plus the template's special tokens."""
+    bpe = RustTokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    bpe.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=640, min_frequency=20, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
+    texts = (f"system\nuser\n{line['question']}\nassistant\n{line['solution']}" for line in lines)
+    bpe.train_from_iterator(texts, trainer)
+    bpe.save(str(folder / "tokenizer.json"))
+    write_json(folder / "tokenizer_config.json", {
+        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
+        "model_max_length": 4096, "chat_template": TEMPLATE})
+    ends = [bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")]
+    write_json(folder / "config.json", CONFIG | {"vocab_size": bpe.get_vocab_size(), "eos_token_id": ends[0]})
+    write_json(folder / "generation_config.json", {"eos_token_id": ends})
+
+
+def write_json(path: Path, value: dict) -> None:
+    path.write_text(json.dumps(value, indent=2) + "\n")
+
+
+def fresh_model(folder: Path) -> decoder.Decoder:
+    """Random weights, standard deviation 0.02 as in GPT-2."""
+    model = decoder.Decoder(decoder.read_shape(folder))
+    for name, parameter in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.zeros_(parameter) if name.endswith("bias") else torch.nn.init.normal_(parameter, std=0.02)
+    return model
+
+
+def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict], rng: random.Random) -> torch.Tensor:
+    """Mean negative log-likelihood of the completions' tokens, in nats."""
+    texts = [line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}" for line in lines]
+    prompts = tokenizer.encode([tokenizer.render(line["question"], None) for line in lines])
+    completions = tokenizer.encode([f"{text}<|im_end|>" for text in texts])
+    ids, position, start, predict = [], [], [0], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        predict += range(start[-1] + len(prompt) - 1, start[-1] + len(prompt) + len(completion) - 1)
+        ids += prompt + completion
+        position += range(len(prompt) + len(completion))
+        start.append(len(ids))
+    ids_T, predict_C, start_S = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
+    attend = decoder.sdpa_padded(start_S, max(position) + 1)
+    hidden_TD = model(ids_T, torch.tensor(position), attend)
+    return -model.log_probs(hidden_TD[predict_C], ids_T[predict_C + 1], temperature=1.0, chunk=4096).mean()
+
+
+def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, test = splits()
+    build_tokenizer(folder, list(train.values()))
+    tokenizer, model, rng = Tokenizer(folder), fresh_model(folder), random.Random(0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
+    warmup = 50
+    schedule = torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda i: min((i + 1) / warmup, 1 - (i - warmup) / (batches - warmup)))
+    stream = (line for line, _ in problems(seed=3, taboo=frozenset(test)))
+    bar = trange(batches, desc="pre-training", unit="batch")
+    for i in bar:
+        loss = batch_loss(model, tokenizer, list(islice(stream, batch_size)), rng)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        bar.set_postfix(nats=f"{loss.item():.3f}")
+        if (i + 1) % 200 == 0:
+            decoder.save_weights(model, folder)
+    decoder.save_weights(model, folder)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, default=HERE / "model")
+    parser.add_argument("--batches", type=int, default=2000)
+    parser.add_argument("--batch-size", type=int, default=160)
+    parser.add_argument("--lr", type=float, default=2e-3)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # spinning OpenMP threads cost more than they bring at this size
+    main(arguments.out, arguments.batches, arguments.batch_size, arguments.lr)

@@ -1,0 +1,267 @@
+"""Train a reasoning model with group-based reinforcement learning.
+
+    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume]
+
+The loop in `train` is the algorithm: draw prompts, sample groups, score, compare within groups, prune, update.
+
+Dimension key:  N prompts (groups) per step,  G completions per prompt,  T tokens of a packed row,
+C completion tokens in it,  D width,  R rows of one mini-batch on this rank.
+"""
+
+import argparse
+import contextlib
+import copy
+import math
+import sys
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import checkpoint
+import config
+import data
+import dist
+import eval as evaluation
+import metrics
+import runfolder
+from advantage import group_norm
+from config import Config, ConfigError
+from loss import clip, k3, token_weight
+from model import BACKENDS, Decoder, choose_backend, export, find_model, load_model, read_shape
+from pack import Row, pack
+from prune import COMPLETIONS, Pruned
+from reward import score
+from rollout import ENGINES, TorchEngine
+from sample import Group, Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class Trainer:
+    """What an update works with: the model in training and how packed rows pass through it."""
+
+    cfg: Config
+    device: torch.device
+    dtype: torch.dtype          # of the computation; the weights are float32 (float64 where that is asked for)
+    backend: str                # a key of model.BACKENDS
+    policy: Decoder
+    reference: Decoder | None   # frozen copy of the initial policy, where the loss has a KL
+    optimizer: torch.optim.Optimizer
+
+    def log_probs(self, model: Decoder, row: Row) -> Tensor:
+        """[C] log-probs in nats of the row's completion tokens."""
+        half = self.dtype == torch.bfloat16
+        with torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext():
+            hidden_TD = model(row.ids_T, row.position_T, BACKENDS[self.backend](row.start_S, row.max_len))
+            return model.log_probs(hidden_TD[row.predict_C], row.target_C,
+                                   self.cfg.rollout.temperature, self.cfg.model.logp_chunk)
+
+
+def train(cfg: Config, resume: bool = False) -> Decoder:
+    """Run a config to its end and return the trained model. Raises ConfigError for what the user can mend."""
+    folder = runfolder.claim(cfg, resume)
+    source = find_model(cfg.model.path)
+    tokenizer = data.Tokenizer(source)
+    prompts = data.to_prompts(data.load_problems(cfg.data.train, cfg.data.dir), tokenizer,
+                              cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
+                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    trainer, engine = set_up(cfg, source, tokenizer)
+    first = checkpoint.load(folder / "checkpoints", trainer.policy, trainer.optimizer) if resume else 0
+    dist.barrier()  # every rank has looked at the folder before one writes into it
+    log = runfolder.Log(folder if dist.rank() == 0 else None)
+    log.resume(first) if resume else log.create(cfg, trainer.device)
+
+    def evaluate(step: int) -> None:
+        for name, held_out in sets.items():
+            result = evaluation.evaluate(engine, tokenizer, held_out, cfg.eval.max_new_tokens, log.bar(f"eval {name}"))
+            log.evaluated(step, name, result)
+
+    engine.sync(trainer.policy)
+    if first == 0:
+        evaluate(step=0)
+    for step in log.steps(first, cfg.steps):
+        clock = metrics.Clock()
+        with clock.phase("rollout"):
+            groups = rollout(engine, prompts, step, cfg, log.bar("rollout"))
+        with clock.phase("reward"):
+            groups, parts = share(groups, tokenizer, cfg)
+            reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
+        adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)
+        pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
+        measured = update(trainer, groups, adv_NG, pruned, step, clock)
+        with clock.phase("sync"):
+            engine.sync(trainer.policy)
+        measured |= metrics.of_rollout(groups, reward_NG, parts, adv_NG, pruned)
+        log.step(step + 1, measured | clock.metrics())
+        log.sample(step + 1, first_group(groups[0], tokenizer, reward_NG[0], adv_NG[0], pruned.keep_NG[0]))
+        if cfg.eval.every and (step + 1) % cfg.eval.every == 0 and step + 1 < cfg.steps:
+            evaluate(step + 1)
+        if step + 1 == cfg.steps or (cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0):
+            checkpoint.save(folder / "checkpoints", step + 1, trainer.policy, trainer.optimizer, cfg.checkpoint.keep)
+    if first < cfg.steps:
+        evaluate(cfg.steps)
+    if dist.rank() == 0:
+        export(trainer.policy, source, folder / "hf")
+        print(runfolder.summary(folder), flush=True)
+    return trainer.policy
+
+
+def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Trainer, TorchEngine]:
+    """Load the policy, a reference where the loss needs one, and the engine's own copy. Raises ConfigError."""
+    device = dist.init(cfg.device)
+    longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    if longest > read_shape(source).max_positions:
+        raise ConfigError(f"data.max_prompt_tokens + max_new_tokens = {longest}, but {source} has "
+                          f"max_position_embeddings={read_shape(source).max_positions}; lower the settings")
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
+    backend = choose_backend(cfg.model.attention, device, dtype)
+    policy = load_model(source, torch.promote_types(dtype, torch.float32), device)
+    policy.checkpoint_blocks = cfg.model.checkpoint_blocks
+    reference = copy.deepcopy(policy).requires_grad_(False) if cfg.loss.kl else None
+    engine = ENGINES[cfg.rollout.engine](
+        load_model(source, dtype, device), tokenizer.eos_ids, cfg.rollout.slots, backend)
+    opt = cfg.optim
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
+                                  weight_decay=opt.weight_decay, fused=True)
+    return Trainer(cfg, device, dtype, backend, policy, reference, optimizer), engine
+
+
+def rollout(engine: TorchEngine, prompts: list[Prompt], step: int, cfg: Config, progress: str | None) -> list[Group]:
+    """o_1..o_G ~ pi_old(.|q) for this rank's share of the step's prompts."""
+    drawn = dist.mine(data.draw(len(prompts), cfg.seed, step, cfg.rollout.prompts_per_step))
+    G = cfg.rollout.group_size
+    seeds = [dist.seed_for(cfg.seed, epoch, prompts[i].id, g, "rollout") for epoch, i in drawn for g in range(G)]
+    samples = engine.generate([prompts[i].ids for _, i in drawn for _ in range(G)], seeds,
+                              cfg.rollout.max_new_tokens, cfg.rollout.temperature, progress=progress)
+    return [Group(prompts[i], tuple(samples[n * G:(n + 1) * G])) for n, (_, i) in enumerate(drawn)]
+
+
+def share(groups: list[Group], tokenizer: data.Tokenizer, cfg: Config) -> tuple[list[Group], dict[str, Tensor]]:
+    """Score my groups and gather everyone's: from here on every rank holds the whole step, in the order drawn.
+
+    Returns the groups and each reward component, unweighted, as a float64 [N, G].
+    """
+    weights = asdict(cfg.reward)
+    scored = [score([tokenizer.decode(s.ids) for s in group.samples], group.prompt.answer, weights) for group in groups]
+    whole = dist.gather(list(zip(groups, scored, strict=True)))
+    parts = {name: torch.tensor([parts[name] for _, parts in whole], dtype=torch.float64) for name in whole[0][1]}
+    return [group for group, _ in whole], parts
+
+
+def update(trainer: Trainer, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
+           clock: metrics.Clock) -> dict[str, float]:
+    """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch."""
+    cfg, policy, optimizer = trainer.cfg, trainer.policy, trainer.optimizer
+    with clock.phase("pack"):
+        batches = [pack_batch(trainer, groups, adv_NG, pruned, members) for members in minibatches(step, cfg)]
+    with clock.phase("score"):
+        ref = [score_rows(trainer, trainer.reference, rows) for rows in batches]
+        # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
+        old = [score_rows(trainer, policy if len(batches) > 1 else None, rows) for rows in batches]
+    sums, norms = metrics.PassSums(), []
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, cfg)
+    with clock.phase("update"):
+        for epoch in range(cfg.update.epochs):
+            for rows, old_R, ref_R in zip(batches, old, ref, strict=True):
+                accumulate(trainer, rows, old_R, ref_R, sums, first_pass=epoch == 0)
+                dist.sum_gradients(policy)
+                norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm))
+                optimizer.step()
+                optimizer.zero_grad()
+    return sums.metrics(cfg.pack.capacity) | {
+        "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": learning_rate(step, cfg)}
+
+
+@torch.no_grad()
+def score_rows(trainer: Trainer, model: Decoder | None, rows: list[Row]) -> list[Tensor | None]:
+    """Log-probs of the rows under a model, without gradient; nothing for no model."""
+    return [None if model is None else trainer.log_probs(model, row) for row in rows]
+
+
+def accumulate(trainer: Trainer, rows: list[Row], old_R: list[Tensor | None], ref_R: list[Tensor | None],
+               sums: metrics.PassSums, first_pass: bool) -> float:
+    """Add the gradient of this rank's rows to the policy's and return their part of the loss.
+
+    Where a row has no old log-probs yet, this pass makes them.
+    """
+    total = 0.0
+    for i, row in enumerate(rows):
+        logp_C = trainer.log_probs(trainer.policy, row)
+        if old_R[i] is None:
+            old_R[i] = logp_C.detach()
+        loss, f_C, k3_C = row_loss(logp_C, old_R[i], ref_R[i], row, trainer.cfg)
+        loss.backward()
+        sums.add(row, logp_C.detach(), f_C, k3_C, first_pass)
+        total += loss.detach()
+    return float(total)
+
+
+def row_loss(logp_C: Tensor, old_C: Tensor, ref_C: Tensor | None, row: Row, cfg: Config) -> tuple[Tensor, ...]:
+    """The row's part of the loss: -w f A logp, plus w beta k3. Also returns f and k3 (or none), for the metrics."""
+    f_C = clip(logp_C, old_C, row.adv_C, cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)
+    loss = -(row.weight_C * f_C * row.adv_C * logp_C).sum()
+    if ref_C is None:
+        return loss, f_C, None
+    k3_C = k3(logp_C, ref_C)
+    return loss + cfg.loss.kl * (row.weight_C * k3_C).sum(), f_C, k3_C.detach()
+
+
+def minibatches(step: int, cfg: Config) -> list[list[int]]:
+    """Which groups each optimizer step of an epoch trains on: a seeded split, the same in every epoch."""
+    N, parts = cfg.rollout.prompts_per_step, cfg.update.minibatches
+    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(dist.seed_for(cfg.seed, step, "minibatch")))
+    return [sorted(part.tolist()) for part in shuffled.chunk(parts)]
+
+
+def pack_batch(trainer: Trainer, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
+    """This rank's rows of one mini-batch, on the device. The weights' denominator is the mini-batch's own."""
+    cfg = trainer.cfg
+    adv_NG, part = adv_NG[members], Pruned(pruned.keep_NG[members], pruned.weight_NG[members])
+    chosen = [groups[n] for n in members]
+    len_NG = torch.tensor([[len(s.ids) for s in group.samples] for group in chosen])
+    weight_NG = token_weight(len_NG, part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
+    dtype = trainer.policy.embed_tokens.weight.dtype
+    rows = pack(chosen, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, dist.rank(), dist.world_size())
+    return [row.to(trainer.device, dtype) for row in rows]
+
+
+def learning_rate(step: int, cfg: Config) -> float:
+    """A pure function of the step: linear warm-up, then constant or a cosine to 0."""
+    opt = cfg.optim
+    if step < opt.warmup_steps:
+        return opt.lr * (step + 1) / opt.warmup_steps
+    if opt.schedule == "constant":
+        return opt.lr
+    done = (step - opt.warmup_steps) / max(1, cfg.steps - opt.warmup_steps)
+    return opt.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+def first_group(group: Group, tokenizer: data.Tokenizer, reward_G: Tensor, adv_G: Tensor, keep_G: Tensor) -> dict:
+    """A group as people read it."""
+    return {"id": group.prompt.id, "gold": group.prompt.answer, "prompt": tokenizer.decode(group.prompt.ids),
+            "texts": [tokenizer.decode(s.ids) for s in group.samples], "reward": reward_G.tolist(),
+            "advantage": adv_G.tolist(), "kept": keep_G.tolist()}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
+    parser.add_argument("--resume", action="store_true", help="go on from the run folder's newest checkpoint")
+    args = parser.parse_args()
+    try:
+        train(config.load(args.config, args.set), args.resume)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        dist.close()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
