@@ -44,6 +44,12 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     return groups, adv_NG
 
 
+@torch.no_grad()
+def move(model: torch.nn.Module) -> None:
+    for i, p in enumerate(model.parameters()):
+        p += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+
+
 def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
     """Loss and gradient of the second pass over the rollout, by the functions of the training loop.
 
@@ -54,9 +60,7 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     rows = train.pack_batch(trainer, groups, adv_NG, pruned, list(range(len(groups))))
     old_R = train.score_rows(trainer, trainer.policy, rows)
     ref_R = train.score_rows(trainer, trainer.reference, rows)
-    with torch.no_grad():
-        for i, p in enumerate(trainer.policy.parameters()):
-            p += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+    move(trainer.policy)
     sums = metrics.PassSums()
     loss = train.accumulate(trainer, rows, old_R, ref_R, sums, first_pass=True)
     dist.sum_gradients(trainer.policy)
@@ -112,24 +116,27 @@ def test_keeping_all_is_no_pruning_bit_for_bit(tmp_path, rolled):
         assert loss == whole[0] and all(torch.equal(grad[name], whole[1][name]) for name in grad)
 
 
-def test_one_pass_at_ratio_one_is_the_policy_gradient(tmp_path, rolled):
-    """GRPO's first update = autograd of -1/(NG) sum_i 1/|o_i| sum_t A logp, written out sample by sample."""
-    cfg = toy_config(tmp_path / "run", "prune.completions.kind=none", "prune.completions.keep=null", "loss.count=all")
+@pytest.mark.parametrize("keep", [8, 3])
+def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
+    """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
+    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update."""
     groups, adv_NG = rolled
-    trainer, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
-    rows = train.pack_batch(trainer, groups, adv_NG, COMPLETIONS["none"](adv_NG, None), list(range(len(groups))))
-    train.accumulate(trainer, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), first_pass=True)
-    ours = {name: p.grad.clone() for name, p in trainer.policy.named_parameters()}
-    trainer.optimizer.zero_grad()
+    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.clip_high=0.28")
+    initial, policy = (train.load_model(TOY, torch.float64, torch.device("cpu")) for _ in range(2))
+    move(policy)
     for n, group in enumerate(groups):
-        for g, sample in enumerate(group.samples):
-            ids = torch.tensor(group.prompt.ids + sample.ids)
+        for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
+            ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
             attend = train.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
-            logp_TV = trainer.policy.logits(trainer.policy(ids, torch.arange(len(ids)), attend)).log_softmax(-1)
-            first = len(group.prompt.ids)
-            logp_C = logp_TV[first - 1:-1].gather(1, ids[first:, None])
-            (-adv_NG[n, g] * logp_C.mean() / adv_NG.numel()).backward()
-    assert_same((0.0, {name: p.grad for name, p in trainer.policy.named_parameters()}), (0.0, ours), rtol=1e-10)
+            now, old = (model.logits(model(ids, torch.arange(len(ids)), attend)).log_softmax(-1)[first - 1:-1].gather(
+                1, ids[first:, None])[:, 0] for model in (policy, initial.requires_grad_(False)))
+            ratio, A = (now - old).exp(), adv_NG[n, g]
+            surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
+            drift = (old - now).exp() - (old - now) - 1
+            ((-surrogate + 0.1 * drift).mean() / keep / len(groups)).backward()
+    expected = {name: p.grad for name, p in policy.named_parameters()}
+    _, ours = gradient(cfg, groups, adv_NG)
+    assert_same((0.0, expected), (0.0, ours), rtol=1e-10)
 
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:

@@ -143,7 +143,7 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = config.load(f"{name}.yaml", [
         f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={data}", "steps=2",
-        "optim.warmup_steps=1", "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
+        "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
         "rollout.prompts_per_step=2", "pack.capacity=4096"])
     train.train(cfg)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000002"
@@ -174,8 +174,8 @@ BROKEN = {
     "capacity below one sequence": (["pack.capacity=99"], "pack.capacity=99 must be at least 176 tokens"),
     "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
     "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/train/"),
-    "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "data.max_prompt_tokens + max_new_tokens = 10"),
-    "same run": ([], "already holds a run with this config; continue it with --resume, or start a new one"),
+    "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "max_new_tokens = 10127, but"),
+    "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
     "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),

@@ -1,0 +1,75 @@
+"""Where does a step's time go, and what does pruning save?
+
+    python bench/step.py
+
+One rollout of the toy (16 prompts x 16 completions), then updates on it at keep = 16, 8, 4, 2, 1 of 16. The machine's
+speed drifts, so each update is timed beside an unpruned one and the ratio of the two is what counts: median of five
+pairs. `tokens` went through the policy, prompts included.
+"""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+import config
+import data
+import dist
+import metrics
+import train
+from advantage import group_norm
+from prune import COMPLETIONS
+
+PAIRS = 5
+
+
+def main() -> None:
+    cfg = config.load("cppo_toy.yaml")
+    source = Path(cfg.model.path)
+    tokenizer = data.Tokenizer(source)
+    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
+    trainer, engine = train.set_up(cfg, source, tokenizer)
+    shared = metrics.Clock()
+    train.rollout(engine, prompts, 1, cfg, None)  # warm up
+    with shared.phase("rollout"):
+        groups = train.rollout(engine, prompts, 0, cfg, None)
+    with shared.phase("reward"):
+        groups, parts = train.share(groups, tokenizer, cfg)
+    with shared.phase("sync"):
+        engine.sync(trainer.policy)
+    adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
+
+    def update(keep: int) -> dict[str, float]:
+        settings = replace(cfg.prune.completions, keep=keep)
+        clock = metrics.Clock()
+        pruned = COMPLETIONS[settings.kind](adv_NG, settings)
+        measured = train.update(trainer, groups, adv_NG, pruned, 0, clock)
+        return measured | clock.metrics()
+
+    update(cfg.rollout.group_size)  # warm up
+    results = []
+    print("seconds of the phases that pruning does not change: "
+          + "  ".join(f"{name} {s:.3f}" for name, s in shared.seconds.items()))
+    print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
+          f"{'of unpruned':>12} {'min - max':>15}")
+    for keep in (16, 8, 4, 2, 1):
+        pairs = [(update(cfg.rollout.group_size), update(keep)) for _ in range(PAIRS)]
+        whole, pruned = pairs[0]
+        ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
+        row = {"keep": keep, "tokens": pruned["pack/tokens"], "share": pruned["pack/tokens"] / whole["pack/tokens"],
+               "rows": pruned["pack/rows"], "density": pruned["pack/density"],
+               "pack": median(b["time/pack"] for _, b in pairs), "update": median(b["time/update"] for _, b in pairs),
+               "ratio": median(ratios), "ratio_min": ratios[0], "ratio_max": ratios[-1]}
+        results.append(row)
+        print(f"{keep:>4} {row['tokens']:>8,} {row['share']:>7.3f} {row['rows']:>5} {row['density']:>8.2f} "
+              f"{row['pack']:>8.4f} {row['update']:>9.3f} {row['ratio']:>12.3f} "
+              f"{row['ratio_min']:>7.3f} - {row['ratio_max']:.3f}")
+    print(json.dumps({"bench": "step", "phases": shared.seconds, "pairs": PAIRS, "results": results}))
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()

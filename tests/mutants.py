@@ -1,0 +1,101 @@
+"""Do the tests bite? Break the code in one place at a time and expect the named test file to go red.
+
+    python tests/mutants.py             # all of them, in a copy of the repository
+    python tests/mutants.py rollout     # those of one file
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+
+# (file, what stands there, the bug, the tests that must see it)
+MUTANTS = [
+    ("model", "torch.cat([-right, left]", "torch.cat([right, left]", "model"),
+    ("model", "rotate(self.q_norm(q),", "rotate(q,", "model"),
+    ("model", "bias=shape.out_bias", "bias=False", "model"),
+    ("model", "blend * freq + (1 - blend) * freq / factor", "blend * freq / factor + (1 - blend) * freq", "model"),
+    ("model", "scale = (grad / ctx.temperature)", "scale = grad", "model"),
+    ("model", "grad_head_VD += grad_logits_V.T", "grad_head_VD = grad_logits_V.T", "model"),
+    ("model", "is_causal=True, enable_gqa", "is_causal=False, enable_gqa", "model"),
+    ("model", "if shape.tied:\n        tensors.pop", "if False:\n        tensors.pop", "model"),
+    ("rollout", "<= self.used_S[:, None]", "< self.used_S[:, None]", "rollout"),
+    ("rollout", "[prompts[i][-1] for i in samples]", "[prompts[i][0] for i in samples]", "rollout"),
+    ("rollout", "logits_SV / (temperature or 1.0)", "logits_SV", "rollout"),
+    ("rollout", "sorted_SV.cumsum(dim=-1) - sorted_SV >= top_p", "sorted_SV.cumsum(dim=-1) >= top_p", "rollout"),
+    ("rollout", "torch.isin(self.token_S, eos_E)", "self.token_S == eos_E[0]", "rollout"),
+    ("rollout", "self.used_S = self.used_S[slots]", "self.used_S = self.used_S[:len(slots)]", "rollout"),
+    ("rollout", "mine.copy_(theirs)", "pass", "rollout"),
+    ("rollout", "uniforms(seeds[i],", "uniforms(seeds[0],", "rollout"),
+    ("pack", "[start + len(p) - 1 for", "[start + len(p) for", "pack"),
+    ("pack", "(fitting & -fitting).bit_length()", "fitting.bit_length()", "pack"),
+    ("pack", "replace(idle, weight_C=torch.zeros_like(idle.weight_C))", "idle", "pack"),
+    ("pack", "torch.cat([torch.arange(length) for length in lengths])", "torch.arange(sum(lengths))", "pack"),
+    ("loss", "(adv_C > 0) & (ratio_C > 1 + high)", "(adv_C < 0) & (ratio_C > 1 + high)", "loss"),
+    ("loss", "(adv_C < 0) & (ratio_C < 1 - low)", "(ratio_C < 1 - low)", "loss"),
+    ("loss", '"sequence": len_NG * items', '"sequence": len_NG.double().mean() * items', "loss"),
+    ("loss", "d_C.exp() - d_C - 1", "d_C.exp() + d_C - 1", "loss"),
+    ("loss", "items.clamp(min=1), tokens.clamp(min=1)", "items, tokens", "loss"),
+    ("advantage", "reward_NG.mean(dim=1", "reward_NG.mean(dim=0", "advantage"),
+    ("advantage", "torch.where(flat_N1, 0.0, ", "(", "advantage"),
+    ("prune", "descending=True, stable=True", "descending=False, stable=True", "prune"),
+    ("prune", "keep if scope == \"group\" else keep * len(adv_NG)", "keep", "prune"),
+    ("reward", 'text.rpartition("####")', 'text.partition("####")', "reward"),
+    ("reward", "if start > found[0]", "if found[0] < 0", "reward"),
+    ("reward", "timeout=VERIFY_SECONDS", "timeout=600", "reward"),
+    ("data", "range(step * prompts_per_step,", "range(step,", "data"),
+    ("data", '.split("\\n"), start=1', ".splitlines(), start=1", "data"),
+    ("data", 'for name in ("config.json", "generation_config.json")', 'for name in ("config.json",)', "rollout"),
+    ("config", "if key not in hints:", "if False:", "config"),
+    ("checkpoint", 'optimizer.load_state_dict(state["optimizer"])', "pass", "train"),
+    ("checkpoint", "fresh.rename(folder / name)", "shutil.copytree(fresh, folder / name)", "train"),
+    ("runfolder", 'line["step"] <= step', 'line["step"] < step', "train"),
+    ("train", "engine.sync(trainer.policy)\n        measured", "pass\n        measured", "train"),
+    ("train", 'opt.lr * (step + 1) / opt.warmup_steps', 'opt.lr * step / opt.warmup_steps', "train"),
+    ("train", "if old_R[i] is None:", "if True:", "invariance"),
+    ("train", "cfg.loss.kl * (row.weight_C * k3_C).sum()", "cfg.loss.kl * k3_C.mean()", "invariance"),
+    ("train", "[row.predict_C], row.target_C,", "[row.predict_C], row.target_C.flip(0),", "invariance"),
+    ("train", 'prompts[i].id, g, "rollout")', 'prompts[i].id, "rollout")', "invariance"),
+    ("dist", "td.all_reduce(flat)", "pass", "invariance"),
+    ("dist", "whole[i::world_size()] = part", "whole[:] = [x for p in parts for x in p]", "invariance"),
+    ("eval", "sum(r[\"correct\"] for r in responses)", "len(responses)", "eval"),
+]
+
+
+def survives(folder: Path, file: str, old: str, new: str, tests: str) -> bool:
+    path = folder / f"{file}.py"
+    text = path.read_text()
+    assert text.count(old) == 1, f"{file}.py holds {old!r} {text.count(old)} times"
+    path.write_text(text.replace(old, new))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", f"tests/test_{tests}.py"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
+    except subprocess.TimeoutExpired:
+        return False  # a bug that hangs the suite is noticed
+    finally:
+        path.write_text(text)
+    assert done.returncode in (0, 1), done.stdout + done.stderr
+    return done.returncode == 0
+
+
+def main() -> None:
+    chosen = [m for m in MUTANTS if len(sys.argv) < 2 or m[0] in sys.argv[1:]]
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "copy"
+        shutil.copytree(ROOT, folder, ignore=shutil.ignore_patterns(".venv*", ".git", "runs", "__pycache__"))
+        alive = []
+        for i, mutant in enumerate(chosen, start=1):
+            alive += [mutant] if survives(folder, *mutant) else []
+            verdict = "SURVIVED" if mutant in alive else "caught"
+            print(f"{i}/{len(chosen)} {mutant[0]}.py {mutant[2]!r}: {verdict}", flush=True)
+    print(f"{len(chosen) - len(alive)} of {len(chosen)} bugs caught")
+    sys.exit(bool(alive))
+
+
+if __name__ == "__main__":
+    main()
