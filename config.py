@@ -153,6 +153,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("rollout.max_new_tokens", roll.max_new_tokens >= 1, "at least 1"),
         ("rollout.temperature", roll.temperature > 0, "above 0: greedy groups have no advantage"),
         ("rollout.slots", roll.slots >= 1, "at least 1"),
+        ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         ("prune.completions.keep", done.kind == "none" or (done.keep is not None and 1 <= done.keep <= roll.group_size),
          f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none"),

@@ -187,11 +187,11 @@ def order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
 
 
-def draw(count: int, seed: int, step: int, prompts_per_step: int) -> list[tuple[int, int]]:
-    """(epoch, prompt index) of every prompt of a step: the next `prompts_per_step` of the endless row of epochs.
+def draw(prompts: list[Prompt], seed: int, step: int, prompts_per_step: int) -> list[tuple[int, Prompt]]:
+    """The step's prompts, each with its epoch: the next `prompts_per_step` of the endless row of epochs.
 
     A pure function of its arguments, so a resumed run draws exactly what it would have drawn.
     """
-    places = [divmod(i, count) for i in range(step * prompts_per_step, (step + 1) * prompts_per_step)]
-    orders = {epoch: order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
-    return [(epoch, int(orders[epoch][i])) for epoch, i in places]
+    places = [divmod(i, len(prompts)) for i in range(step * prompts_per_step, (step + 1) * prompts_per_step)]
+    orders = {epoch: order(len(prompts), seed, epoch) for epoch in {epoch for epoch, _ in places}}
+    return [(epoch, prompts[orders[epoch][i]]) for epoch, i in places]

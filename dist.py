@@ -53,18 +53,15 @@ def barrier() -> None:
 
 
 def mine(items: list) -> list:
-    """This rank's share: items rank, rank + world, rank + 2 world, ..."""
-    return items[rank()::world_size()]
+    """This rank's share: the rank-th of world_size contiguous parts, equal up to one item."""
+    return items[len(items) * rank() // world_size():len(items) * (rank() + 1) // world_size()]
 
 
 def gather(items: list) -> list:
-    """Undo `mine`: every rank's list, dealt back into one list in the original order, on every rank."""
+    """Undo `mine`: every rank's list, in rank order, on every rank."""
     parts: list = [None] * world_size()
     td.all_gather_object(parts, items)
-    whole: list = [None] * sum(map(len, parts))
-    for i, part in enumerate(parts):
-        whole[i::world_size()] = part
-    return whole
+    return [item for part in parts for item in part]
 
 
 def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:

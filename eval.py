@@ -1,4 +1,4 @@
-"""Evaluation in one file: greedy accuracy on one or several sets, with intervals. train.py calls the same function.
+"""Evaluation in one file: accuracy on one or several sets, with intervals. train.py calls the same function.
 
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
 """
@@ -14,7 +14,7 @@ import torch
 import dist
 from config import ConfigError
 from data import Tokenizer, load_problems, to_prompts
-from model import choose_backend, find_model, load_model
+from model import check_positions, choose_backend, find_model, load_model
 from reward import accuracy
 from rollout import TorchEngine
 from sample import Prompt, Sample
@@ -29,14 +29,15 @@ def wilson(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
 
 
 def evaluate(engine: TorchEngine, tokenizer: Tokenizer, prompts: list[Prompt], max_new_tokens: int,
-             progress: str | None = None) -> dict:
-    """Greedy answers to all prompts, shared out over the ranks; every rank returns the same result.
+             temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, progress: str | None = None) -> dict:
+    """One answer to every prompt, greedy at temperature 0, shared out over the ranks; all return the same result.
 
     Returns accuracy with its 95% Wilson interval (low, high), count, mean length in tokens, share truncated, and
     `responses`: id, gold, text, tokens, finished and correct of each problem in order.
     """
     share = dist.mine(prompts)
-    samples = engine.generate([p.ids for p in share], [0] * len(share), max_new_tokens, 0.0, progress=progress)
+    seeds = [dist.seed_for(seed, p.id, "eval") for p in share]
+    samples = engine.generate([p.ids for p in share], seeds, max_new_tokens, temperature, top_p, progress)
     responses = dist.gather([judge(p, s, tokenizer) for p, s in zip(share, samples, strict=True)])
     count, correct = len(responses), sum(r["correct"] for r in responses)
     low, high = wilson(correct, count)
@@ -79,6 +80,9 @@ def main() -> None:
     parser.add_argument("--system-prompt", help="as in training (data.system_prompt)")
     parser.add_argument("--max-prompt-tokens", type=int, default=2048)
     parser.add_argument("--max-new-tokens", type=int, default=1024)
+    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
+    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     parser.add_argument("--slots", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, help="JSON with settings, scores and every response")
@@ -86,13 +90,22 @@ def main() -> None:
     device = dist.init(args.device)
     folder = find_model(args.model)
     tokenizer = Tokenizer(folder)
+    for name, fine, allowed in (("--temperature", args.temperature >= 0, "at least 0"),
+                                ("--top-p", 0 < args.top_p <= 1, "in (0, 1]"),
+                                ("--max-new-tokens", args.max_new_tokens >= 1, "at least 1"),
+                                ("--slots", args.slots >= 1, "at least 1")):
+        if not fine:
+            raise ConfigError(f"{name} must be {allowed}")
     sets = load_sets(args.data, args.data_dir, tokenizer, args.system_prompt, args.max_prompt_tokens)
+    longest = max(len(p.ids) for prompts in sets.values() for p in prompts) + args.max_new_tokens
+    check_positions(folder, longest, "the prompts and --max-new-tokens")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     engine = TorchEngine(load_model(folder, dtype, device), tokenizer.eos_ids, args.slots,
                          choose_backend("auto", device, dtype))
     results = {}
     for name, prompts in sets.items():
-        results[name] = evaluate(engine, tokenizer, prompts, args.max_new_tokens, progress=name)
+        results[name] = evaluate(engine, tokenizer, prompts, args.max_new_tokens, args.temperature,
+                                 args.top_p, args.seed, progress=name)
         if dist.rank() == 0:
             print(row(name, results[name]), flush=True)
     if args.out and dist.rank() == 0:

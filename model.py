@@ -97,6 +97,14 @@ def read_shape(folder: Path) -> Shape:
     )
 
 
+def check_positions(folder: Path, tokens: int, settings: str) -> None:
+    """Raises ConfigError when sequences of `tokens`, as `settings` allow them, are longer than the model takes."""
+    limit = read_shape(folder).max_positions
+    if tokens > limit:
+        raise ConfigError(f"{settings} allow sequences of {tokens} tokens, but {folder} has "
+                          f"max_position_embeddings={limit}; lower them")
+
+
 def rope_frequencies(shape: Shape) -> Tensor:
     """Radians per position for each of the head_dim / 2 planes; llama3 scaling stretches only the long waves."""
     freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device="cpu").float() / shape.head_dim)

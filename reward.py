@@ -140,6 +140,6 @@ def tag_number(text: str, gold: str) -> float:
 COMPONENTS = {"accuracy": accuracy, "format": think_format, "tag_exact": tag_exact, "tag_number": tag_number}
 
 
-def score(texts: list[str], gold: str, weights: dict[str, float]) -> dict[str, list[float]]:
-    """Every component with a weight, for each of a group's completions, unweighted."""
-    return {name: [COMPONENTS[name](text, gold) for text in texts] for name, weight in weights.items() if weight}
+def score(text: str, gold: str, weights: dict[str, float]) -> dict[str, float]:
+    """Every component that has a weight, unweighted."""
+    return {name: COMPONENTS[name](text, gold) for name, weight in weights.items() if weight}

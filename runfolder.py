@@ -109,7 +109,7 @@ class Log:
         self.write("samples.jsonl", {"step": step} | line)
         if step == 1 or step % max(1, self.outer.total // 5) == 0:
             self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {line['reward'][0]:g}: "
-                     f"{line['texts'][0]!r}")
+                     f"{line['texts'][0][:400]!r}")
 
     def say(self, text: str) -> None:
         if self.folder is not None:

@@ -29,7 +29,7 @@ import runfolder
 from advantage import group_norm
 from config import Config, ConfigError
 from loss import clip, k3, token_weight
-from model import BACKENDS, Decoder, choose_backend, export, find_model, load_model, read_shape
+from model import BACKENDS, Decoder, check_positions, choose_backend, export, find_model, load_model
 from pack import Row, pack
 from prune import COMPLETIONS, Pruned
 from reward import score
@@ -75,7 +75,8 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
 
     def evaluate(step: int) -> None:
         for name, held_out in sets.items():
-            result = evaluation.evaluate(engine, tokenizer, held_out, cfg.eval.max_new_tokens, log.bar(f"eval {name}"))
+            result = evaluation.evaluate(
+                engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
             log.evaluated(step, name, result)
 
     engine.sync(trainer.policy)
@@ -83,11 +84,9 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         evaluate(step=0)
     for step in log.steps(first, cfg.steps):
         clock = metrics.Clock()
-        with clock.phase("rollout"):
-            groups = rollout(engine, prompts, step, cfg, log.bar("rollout"))
-        with clock.phase("reward"):
-            groups, parts = share(groups, tokenizer, cfg)
-            reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
+        drawn = data.draw(prompts, cfg.seed, step, cfg.rollout.prompts_per_step)
+        groups, parts = rollout(engine, tokenizer, drawn, cfg, clock, log.bar("rollout"))
+        reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
         adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)
         pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
         measured = update(trainer, groups, adv_NG, pruned, step, clock)
@@ -96,25 +95,26 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         measured |= metrics.of_rollout(groups, reward_NG, parts, adv_NG, pruned)
         log.step(step + 1, measured | clock.metrics())
         log.sample(step + 1, first_group(groups[0], tokenizer, reward_NG[0], adv_NG[0], pruned.keep_NG[0]))
-        if cfg.eval.every and (step + 1) % cfg.eval.every == 0 and step + 1 < cfg.steps:
+        if due(cfg.eval.every, step + 1, cfg.steps):
             evaluate(step + 1)
-        if step + 1 == cfg.steps or (cfg.checkpoint.every and (step + 1) % cfg.checkpoint.every == 0):
+        if due(cfg.checkpoint.every, step + 1, cfg.steps):
             checkpoint.save(folder / "checkpoints", step + 1, trainer.policy, trainer.optimizer, cfg.checkpoint.keep)
-    if first < cfg.steps:
-        evaluate(cfg.steps)
     if dist.rank() == 0:
         export(trainer.policy, source, folder / "hf")
         print(runfolder.summary(folder), flush=True)
     return trainer.policy
 
 
+def due(every: int, step: int, last: int) -> bool:
+    """Whether something done every so many steps (0: never on the way) and after the last is done after this one."""
+    return step == last or (every > 0 and step % every == 0)
+
+
 def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Trainer, TorchEngine]:
     """Load the policy, a reference where the loss needs one, and the engine's own copy. Raises ConfigError."""
     device = dist.init(cfg.device)
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    if longest > read_shape(source).max_positions:
-        raise ConfigError(f"data.max_prompt_tokens + max_new_tokens = {longest}, but {source} has "
-                          f"max_position_embeddings={read_shape(source).max_positions}; lower the settings")
+    check_positions(source, longest, "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens")
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
@@ -129,26 +129,28 @@ def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Traine
     return Trainer(cfg, device, dtype, backend, policy, reference, optimizer), engine
 
 
-def rollout(engine: TorchEngine, prompts: list[Prompt], step: int, cfg: Config, progress: str | None) -> list[Group]:
-    """o_1..o_G ~ pi_old(.|q) for this rank's share of the step's prompts."""
-    drawn = dist.mine(data.draw(len(prompts), cfg.seed, step, cfg.rollout.prompts_per_step))
-    G = cfg.rollout.group_size
-    seeds = [dist.seed_for(cfg.seed, epoch, prompts[i].id, g, "rollout") for epoch, i in drawn for g in range(G)]
-    samples = engine.generate([prompts[i].ids for _, i in drawn for _ in range(G)], seeds,
-                              cfg.rollout.max_new_tokens, cfg.rollout.temperature, progress=progress)
-    return [Group(prompts[i], tuple(samples[n * G:(n + 1) * G])) for n, (_, i) in enumerate(drawn)]
+def rollout(engine: TorchEngine, tokenizer: data.Tokenizer, drawn: list[tuple[int, Prompt]], cfg: Config,
+            clock: metrics.Clock, progress: str | None) -> tuple[list[Group], dict[str, Tensor]]:
+    """o_1..o_G ~ pi_old(.|q) for the prompts drawn, and their rewards. Each rank samples and scores its share.
 
-
-def share(groups: list[Group], tokenizer: data.Tokenizer, cfg: Config) -> tuple[list[Group], dict[str, Tensor]]:
-    """Score my groups and gather everyone's: from here on every rank holds the whole step, in the order drawn.
-
-    Returns the groups and each reward component, unweighted, as a float64 [N, G].
+    Returns the step's groups in the order drawn, on every rank, and each reward component as a float64 [N, G].
     """
-    weights = asdict(cfg.reward)
-    scored = [score([tokenizer.decode(s.ids) for s in group.samples], group.prompt.answer, weights) for group in groups]
-    whole = dist.gather(list(zip(groups, scored, strict=True)))
-    parts = {name: torch.tensor([parts[name] for _, parts in whole], dtype=torch.float64) for name in whole[0][1]}
-    return [group for group, _ in whole], parts
+    G = cfg.rollout.group_size
+    share = dist.mine([(epoch, prompt, g) for epoch, prompt in drawn for g in range(G)])
+    with clock.phase("rollout"):
+        seeds = [dist.seed_for(cfg.seed, epoch, prompt.id, g, "rollout") for epoch, prompt, g in share]
+        samples = engine.generate([prompt.ids for _, prompt, _ in share], seeds, cfg.rollout.max_new_tokens,
+                                  cfg.rollout.temperature, progress=progress)
+    with clock.phase("reward"):
+        weights = asdict(cfg.reward)
+        parts = [score(tokenizer.decode(s.ids), prompt.answer, weights)
+                 for s, (_, prompt, _) in zip(samples, share, strict=True)]
+        whole = dist.gather(list(zip(samples, parts, strict=True)))
+    groups = [Group(prompt, tuple(sample for sample, _ in whole[n * G:(n + 1) * G]))
+              for n, (_, prompt) in enumerate(drawn)]
+    reward = {name: torch.tensor([part[name] for _, part in whole], dtype=torch.float64).view(-1, G)
+              for name in whole[0][1]}
+    return groups, reward
 
 
 def update(trainer: Trainer, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
@@ -258,6 +260,9 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; --resume goes on from the newest checkpoint (checkpoint.every)", file=sys.stderr)
+        return 130
     finally:
         dist.close()
     return 0

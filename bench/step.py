@@ -32,12 +32,10 @@ def main() -> None:
     tokenizer = data.Tokenizer(source)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
     trainer, engine = train.set_up(cfg, source, tokenizer)
+    drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
+    train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)  # warm up
     shared = metrics.Clock()
-    train.rollout(engine, prompts, 1, cfg, None)  # warm up
-    with shared.phase("rollout"):
-        groups = train.rollout(engine, prompts, 0, cfg, None)
-    with shared.phase("reward"):
-        groups, parts = train.share(groups, tokenizer, cfg)
+    groups, parts = train.rollout(engine, tokenizer, drawn, cfg, shared, None)
     with shared.phase("sync"):
         engine.sync(trainer.policy)
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)

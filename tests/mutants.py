@@ -59,9 +59,9 @@ MUTANTS = [
     ("train", "if old_R[i] is None:", "if True:", "invariance"),
     ("train", "cfg.loss.kl * (row.weight_C * k3_C).sum()", "cfg.loss.kl * k3_C.mean()", "invariance"),
     ("train", "[row.predict_C], row.target_C,", "[row.predict_C], row.target_C.flip(0),", "invariance"),
-    ("train", 'prompts[i].id, g, "rollout")', 'prompts[i].id, "rollout")', "invariance"),
+    ("train", 'prompt.id, g, "rollout")', 'prompt.id, "rollout")', "invariance"),
     ("dist", "td.all_reduce(flat)", "pass", "invariance"),
-    ("dist", "whole[i::world_size()] = part", "whole[:] = [x for p in parts for x in p]", "invariance"),
+    ("dist", "for part in parts for item in part]", "for part in parts[::-1] for item in part]", "invariance"),
     ("eval", "sum(r[\"correct\"] for r in responses)", "len(responses)", "eval"),
 ]
 

@@ -45,6 +45,7 @@ def good(tmp_path):
     (["rollout.group_size=1"], "rollout.group_size=1 must be at least 2"),
     (["rollout.temperature=0"], "rollout.temperature=0.0 must be above 0"),
     (["optim.warmup_steps=-1"], r"optim.warmup_steps=-1 must be at least 0"),
+    (["reward.accuracy=0"], r"reward=.* must be given at least one weight other than 0"),
     (["loss.dual_clip=1.1"], r"loss.dual_clip=1.1 must be above 1 \+ loss.clip_high"),
 ])
 def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(good, overrides, message):

@@ -56,6 +56,8 @@ def test_training_and_the_command_give_identical_numbers(tmp_path):
 
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"], "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
+    (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
+    (["--top-p", "0"], "--top-p must be in (0, 1]"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
     (["--device", "cuda"], "device=cuda, but this machine shows"),
 ])

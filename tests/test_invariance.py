@@ -37,7 +37,8 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
     _, engine = train.set_up(cfg, TOY, tokenizer)
-    groups, parts = train.share(train.rollout(engine, prompts, 0, cfg, None), tokenizer, cfg)
+    drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
+    groups, parts = train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)
     adv_NG = group_norm(parts["accuracy"], 1, 1e-4)
     assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
     assert len({len(s.ids) for group in groups for s in group.samples}) > 4

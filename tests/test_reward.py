@@ -60,9 +60,9 @@ FULL = "<think>6*7</think>\n<answer>42</answer>"
 def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, total):
     """2 for the exact answer, 1.5 for the same single number, 1 for the format: spec of arXiv:2503.22342's code."""
     weights = {"accuracy": 0.0, "tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
-    parts = score([text], gold, weights)
+    parts = score(text, gold, weights)
     assert "accuracy" not in parts
-    assert sum(weights[name] * values[0] for name, values in parts.items()) == total
+    assert sum(weights[name] * value for name, value in parts.items()) == total
 
 
 def test_nested_boxes_and_escaped_braces():

@@ -174,10 +174,13 @@ BROKEN = {
     "capacity below one sequence": (["pack.capacity=99"], "pack.capacity=99 must be at least 176 tokens"),
     "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
     "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/train/"),
-    "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "max_new_tokens = 10127, but"),
+    "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "allow sequences of 10127 tokens, but"),
     "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
+    "malformed data": (["data.train={bad}/bad.jsonl", "out={new}"], "bad.jsonl:2: 'answer' must be a non-empty text"),
+    "unknown architecture": (["model.path={bad}", "out={new}"], "model_type='gpt2' is not supported; use one of qwen2"),
+    "no chat template": (["model.path={mute}", "out={new}"], "{mute} has a tokenizer without a chat template; add"),
     "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),
     "kernel without CUDA": (["model.attention=varlen", "out={new}"], "model.attention=varlen cannot run on cpu"),
     "no CUDA": (["device=cuda", "out={new}"], "device=cuda, but this machine shows"),
@@ -191,7 +194,13 @@ def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_
     overrides, message = BROKEN[case]
     write_tiny(tmp_path / "empty")
     (tmp_path / "empty" / "model.safetensors").unlink()
-    places = {"new": tmp_path / "new", "folder": finished, "empty": tmp_path / "empty"}
+    write_tiny(tmp_path / "mute")
+    (tmp_path / "mute" / "tokenizer_config.json").write_text("{}")
+    write_tiny(tmp_path / "bad")
+    raw = json.loads((tmp_path / "bad" / "config.json").read_text())
+    (tmp_path / "bad" / "config.json").write_text(json.dumps(raw | {"model_type": "gpt2"}))
+    (tmp_path / "bad" / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question": "q"}\n')
+    places = {"folder": finished} | {name: tmp_path / name for name in ("new", "empty", "mute", "bad")}
     sets = [word for override in overrides for word in ("--set", override.format_map(places))]
     done = run("--config", str(finished / "test.yaml"), *sets)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
@@ -216,6 +225,22 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     (tmp_path / "run" / "checkpoints" / "latest").unlink()
     with pytest.raises(ConfigError, match="latest not found, so no step of this run was saved"):
         train.train(cfg, resume=True)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_step_on_cuda(dtype, tmp_path):
+    """Sampling, both kinds of kernel, autocast, update and export on the device; engine and trainer agree."""
+    dist.close()  # the suite's group is gloo alone
+    try:
+        train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",
+                               "update.epochs=2", "model.checkpoint_blocks=true"))
+    finally:
+        dist.close()
+        dist.init("cpu")
+    step = runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]
+    assert step["mismatch/logp_abs_mean"] < {"float32": 1e-4, "bfloat16": 0.1}[dtype]
+    assert step["train/grad_norm"] > 0 and (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
 
 @pytest.mark.slow

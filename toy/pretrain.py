@@ -1,6 +1,6 @@
 """Build the toy model: tokenizer, then a Qwen2-format decoder taught the skill of working problems out, not the habit.
 
-    python toy/pretrain.py      # writes toy/model/ (about 30 minutes on one core)
+    python toy/pretrain.py      # writes toy/model/ (about 20 minutes on one core)
 
 A third of what it reads are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly guesses, and is
 mostly wrong; its worked solutions are mostly right. Reinforcement learning then brings the reasoning out.
@@ -115,7 +115,7 @@ def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=HERE / "model")
-    parser.add_argument("--batches", type=int, default=2000)
+    parser.add_argument("--batches", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=160)
     parser.add_argument("--lr", type=float, default=2e-3)
     arguments = parser.parse_args()
