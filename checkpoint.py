@@ -23,6 +23,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Opti
         fresh.mkdir(parents=True)
         state = {"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
         torch.save(state, fresh / "state.pt")
+        # Left by a run that died between the two renames, so `latest` does not point at it.
+        shutil.rmtree(folder / name, ignore_errors=True)
         fresh.rename(folder / name)
         (folder / "latest.unfinished").write_text(name)
         os.replace(folder / "latest.unfinished", folder / "latest")

@@ -4,8 +4,11 @@ A config file is a difference from the one it names as `base:` (one level deep);
 The comment beside a field is its documentation.
 """
 
+import contextlib
 import dataclasses
 import difflib
+import json
+import math
 import types
 from dataclasses import MISSING, dataclass, field, fields, is_dataclass
 from pathlib import Path
@@ -159,6 +162,8 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
          f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none"),
         ("prune.completions.keep", done.kind != "none" or done.keep is None,
          "left out while prune.completions.kind=none; set prune.completions.kind=topk to prune"),
+        ("prune.completions.scope", done.kind != "none" or done.scope == "group",
+         "left out while prune.completions.kind=none"),
         ("pack.capacity", cfg.pack.capacity >= trained,
          f"at least {trained} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
          f"rollout.max_new_tokens={roll.max_new_tokens}); raise it or lower those"),
@@ -189,7 +194,7 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     raw = read(path)
     base = raw.pop("base", None)
     if base is not None:
-        parent = read(path.parent / base)
+        parent = read(path.parent / str(base))
         if "base" in parent:
             raise ConfigError(f"{path}: base {base} has a base itself; only one level is allowed")
         raw = merge(parent, raw)
@@ -223,6 +228,14 @@ def read(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold 'setting: value' lines")
     return raw
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A model folder's JSON file. Raises ConfigError."""
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ConfigError(f"{path} is not valid JSON: {error}; download it again") from None
 
 
 def parse_override(text: str) -> dict[str, Any]:
@@ -273,18 +286,16 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         if isinstance(value, dict):
             return build(kind, value, path + ".")
     elif get_origin(kind) in (Union, types.UnionType):
-        try:
+        with contextlib.suppress(ConfigError):  # the error below says that null is allowed too
             return None if value is None else convert(value, get_args(kind)[0], path)
-        except ConfigError:
-            pass  # falls through to the error below, which says that null is allowed too
     elif get_origin(kind) is Literal:
         if value in get_args(kind) and not isinstance(value, bool):
             return value
     elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        try:
-            return float(value)
-        except ValueError:
-            pass  # falls through to the error below
+        with contextlib.suppress(ValueError):  # what is no number meets the error below
+            number = float(value)
+            if math.isfinite(number):
+                return number
     elif type(value) is kind:
         return value
     raise ConfigError(f"{path}={value!r} must be {describe(kind)}")
@@ -297,7 +308,7 @@ def describe(kind: Any) -> str:
         return f"one of {', '.join(map(str, get_args(kind)))}"
     if get_origin(kind) in (Union, types.UnionType):
         return f"{describe(get_args(kind)[0])} or null"
-    return {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}[kind]
+    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 
 def get(cfg: Any, key: str) -> Any:

@@ -5,8 +5,8 @@ understood too: an answer behind "####" in the solution, or in its last \\boxed{
 """
 
 import json
+import sys
 from collections.abc import Iterable
-from datetime import datetime
 from pathlib import Path
 
 import jinja2
@@ -14,7 +14,7 @@ import numpy as np
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
-from config import ConfigError
+from config import ConfigError, read_json
 from dist import seed_for
 from reward import last_boxed
 from sample import Problem, Prompt
@@ -59,8 +59,12 @@ def load_problems(name: str, folder: str | None = None) -> list[Problem]:
 
 
 def read_jsonl(path: Path) -> Iterable[tuple[str, dict]]:
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
     # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
-    for number, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
                 row = json.loads(line)
@@ -72,8 +76,11 @@ def read_jsonl(path: Path) -> Iterable[tuple[str, dict]]:
 def read_parquet(path: Path) -> Iterable[tuple[str, dict]]:
     import pyarrow.parquet  # slow to import, and most runs read jsonl
 
-    for i, row in enumerate(pyarrow.parquet.read_table(path).to_pylist()):
-        yield f"{path}: row {i}", row
+    try:
+        rows = pyarrow.parquet.read_table(path).to_pylist()
+    except pyarrow.ArrowInvalid as error:
+        raise ConfigError(f"{path} is not a parquet file: {error}") from None
+    yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
 
 
 def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
@@ -84,7 +91,10 @@ def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: {str(error).splitlines()[0]} "
                         "Set data.dir to a folder with the files, or give a path.") from error
-    return ((f"{name}: row {i}", row) for i, row in enumerate(rows))
+    usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows) if "answer" in row or last_boxed(row["solution"])]
+    if len(usable) < len(rows):  # two of MATH's training rows box nothing, and nobody can mend a hub's rows
+        print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out", file=sys.stderr)
+    return usable
 
 
 def to_problem(row: object, place: str, default_id: str) -> Problem:
@@ -109,14 +119,22 @@ class Tokenizer:
     """The tokenizer, chat template and end-of-sequence ids of a Hugging Face model folder."""
 
     def __init__(self, folder: Path):
-        self.rust = RustTokenizer.from_file(str(require(folder / "tokenizer.json", "the tokenizer")))
-        settings = json.loads(require(folder / "tokenizer_config.json", "the chat template").read_text())
+        path = require(folder / "tokenizer.json", "the tokenizer")
+        try:
+            self.rust = RustTokenizer.from_str(path.read_text())
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
+        require(folder / "tokenizer_config.json", "the chat template")
+        settings = read_json(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         source = template.read_text() if template.is_file() else settings.get("chat_template")
         if not isinstance(source, str):
             raise ConfigError(f"{folder} has a tokenizer without a chat template; add chat_template.jinja or a "
                               "'chat_template' in tokenizer_config.json (base models have none: use an instruct model)")
-        self.template = chat_environment().from_string(source)
+        try:
+            self.template = chat_environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{folder}: the chat template is not valid: {error}") from None
         tokens = {key: value["content"] if isinstance(value, dict) else value
                   for key, value in settings.items() if key.endswith("_token")}
         self.special = {key: value for key, value in tokens.items() if isinstance(value, str)}
@@ -151,7 +169,7 @@ def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        eos = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
         found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
     if not found:
         raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
@@ -159,14 +177,22 @@ def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
 
 
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """The jinja dialect that chat templates are written in (transformers, chat_template_utils)."""
+    """The jinja dialect that chat templates are written in (transformers, chat_template_utils).
+
+    One thing is left out on purpose: strftime_now. With it Llama 3's prompts change from day to day, and a run resumed
+    tomorrow is another run; without it the template falls back on its own fixed date.
+    """
 
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
+    def to_json(x: object, ensure_ascii: bool = False, indent: int | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+
     env = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
-    env.filters["tojson"] = lambda value, **kwargs: json.dumps(value, ensure_ascii=False, **kwargs)
-    env.globals |= {"raise_exception": refuse, "strftime_now": lambda form: datetime.now().strftime(form)}
+    env.filters["tojson"] = to_json  # jinja's own escapes <, > and & for HTML
+    env.globals["raise_exception"] = refuse
     return env
 
 

@@ -14,14 +14,15 @@ from config import ConfigError
 def init(device: str) -> torch.device:
     """Join the process group (torchrun's, or a group of one) and return this rank's device.
 
-    device "auto" takes CUDA where there is one. Raises ConfigError for a device that is missing.
+    device "auto" takes CUDA where there is a device for every process of the machine, so that all ranks decide alike.
+    Raises ConfigError for a device that is missing.
     """
-    found = torch.cuda.device_count()
-    local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    if device == "cuda" and found <= local_rank:
-        raise ConfigError(f"device=cuda, but this machine shows {found} CUDA devices to local rank {local_rank}; "
+    found, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cuda" and found < wanted:
+        raise ConfigError(f"device=cuda, but this machine shows {found} CUDA devices to {wanted} processes; "
                           "set device=cpu (or auto), or start fewer processes")
-    chosen = torch.device("cuda", local_rank) if device != "cpu" and found > local_rank else torch.device("cpu")
+    cuda = device != "cpu" and found >= wanted
+    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:

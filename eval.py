@@ -96,6 +96,8 @@ def main() -> None:
                                 ("--slots", args.slots >= 1, "at least 1")):
         if not fine:
             raise ConfigError(f"{name} must be {allowed}")
+    if args.out and not args.out.parent.is_dir():
+        raise ConfigError(f"--out: folder {args.out.parent} not found; create it first")
     sets = load_sets(args.data, args.data_dir, tokenizer, args.system_prompt, args.max_prompt_tokens)
     longest = max(len(p.ids) for prompts in sets.values() for p in prompts) + args.max_new_tokens
     check_positions(folder, longest, "the prompts and --max-new-tokens")
@@ -105,7 +107,7 @@ def main() -> None:
     results = {}
     for name, prompts in sets.items():
         results[name] = evaluate(engine, tokenizer, prompts, args.max_new_tokens, args.temperature,
-                                 args.top_p, args.seed, progress=name)
+                                 args.top_p, args.seed, progress=name if dist.rank() == 0 else None)
         if dist.rank() == 0:
             print(row(name, results[name]), flush=True)
     if args.out and dist.rank() == 0:

@@ -27,7 +27,7 @@ class Clock:
     def phase(self, name: str) -> Iterator[None]:
         begun = perf_counter()
         yield
-        if torch.cuda.is_available():
+        if torch.cuda.is_initialized():  # else a CPU run would open the device
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - begun
 
@@ -58,23 +58,27 @@ def of_rollout(groups: list[Group], reward_NG: Tensor, parts: dict[str, Tensor],
 
 
 class PassSums:
-    """Sums over the rows that this rank passed through the policy in one update."""
+    """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("tokens", "seen", "clipped", "k3", "mismatch", "packed", "rows")
+    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "mismatch", "packed", "rows")
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max = torch.tensor(0.0)
 
-    def add(self, row: Row, logp_C: Tensor, f_C: Tensor, k3_C: Tensor | None, first_pass: bool) -> None:
-        """One row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted."""
+    def add(self, row: Row, loss: Tensor, old_C: Tensor, f_C: Tensor, k3_C: Tensor | None, first_pass: bool) -> None:
+        """One row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted.
+
+        old_C are the log-probs before the update: what the engine's are compared with.
+        """
         on_C = row.weight_C > 0
+        self.sums["loss"] += loss
         self.sums["seen"] += on_C.sum()
         self.sums["clipped"] += (on_C & (f_C == 0)).sum()
         if k3_C is not None:
             self.sums["k3"] += k3_C[on_C].sum()
         if first_pass:
-            gap_C = (logp_C - row.sampled_logp_C).abs()[on_C]
+            gap_C = (old_C - row.sampled_logp_C).abs()[on_C]
             self.sums["mismatch"] += gap_C.sum()
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
@@ -82,11 +86,12 @@ class PassSums:
             if len(gap_C):
                 self.mismatch_max = torch.maximum(self.mismatch_max.to(gap_C), gap_C.max())
 
-    def metrics(self, capacity: int) -> dict[str, float]:
-        """Collective: every rank calls it once per update."""
+    def metrics(self, capacity: int, updates: int) -> dict[str, float]:
+        """Collective: every rank calls it once per step, with the number of optimizer steps."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
         tokens, seen = max(total["tokens"], 1), max(total["seen"], 1)
         return {
+            "train/loss": total["loss"] / updates,
             "train/tokens": int(total["tokens"]),
             "train/clipped": total["clipped"] / seen,
             "train/kl": total["k3"] / seen,

@@ -4,12 +4,11 @@ Tokens are always packed: sequences lie one behind the other in a single [T] axi
 dimension and no padding. What a token may look at is decided by `attend`, a function handed to `forward`:
 training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). The rest of the model is the same.
 
-Dimension key:  T packed tokens,  C tokens with a target,  D width,  H query heads,  K key/value heads,  E head width.
-V is the vocabulary and S the number of segments.
+Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fewer for keys and values than for
+queries),  E head width,  V vocabulary.
 """
 
 import importlib.util
-import json
 import math
 import shutil
 from collections.abc import Callable, Iterator
@@ -24,11 +23,13 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from config import ConfigError
+from config import ConfigError, read_json
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_TKE, v_TKE) -> out_THE
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
 
 ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "rms_norm_eps", "max_position_embeddings")
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 
 
@@ -59,23 +60,30 @@ def read_shape(folder: Path) -> Shape:
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or hub name with a config.json")
-    raw = json.loads(path.read_text())
+    raw = read_json(path)
     kind = raw.get("model_type")
     if kind not in ARCHITECTURES:
         raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
     rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
     scaling = raw.get("rope_scaling") or rope
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    windows = set(raw.get("layer_types") or []) - {"full_attention"}
+    layers = raw.get("layer_types") or (
+        ["sliding_attention"] if raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0) else [])
     unsupported = {
         f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
         f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "sliding-window attention": bool(raw.get("use_sliding_window") and windows),
+        "sliding-window attention": bool(raw.get("use_sliding_window")) and "sliding_attention" in layers,
         "mlp_bias=true": bool(raw.get("mlp_bias")),
     }
     for what, present in unsupported.items():
         if present:
             raise ConfigError(f"{path}: {what} is not supported; use a checkpoint without it")
+    missing = [key for key in REQUIRED if key not in raw]
+    if missing:
+        raise ConfigError(f"{path} lacks {', '.join(missing)}; download it again")
+    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
+    if dtype not in ("float32", "bfloat16", "float16"):
+        raise ConfigError(f"{path}: dtype={dtype!r} must be float32, bfloat16 or float16")
     bias = bool(raw.get("attention_bias", False))
     return Shape(
         vocab_size=raw["vocab_size"],
@@ -93,7 +101,7 @@ def read_shape(folder: Path) -> Shape:
         max_positions=raw["max_position_embeddings"],
         rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
         rope_scaling=scaling if rope_type == "llama3" else None,
-        dtype=getattr(torch, raw.get("dtype") or raw.get("torch_dtype") or "float32"),
+        dtype=getattr(torch, dtype),
     )
 
 
@@ -181,7 +189,7 @@ class Decoder(nn.Module):
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         if not shape.tied:
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.frequency_E = rope_frequencies(shape)  # not a buffer: a cast of the model must not round it
+        self.frequency = rope_frequencies(shape)  # not a buffer: a cast of the model must not round it
 
     @property
     def head_VD(self) -> Tensor:
@@ -189,8 +197,8 @@ class Decoder(nn.Module):
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
-        self.frequency_E = self.frequency_E.to(ids_T.device)
-        angle_TE = (position_T[:, None].float() * self.frequency_E).repeat(1, 2)
+        self.frequency = self.frequency.to(ids_T.device)
+        angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
         cos_TE, sin_TE = angle_TE.cos(), angle_TE.sin()
         x_TD = self.embed_tokens(ids_T)
         for block in self.layers:
@@ -227,9 +235,9 @@ class ChunkedLogProb(torch.autograd.Function):
     def forward(ctx, hidden_CD, head_VD, target_C, temperature, chunk):
         logp_C, norm_C = [], []
         for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
-            logits_V = at_least_float32(F.linear(hidden, head_VD)).div_(temperature)
-            norm_C.append(logits_V.logsumexp(dim=-1))
-            logp_C.append(logits_V.gather(1, target[:, None])[:, 0] - norm_C[-1])
+            logits_CV = at_least_float32(F.linear(hidden, head_VD)).div_(temperature)
+            norm_C.append(logits_CV.logsumexp(dim=-1))
+            logp_C.append(logits_CV.gather(1, target[:, None])[:, 0] - norm_C[-1])
         ctx.save_for_backward(hidden_CD, head_VD, target_C, torch.cat(norm_C))
         ctx.temperature, ctx.chunk = temperature, chunk
         return torch.cat(logp_C)
@@ -241,13 +249,13 @@ class ChunkedLogProb(torch.autograd.Function):
         grad_head_VD = torch.zeros_like(head_VD, dtype=norm_C.dtype)
         pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, norm_C, grad_C, grad_hidden_CD)]
         for hidden, target, norm, grad, grad_hidden in zip(*pieces, strict=True):
-            logits_V = at_least_float32(F.linear(hidden, head_VD)).div_(ctx.temperature)
+            logits_CV = at_least_float32(F.linear(hidden, head_VD)).div_(ctx.temperature)
             scale = (grad / ctx.temperature)[:, None]
-            grad_logits_V = logits_V.sub_(norm[:, None]).exp_().mul_(-scale)
-            grad_logits_V.scatter_add_(1, target[:, None], scale.to(grad_logits_V.dtype))
-            grad_logits_V = grad_logits_V.to(hidden.dtype)
-            grad_hidden.copy_(grad_logits_V @ head_VD)
-            grad_head_VD += grad_logits_V.T @ hidden
+            grad_logits_CV = logits_CV.sub_(norm[:, None]).exp_().mul_(-scale)
+            grad_logits_CV.scatter_add_(1, target[:, None], scale.to(grad_logits_CV.dtype))
+            grad_logits_CV = grad_logits_CV.to(hidden.dtype)
+            grad_hidden.copy_(grad_logits_CV @ head_VD)
+            grad_head_VD += grad_logits_CV.T @ hidden
         return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None
 
 
@@ -255,12 +263,12 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def sdpa_padded(start_S: Tensor, max_len: int) -> Attend:
+def sdpa_padded(offsets: Tensor, max_len: int) -> Attend:
     """Segments are unpacked into right-padded rows. Under causality right padding needs no mask."""
-    length_S = start_S.diff()
-    S, T = len(length_S), int(start_S[-1])
-    segment_T = torch.repeat_interleave(torch.arange(S, device=start_S.device), length_S, output_size=T)
-    place_T = segment_T * max_len + torch.arange(T, device=start_S.device) - start_S[segment_T]
+    lengths = offsets.diff()
+    S, T = len(lengths), int(offsets[-1])
+    segment_T = torch.repeat_interleave(torch.arange(S, device=offsets.device), lengths, output_size=T)
+    place_T = segment_T * max_len + torch.arange(T, device=offsets.device) - offsets[segment_T]
 
     def pad(x: Tensor) -> Tensor:
         rows = x.new_zeros(S * max_len, *x.shape[1:]).index_copy(0, place_T, x)
@@ -274,26 +282,24 @@ def sdpa_padded(start_S: Tensor, max_len: int) -> Attend:
     return attend
 
 
-def torch_varlen(start_S: Tensor, max_len: int) -> Attend:
-    """torch's own varlen flash attention, CUDA only. Its argument for causality changed after 2.10."""
+def torch_varlen(offsets: Tensor, max_len: int) -> Attend:
+    """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
     from torch.nn.attention.varlen import varlen_attn
 
-    causal = {"is_causal": True} if torch.__version__.startswith("2.10.") else {"window_size": (-1, 0)}
-    cu = start_S.to(torch.int32)
+    cu = offsets.to(torch.int32)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        repeat = q.shape[1] // k.shape[1]  # not every version takes grouped heads
-        k, v = (x.repeat_interleave(repeat, dim=1) if repeat > 1 else x for x in (k, v))
-        return varlen_attn(q, k, v, cu, cu, max_len, max_len, **causal)
+        grouped = q.shape[1] != k.shape[1]
+        return varlen_attn(q, k, v, cu, cu, max_len, max_len, window_size=(-1, 0), enable_gqa=grouped)
 
     return attend
 
 
-def flash_varlen(start_S: Tensor, max_len: int) -> Attend:
+def flash_varlen(offsets: Tensor, max_len: int) -> Attend:
     """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
 
-    cu = start_S.to(torch.int32)
+    cu = offsets.to(torch.int32)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return flash_attn_varlen_func(q, k, v, cu, cu, max_len, max_len, causal=True)
@@ -301,7 +307,7 @@ def flash_varlen(start_S: Tensor, max_len: int) -> Attend:
     return attend
 
 
-# Causal attention within segments: (start_S [S + 1], the segments' offsets and the total; longest segment) -> Attend.
+# Causal attention within segments: (offsets [S + 1], the segments' offsets and the total; longest segment) -> Attend.
 BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
 
 
@@ -339,7 +345,7 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     """All tensors of a folder with one safetensors file or with an index and shards."""
     index, single = (Path(folder) / name for name in WEIGHT_FILES)
     if index.is_file():
-        shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        shards = sorted(set(read_json(index)["weight_map"].values()))
     elif single.is_file():
         shards = [single.name]
     else:

@@ -20,7 +20,7 @@ class Row:
 
     ids_T: Tensor
     position_T: Tensor
-    start_S: Tensor     # [S + 1] offsets of the sequences, and T
+    offsets: Tensor     # [S + 1] offsets of the sequences, and T
     max_len: int        # of the longest sequence
     predict_C: Tensor   # where in T the token before each completion token stands
     target_C: Tensor    # the completion token itself, EOS included
@@ -98,7 +98,7 @@ def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, members: list[
     return Row(
         ids_T=torch.tensor([i for p, s in zip(prompts, samples, strict=True) for i in p + s.ids]),
         position_T=torch.cat([torch.arange(length) for length in lengths]),
-        start_S=torch.tensor(starts),
+        offsets=torch.tensor(starts),
         max_len=max(lengths),
         predict_C=torch.cat([torch.arange(f, f + len(s.ids)) for f, s in zip(first, samples, strict=True)]),
         target_C=torch.tensor([i for s in samples for i in s.ids]),

@@ -15,20 +15,22 @@ from pebble import ProcessExpired, ProcessPool
 
 VERIFY_SECONDS = 5.0
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
-BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
+BRACES = re.compile(r"\\boxed\s*\{|\\boxed\s+(?P<bare>[^\s{}$\\.,]+)|\\.|[{}]", re.DOTALL)
 ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 # CPPO's pattern. MULTILINE lets text after a closing line through, as in the released code.
 THINK_FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...}, braces nested, escaped ones apart; None without one."""
+    r"""Content of the last complete \boxed{...}, braces nested, escaped ones apart, or of \boxed 7; else None."""
     open_at, found = [], (-1, None)  # a brace's start of content if it is a box's, else -1
     for mark in BRACES.finditer(text):
         if mark[0] == "}":
             start = open_at.pop() if open_at else -1
             if start > found[0]:
                 found = start, text[start:mark.start()]
+        elif mark["bare"]:
+            found = mark.start(), mark["bare"]
         elif mark[0][-1] == "{" and mark[0] != "\\{":
             open_at.append(mark.end() if len(mark[0]) > 1 else -1)
     return found[1]
@@ -51,13 +53,17 @@ def extract(text: str) -> str | None:
 
 
 def normalise(answer: str) -> str:
-    """Spelling that never changes the value: outer $, spaces, thousands commas, a final full stop, text wrappers."""
+    """Spelling that never changes the value: outer $, a final full stop, text wrappers, spaces but between digits.
+
+    Thousands commas go only where the whole answer is one number: (1,234) is a pair.
+    """
     answer = answer.strip().strip("$").strip().removesuffix(".")
     answer = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", answer)
     answer = answer.replace("\\$", "").replace("\\!", "").replace("\\left", "").replace("\\right", "")
     answer = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    answer = re.sub(r"(?<=\d),(?=\d{3}(?!\d))", "", answer)
-    return re.sub(r"\s+", "", answer)
+    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
+        answer = answer.replace(",", "")
+    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", answer)
 
 
 def to_number(answer: str) -> Fraction | None:

@@ -2,8 +2,8 @@
 
 `TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA.
 
-Dimension key:  S slots (sequences decoded at once),  V vocabulary,  K key/value heads,  E head width.  L is the length
-of a slot's cache in tokens and M the number of new tokens at most.
+Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vocabulary,  T prompt tokens,
+L length of a slot's cache in tokens,  M new tokens at most.
 """
 
 import numpy as np
@@ -43,7 +43,7 @@ def nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 
 class Cache:
-    """Keys and values of S slots, [layers][S, K, L, E], and how many tokens each slot holds."""
+    """Keys and values of S slots, per layer [S, heads, L, head width], and how many tokens each slot holds."""
 
     def __init__(self, model: Decoder, slots: int, length: int):
         shape, weight = model.shape, model.embed_tokens.weight
@@ -66,15 +66,15 @@ class Cache:
         if longest == 0:
             return
         ids_T = torch.tensor([i for p in unique for i in p[:-1]], device=device)
-        start_S = F.pad(lengths.cumsum(0), (1, 0))
-        position_T = torch.arange(len(ids_T), device=device) - start_S[:-1].repeat_interleave(lengths)
+        offsets = F.pad(lengths.cumsum(0), (1, 0))
+        position_T = torch.arange(len(ids_T), device=device) - offsets[:-1].repeat_interleave(lengths)
         row_T = torch.arange(len(unique), device=device).repeat_interleave(lengths)
-        within = BACKENDS[attention](start_S, longest)
+        within = BACKENDS[attention](offsets, longest)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x_TKE in ((self.keys[layer], k), (self.values[layer], v)):
-                rows = x_TKE.new_zeros(len(unique), longest, *x_TKE.shape[1:])
-                rows[row_T, position_T] = x_TKE
+            for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
+                rows = x.new_zeros(len(unique), longest, *x.shape[1:])
+                rows[row_T, position_T] = x
                 cache[slot_S, :, :longest] = rows.transpose(1, 2)[which]
             return within(layer, q, k, v)
 
@@ -102,7 +102,8 @@ class Cache:
     def select(self, slots: Tensor) -> None:
         """Keep only these slots, in this order."""
         for side in (self.keys, self.values):
-            side[:] = [x[slots] for x in side]
+            for layer, x in enumerate(side):  # one layer at a time, so that only one is held twice
+                side[layer] = x[slots]
         self.used_S = self.used_S[slots]
 
 
@@ -143,7 +144,7 @@ class Decoding:
         for name in ("owner_S", "token_S", "step_S", "uniform_SM"):
             setattr(self, name, getattr(self, name)[busy_S])
 
-    def step(self, temperature: float, top_p: float, eos_E: Tensor) -> None:
+    def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
         """One token for every slot; slots whose sample has ended become idle."""
         logits_SV = self.cache.decode(self.model, self.token_S)
         uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
@@ -151,7 +152,7 @@ class Decoding:
         self.ids_NM[self.owner_S, self.step_S] = self.token_S
         self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
         self.step_S += 1
-        eos_S = torch.isin(self.token_S, eos_E)
+        eos_S = torch.isin(self.token_S, eos)
         self.made_N[self.owner_S], self.ended_N[self.owner_S] = self.step_S, eos_S
         over_S = eos_S | (self.step_S == self.ids_NM.shape[1])
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
@@ -176,7 +177,7 @@ class TorchEngine:
 
     def __init__(self, model: Decoder, eos_ids: frozenset[int], slots: int, attention: str):
         self.model, self.slots, self.attention = model.requires_grad_(False), slots, attention
-        self.eos_E = torch.tensor(sorted(eos_ids), device=model.embed_tokens.weight.device)
+        self.eos = torch.tensor(sorted(eos_ids), device=model.embed_tokens.weight.device)
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:
@@ -209,7 +210,7 @@ class TorchEngine:
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink(idle)
                 working = len(state.owner_S) - len(idle) + len(slots)
-                state.step(temperature, top_p, self.eos_E)
+                state.step(temperature, top_p, self.eos)
                 bar.update(working)
 
 

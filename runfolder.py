@@ -2,7 +2,7 @@
 
     config.yaml  env.json  metrics.jsonl  samples.jsonl  checkpoints/  hf/
 
-metrics.jsonl is the source of truth: one line per step, `step` counting the steps done, 0 for the untrained model.
+metrics.jsonl is the source of truth: a line per step and a line per evaluation, `step` counting the steps done.
 """
 
 import importlib.metadata
@@ -76,7 +76,9 @@ class Log:
             return
         for name in ("metrics.jsonl", "samples.jsonl"):
             lines = [line for line in read(self.folder / name) if line["step"] <= step]
-            (self.folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+            fresh = self.folder / f"{name}.unfinished"
+            fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
+            fresh.replace(self.folder / name)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The steps still to do, behind a bar."""
@@ -93,11 +95,14 @@ class Log:
             with (self.folder / name).open("a") as file:
                 file.write(json.dumps(line) + "\n")
 
-    def evaluated(self, step: int, name: str, result: dict) -> None:
+    def evaluated(self, step: int, results: dict[str, dict]) -> None:
+        """Log the scores of every set in one line."""
         keys = ("accuracy", "low", "high", "length", "truncated")
-        self.write("metrics.jsonl", {"step": step} | {f"eval/{name}/{key}": result[key] for key in keys})
-        self.say(f"step {step}: {name} {result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}], "
-                 f"{result['length']:.1f} tokens")
+        self.write("metrics.jsonl", {"step": step} | {
+            f"eval/{name}/{key}": result[key] for name, result in results.items() for key in keys})
+        for name, result in results.items():
+            self.say(f"step {step}: {name} {result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}], "
+                     f"{result['length']:.1f} tokens")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.write("metrics.jsonl", {"step": step} | metrics)
@@ -126,7 +131,9 @@ def git(*command: str) -> str | None:
 
 
 def read(path: Path) -> list[dict]:
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    """The lines of a log. A last line without its end was torn by a dying process and is left out."""
+    whole = path.read_text().rpartition("\n")[0] if path.is_file() else ""
+    return [json.loads(line) for line in whole.split("\n")] if whole else []
 
 
 def summary(folder: Path) -> str:

@@ -5,7 +5,7 @@
 The loop in `train` is the algorithm: draw prompts, sample groups, score, compare within groups, prune, update.
 
 Dimension key:  N prompts (groups) per step,  G completions per prompt,  T tokens of a packed row,
-C completion tokens in it,  D width,  R rows of one mini-batch on this rank.
+C completion tokens in it,  D width,  B rows of one mini-batch on this rank.
 """
 
 import argparse
@@ -38,7 +38,7 @@ from sample import Group, Prompt
 
 
 @dataclass(frozen=True, slots=True)
-class Trainer:
+class Learner:
     """What an update works with: the model in training and how packed rows pass through it."""
 
     cfg: Config
@@ -53,7 +53,7 @@ class Trainer:
         """[C] log-probs in nats of the row's completion tokens."""
         half = self.dtype == torch.bfloat16
         with torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext():
-            hidden_TD = model(row.ids_T, row.position_T, BACKENDS[self.backend](row.start_S, row.max_len))
+            hidden_TD = model(row.ids_T, row.position_T, BACKENDS[self.backend](row.offsets, row.max_len))
             return model.log_probs(hidden_TD[row.predict_C], row.target_C,
                                    self.cfg.rollout.temperature, self.cfg.model.logp_chunk)
 
@@ -67,19 +67,18 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
                               cfg.data.system_prompt, cfg.data.max_prompt_tokens)
     sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
                                 cfg.data.system_prompt, cfg.data.max_prompt_tokens)
-    trainer, engine = set_up(cfg, source, tokenizer)
-    first = checkpoint.load(folder / "checkpoints", trainer.policy, trainer.optimizer) if resume else 0
+    learner, engine = set_up(cfg, source, tokenizer)
+    first = checkpoint.load(folder / "checkpoints", learner.policy, learner.optimizer) if resume else 0
     dist.barrier()  # every rank has looked at the folder before one writes into it
     log = runfolder.Log(folder if dist.rank() == 0 else None)
-    log.resume(first) if resume else log.create(cfg, trainer.device)
+    log.resume(first) if resume else log.create(cfg, learner.device)
 
     def evaluate(step: int) -> None:
-        for name, held_out in sets.items():
-            result = evaluation.evaluate(
-                engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
-            log.evaluated(step, name, result)
+        log.evaluated(step, {name: evaluation.evaluate(
+            engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
+            for name, held_out in sets.items()})
 
-    engine.sync(trainer.policy)
+    engine.sync(learner.policy)
     if first == 0:
         evaluate(step=0)
     for step in log.steps(first, cfg.steps):
@@ -89,20 +88,20 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
         adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)
         pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
-        measured = update(trainer, groups, adv_NG, pruned, step, clock)
+        measured = update(learner, groups, adv_NG, pruned, step, clock)
         with clock.phase("sync"):
-            engine.sync(trainer.policy)
+            engine.sync(learner.policy)
         measured |= metrics.of_rollout(groups, reward_NG, parts, adv_NG, pruned)
         log.step(step + 1, measured | clock.metrics())
         log.sample(step + 1, first_group(groups[0], tokenizer, reward_NG[0], adv_NG[0], pruned.keep_NG[0]))
         if due(cfg.eval.every, step + 1, cfg.steps):
             evaluate(step + 1)
         if due(cfg.checkpoint.every, step + 1, cfg.steps):
-            checkpoint.save(folder / "checkpoints", step + 1, trainer.policy, trainer.optimizer, cfg.checkpoint.keep)
+            checkpoint.save(folder / "checkpoints", step + 1, learner.policy, learner.optimizer, cfg.checkpoint.keep)
     if dist.rank() == 0:
-        export(trainer.policy, source, folder / "hf")
+        export(learner.policy, source, folder / "hf")
         print(runfolder.summary(folder), flush=True)
-    return trainer.policy
+    return learner.policy
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -110,7 +109,7 @@ def due(every: int, step: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Trainer, TorchEngine]:
+def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Learner, TorchEngine]:
     """Load the policy, a reference where the loss needs one, and the engine's own copy. Raises ConfigError."""
     device = dist.init(cfg.device)
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
@@ -126,7 +125,7 @@ def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Traine
     opt = cfg.optim
     optimizer = torch.optim.AdamW(policy.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
                                   weight_decay=opt.weight_decay, fused=True)
-    return Trainer(cfg, device, dtype, backend, policy, reference, optimizer), engine
+    return Learner(cfg, device, dtype, backend, policy, reference, optimizer), engine
 
 
 def rollout(engine: TorchEngine, tokenizer: data.Tokenizer, drawn: list[tuple[int, Prompt]], cfg: Config,
@@ -153,53 +152,48 @@ def rollout(engine: TorchEngine, tokenizer: data.Tokenizer, drawn: list[tuple[in
     return groups, reward
 
 
-def update(trainer: Trainer, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
+def update(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
            clock: metrics.Clock) -> dict[str, float]:
     """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch."""
-    cfg, policy, optimizer = trainer.cfg, trainer.policy, trainer.optimizer
+    cfg, policy, optimizer = learner.cfg, learner.policy, learner.optimizer
     with clock.phase("pack"):
-        batches = [pack_batch(trainer, groups, adv_NG, pruned, members) for members in minibatches(step, cfg)]
+        batches = [pack_batch(learner, groups, adv_NG, pruned, members) for members in minibatches(step, cfg)]
     with clock.phase("score"):
-        ref = [score_rows(trainer, trainer.reference, rows) for rows in batches]
+        ref = [score_rows(learner, learner.reference, rows) for rows in batches]
         # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
-        old = [score_rows(trainer, policy if len(batches) > 1 else None, rows) for rows in batches]
+        old = [score_rows(learner, policy if len(batches) > 1 else None, rows) for rows in batches]
     sums, norms = metrics.PassSums(), []
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg)
     with clock.phase("update"):
         for epoch in range(cfg.update.epochs):
-            for rows, old_R, ref_R in zip(batches, old, ref, strict=True):
-                accumulate(trainer, rows, old_R, ref_R, sums, first_pass=epoch == 0)
+            for rows, old_B, ref_B in zip(batches, old, ref, strict=True):
+                accumulate(learner, rows, old_B, ref_B, sums, first_pass=epoch == 0)
                 dist.sum_gradients(policy)
-                norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm))
+                norms.append(torch.nn.utils.clip_grad_norm_(
+                    policy.parameters(), cfg.optim.clip_norm, error_if_nonfinite=True))
                 optimizer.step()
                 optimizer.zero_grad()
-    return sums.metrics(cfg.pack.capacity) | {
+    return sums.metrics(cfg.pack.capacity, len(norms)) | {
         "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": learning_rate(step, cfg)}
 
 
 @torch.no_grad()
-def score_rows(trainer: Trainer, model: Decoder | None, rows: list[Row]) -> list[Tensor | None]:
+def score_rows(learner: Learner, model: Decoder | None, rows: list[Row]) -> list[Tensor | None]:
     """Log-probs of the rows under a model, without gradient; nothing for no model."""
-    return [None if model is None else trainer.log_probs(model, row) for row in rows]
+    return [None if model is None else learner.log_probs(model, row) for row in rows]
 
 
-def accumulate(trainer: Trainer, rows: list[Row], old_R: list[Tensor | None], ref_R: list[Tensor | None],
-               sums: metrics.PassSums, first_pass: bool) -> float:
-    """Add the gradient of this rank's rows to the policy's and return their part of the loss.
-
-    Where a row has no old log-probs yet, this pass makes them.
-    """
-    total = 0.0
+def accumulate(learner: Learner, rows: list[Row], old_B: list[Tensor | None], ref_B: list[Tensor | None],
+               sums: metrics.PassSums, first_pass: bool) -> None:
+    """Add the gradient of this rank's rows to the policy's. A row without old log-probs gets them from this pass."""
     for i, row in enumerate(rows):
-        logp_C = trainer.log_probs(trainer.policy, row)
-        if old_R[i] is None:
-            old_R[i] = logp_C.detach()
-        loss, f_C, k3_C = row_loss(logp_C, old_R[i], ref_R[i], row, trainer.cfg)
+        logp_C = learner.log_probs(learner.policy, row)
+        if old_B[i] is None:
+            old_B[i] = logp_C.detach()
+        loss, f_C, k3_C = row_loss(logp_C, old_B[i], ref_B[i], row, learner.cfg)
         loss.backward()
-        sums.add(row, logp_C.detach(), f_C, k3_C, first_pass)
-        total += loss.detach()
-    return float(total)
+        sums.add(row, loss.detach(), old_B[i], f_C, k3_C, first_pass)
 
 
 def row_loss(logp_C: Tensor, old_C: Tensor, ref_C: Tensor | None, row: Row, cfg: Config) -> tuple[Tensor, ...]:
@@ -219,16 +213,16 @@ def minibatches(step: int, cfg: Config) -> list[list[int]]:
     return [sorted(part.tolist()) for part in shuffled.chunk(parts)]
 
 
-def pack_batch(trainer: Trainer, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
+def pack_batch(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
     """This rank's rows of one mini-batch, on the device. The weights' denominator is the mini-batch's own."""
-    cfg = trainer.cfg
+    cfg = learner.cfg
     adv_NG, part = adv_NG[members], Pruned(pruned.keep_NG[members], pruned.weight_NG[members])
     chosen = [groups[n] for n in members]
     len_NG = torch.tensor([[len(s.ids) for s in group.samples] for group in chosen])
     weight_NG = token_weight(len_NG, part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
-    dtype = trainer.policy.embed_tokens.weight.dtype
+    dtype = learner.policy.embed_tokens.weight.dtype
     rows = pack(chosen, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, dist.rank(), dist.world_size())
-    return [row.to(trainer.device, dtype) for row in rows]
+    return [row.to(learner.device, dtype) for row in rows]
 
 
 def learning_rate(step: int, cfg: Config) -> float:

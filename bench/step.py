@@ -31,20 +31,20 @@ def main() -> None:
     source = Path(cfg.model.path)
     tokenizer = data.Tokenizer(source)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
-    trainer, engine = train.set_up(cfg, source, tokenizer)
+    learner, engine = train.set_up(cfg, source, tokenizer)
     drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
     train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)  # warm up
     shared = metrics.Clock()
     groups, parts = train.rollout(engine, tokenizer, drawn, cfg, shared, None)
     with shared.phase("sync"):
-        engine.sync(trainer.policy)
+        engine.sync(learner.policy)
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
 
     def update(keep: int) -> dict[str, float]:
         settings = replace(cfg.prune.completions, keep=keep)
         clock = metrics.Clock()
         pruned = COMPLETIONS[settings.kind](adv_NG, settings)
-        measured = train.update(trainer, groups, adv_NG, pruned, 0, clock)
+        measured = train.update(learner, groups, adv_NG, pruned, 0, clock)
         return measured | clock.metrics()
 
     update(cfg.rollout.group_size)  # warm up

@@ -26,9 +26,12 @@ def good(tmp_path):
     (["steps=many"], "steps='many' must be a whole number"),
     (["steps=2.5"], "steps=2.5 must be a whole number"),
     (["steps=true"], "steps=True must be a whole number"),
-    (["optim.lr=fast"], "optim.lr='fast' must be a number"),
-    (["optim.lr=true"], "optim.lr=True must be a number"),
-    (["optim.lr=.nan"], "optim.lr=nan must be above 0"),
+    (["optim.lr=fast"], "optim.lr='fast' must be a finite number"),
+    (["optim.lr=true"], "optim.lr=True must be a finite number"),
+    (["optim.lr=.nan"], "optim.lr=nan must be a finite number"),
+    (["loss.kl=.inf"], "loss.kl=inf must be a finite number"),
+    (["loss.dual_clip=x"], "loss.dual_clip='x' must be a finite number or null"),
+    (["prune.completions.scope=batch"], "prune.completions.scope=batch must be left out while"),
     (["model=m"], "model='m' must be a section with path, dtype"),
     (["loss.per=word"], "loss.per='word' must be one of token, sequence, constant"),
     (["advantage.correction=true"], "advantage.correction=True must be one of 0, 1"),
@@ -71,6 +74,9 @@ def test_a_base_is_one_level_deep_and_every_key_of_it_can_be_changed(good):
     assert (cfg.rollout.group_size, cfg.rollout.prompts_per_step, cfg.out) == (8, 6, "runs/child")
     with pytest.raises(ConfigError, match="only one level is allowed"):
         load(grandchild)
+    child.write_text("base: 5\n")
+    with pytest.raises(ConfigError, match="5' not found"):
+        load(child)
     child.write_text("base: nowhere.yaml\n")
     with pytest.raises(ConfigError, match="nowhere.yaml' not found"):
         load(child)

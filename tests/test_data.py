@@ -79,6 +79,30 @@ def test_unknown_data_is_named(name, message):
         data.load_problems(name)
 
 
+def test_rows_of_the_hub_that_box_nothing_are_counted(monkeypatch, capsys):
+    rows = [{"problem": "q", "solution": s} for s in (r"$\boxed{1}$", r"$\boxed{}$", r"$\boxed 2$", "")]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: rows)
+    assert [p.answer for p in data.load_problems("math_train")] == ["1", "2"]
+    assert "2 of 4 rows box no answer and are left out" in capsys.readouterr().err
+
+
+def test_files_of_another_kind_are_named(tmp_path):
+    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"))
+    with pytest.raises(ConfigError, match="latin.jsonl is not UTF-8 text"):
+        data.load_problems(str(tmp_path / "latin.jsonl"))
+    (tmp_path / "text.parquet").write_text("text")
+    with pytest.raises(ConfigError, match="text.parquet is not a parquet file"):
+        data.load_problems(str(tmp_path / "text.parquet"))
+
+
+def test_prompts_do_not_depend_on_the_day(tmp_path):
+    """Llama 3.2's template asks for the date where it is given one."""
+    folder = write_tiny(tmp_path)
+    (folder / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }} {{ messages | tojson }}")
+    assert data.Tokenizer(folder).render("<é>", None) == '26 Jul 2024 [{"role": "user", "content": "<é>"}]'
+
+
 def test_an_empty_file_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="holds no problems"):
         data.load_problems(str(write(tmp_path / "empty.jsonl")))
@@ -111,6 +135,12 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
     with pytest.raises(ConfigError, match="the chat template fails: no system role"):
         data.Tokenizer(folder).render("q", "s")
+    (folder / "chat_template.jinja").write_text("{% for %}")
+    with pytest.raises(ConfigError, match="the chat template is not valid"):
+        data.Tokenizer(folder)
+    (folder / "tokenizer.json").write_text('{"model": ')
+    with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer"):
+        data.Tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
         data.Tokenizer(folder)

@@ -9,9 +9,11 @@ import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
 
+import dist
 import eval as evaluation
 import runfolder
 import train
+from config import ConfigError
 
 
 @pytest.mark.parametrize(("correct", "count", "low", "high"), [
@@ -54,9 +56,21 @@ def test_training_and_the_command_give_identical_numbers(tmp_path):
     assert f"{result['accuracy']:.1%}" in done.stdout
 
 
+def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
+    """Two processes on a machine with one GPU: none takes it, and asking for it is an error on both."""
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for rank in ("0", "1"):
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert dist.init("auto").type == "cpu"
+        with pytest.raises(ConfigError, match="device=cuda, but this machine shows 1 CUDA devices to 2 processes"):
+            dist.init("cuda")
+
+
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"], "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
     (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
+    (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--top-p", "0"], "--top-p must be in (0, 1]"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
     (["--device", "cuda"], "device=cuda, but this machine shows"),

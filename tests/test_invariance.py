@@ -56,17 +56,17 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
 
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
-    trainer, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
+    learner, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
     pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
-    rows = train.pack_batch(trainer, groups, adv_NG, pruned, list(range(len(groups))))
-    old_R = train.score_rows(trainer, trainer.policy, rows)
-    ref_R = train.score_rows(trainer, trainer.reference, rows)
-    move(trainer.policy)
+    rows = train.pack_batch(learner, groups, adv_NG, pruned, list(range(len(groups))))
+    old_B = train.score_rows(learner, learner.policy, rows)
+    ref_B = train.score_rows(learner, learner.reference, rows)
+    move(learner.policy)
     sums = metrics.PassSums()
-    loss = train.accumulate(trainer, rows, old_R, ref_R, sums, first_pass=True)
-    dist.sum_gradients(trainer.policy)
+    loss = train.accumulate(learner, rows, old_B, ref_B, sums, first_pass=True)
+    dist.sum_gradients(learner.policy)
     assert cfg.model.dtype != "float64" or 0 < sums.metrics(cfg.pack.capacity)["train/clipped"] < 1
-    return dist.sum_over_ranks({"loss": loss})["loss"], {n: p.grad for n, p in trainer.policy.named_parameters()}
+    return dist.sum_over_ranks({"loss": loss})["loss"], {n: p.grad for n, p in learner.policy.named_parameters()}
 
 
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
@@ -104,7 +104,7 @@ def test_gradient_does_not_depend_on_the_attention_backend(cfg, rolled, monkeypa
     from test_model import attention_by_mask
     padded = gradient(cfg, *rolled)
     monkeypatch.setitem(train.BACKENDS, "sdpa",
-                        lambda start_S, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, start_S))
+                        lambda offsets, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, offsets))
     assert_same(padded, gradient(cfg, *rolled), rtol=1e-10)
 
 

@@ -26,9 +26,9 @@ KINDS = {
 
 def packed_logits(model: decoder.Decoder, segments: list[list[int]]) -> torch.Tensor:
     """Logits of all segments in one packed pass."""
-    start_S = torch.tensor([0, *torch.tensor([len(s) for s in segments]).cumsum(0).tolist()])
+    offsets = torch.tensor([0, *torch.tensor([len(s) for s in segments]).cumsum(0).tolist()])
     position_T = torch.cat([torch.arange(len(s)) for s in segments])
-    attend = decoder.sdpa_padded(start_S, max(map(len, segments)))
+    attend = decoder.sdpa_padded(offsets, max(map(len, segments)))
     with torch.no_grad():
         return model.logits(model(torch.tensor([i for s in segments for i in s]), position_T, attend))
 
@@ -96,10 +96,10 @@ def test_log_probs_never_hold_all_logits(tiny):
     assert largest == model.shape.vocab_size * 32  # the head itself; all logits would be 400 x vocabulary
 
 
-def attention_by_mask(q, k, v, start_S):
+def attention_by_mask(q, k, v, offsets):
     """Block-diagonal causal attention written out over the whole row."""
     place_T = torch.arange(len(q))
-    segment_T = torch.bucketize(place_T, start_S[1:], right=True)
+    segment_T = torch.bucketize(place_T, offsets[1:], right=True)
     seen_TT = (segment_T[:, None] == segment_T) & (place_T[:, None] >= place_T)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
     score_HTT = torch.einsum("qhe,khe->hqk", q, k) / q.shape[-1] ** 0.5
@@ -110,8 +110,8 @@ def test_padded_attention_equals_a_block_diagonal_mask_in_value_and_gradient():
     generator = torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(30, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    start_S = torch.tensor([0, 3, 4, 21, 30])
-    outs = [decoder.sdpa_padded(start_S, 17)(0, *inputs), attention_by_mask(*inputs, start_S)]
+    offsets = torch.tensor([0, 3, 4, 21, 30])
+    outs = [decoder.sdpa_padded(offsets, 17)(0, *inputs), attention_by_mask(*inputs, offsets)]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs))
 
@@ -127,8 +127,8 @@ def test_cuda_backends_agree_with_padded_attention(backend):
     q, k, v, grad = (torch.randn(300, heads, 64, dtype=torch.bfloat16, device="cuda", generator=generator)
                      for heads in (4, 2, 2, 4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    start_S = torch.tensor([0, 30, 40, 210, 300], device="cuda")
-    outs = [decoder.BACKENDS[name](start_S, 170)(0, *inputs) for name in (backend, "sdpa")]
+    offsets = torch.tensor([0, 30, 40, 210, 300], device="cuda")
+    outs = [decoder.BACKENDS[name](offsets, 170)(0, *inputs) for name in (backend, "sdpa")]
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
@@ -136,7 +136,7 @@ def test_cuda_backends_agree_with_padded_attention(backend):
 def test_rope_survives_a_cast_of_the_model(tiny):
     """Frequencies rounded to bfloat16 would turn far positions by radians."""
     model = load(tiny, torch.bfloat16)
-    torch.testing.assert_close(model.frequency_E, decoder.rope_frequencies(model.shape), rtol=0, atol=0)
+    torch.testing.assert_close(model.frequency, decoder.rope_frequencies(model.shape), rtol=0, atol=0)
 
 
 def edit(folder, **changes):
@@ -147,6 +147,9 @@ def edit(folder, **changes):
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window attention is not supported"),
+    ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    ({"torch_dtype": "auto"}, "dtype='auto' must be float32, bfloat16 or float16"),
     ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type='yarn' is not supported"),
     ({"hidden_size": 64}, "weights do not match config.json"),
     ({"num_hidden_layers": 3}, "weights do not match config.json"),
@@ -156,6 +159,17 @@ def test_a_model_that_is_not_computed_exactly_is_refused(change, message, tmp_pa
     folder = write_tiny(tmp_path)
     edit(folder, **change)
     with pytest.raises(ConfigError, match=message):
+        load(folder)
+
+
+def test_a_config_that_is_cut_or_lacks_a_key_is_named(tmp_path):
+    folder = write_tiny(tmp_path)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "rms_norm_eps"}))
+    with pytest.raises(ConfigError, match="config.json lacks rms_norm_eps"):
+        load(folder)
+    (folder / "config.json").write_text('{"model_type": ')
+    with pytest.raises(ConfigError, match="config.json is not valid JSON"):
         load(folder)
 
 

@@ -65,9 +65,9 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
         expected += [(b, t, *numbers, x) for b, t, x in zip(before, sample.ids, sample.logp, strict=True)]
     assert trained_tokens([row for rows in by_rank for row in rows]) == sorted(expected)
     for row in (row for rows in by_rank for row in rows):
-        assert len(row.ids_T) <= capacity and row.start_S[-1] == len(row.ids_T)
-        assert row.max_len == row.start_S.diff().max()
-        for start, end in zip(row.start_S, row.start_S[1:], strict=False):
+        assert len(row.ids_T) <= capacity and row.offsets[-1] == len(row.ids_T)
+        assert row.max_len == row.offsets.diff().max()
+        for start, end in zip(row.offsets, row.offsets[1:], strict=False):
             assert row.position_T[start:end].tolist() == list(range(end - start))
 
 

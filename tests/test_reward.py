@@ -27,6 +27,8 @@ def test_extract(text, answer):
     (r"\boxed{\frac{1}{2}}", "0.5", True), (r"\boxed{\dfrac12}", r"\frac{1}{2}", True), (r"\boxed{1/2}", "0.5", True),
     (r"\boxed{\text{east}}", "east", True), (r"\boxed{west}", "east", False), (r"\boxed{}", "east", False),
     (r"\boxed{x + 1}", "1+x", True), (r"\boxed{(1, 2)}", "(2, 1)", False), (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
+    (r"\boxed{3 4}", "34", False), (r"\boxed{1 1/2}", "11/2", False), (r"\boxed{(1,234)}", "(1234)", False),
+    (r"\boxed{-1,234.5}", "-1234.5", True), (r"\boxed{x = 5}", "x=5", True), (r"so $\boxed 7$.", "7", True),
     (r"\boxed{1/0}", "1", False), (r"\boxed{\frac{1}{0}}", "1", False),
 ])
 def test_accuracy(text, gold, right):

@@ -29,7 +29,7 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     row, = pack([Group(Prompt("q", prompt, "1"), (sample,))], one, one, one.bool(), 4096, rank=0, ranks=1)
     assert row.target_C.tolist() == list(sample.ids)
     with torch.no_grad():
-        hidden_TD = model(row.ids_T, row.position_T, sdpa_padded(row.start_S, row.max_len))
+        hidden_TD = model(row.ids_T, row.position_T, sdpa_padded(row.offsets, row.max_len))
         return model.log_probs(hidden_TD[row.predict_C], row.target_C, temperature, chunk=4)
 
 
@@ -74,9 +74,9 @@ def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     for prompt, sample in zip(prompts(), samples, strict=True):
         ids = list(prompt)
         for token in sample.ids:
-            start_S = torch.tensor([0, len(ids)])
+            offsets = torch.tensor([0, len(ids)])
             with torch.no_grad():
-                hidden_TD = model(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(start_S, len(ids)))
+                hidden_TD = model(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(offsets, len(ids)))
             assert token == int(model.logits(hidden_TD[-1:]).argmax())
             ids.append(token)
 

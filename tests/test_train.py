@@ -42,10 +42,10 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
     cfg = toy_config(tmp_path / "cut", *more)
     update = train.update
 
-    def dying(trainer, groups, adv_NG, pruned, step, clock):
+    def dying(learner, groups, adv_NG, pruned, step, clock):
         if step == 3:
             raise Killed
-        return update(trainer, groups, adv_NG, pruned, step, clock)
+        return update(learner, groups, adv_NG, pruned, step, clock)
 
     monkeypatch.setattr(train, "update", dying)
     with pytest.raises(Killed):
@@ -76,8 +76,30 @@ def test_only_the_newest_checkpoints_stay_and_a_half_written_one_is_never_loaded
     assert checkpoint.load(tmp_path, model, optimizer) == 3
 
 
+def test_a_run_killed_between_the_renames_of_a_checkpoint_saves_that_step_again(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.save(tmp_path, 1, model, optimizer, keep=1)
+    checkpoint.save(tmp_path, 2, model, optimizer, keep=2)
+    (tmp_path / "latest").write_text("step_000001")
+    assert checkpoint.load(tmp_path, model, optimizer) == 1
+    checkpoint.save(tmp_path, 2, model, optimizer, keep=1)
+    assert checkpoint.load(tmp_path, model, optimizer) == 2
+
+
+def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
+    assert runfolder.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    runfolder.Log(tmp_path).resume(1)
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
+    assert runfolder.read(tmp_path / "samples.jsonl") == []
+
+
 def test_the_run_folder_tells_what_ran(tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=1")
+    """With two evaluation sets, and two mini-batches: the second runs under a policy that the engine never saw."""
+    cfg = toy_config(tmp_path / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2")
+    (tmp_path / "more.jsonl").write_text((tmp_path / "few.jsonl").read_text())
+    cfg = change(cfg, data={"eval": f"{tmp_path / 'few.jsonl'},{tmp_path / 'more.jsonl'}"})
     train.train(cfg)
     folder = tmp_path / "run"
     assert config.load(folder / "config.yaml") == cfg
@@ -92,7 +114,7 @@ def test_the_run_folder_tells_what_ran(tmp_path):
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
     sample, = runfolder.read(folder / "samples.jsonl")
     assert len(sample["texts"]) == 8 and sum(sample["kept"]) == 4
-    assert "few" in runfolder.summary(folder) and str(folder) in runfolder.summary(folder)
+    assert {"few", "more"} <= set(runfolder.summary(folder).split()) and str(folder) in runfolder.summary(folder)
 
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
@@ -230,7 +252,7 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_step_on_cuda(dtype, tmp_path):
-    """Sampling, both kinds of kernel, autocast, update and export on the device; engine and trainer agree."""
+    """Sampling, both kinds of kernel, autocast, update and export on the device; engine and learner agree."""
     dist.close()  # the suite's group is gloo alone
     try:
         train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",

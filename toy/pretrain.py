@@ -81,8 +81,8 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict], 
         ids += prompt + completion
         position += range(len(prompt) + len(completion))
         start.append(len(ids))
-    ids_T, predict_C, start_S = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
-    attend = decoder.sdpa_padded(start_S, max(position) + 1)
+    ids_T, predict_C, offsets = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
+    attend = decoder.sdpa_padded(offsets, max(position) + 1)
     hidden_TD = model(ids_T, torch.tensor(position), attend)
     return -model.log_probs(hidden_TD[predict_C], ids_T[predict_C + 1], temperature=1.0, chunk=4096).mean()
 
