@@ -175,7 +175,7 @@ def update(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned
                 optimizer.step()
                 optimizer.zero_grad()
     return sums.metrics(cfg.pack.capacity, len(norms)) | {
-        "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": learning_rate(step, cfg)}
+        "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": optimizer.param_groups[0]["lr"]}
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ import config
 import data
 import dist
 import metrics
+import runfolder
 import train
 from advantage import group_norm
 from prune import COMPLETIONS
@@ -160,7 +161,13 @@ def trained(cfg: config.Config) -> Gradient:
     return {name: p.detach() for name, p in train.train(cfg).named_parameters()}
 
 
-def test_any_number_of_ranks_gives_the_same_parameters(tmp_path):
+def step_metrics(folder) -> dict[str, float]:
+    """Everything logged but what does depend on the ranks: times, and how many rows there are to share out."""
+    return {f"{i}/{key}": value for i, line in enumerate(runfolder.read(folder / "metrics.jsonl"))
+            for key, value in line.items() if not key.startswith(("time/", "pack/rows", "pack/density"))}
+
+
+def test_any_number_of_ranks_gives_the_same_parameters_and_metrics(tmp_path):
     """Three whole steps in float64: sampling, scoring, pruning over the batch, two mini-batches in two epochs, KL."""
     cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "prune.completions.scope=batch",
                      "prune.completions.keep=1", "update.epochs=2", "update.minibatches=2", "pack.capacity=200")
@@ -169,6 +176,7 @@ def test_any_number_of_ranks_gives_the_same_parameters(tmp_path):
         for other in on_ranks(ranks, tmp_path, trained, replace(cfg, out=str(tmp_path / f"{ranks}"))):
             for name, expected in alone.items():
                 torch.testing.assert_close(other[name], expected, rtol=0, atol=1e-9, msg=name)
+        assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
     before = train.load_model(TOY, torch.float64, torch.device("cpu"))
     assert max((alone[name] - p).abs().max() for name, p in before.named_parameters()) > 1e-5
 

@@ -133,6 +133,16 @@ def test_cuda_backends_agree_with_padded_attention(backend):
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
 
+def test_checkpointed_blocks_are_run_again_in_backward(tiny):
+    model, calls = load(tiny), []
+    for block in model.layers:
+        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
+    for model.checkpoint_blocks, expected in ((False, 2), (True, 4)):
+        calls.clear()
+        model(torch.arange(5), torch.arange(5), decoder.sdpa_padded(torch.tensor([0, 5]), 5)).sum().backward()
+        assert len(calls) == expected
+
+
 def test_rope_survives_a_cast_of_the_model(tiny):
     """Frequencies rounded to bfloat16 would turn far positions by radians."""
     model = load(tiny, torch.bfloat16)

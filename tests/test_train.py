@@ -97,7 +97,8 @@ def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
 
 def test_the_run_folder_tells_what_ran(tmp_path):
     """With two evaluation sets, and two mini-batches: the second runs under a policy that the engine never saw."""
-    cfg = toy_config(tmp_path / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2")
+    cfg = toy_config(tmp_path / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2", "optim.warmup_steps=4",
+                     "rollout.temperature=0.7")
     (tmp_path / "more.jsonl").write_text((tmp_path / "few.jsonl").read_text())
     cfg = change(cfg, data={"eval": f"{tmp_path / 'few.jsonl'},{tmp_path / 'more.jsonl'}"})
     train.train(cfg)
@@ -110,7 +111,7 @@ def test_the_run_folder_tells_what_ran(tmp_path):
         prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
         time/sync time/step""".split()
     assert step.keys() >= set(promised) and "eval/few/accuracy" in last
-    assert (step["prune/offered"], step["prune/kept"]) == (32, 16)
+    assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
     sample, = runfolder.read(folder / "samples.jsonl")
     assert len(sample["texts"]) == 8 and sum(sample["kept"]) == 4
@@ -123,6 +124,17 @@ def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
     cosine = change(cfg, optim={"schedule": "cosine"})
     expected = [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
     assert [train.learning_rate(step, cosine) for step in range(10)] == pytest.approx(expected)
+
+
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
+    """Far below Adam's eps of 1e-8 a step is proportional to the gradient, so a clipped one hardly moves the policy."""
+    before = train.load_model(TOY, torch.float64, torch.device("cpu"))
+    moved = []
+    for norm in (1e-12, 1e-14):
+        after = train.train(toy_config(tmp_path / f"{norm}", "steps=1", "optim.lr=1", f"optim.clip_norm={norm}"))
+        pairs = zip(after.parameters(), before.parameters(), strict=True)
+        moved.append(sum(((p - q) ** 2).sum().item() for p, q in pairs) ** 0.5)
+    assert moved[0] == pytest.approx(1e-12 / 1e-8, rel=0.05) and moved[1] == pytest.approx(1e-14 / 1e-8, rel=0.05)
 
 
 def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
