@@ -6,6 +6,8 @@ Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vo
 L length of a slot's cache in tokens,  M new tokens at most.
 """
 
+from time import perf_counter
+
 import numpy as np
 import torch
 import torch.nn.functional as F
@@ -57,8 +59,8 @@ class Cache:
         A prompt that several slots share is computed once.
         """
         device = self.used_S.device
-        unique = list(dict.fromkeys(prompts))
-        which = torch.tensor([unique.index(p) for p in prompts], device=device)
+        unique = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        which = torch.tensor([unique[p] for p in prompts], device=device)
         slot_S = torch.tensor(slots, device=device)
         lengths = torch.tensor([len(p) - 1 for p in unique], device=device)
         self.used_S[slot_S] = lengths[which]
@@ -191,16 +193,17 @@ class TorchEngine:
         """One completion per prompt, in order. A finished slot takes the next prompt at once.
 
         Several completions of one prompt are that prompt several times, each with a seed of its own.
-        top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar with tokens per
-        second; none is shown without it.
+        top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar of the samples done,
+        with tokens per second; none is shown without it.
         """
         if not prompts:
             return []
-        count, started = len(prompts), 0
+        count, started, tokens, begun = len(prompts), 0, 0, perf_counter()
         state = Decoding(self.model, min(self.slots, count), prompts, max_new_tokens)
-        with tqdm(desc=progress, unit="tok", unit_scale=True, leave=False, disable=progress is None) as bar:
+        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=progress is None) as bar:
             while True:
                 idle = state.idle()
+                bar.update(started - len(state.owner_S) + len(idle) - bar.n)
                 slots = idle[:count - started]
                 if slots:
                     state.admit(slots, range(started, started + len(slots)), prompts, seeds, self.attention)
@@ -209,9 +212,9 @@ class TorchEngine:
                     return state.samples()
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink(idle)
-                working = len(state.owner_S) - len(idle) + len(slots)
+                tokens += len(state.owner_S) - len(idle) + len(slots)
                 state.step(temperature, top_p, self.eos)
-                bar.update(working)
+                bar.set_postfix_str(f"{tokens / (perf_counter() - begun):,.0f} tok/s", refresh=False)
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
