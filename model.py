@@ -27,7 +27,7 @@ from config import ConfigError, read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
 
-ARCHITECTURES = {"qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+MODEL_TYPES = ("qwen2", "qwen3", "llama")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "rms_norm_eps", "max_position_embeddings")
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -62,8 +62,8 @@ def read_shape(folder: Path) -> Shape:
         raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or hub name with a config.json")
     raw = read_json(path)
     kind = raw.get("model_type")
-    if kind not in ARCHITECTURES:
-        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of {', '.join(ARCHITECTURES)}")
+    if kind not in MODEL_TYPES:
+        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of {', '.join(MODEL_TYPES)}")
     rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
     scaling = raw.get("rope_scaling") or rope
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
