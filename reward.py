@@ -1,14 +1,14 @@
 """Rewards: named components of a completion's text, summed by weight (`reward.<component>` in the config).
 
-Verification goes from cheap to costly: equal texts, equal numbers, then math-verify in a process of its own, which is
-killed when it takes longer than VERIFY_SECONDS. So no text can hang or crash the trainer.
+Verification goes from cheap to costly: equal texts, equal numbers, then math-verify in a process of its own, which the
+kernel kills when it takes longer than VERIFY_SECONDS. So no text can hang or crash the trainer, nor outlive it.
 """
 
 import functools
 import logging
 import multiprocessing
 import re
-from concurrent.futures import TimeoutError
+import signal
 from fractions import Fraction
 
 from pebble import ProcessExpired, ProcessPool
@@ -97,12 +97,16 @@ def load_math_verify() -> None:
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
 
 
-def run_math_verify(gold: str, answer: str) -> bool:
+def run_math_verify(gold: str, answer: str, seconds: float) -> bool:
     from math_verify import parse, verify
 
-    # Its own time-outs use signals, and none interrupts a long integer power: the pool kills instead.
+    # math-verify's own time-outs raise in Python, which a long integer power never returns to. An alarm without a
+    # handler ends the process at once, also when the trainer has died and nobody is left to kill it.
+    signal.setitimer(signal.ITIMER_REAL, seconds)
     parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
-    return bool(verify(*parsed, timeout_seconds=None))
+    equal = bool(verify(*parsed, timeout_seconds=None))
+    signal.setitimer(signal.ITIMER_REAL, 0)
+    return equal
 
 
 @functools.cache
@@ -114,8 +118,8 @@ def verifiers() -> ProcessPool:
 def verify_slowly(gold: str, answer: str) -> bool:
     """math-verify's judgement; a time-out or a crash of its process counts as wrong."""
     try:
-        return verifiers().schedule(run_math_verify, args=[gold, answer], timeout=VERIFY_SECONDS).result()
-    except (TimeoutError, ProcessExpired):
+        return verifiers().schedule(run_math_verify, args=[gold, answer, VERIFY_SECONDS]).result()
+    except ProcessExpired:
         return False
 
 

@@ -46,7 +46,7 @@ MUTANTS = [
     ("prune", "keep if scope == \"group\" else keep * len(adv_NG)", "keep", "prune"),
     ("reward", 'text.rpartition("####")', 'text.partition("####")', "reward"),
     ("reward", "if start > found[0]", "if found[0] < 0", "reward"),
-    ("reward", "timeout=VERIFY_SECONDS", "timeout=600", "reward"),
+    ("reward", "args=[gold, answer, VERIFY_SECONDS]", "args=[gold, answer, 600]", "reward"),
     ("data", "range(step * prompts_per_step,", "range(step,", "data"),
     ("data", '.split("\\n"), start=1', ".splitlines(), start=1", "data"),
     ("data", 'for name in ("config.json", "generation_config.json")', 'for name in ("config.json",)', "rollout"),
@@ -78,7 +78,7 @@ def survives(folder: Path, file: str, old: str, new: str, tests: str) -> bool:
     command = [sys.executable, "-m", "pytest", "-x", "-q", "--no-header", f"tests/test_{tests}.py"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=300)
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env=env, timeout=200)
     except subprocess.TimeoutExpired:
         return False  # a bug that hangs the suite is noticed
     finally:
