@@ -112,7 +112,8 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
     for key, value in (("question", question), ("answer", answer), ("solution", solution)):
         if not isinstance(value, str) or not (value.strip() or key == "solution"):
             raise ConfigError(f"{place}: {key!r} must be a non-empty text, not {value!r}; mend or remove the line")
-    return Problem(str(row.get("id", default_id)), question, answer, solution)
+    own_id = row.get("id")
+    return Problem(default_id if own_id is None else str(own_id), question, answer, solution)
 
 
 class Tokenizer:

@@ -59,7 +59,7 @@ def load_sets(names: str, folder: str | None, tokenizer: Tokenizer, system: str 
               max_prompt_tokens: int) -> dict[str, list[Prompt]]:
     """Evaluation sets by short name: "a.jsonl,gsm8k" -> {"a": [...], "gsm8k": [...]}. Raises ConfigError."""
     sets: dict[str, list[Prompt]] = {}
-    for name in names.split(","):
+    for name in map(str.strip, names.split(",")):
         short = Path(name).stem
         if short in sets:
             raise ConfigError(f"evaluation set {short!r} is named twice in {names!r}")

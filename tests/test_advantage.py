@@ -26,6 +26,10 @@ def test_equal_rewards_give_exactly_zero(value):
     assert (group_norm(torch.full((1, 7), value), correction=1, eps=0.0) == 0).all()
 
 
+def test_eps_is_added_to_the_deviation():
+    assert group_norm(torch.tensor([[1.0, 0.0]]), correction=0, eps=0.5).tolist() == [[0.5, -0.5]]
+
+
 def test_groups_do_not_mix_and_scale_does_not_matter():
     generator = torch.Generator().manual_seed(0)
     reward_NG = torch.randn(3, 8, dtype=torch.float64, generator=generator)

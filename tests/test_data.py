@@ -26,7 +26,7 @@ def test_the_columns_of_gsm8k_and_math_are_understood(tmp_path):
     path = write(
         tmp_path / "mixed.jsonl",
         {"id": "mine", "question": "q", "answer": "2,125", "solution": "s"},
-        {"question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
+        {"id": None, "question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
         {"problem": "q", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1"},
         {"question": "q\u2028\x85", "answer": 7},  # both end a line for str.splitlines, neither does in JSON lines
     )
@@ -144,6 +144,14 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
         data.Tokenizer(folder)
+
+
+def test_special_tokens_reach_the_template(tmp_path):
+    """Llama's template writes bos_token itself; tokenizer_config.json spells tokens as texts or as objects."""
+    folder = write_tiny(tmp_path)
+    edit(folder, "tokenizer_config.json", bos_token={"content": "<|im_start|>"},
+         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
+    assert data.Tokenizer(folder).render("q", None) == "<|im_start|>q<|im_end|>"
 
 
 def test_a_prompt_that_is_too_long_is_an_error():

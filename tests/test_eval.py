@@ -9,11 +9,14 @@ import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
 
+import data
 import dist
 import eval as evaluation
 import runfolder
 import train
 from config import ConfigError
+from rollout import TorchEngine
+from sample import Prompt, Sample
 
 
 @pytest.mark.parametrize(("correct", "count", "low", "high"), [
@@ -54,6 +57,42 @@ def test_training_and_the_command_give_identical_numbers(tmp_path):
     assert len(result["responses"]) == 40
     assert result["accuracy"] == sum(r["correct"] for r in result["responses"]) / 40
     assert f"{result['accuracy']:.1%}" in done.stdout
+
+
+def test_scores_count_what_the_engine_wrote():
+    tokenizer, texts, asked = data.Tokenizer(TOY), ["#### 1", "#### 2 2 2", "#### 1"], []
+
+    class Scribe:
+        def generate(self, prompts, seeds, *rest):
+            asked.extend(seeds)
+            return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(tokenizer.encode(texts))]
+
+    prompts = [Prompt(str(i), (5,), "1") for i in range(3)]
+    result = evaluation.evaluate(Scribe(), tokenizer, prompts, 7)
+    lengths = [len(x) for x in tokenizer.encode(texts)]
+    scores = [result[key] for key in ("accuracy", "truncated", "length")]
+    assert scores == pytest.approx([2 / 3, 1 / 3, sum(lengths) / 3])
+    evaluation.evaluate(Scribe(), tokenizer, prompts, 7, seed=1)
+    assert len(set(asked)) == 6  # a seed for each problem and run
+
+
+def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
+    asked, generate = [], TorchEngine.generate
+
+    def spy(self, prompts, seeds, *rest):
+        asked.append((data.Tokenizer(TOY).decode(prompts[0]), rest[:3], self.slots, seeds))
+        return generate(self, prompts, seeds, *rest)
+
+    monkeypatch.setattr(TorchEngine, "generate", spy)
+    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
+    (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    for seed in "12":
+        monkeypatch.setattr(sys, "argv", [
+            "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--system-prompt", "Zebra.",
+            "--temperature", "0.7", "--top-p", "0.9", "--seed", seed, "--slots", "3", "--max-new-tokens", "5"])
+        evaluation.main()
+    assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
+    assert asked[0][3] != asked[1][3]
 
 
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):

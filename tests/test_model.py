@@ -62,6 +62,34 @@ def test_logits_equal_transformers_and_survive_the_export(kind, tied, shards, tm
         torch.testing.assert_close(packed_logits(whole, segments()), expected, rtol=0, atol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
+def test_both_layouts_of_config_json_and_a_large_norm_eps(kind, tmp_path):
+    """Published Qwen2.5 and Llama 3 have rope_theta and rope_scaling at the top level; transformers 5 moved them."""
+    make, scaling = KINDS[kind][0], LLAMA3_ROPE if kind == "llama" else {"rope_type": "default"}
+    torch.manual_seed(0)
+    rope = {"rope_theta": 500.0, **scaling}
+    settings = SMALL | {"head_dim": 8, "rms_norm_eps": 0.5, "rope_parameters": rope}
+    theirs = transformers.AutoModelForCausalLM.from_config(make(**settings)).eval()
+    for name, parameter in theirs.named_parameters():
+        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    theirs.save_pretrained(tmp_path)
+    new = json.loads((tmp_path / "config.json").read_text())
+    old = {key: value for key, value in new.items() if key != "rope_parameters"} | {"rope_theta": 500.0}
+    for layout in (new, old | ({"rope_scaling": scaling} if kind == "llama" else {})):
+        (tmp_path / "config.json").write_text(json.dumps(layout))
+        with torch.no_grad():
+            expected = torch.cat([theirs(torch.tensor([s])).logits[0] for s in segments()])
+        torch.testing.assert_close(packed_logits(load(tmp_path), segments()), expected, rtol=0, atol=1e-4)
+
+
+def test_an_export_keeps_every_file_and_the_dtype(tmp_path):
+    source = write_tiny(tmp_path / "a", torch_dtype="bfloat16")
+    (source / "chat_template.jinja").write_text("{{ messages }}")
+    decoder.export(load(source), source, tmp_path / "b")
+    assert {path.name for path in source.iterdir()} == {path.name for path in (tmp_path / "b").iterdir()}
+    assert {t.dtype for t in load_file(tmp_path / "b" / "model.safetensors").values()} == {torch.bfloat16}
+
+
 def test_log_probs_and_their_gradients_equal_the_dense_formula(tiny):
     """For any chunk size, in float64, at a temperature other than 1."""
     model = load(tiny, torch.float64)
@@ -145,8 +173,14 @@ def test_checkpointed_blocks_are_run_again_in_backward(tiny):
 
 def test_rope_survives_a_cast_of_the_model(tiny):
     """Frequencies rounded to bfloat16 would turn far positions by radians."""
-    model = load(tiny, torch.bfloat16)
-    torch.testing.assert_close(model.frequency, decoder.rope_frequencies(model.shape), rtol=0, atol=0)
+    queries = {}
+    for dtype in (torch.float32, torch.bfloat16):
+        def attend(layer, q, k, v, dtype=dtype):
+            queries.setdefault(dtype, q.float())
+            return v.repeat_interleave(2, 1)
+        with torch.no_grad():
+            load(tiny, dtype)(torch.tensor([7, 7]), torch.tensor([0, 3001]), attend)
+    torch.testing.assert_close(queries[torch.bfloat16], queries[torch.float32], rtol=0.02, atol=0.05)
 
 
 def edit(folder, **changes):

@@ -41,7 +41,9 @@ def test_hostile_answers_are_wrong_and_end(answer, monkeypatch):
     """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
     monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
     assert accuracy(rf"\boxed{{{answer}}}", "1") == 0
-    assert accuracy(r"\boxed{x+1}", "1+x") == 1  # the killed process has been replaced
+    monkeypatch.undo()
+    name = "abcdefgh"[len(answer) % 8]  # a question that is not in the cache
+    assert accuracy(rf"\boxed{{{name}+{len(answer)}}}", f"{len(answer)}+{name}") == 1  # a killed process is replaced
 
 
 FULL = "<think>6*7</think>\n<answer>42</answer>"
@@ -65,6 +67,14 @@ def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, total):
     parts = score(text, gold, weights)
     assert "accuracy" not in parts
     assert sum(weights[name] * value for name, value in parts.items()) == total
+
+
+def test_edges_of_the_components():
+    assert reward.last_tag("<answer>1</answer> no <answer>2</answer>") == "2"
+    assert reward.think_format("so\n<think>a</think>\n<answer>b</answer>", "") == 0
+    assert reward.tag_number("<answer>42 or 6</answer>", "42") == 0
+    assert score("x", "1", {"accuracy": -1.0}) == {"accuracy": 0.0}
+    assert accuracy(r"\boxed{(1,2)}", "1<x<2") == 1  # math-verify is not symmetric: the gold answer comes first
 
 
 def test_nested_boxes_and_escaped_braces():

@@ -113,6 +113,22 @@ def test_the_largest_number_below_one_never_draws_a_token_of_probability_zero():
     assert token_S.tolist() == [1]
 
 
+def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
+    assert rollout.nucleus(torch.tensor([[0.5, 0.25, 0.25]]), 0.5).tolist() == [[0.5, 0, 0]]
+
+
+def test_a_finished_slot_takes_the_next_prompt_at_once(tiny, monkeypatch):
+    """As many decoding steps as a schedule that always gives the next sample to the slot that is free first."""
+    steps, decode = [], rollout.Cache.decode
+    monkeypatch.setattr(rollout.Cache, "decode", lambda *arguments: steps.append(1) or decode(*arguments))
+    ends = frozenset(range(3, 60))
+    samples = engine(tiny, slots=3, eos=ends).generate(prompts([3] * 12), list(range(12)), 15, 1.0)
+    busy = [0, 0, 0]
+    for sample in samples:
+        busy[busy.index(min(busy))] += len(sample.ids)
+    assert len({len(s.ids) for s in samples}) > 3 and len(steps) == max(busy)
+
+
 def test_draws_are_uniform_and_independent_of_how_many_are_asked_for():
     assert (rollout.uniforms(5, 10) == rollout.uniforms(5, 100)[:10]).all()
     firsts = torch.tensor([rollout.uniforms(dist.seed_for(0, 0, "q", g, "rollout"), 1)[0] for g in range(2000)])

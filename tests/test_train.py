@@ -100,7 +100,7 @@ def test_the_run_folder_tells_what_ran(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2", "optim.warmup_steps=4",
                      "rollout.temperature=0.7")
     (tmp_path / "more.jsonl").write_text((tmp_path / "few.jsonl").read_text())
-    cfg = change(cfg, data={"eval": f"{tmp_path / 'few.jsonl'},{tmp_path / 'more.jsonl'}"})
+    cfg = change(cfg, data={"eval": f"{tmp_path / 'few.jsonl'}, {tmp_path / 'more.jsonl'}"})
     train.train(cfg)
     folder = tmp_path / "run"
     assert config.load(folder / "config.yaml") == cfg
@@ -143,6 +143,7 @@ def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
     assert all(sorted(n for part in split for n in part) == list(range(12)) for split in splits)
     assert all([len(part) for part in split] == [3] * 4 for split in splits)
     assert len({str(split) for split in splits}) == 5
+    assert train.minibatches(0, cfg) != train.minibatches(0, replace(cfg, seed=1))
 
 
 def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():

@@ -1,0 +1,183 @@
+"""The loop against a plain one written out here, and every setting followed to where it acts."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TOY, load, make_groups, toy_config
+
+import data
+import metrics
+import model as decoder
+import reward
+import rollout
+import runfolder
+import train
+from prune import Pruned, keep_largest
+from sample import Prompt, Sample
+
+
+def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
+    """[C] log-probs of one completion, from dense logits."""
+    ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
+    attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
+    logits_TV = model.logits(model(ids, torch.arange(len(ids)), attend)) / temperature
+    return logits_TV.log_softmax(-1)[first - 1:-1].gather(1, ids[first:, None])[:, 0]
+
+
+def plain_epoch(model, optimizer, groups, adv_NG, old, ref, batches, max_len) -> dict[str, float]:
+    """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3."""
+    total = dict.fromkeys(("k3", "stopped", "seen", "norm", "loss"), 0.0)
+    for members in batches:
+        kept = [(n, g) for n, g in old if n in members]
+        optimizer.zero_grad()
+        for n, g in kept:
+            A, now = adv_NG[n, g], logp_of(model, groups[n], g, 0.8)
+            ratio = (now - old[n, g]).exp()
+            surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.25) * A)
+            surrogate = torch.maximum(surrogate, 1.3 * A) if A < 0 else surrogate
+            drift = (ref[n, g] - now).exp() - (ref[n, g] - now) - 1
+            ((-surrogate + 0.3 * drift).sum() / (max_len * len(kept))).backward()
+            stopped = (A > 0) & (ratio > 1.25) | (A < 0) & ((ratio < 0.8) | (ratio > 1.3))
+            linear = -torch.where(stopped, 0.0, ratio) * A * now + 0.3 * drift
+            total["loss"] += (linear.sum() / (max_len * len(kept))).item()
+            total["k3"] += drift.sum().item()
+            total["stopped"] += stopped.sum().item()
+            total["seen"] += len(now)
+        for p in model.parameters():
+            p.grad = torch.zeros_like(p) if p.grad is None else p.grad
+        total["norm"] += torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).item()
+        optimizer.step()
+    return total
+
+
+def test_two_updates_are_those_of_a_plain_loop(tiny, tmp_path):
+    """Two epochs of two mini-batches, twice: right groups, own denominators, old and reference policy kept apart."""
+    cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3", "loss.per=constant",
+                     "loss.dual_clip=1.3", "loss.clip_high=0.25", "optim.lr=0.03", "optim.beta1=0.5",
+                     "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8", "pack.capacity=176")
+    groups = make_groups([[3, 9, 5, 2], [4, 1, 7, 8], [6, 6, 2, 3], [9, 2, 4, 5]], [5, 3, 9, 1])
+    adv_NG = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    pruned = keep_largest(adv_NG, 2, "batch")
+    assert pruned.keep_NG.sum(dim=1).unique().numel() > 1
+    learner, _ = train.set_up(cfg, tiny, data.Tokenizer(tiny))
+    policy, initial = load(tiny, torch.float64).requires_grad_(True), load(tiny, torch.float64)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=0.03, betas=(0.5, 0.7), weight_decay=0.1)
+    for step in (0, 1):  # the second step tells the policy before the update from the reference
+        measured = train.update(learner, groups, adv_NG, pruned, step, metrics.Clock())
+        with torch.no_grad():
+            old, ref = ({(n, g): logp_of(model, groups[n], g, 0.8) for n, g in pruned.keep_NG.nonzero().tolist()}
+                        for model in (policy, initial))
+        epochs = [plain_epoch(policy, optimizer, groups, adv_NG, old, ref, train.minibatches(step, cfg),
+                              cfg.rollout.max_new_tokens) for _ in range(2)]
+        total = {key: sum(epoch[key] for epoch in epochs) for key in epochs[0]}
+        for (name, p), q in zip(policy.named_parameters(), learner.policy.parameters(), strict=True):
+            torch.testing.assert_close(q, p, rtol=0, atol=1e-8, msg=name)
+        assert {key: measured[f"train/{key}"] for key in ("tokens", "kl", "clipped", "loss", "grad_norm")} == (
+            pytest.approx({"tokens": sum(map(len, old.values())), "kl": total["k3"] / total["seen"],
+                           "clipped": total["stopped"] / total["seen"], "loss": total["loss"] / 4,
+                           "grad_norm": total["norm"] / 4}))
+    assert 0 < total["stopped"] < total["seen"]
+
+
+class Scribe:
+    """An engine that writes the given texts, one after the other, and remembers what it was asked."""
+
+    def __init__(self, tokenizer, texts):
+        self.tokenizer, self.texts, self.asked = tokenizer, texts, []
+
+    def generate(self, prompts, seeds, max_new_tokens, temperature, *rest, **named):
+        self.asked.append((seeds, max_new_tokens, temperature))
+        ids = self.tokenizer.encode(self.texts[:len(prompts)])
+        return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(ids)]
+
+
+def test_rewards_stand_beside_their_completions_and_seeds_change_with_epoch_and_run(tmp_path):
+    cfg = toy_config(tmp_path / "run", "rollout.group_size=3", "rollout.temperature=0.7", "prune.completions.keep=2",
+                     "eval.max_new_tokens=9")
+    tokenizer = data.Tokenizer(TOY)
+    # Prompts that hold the answer: only the completion may be scored.
+    prompts = [Prompt(name, tokenizer.encode([f"#### {gold}\n"])[0], gold) for name, gold in (("a", "1"), ("b", "2"))]
+    scribe = Scribe(tokenizer, ["#### 1", "#### 1", "no", "#### 1", "#### 2", "#### 3"])
+    for settings, epoch in ((cfg, 0), (cfg, 1), (replace(cfg, seed=5), 0)):
+        drawn = [(epoch, prompt) for prompt in prompts]
+        groups, parts = train.rollout(scribe, tokenizer, drawn, settings, metrics.Clock(), None)
+        assert parts["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
+    assert len({seed for seeds, _, _ in scribe.asked for seed in seeds}) == 18
+    assert scribe.asked[-1][1:] == (cfg.rollout.max_new_tokens, 0.7)
+    assert [tokenizer.decode(s.ids) for s in groups[1].samples] == scribe.texts[3:]
+
+
+def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeypatch):
+    """What the engine is asked, and what becomes of rewards 2, 0, 2.5, 0, whatever the model would have written."""
+    for name in ("gsm8k_train", "gsm8k_test"):
+        rows = [{"question": f"{name} {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(1, 9)]
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = toy_config(tmp_path / "run", "data.system_prompt=Zebra.", "data.train=gsm8k_train", "data.eval=gsm8k",
+                     f"data.dir={tmp_path}", "seed=3", "reward.accuracy=2", "reward.tag_exact=0.5",
+                     "advantage.correction=0", "advantage.eps=0.5", "steps=1", "eval.max_new_tokens=9")
+    asked, tokenizer, generate = [], data.Tokenizer(TOY), rollout.TorchEngine.generate
+
+    def spy(self, prompts, seeds, max_new_tokens, temperature, *rest, **named):
+        asked.append(([tokenizer.decode(p) for p in prompts], max_new_tokens, temperature))
+        if temperature == 0:
+            return generate(self, prompts, seeds, max_new_tokens, temperature, *rest, **named)
+        golds = [2 * int(text.partition("gsm8k_train ")[2].split()[0]) for text in asked[-1][0]]
+        texts = [(f"#### {gold}", "x", f"<answer>{gold}</answer>", "#### 99")[i % 4] for i, gold in enumerate(golds)]
+        return [Sample(ids, (-1.0,) * len(ids), True) for ids in tokenizer.encode(texts)]
+
+    monkeypatch.setattr(rollout.TorchEngine, "generate", spy)
+    train.train(cfg)
+    before, rolled, after = asked
+    assert all("Zebra." in text for texts, _, _ in asked for text in texts)
+    assert all("gsm8k_test" in text for text in before[0] + after[0])
+    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), (48, 1.0), (9, 0.0))
+    expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(data.order(8, 3, 0), rolled[0][::8], strict=False)]
+    assert expected == [True] * 4
+    line, = runfolder.read(tmp_path / "run" / "samples.jsonl")
+    total = [2 * reward.accuracy(t, line["gold"]) + 0.5 * reward.tag_exact(t, line["gold"]) for t in line["texts"]]
+    assert line["reward"] == total == [2, 0, 2.5, 0] * 2
+    reward_G = torch.tensor(total, dtype=torch.float64)
+    adv_G = (reward_G - reward_G.mean()) / (reward_G.std(correction=0) + 0.5)
+    assert line["advantage"] == pytest.approx(adv_G.tolist())
+    assert runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
+
+
+def test_half_precision_keeps_float32_weights(tiny, tmp_path):
+    """The update of a learning rate of 1e-6 is lost in bfloat16 weights; only the computation is in bfloat16."""
+    cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=true", "loss.kl=0.1")
+    learner, engine = train.set_up(cfg, tiny, data.Tokenizer(tiny))
+    assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
+    assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
+    assert learner.policy.checkpoint_blocks and learner.reference is not learner.policy
+    one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
+    row, = train.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), [0])
+    logp_C = learner.log_probs(learner.policy, row)
+    assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
+    exact_C = replace(learner, dtype=torch.float32).log_probs(learner.policy, row)
+    assert 1e-6 < (logp_C - exact_C).abs().max() < 0.5
+
+
+def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
+    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
+    learner, _ = train.set_up(cfg, tiny, data.Tokenizer(tiny))
+    with torch.no_grad():
+        learner.policy.norm.weight[0] = float("nan")
+    one_NG = torch.ones(1, 2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="non-finite"):
+        train.update(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), 0, metrics.Clock())
+
+
+def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
+    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
+    learner, _ = train.set_up(cfg, tiny, data.Tokenizer(tiny))
+    flat_NG = torch.zeros(1, 2, dtype=torch.float64)
+    train.update(learner, make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"), 0, metrics.Clock())
+    for (name, p), q in zip(load(tiny, torch.float64).named_parameters(), learner.policy.parameters(), strict=True):
+        assert torch.equal(p, q), name
+
+
+def test_due_on_the_way_and_after_the_last_step():
+    assert [step for step in range(1, 8) if train.due(3, step, 7)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if train.due(0, step, 7)] == [7]

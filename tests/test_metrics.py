@@ -1,0 +1,44 @@
+"""What is logged and printed is what happened: by hand."""
+
+import json
+
+import pytest
+import torch
+
+import dist
+import metrics
+import runfolder
+from prune import Pruned
+from sample import Group, Prompt, Sample
+
+
+def test_rollout_metrics_by_hand():
+    prompt = Prompt("q", (1,), "1")
+    groups = [
+        Group(prompt, (Sample((1, 2), (-1.0, -2.0), True), Sample((1,), (-0.5,), False))),
+        Group(prompt, (Sample((1, 2, 3), (-1.0, -1.0, -0.5), False), Sample((4,), (-2.0,), False)))]
+    reward_NG = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
+    pruned = Pruned(torch.tensor([[True, False], [True, True]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+    for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
+        assert metrics.of_rollout(groups, reward_NG, {"format": reward_NG * 2}, adv_NG, pruned) == pytest.approx({
+            "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,
+            "rollout/length": 1.75, "rollout/truncated": 0.75, "rollout/entropy": 8 / 7, "advantage/flat_groups": 0.5,
+            "prune/offered": 4, "prune/kept": 3, "prune/weight_max": 2.0, "prune/ess": 16 / 6})
+
+
+def test_the_largest_mismatch_is_that_of_all_ranks(monkeypatch):
+    monkeypatch.setattr(dist, "max_over_ranks", lambda value: 7.0)
+    assert metrics.PassSums().metrics(capacity=10, updates=1)["mismatch/logp_abs_max"] == 7.0
+
+
+def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_seconds(tmp_path):
+    def evaluation(step: int, share: float) -> dict:
+        values = {"accuracy": share, "low": share - 0.1, "high": share + 0.1, "length": 100 * share, "truncated": 0}
+        return {"step": step} | {f"eval/s/{key}": value for key, value in values.items()}
+
+    lines = [evaluation(0, 0.2), {"step": 1, "time/step": 1.5, "time/update": 1.0}, evaluation(1, 0.4),
+             {"step": 2, "time/step": 2.0, "time/update": 1.0}, evaluation(2, 0.7)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text = runfolder.summary(tmp_path)
+    assert text.index("20.0% [10.0%, 30.0%]") < text.index("70.0% [60.0%, 80.0%]")
+    assert all(part in text for part in ("after 2 steps", "20.0 -> 70.0", "step 3.5", "update 2.0"))
