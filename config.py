@@ -159,9 +159,10 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         ("prune.completions.keep", done.kind == "none" or (done.keep is not None and 1 <= done.keep <= roll.group_size),
-         f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none"),
+         f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none "
+         "and prune.completions.keep=null"),
         ("prune.completions.keep", done.kind != "none" or done.keep is None,
-         "left out while prune.completions.kind=none; set prune.completions.kind=topk to prune"),
+         "null while prune.completions.kind=none; to prune set prune.completions.kind=topk"),
         ("prune.completions.scope", done.kind != "none" or done.scope == "group",
          "left out while prune.completions.kind=none"),
         ("pack.capacity", cfg.pack.capacity >= trained,

@@ -46,7 +46,6 @@ MUTANTS = [
     ("prune", "keep if scope == \"group\" else keep * len(adv_NG)", "keep", "prune"),
     ("reward", 'text.rpartition("####")', 'text.partition("####")', "reward"),
     ("reward", "if start > found[0]", "if found[0] < 0", "reward"),
-    ("reward", "args=[gold, answer, VERIFY_SECONDS]", "args=[gold, answer, 600]", "reward"),
     ("data", "range(step * prompts_per_step,", "range(step,", "data"),
     ("data", '.split("\\n"), start=1', ".splitlines(), start=1", "data"),
     ("data", 'for name in ("config.json", "generation_config.json")', 'for name in ("config.json",)', "rollout"),

@@ -42,7 +42,7 @@ def good(tmp_path):
      r"prune.completions.keep=5 must be in 1..4 \(rollout.group_size\); to train on all set prune.completions.kind"),
     (["prune.completions={kind: topk, keep: 0}"], r"prune.completions.keep=0 must be in 1..4"),
     (["prune.completions.kind=topk"], r"prune.completions.keep=None must be in 1..4"),
-    (["prune.completions.keep=2"], "prune.completions.keep=2 must be left out while prune.completions.kind=none"),
+    (["prune.completions.keep=2"], "prune.completions.keep=2 must be null while prune.completions.kind=none"),
     (["pack.capacity=519"], r"pack.capacity=519 must be at least 520 tokens, one sequence \(data.max_prompt"),
     (["update.minibatches=4"], r"update.minibatches=4 must be a divisor of 6 \(rollout.prompts_per_step\)"),
     (["rollout.group_size=1"], "rollout.group_size=1 must be at least 2"),
