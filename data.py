@@ -26,6 +26,8 @@ SETS = {
     "math_train": ("math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
     "math500": ("math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
 }
+CHOICES = (f"give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
+           "or a hub name such as openai/gsm8k:main:train")
 
 
 def load_problems(name: str, folder: str | None = None) -> list[Problem]:
@@ -37,16 +39,14 @@ def load_problems(name: str, folder: str | None = None) -> list[Problem]:
     path = Path(folder, SETS[name][0]) if folder and name in SETS else Path(name)
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
-            raise ConfigError(f"data file {path} not found; give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
-                            "or a hub name such as openai/gsm8k:main:train")
+            raise ConfigError(f"data file {path} not found; {CHOICES}")
         rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif name in SETS:
         rows = read_hub(*SETS[name][1:])
     elif name.count(":") == 2 and "/" in name:
         rows = read_hub(*name.split(":"))
     else:
-        raise ConfigError(f"data set {name!r} is not known; give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
-                        "or a hub name such as openai/gsm8k:main:train")
+        raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
     problems = [to_problem(row, place, f"{path.stem}/{i}") for i, (place, row) in enumerate(rows)]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
@@ -89,8 +89,8 @@ def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: {str(error).splitlines()[0]} "
-                        "Set data.dir to a folder with the files, or give a path.") from error
+        raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: {str(error).splitlines()[0]}. "
+                          "Set data.dir to a folder with the files, or give a path.") from error
     usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows) if "answer" in row or last_boxed(row["solution"])]
     if len(usable) < len(rows):  # two of MATH's training rows box nothing, and nobody can mend a hub's rows
         print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out", file=sys.stderr)

@@ -103,10 +103,11 @@ def run_math_verify(gold: str, answer: str, seconds: float) -> bool:
     # math-verify's own time-outs raise in Python, which a long integer power never returns to. An alarm without a
     # handler ends the process at once, also when the trainer has died and nobody is left to kill it.
     signal.setitimer(signal.ITIMER_REAL, seconds)
-    parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
-    equal = bool(verify(*parsed, timeout_seconds=None))
-    signal.setitimer(signal.ITIMER_REAL, 0)
-    return equal
+    try:
+        parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
+        return bool(verify(*parsed, timeout_seconds=None))
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
 
 
 @functools.cache
