@@ -46,9 +46,11 @@ class Rollout:
     group_size: int                # G, completions per prompt
     prompts_per_step: int          # N, prompts offered per step, over all ranks
     max_new_tokens: int
-    engine: Literal["torch"] = "torch"
+    engine: Literal["torch", "vllm"] = "torch"
     temperature: float = 1.0       # divides the logits here and in every training pass
-    slots: int = 256               # sequences decoded at once, per rank; decides the size of the KV cache
+    slots: int = 256               # sequences decoded at once, per engine; decides the size of the KV cache
+    tensor_parallel: int = 1       # vllm: neighbouring ranks that hold one engine together
+    cache_gib: float | None = None  # vllm: KV cache per rank; null: room for every slot at full length
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,9 @@ class Loss:
     clip_high: float = 0.2
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
     kl: float = 0.0                # beta, weight of the k3 KL to the initial model
+    old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
+    tis_cap: float | None = None   # weigh each token by min(pi_old / pi_engine, cap); 2 is usual
+    mask_ratio: float | None = None  # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +161,12 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("rollout.max_new_tokens", roll.max_new_tokens >= 1, "at least 1"),
         ("rollout.temperature", roll.temperature > 0, "above 0: greedy groups have no advantage"),
         ("rollout.slots", roll.slots >= 1, "at least 1"),
+        ("rollout.tensor_parallel", roll.tensor_parallel >= 1, "at least 1"),
+        ("rollout.tensor_parallel", roll.engine == "vllm" or roll.tensor_parallel == 1, "1 unless rollout.engine=vllm"),
+        ("rollout.cache_gib", roll.cache_gib is None or roll.cache_gib > 0, "above 0, or null"),
+        ("rollout.cache_gib", roll.engine == "vllm" or roll.cache_gib is None, "null unless rollout.engine=vllm"),
+        ("model.dtype", roll.engine == "torch" or cfg.model.dtype != "float64",
+         "other than float64 with rollout.engine=vllm, which does not compute in it"),
         ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         ("prune.completions.keep", done.kind == "none" or (done.keep is not None and 1 <= done.keep <= roll.group_size),
@@ -173,6 +184,10 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("loss.dual_clip", cfg.loss.dual_clip is None or cfg.loss.dual_clip > 1 + cfg.loss.clip_high,
          "above 1 + loss.clip_high, or none"),
         ("loss.kl", cfg.loss.kl >= 0, "at least 0"),
+        ("loss.tis_cap", cfg.loss.tis_cap is None or cfg.loss.tis_cap > 0, "above 0, or null"),
+        ("loss.mask_ratio", cfg.loss.mask_ratio is None or cfg.loss.mask_ratio > 1, "above 1, or null"),
+        ("loss.old_logp", cfg.loss.old_logp == "recompute" or (cfg.loss.tis_cap or cfg.loss.mask_ratio) is None,
+         "recompute with loss.tis_cap or loss.mask_ratio: a ratio to the engine holds the correction already"),
         ("update.epochs", cfg.update.epochs >= 1, "at least 1"),
         ("update.minibatches", cfg.update.minibatches >= 1 and roll.prompts_per_step % cfg.update.minibatches == 0,
          f"a divisor of {roll.prompts_per_step} (rollout.prompts_per_step): a mini-batch holds whole groups"),

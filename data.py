@@ -144,11 +144,20 @@ class Tokenizer:
     def render(self, question: str, system: str | None) -> str:
         """The conversation up to and including the generation prompt. Raises ConfigError when the template refuses."""
         messages = [{"role": "system", "content": system}] if system else []
-        messages.append({"role": "user", "content": question})
+        return self.conversation([*messages, {"role": "user", "content": question}], generate=True)
+
+    def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
+        """Messages as the template writes them, with the opening of an answer behind them to `generate` one."""
         try:
-            return self.template.render(messages=messages, add_generation_prompt=True, **self.special)
+            return self.template.render(messages=messages, add_generation_prompt=generate, **self.special)
         except jinja2.TemplateError as error:
             raise ConfigError(f"the chat template fails: {error}; does it accept data.system_prompt?") from error
+
+    def closing_token(self) -> int | None:
+        """The first special token that the template writes behind an assistant's answer; None where it writes none."""
+        text = self.conversation([{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}], False)
+        tail, = self.encode([text.rpartition("ANSWER")[2]])
+        return next((i for i in tail if not self.decode([i])), None)
 
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """Token ids without added special tokens: the template has written them already."""

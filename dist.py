@@ -7,6 +7,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as td
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from config import ConfigError
 
@@ -63,6 +64,11 @@ def gather(items: list) -> list:
     parts: list = [None] * world_size()
     td.all_gather_object(parts, items)
     return [item for part in parts for item in part]
+
+
+def full(tensor: Tensor) -> Tensor:
+    """The whole of a sharded parameter, which all ranks must ask for; a plain tensor as it is."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:

@@ -16,7 +16,7 @@ from config import ConfigError
 from data import Tokenizer, load_problems, to_prompts
 from model import check_positions, choose_backend, find_model, load_model
 from reward import accuracy
-from rollout import TorchEngine
+from rollout import Engine, start_engine
 from sample import Prompt, Sample
 
 
@@ -28,7 +28,7 @@ def wilson(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def evaluate(engine: TorchEngine, tokenizer: Tokenizer, prompts: list[Prompt], max_new_tokens: int,
+def evaluate(engine: Engine, tokenizer: Tokenizer, prompts: list[Prompt], max_new_tokens: int,
              temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, progress: str | None = None) -> dict:
     """One answer to every prompt, greedy at temperature 0, shared out over the ranks; all return the same result.
 
@@ -83,6 +83,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
     parser.add_argument("--slots", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, help="JSON with settings, scores and every response")
@@ -102,8 +103,9 @@ def main() -> None:
     longest = max(len(p.ids) for prompts in sets.values() for p in prompts) + args.max_new_tokens
     check_positions(folder, longest, "the prompts and --max-new-tokens")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    engine = TorchEngine(load_model(folder, dtype, device), tokenizer.eos_ids, args.slots,
-                         choose_backend("auto", device, dtype))
+    engine = start_engine(args.engine, folder, dtype, device, choose_backend("auto", device, dtype),
+                          tokenizer.eos_ids, args.slots, longest)
+    engine.sync(load_model(folder, dtype, torch.device("cpu")))
     results = {}
     for name, prompts in sets.items():
         results[name] = evaluate(engine, tokenizer, prompts, args.max_new_tokens, args.temperature,

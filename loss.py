@@ -46,6 +46,28 @@ def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: fl
     return torch.where(stopped_C, 0.0, ratio_C)
 
 
+def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
+                  mask_ratio: float | None) -> Tensor:
+    """Importance weight of tokens that the engine drew from a policy slightly other than the trainer's.
+
+    Args:    old_logp_C, engine_logp_C  log-probs in nats of the trainer before the update and of the engine
+             segment_C   which completion each token belongs to: 0, 1, ...
+             cap         truncated importance sampling: min(pi_old / pi_engine, cap) per token; none: 1
+             mask_ratio  0 for a completion whose geometric mean of pi_old / pi_engine is outside
+                         [1 / mask_ratio, mask_ratio]; none: no completion
+    Returns: w_C, without gradient. It multiplies the whole term, the KL included, under unchanged denominators.
+    The per-token ratio leaves the tokens before it uncorrected, and the cap its tail: less variance for some bias.
+    """
+    gap_C = (old_logp_C - engine_logp_C).detach()
+    weight_C = torch.ones_like(gap_C) if cap is None else gap_C.exp().clamp(max=cap)
+    if mask_ratio is None:
+        return weight_C
+    count_S = segment_C.bincount()
+    sum_S = torch.zeros_like(count_S, dtype=gap_C.dtype).index_add(0, segment_C, gap_C)
+    ratio_S = (sum_S / count_S.clamp(min=1)).exp()
+    return weight_C * ((ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1))[segment_C]
+
+
 def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
     """Per-token estimate of KL(policy, reference) in nats, never negative: e^d - d - 1 with d = ref - logp.
 

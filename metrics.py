@@ -60,16 +60,19 @@ def of_rollout(groups: list[Group], reward_NG: Tensor, parts: dict[str, Tensor],
 class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "mismatch", "packed", "rows")
+    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "packed", "rows", "corrected", "masked",
+             "compared", "mismatch", "engine_kl", "ratio", "ratio_squared")
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max = torch.tensor(0.0)
 
-    def add(self, row: Row, loss: Tensor, old_C: Tensor, f_C: Tensor, k3_C: Tensor | None, first_pass: bool) -> None:
+    def add(self, row: Row, loss: Tensor, before_C: Tensor | None, engine_C: Tensor, f_C: Tensor, k3_C: Tensor | None,
+            first_pass: bool) -> None:
         """One row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted.
 
-        old_C are the log-probs before the update: what the engine's are compared with.
+        before_C  log-probs before the update, where they are known: what the engine's are compared with
+        engine_C  loss.engine_weight
         """
         on_C = row.weight_C > 0
         self.sums["loss"] += loss
@@ -78,25 +81,39 @@ class PassSums:
         if k3_C is not None:
             self.sums["k3"] += k3_C[on_C].sum()
         if first_pass:
-            gap_C = (old_C - row.sampled_logp_C).abs()[on_C]
-            self.sums["mismatch"] += gap_C.sum()
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
             self.sums["rows"] += 1
-            if len(gap_C):
-                self.mismatch_max = torch.maximum(self.mismatch_max.to(gap_C), gap_C.max())
+            self.sums["corrected"] += engine_C[on_C].sum()
+            self.sums["masked"] += (on_C & (engine_C == 0)).sum()
+            if before_C is not None:
+                self.compare((before_C - row.sampled_logp_C)[on_C].double())
+
+    def compare(self, gap_C: Tensor) -> None:
+        """Add log pi_trainer - log pi_engine of tokens that the engine drew."""
+        self.sums["compared"] += len(gap_C)
+        self.sums["mismatch"] += gap_C.abs().sum()
+        self.sums["engine_kl"] += (gap_C.exp() - gap_C - 1).sum()
+        self.sums["ratio"] += gap_C.exp().sum()
+        self.sums["ratio_squared"] += (2 * gap_C).exp().sum()
+        if len(gap_C):
+            self.mismatch_max = torch.maximum(self.mismatch_max.to(gap_C), gap_C.abs().max())
 
     def metrics(self, capacity: int, updates: int) -> dict[str, float]:
         """Collective: every rank calls it once per step, with the number of optimizer steps."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
-        tokens, seen = max(total["tokens"], 1), max(total["seen"], 1)
+        tokens, seen, compared = (max(total[name], 1) for name in ("tokens", "seen", "compared"))
         return {
             "train/loss": total["loss"] / updates,
             "train/tokens": int(total["tokens"]),
             "train/clipped": total["clipped"] / seen,
             "train/kl": total["k3"] / seen,
-            "mismatch/logp_abs_mean": total["mismatch"] / tokens,
+            "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": dist.max_over_ranks(float(self.mismatch_max)),
+            "mismatch/kl": total["engine_kl"] / compared,
+            "mismatch/ess": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-300)),
+            "mismatch/weight_mean": total["corrected"] / tokens,
+            "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
             "pack/density": total["packed"] / max(total["rows"] * capacity, 1),

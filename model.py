@@ -359,13 +359,17 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
+def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:
+    """The decoder that config.json describes, on the meta device: shapes without weights."""
+    with torch.device("meta"):
+        return Decoder(read_shape(folder)).to(dtype)
+
+
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """Raises ConfigError when a tensor is missing, left over or of another shape than config.json says."""
-    shape = read_shape(folder)
-    with torch.device("meta"):
-        model = Decoder(shape)
+    model = empty_model(folder, dtype)
     tensors = read_weights(folder)
-    if shape.tied:
+    if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
     wanted = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
     given = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}

@@ -28,6 +28,11 @@ class Row:
     adv_C: Tensor
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
 
+    @property
+    def segment_C(self) -> Tensor:
+        """Which of the row's sequences each completion token belongs to."""
+        return torch.bucketize(self.predict_C, self.offsets, right=True) - 1
+
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """On `device`, with the floating-point fields in `dtype`."""
         moved = {}

@@ -1,12 +1,24 @@
 """Rollout engines: prompts in, completions out, each with the engine's own log-probs.
 
-`TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA.
+`TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine` is vLLM inside the
+trainer's process. Both start without weights and have the same three methods:
+
+    sync(policy)    take over the policy's weights
+    generate(...)   one completion per prompt
+    sleep()         give up what lies in memory until the next sync
 
 Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vocabulary,  T prompt tokens,
 L length of a slot's cache in tokens,  M new tokens at most.
 """
 
+import importlib
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from time import perf_counter
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -14,8 +26,12 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-from model import BACKENDS, Decoder
+import dist
+from config import ConfigError
+from model import BACKENDS, Decoder, empty_model
 from sample import Sample
+
+VLLM = "0.32.0"  # the version that the tests run; its API changes from one to the next
 
 
 def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
@@ -177,15 +193,21 @@ class TorchEngine:
     draw about once in a million float32 tokens, and never in practice in float64.
     """
 
-    def __init__(self, model: Decoder, eos_ids: frozenset[int], slots: int, attention: str):
-        self.model, self.slots, self.attention = model.requires_grad_(False), slots, attention
-        self.eos = torch.tensor(sorted(eos_ids), device=model.embed_tokens.weight.device)
+    def __init__(self, model: Decoder, device: torch.device, eos_ids: frozenset[int], slots: int, attention: str):
+        self.model, self.device = model.requires_grad_(False), device
+        self.eos_ids, self.slots, self.attention = eos_ids, slots, attention
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:
         """Take over the policy's weights, in this engine's dtype."""
+        if self.model.norm.weight.is_meta:
+            self.model.to_empty(device=self.device)
         for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.copy_(theirs)
+            mine.copy_(dist.full(theirs))
+
+    def sleep(self) -> None:
+        """Give up the weights, to make room for the update. The KV cache lives within `generate` anyway."""
+        self.model.to("meta")
 
     @torch.inference_mode()
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int,
@@ -194,10 +216,13 @@ class TorchEngine:
 
         Several completions of one prompt are that prompt several times, each with a seed of its own.
         top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar of the samples done,
-        with tokens per second; none is shown without it.
+        with tokens per second; none is shown without it. Raises RuntimeError before the first `sync` and after `sleep`.
         """
+        if self.model.norm.weight.is_meta:
+            raise RuntimeError("the engine has no weights; sync it first")
         if not prompts:
             return []
+        eos = torch.tensor(sorted(self.eos_ids), device=self.device)
         count, started, tokens, begun = len(prompts), 0, 0, perf_counter()
         state = Decoding(self.model, min(self.slots, count), prompts, max_new_tokens)
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=progress is None) as bar:
@@ -213,7 +238,7 @@ class TorchEngine:
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink(idle)
                 tokens += len(state.owner_S) - len(idle) + len(slots)
-                state.step(temperature, top_p, self.eos)
+                state.step(temperature, top_p, eos)
                 bar.set_postfix_str(f"{tokens / (perf_counter() - begun):,.0f} tok/s", refresh=False)
 
 
@@ -222,4 +247,156 @@ def uniforms(seed: int, count: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(seed)).random(count)
 
 
-ENGINES = {"torch": TorchEngine}
+class VLLMEngine:
+    """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
+
+    Log-probs are those of the distribution sampled from: at the temperature, and at a top_p below 1 renormalised.
+    A sample is a function of the weights, its prompt and its seed up to rounding, as in TorchEngine; the two draw
+    differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
+    Raises ConfigError when vLLM is missing, of another version, or cannot start with these sizes.
+    """
+
+    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, eos_ids: frozenset[int], slots: int,
+                 max_len: int, tensor_parallel: int = 1, cache_gib: float | None = None):
+        if dist.world_size() % tensor_parallel:
+            raise ConfigError(f"rollout.tensor_parallel={tensor_parallel} must divide {dist.world_size()}, "
+                              "the number of processes")
+        vllm = import_vllm(device)
+        self.params, self.eos_ids, self.tensor_parallel = vllm.SamplingParams, eos_ids, tensor_parallel
+        model = empty_model(folder, dtype)
+        self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
+        cache = int(cache_gib * 2**30) if cache_gib else cache_bytes(model, slots, max_len) // tensor_parallel
+        # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that cannot.
+        whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_len, 8192), "enforce_eager": True}
+        try:
+            with undisturbed(device):
+                self.llm = vllm.LLM(
+                    model=str(folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
+                    dtype=str(dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=slots,
+                    tensor_parallel_size=tensor_parallel, distributed_executor_backend="external_launcher",
+                    kv_cache_memory_bytes=cache, logprobs_mode="processed_logprobs",
+                    # The size of the cache is given, so this share only decides whether vLLM finds enough free
+                    # memory to start beside the trainer.
+                    gpu_memory_utilization=0.01,
+                    **({"enable_sleep_mode": True} if device.type == "cuda" else whole))
+        except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
+            raise ConfigError(f"rollout.engine=vllm cannot start with rollout.slots={slots} and sequences of {max_len} "
+                              f"tokens in {cache / 2**30:.2f} GiB of KV cache (rollout.cache_gib): "
+                              f"{' '.join(str(error).split())[:600]}") from error
+        # Its finalizer would destroy the trainer's process group, at exit or before.
+        self.llm.llm_engine.engine_core._finalizer.detach()
+        self.sleep()
+
+    def sync(self, policy: Decoder) -> None:
+        """Take over the policy's weights in one pass, one full tensor at a time, and forget what was computed before.
+
+        Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
+        """
+        given = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
+        if given != self.expected:
+            name = min(name for name in given.keys() | self.expected.keys()
+                       if given.get(name) != self.expected.get(name))
+            raise ValueError(f"the policy does not fit the engine at {name}: {given.get(name, 'nothing')}, "
+                             f"the engine's is {self.expected.get(name, 'nothing')}")
+        self.llm.wake_up(["weights"])
+        stream = ((name, dist.full(t)) for name, t in policy.named_hf_tensors())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self.llm.wake_up(["kv_cache"])
+        self.asleep = False
+        # The cached prefixes are those of the old weights.
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
+
+    def sleep(self) -> None:
+        """Give up weights and KV cache on CUDA, to make room for the update; the next `sync` brings them back."""
+        self.llm.sleep(level=2)
+        self.asleep = True
+
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int,
+                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
+        """One completion per prompt, in order, as TorchEngine.generate.
+
+        With tensor_parallel above 1 all ranks call it: those that hold one engine sample for each other, in lock-step.
+        """
+        if self.asleep:
+            raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
+        first = dist.rank() % self.tensor_parallel
+        parts = [list(zip(prompts, seeds, strict=True))]
+        if self.tensor_parallel > 1:
+            parts = dist.gather(parts)[dist.rank() - first:][:self.tensor_parallel]
+        wanted = [request for part in parts for request in part]
+        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_new_tokens,
+                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
+                              logprobs=0, flat_logprobs=True) for _, seed in wanted]
+
+        def bar(*items: object, **named: object) -> tqdm:
+            return tqdm(*items, **named | {"desc": progress, "leave": False})
+
+        try:
+            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, _ in wanted], params,
+                                        use_tqdm=bar if progress else False)
+        except Exception as error:  # vLLM's errors have nothing else in common
+            raise RuntimeError(f"vLLM failed while sampling: {error}. What was saved last (checkpoint.every) is "
+                               "whole; go on from it with --resume") from error
+        done = [output.outputs[0] for output in outputs]
+        samples = [Sample(tuple(c.token_ids), tuple(c.logprobs.logprobs), c.finish_reason == "stop") for c in done]
+        start = sum(map(len, parts[:first]))
+        return samples[start:start + len(prompts)]
+
+
+def import_vllm(device: torch.device) -> ModuleType:
+    """The vllm module, readied for this device. Raises ConfigError when it is missing or of another version."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        vllm = importlib.import_module("vllm")
+        vllm.LLM  # noqa: B018 - loaded on first use
+    except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision or torchaudio of another build
+        raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
+                          "install requirements-gpu.txt, or set rollout.engine=torch") from error
+    if vllm.__version__.partition("+")[0] != VLLM:
+        raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM}, the version that is tested, not "
+                          f"{vllm.__version__}; install requirements-gpu.txt, or set rollout.engine=torch")
+    if device.type == "cpu":
+        # It would compile one function for seconds, and pack Linear weights into a format that a reload does not
+        # reach: a tied head would silently stay old. Plain weights are live, as they are on a GPU.
+        torch._dynamo.config.disable = True
+        layers = importlib.import_module("vllm.model_executor.layers.utils")
+        layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
+    return vllm
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states, threads."""
+    environ, set_threads = dict(os.environ), torch.set_num_threads
+    python, array = random.getstate(), np.random.get_state()
+    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
+                       "RANK": str(dist.rank()), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")})
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_num_threads = set_threads
+
+
+def cache_bytes(model: Decoder, slots: int, max_len: int) -> int:
+    """KV cache that holds every slot at full length, in blocks of up to 128 tokens and one block of vLLM's own."""
+    shape, block = model.shape, 128
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.embed_tokens.weight.element_size()
+    return (slots * -(-max_len // block) + 1) * block * token
+
+
+def start_engine(kind: str, folder: Path, dtype: torch.dtype, device: torch.device, backend: str,
+                 eos_ids: frozenset[int], slots: int, max_len: int, tensor_parallel: int = 1,
+                 cache_gib: float | None = None) -> TorchEngine | VLLMEngine:
+    """An engine for the model in `folder` and sequences of at most `max_len` tokens. Raises ConfigError."""
+    if kind == "vllm":
+        return VLLMEngine(folder, dtype, device, eos_ids, slots, max_len, tensor_parallel, cache_gib)
+    return TorchEngine(empty_model(folder, dtype), device, eos_ids, slots, backend)
+
+
+Engine = TorchEngine | VLLMEngine

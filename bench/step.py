@@ -20,6 +20,7 @@ import data
 import dist
 import metrics
 import train
+import update
 from advantage import group_norm
 from prune import COMPLETIONS
 
@@ -32,6 +33,7 @@ def main() -> None:
     tokenizer = data.Tokenizer(source)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
     learner, engine = train.set_up(cfg, source, tokenizer)
+    engine.sync(learner.policy)
     drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
     train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)  # warm up
     shared = metrics.Clock()
@@ -40,21 +42,21 @@ def main() -> None:
         engine.sync(learner.policy)
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
 
-    def update(keep: int) -> dict[str, float]:
+    def updated(keep: int) -> dict[str, float]:
         settings = replace(cfg.prune.completions, keep=keep)
         clock = metrics.Clock()
         pruned = COMPLETIONS[settings.kind](adv_NG, settings)
-        measured = train.update(learner, groups, adv_NG, pruned, 0, clock)
+        measured = update.update(learner, groups, adv_NG, pruned, 0, clock)
         return measured | clock.metrics()
 
-    update(cfg.rollout.group_size)  # warm up
+    updated(cfg.rollout.group_size)  # warm up
     results = []
     print("seconds of the phases that pruning does not change: "
           + "  ".join(f"{name} {s:.3f}" for name, s in shared.seconds.items()))
     print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
           f"{'of unpruned':>12} {'min - max':>15}")
     for keep in (16, 8, 4, 2, 1):
-        pairs = [(update(cfg.rollout.group_size), update(keep)) for _ in range(PAIRS)]
+        pairs = [(updated(cfg.rollout.group_size), updated(keep)) for _ in range(PAIRS)]
         whole, pruned = pairs[0]
         ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
         row = {"keep": keep, "tokens": pruned["pack/tokens"], "share": pruned["pack/tokens"] / whole["pack/tokens"],

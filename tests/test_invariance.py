@@ -15,6 +15,7 @@ import dist
 import metrics
 import runfolder
 import train
+import update
 from advantage import group_norm
 from prune import COMPLETIONS
 
@@ -37,7 +38,8 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    _, engine = train.set_up(cfg, TOY, tokenizer)
+    learner, engine = train.set_up(cfg, TOY, tokenizer)
+    engine.sync(learner.policy)
     drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
     groups, parts = train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)
     adv_NG = group_norm(parts["accuracy"], 1, 1e-4)
@@ -59,12 +61,12 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     """
     learner, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
     pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
-    rows = train.pack_batch(learner, groups, adv_NG, pruned, list(range(len(groups))))
-    old_B = train.score_rows(learner, learner.policy, rows)
-    ref_B = train.score_rows(learner, learner.reference, rows)
+    rows = update.pack_batch(learner, groups, adv_NG, pruned, list(range(len(groups))))
+    old_B = update.score_rows(learner, learner.policy, rows)
+    ref_B = update.score_rows(learner, learner.reference, rows)
     move(learner.policy)
     sums = metrics.PassSums()
-    train.accumulate(learner, rows, old_B, ref_B, sums, first_pass=True)
+    update.accumulate(learner, rows, old_B, ref_B, sums, first_pass=True, unmoved=False)
     dist.sum_gradients(learner.policy)
     measured = sums.metrics(cfg.pack.capacity, updates=1)
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1
@@ -105,7 +107,7 @@ def test_gradient_does_not_depend_on_the_attention_backend(cfg, rolled, monkeypa
     """On the CPU: padded SDPA against block-diagonal attention by an explicit mask, through the whole model."""
     from test_model import attention_by_mask
     padded = gradient(cfg, *rolled)
-    monkeypatch.setitem(train.BACKENDS, "sdpa",
+    monkeypatch.setitem(update.BACKENDS, "sdpa",
                         lambda offsets, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, offsets))
     assert_same(padded, gradient(cfg, *rolled), rtol=1e-10)
 
@@ -130,7 +132,7 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
-            attend = train.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+            attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
             now, old = (model.logits(model(ids, torch.arange(len(ids)), attend)).log_softmax(-1)[first - 1:-1].gather(
                 1, ids[first:, None])[:, 0] for model in (policy, initial.requires_grad_(False)))
             ratio, A = (now - old).exp(), adv_NG[n, g]

@@ -1,5 +1,6 @@
 """The loop against a plain one written out here, and every setting followed to where it acts."""
 
+import itertools
 import json
 from dataclasses import replace
 
@@ -10,12 +11,14 @@ from conftest import TOY, load, make_groups, toy_config
 import data
 import metrics
 import model as decoder
+import pack
 import reward
 import rollout
 import runfolder
 import train
+import update
 from prune import Pruned, keep_largest
-from sample import Prompt, Sample
+from sample import Group, Prompt, Sample
 
 
 def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
@@ -26,8 +29,11 @@ def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
     return logits_TV.log_softmax(-1)[first - 1:-1].gather(1, ids[first:, None])[:, 0]
 
 
-def plain_epoch(model, optimizer, groups, adv_NG, old, ref, batches, max_len) -> dict[str, float]:
-    """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3."""
+def plain_epoch(model, optimizer, groups, adv_NG, old, ref, weight, batches, max_len) -> dict[str, float]:
+    """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3.
+
+    `weight` multiplies every token's whole term.
+    """
     total = dict.fromkeys(("k3", "stopped", "seen", "norm", "loss"), 0.0)
     for members in batches:
         kept = [(n, g) for n, g in old if n in members]
@@ -38,10 +44,10 @@ def plain_epoch(model, optimizer, groups, adv_NG, old, ref, batches, max_len) ->
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.25) * A)
             surrogate = torch.maximum(surrogate, 1.3 * A) if A < 0 else surrogate
             drift = (ref[n, g] - now).exp() - (ref[n, g] - now) - 1
-            ((-surrogate + 0.3 * drift).sum() / (max_len * len(kept))).backward()
+            (weight[n, g] * (-surrogate + 0.3 * drift) / (max_len * len(kept))).sum().backward()
             stopped = (A > 0) & (ratio > 1.25) | (A < 0) & ((ratio < 0.8) | (ratio > 1.3))
             linear = -torch.where(stopped, 0.0, ratio) * A * now + 0.3 * drift
-            total["loss"] += (linear.sum() / (max_len * len(kept))).item()
+            total["loss"] += ((weight[n, g] * linear).sum() / (max_len * len(kept))).item()
             total["k3"] += drift.sum().item()
             total["stopped"] += stopped.sum().item()
             total["seen"] += len(now)
@@ -52,11 +58,31 @@ def plain_epoch(model, optimizer, groups, adv_NG, old, ref, batches, max_len) ->
     return total
 
 
-def test_two_updates_are_those_of_a_plain_loop(tiny, tmp_path):
+def near(groups: list[Group], model, temperature: float) -> list[Group]:
+    """The groups with an engine's log-probs near the model's, completion by completion lower and higher."""
+    generator = torch.Generator().manual_seed(5)
+
+    def moved(n: int, g: int) -> Sample:
+        noise = torch.randn(2, dtype=torch.float64, generator=generator)
+        with torch.no_grad():
+            logp_C = logp_of(model, groups[n], g, temperature)
+        engine_C = logp_C + 0.1 * noise[0] + 0.2 * noise[1] * logp_C.cos()
+        return replace(groups[n].samples[g], logp=tuple(engine_C.tolist()))
+
+    return [replace(group, samples=tuple(moved(n, g) for g in range(len(group.samples))))
+            for n, group in enumerate(groups)]
+
+
+HOW = {"recompute": (), "engine": ("loss.old_logp=engine",), "corrected": ("loss.tis_cap=1.1", "loss.mask_ratio=1.1")}
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     """Two epochs of two mini-batches, twice: right groups, own denominators, old and reference policy kept apart."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3", "loss.per=constant",
                      "loss.dual_clip=1.3", "loss.clip_high=0.25", "optim.lr=0.03", "optim.beta1=0.5",
-                     "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8", "pack.capacity=176")
+                     "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8", "pack.capacity=176",
+                     *HOW[how])
     groups = make_groups([[3, 9, 5, 2], [4, 1, 7, 8], [6, 6, 2, 3], [9, 2, 4, 5]], [5, 3, 9, 1])
     adv_NG = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     pruned = keep_largest(adv_NG, 2, "batch")
@@ -65,12 +91,29 @@ def test_two_updates_are_those_of_a_plain_loop(tiny, tmp_path):
     policy, initial = load(tiny, torch.float64).requires_grad_(True), load(tiny, torch.float64)
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.03, betas=(0.5, 0.7), weight_decay=0.1)
     for step in (0, 1):  # the second step tells the policy before the update from the reference
-        measured = train.update(learner, groups, adv_NG, pruned, step, metrics.Clock())
+        groups = near(groups, policy, 0.8)
+        measured = update.update(learner, groups, adv_NG, pruned, step, metrics.Clock())
         with torch.no_grad():
             old, ref = ({(n, g): logp_of(model, groups[n], g, 0.8) for n, g in pruned.keep_NG.nonzero().tolist()}
                         for model in (policy, initial))
-        epochs = [plain_epoch(policy, optimizer, groups, adv_NG, old, ref, train.minibatches(step, cfg),
-                              cfg.rollout.max_new_tokens) for _ in range(2)]
+        engine = {(n, g): torch.tensor(groups[n].samples[g].logp, dtype=torch.float64) for n, g in old}
+        ratio = {key: (old[key] - engine[key]).exp() for key in old}
+        weight = {key: torch.ones_like(x) for key, x in ratio.items()}
+        if how == "corrected":
+            weight = {key: x.clamp(max=1.1) * (1 / 1.1 <= x.log().mean().exp() <= 1.1) for key, x in ratio.items()}
+            assert any(w.any() for w in weight.values()) and not all(w.all() for w in weight.values())
+        epochs = [plain_epoch(policy, optimizer, groups, adv_NG, engine if how == "engine" else old, ref, weight,
+                              update.minibatches(step, cfg), cfg.rollout.max_new_tokens) for _ in range(2)]
+        unmoved = update.minibatches(step, cfg)[0]  # without an extra pass later ones meet a policy that has moved
+        compared = [key for key in old if how != "engine" or key[0] in unmoved]
+        ratio_C = torch.cat([ratio[key] for key in compared])
+        assert {key: measured[f"mismatch/{key}"] for key in ("logp_abs_mean", "logp_abs_max", "kl", "ess")} == (
+            pytest.approx({"logp_abs_mean": ratio_C.log().abs().mean().item(), "kl": (
+                ratio_C - 1 - ratio_C.log()).mean().item(), "logp_abs_max": ratio_C.log().abs().max().item(),
+                "ess": (ratio_C.sum() ** 2 / ratio_C.square().sum() / len(ratio_C)).item()}))
+        weight_C = torch.cat(list(weight.values()))
+        assert measured["mismatch/weight_mean"] == pytest.approx(weight_C.mean().item())
+        assert measured["mismatch/masked"] == pytest.approx((weight_C == 0).double().mean().item())
         total = {key: sum(epoch[key] for epoch in epochs) for key in epochs[0]}
         for (name, p), q in zip(policy.named_parameters(), learner.policy.parameters(), strict=True):
             torch.testing.assert_close(q, p, rtol=0, atol=1e-8, msg=name)
@@ -128,6 +171,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
         return [Sample(ids, (-1.0,) * len(ids), True) for ids in tokenizer.encode(texts)]
 
     monkeypatch.setattr(rollout.TorchEngine, "generate", spy)
+    monkeypatch.setattr(train.preflight, "run", lambda learner, engine, *rest: engine.sync(learner.policy) or [])
     train.train(cfg)
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
@@ -152,7 +196,7 @@ def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks and learner.reference is not learner.policy
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
-    row, = train.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), [0])
+    row, = update.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), [0])
     logp_C = learner.log_probs(learner.policy, row)
     assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
     exact_C = replace(learner, dtype=torch.float32).log_probs(learner.policy, row)
@@ -166,14 +210,14 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
         learner.policy.norm.weight[0] = float("nan")
     one_NG = torch.ones(1, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="non-finite"):
-        train.update(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), 0, metrics.Clock())
+        update.update(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), 0, metrics.Clock())
 
 
 def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
     learner, _ = train.set_up(cfg, tiny, data.Tokenizer(tiny))
     flat_NG = torch.zeros(1, 2, dtype=torch.float64)
-    train.update(learner, make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"), 0, metrics.Clock())
+    update.update(learner, make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"), 0, metrics.Clock())
     for (name, p), q in zip(load(tiny, torch.float64).named_parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(p, q), name
 
@@ -181,3 +225,53 @@ def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
 def test_due_on_the_way_and_after_the_last_step():
     assert [step for step in range(1, 8) if train.due(3, step, 7)] == [3, 6, 7]
     assert [step for step in range(1, 8) if train.due(0, step, 7)] == [7]
+
+
+def every_completion(length: int, seed: int) -> tuple[decoder.Decoder, pack.Row]:
+    """A model of 6 tokens and a row of all its completions of this length, with random advantages."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = replace(decoder.read_shape(TOY), vocab_size=6, layers=1, hidden_size=32, heads=1, kv_heads=1)
+    model = decoder.Decoder(shape).double()
+    for p in model.parameters():
+        if p.ndim > 1:
+            torch.nn.init.normal_(p, std=0.4, generator=generator)
+    completions = list(itertools.product(range(6), repeat=length))
+    groups = [Group(Prompt(str(ids), (3,), ""), (Sample(ids, (0.0,) * length, True),)) for ids in completions]
+    adv_N1 = torch.randn(len(groups), 1, dtype=torch.float64, generator=generator)
+    return model, pack.build(groups, adv_N1, adv_N1, [(n, 0) for n in range(len(groups))])
+
+
+@pytest.mark.parametrize("length", [1, 2])
+@pytest.mark.parametrize("seed", range(3))
+def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_one(length, seed, tmp_path):
+    """By enumeration: all completions of one or two tokens, each with the probability that a policy one update behind
+    gives it. For one token the corrected gradient is the true one; for two the first token's part of the second's
+    weight is left out. The cap cuts half of the largest ratio.
+    """
+    model, row = every_completion(length, seed)
+
+    def log_probs() -> torch.Tensor:
+        hidden_TD = model(row.ids_T, row.position_T, decoder.sdpa_padded(row.offsets, row.max_len))
+        return model.log_probs(hidden_TD[row.predict_C], row.target_C, 1.0, 4096)
+
+    def gradient(engine_C: torch.Tensor, *how: str) -> torch.Tensor:
+        """The mean over the engine's distribution of the gradient by the training loop's loss."""
+        chance_C = engine_C.view(-1, length).sum(dim=1).exp().repeat_interleave(length)
+        model.zero_grad()
+        logp_C = log_probs()
+        update.row_loss(logp_C, logp_C.detach(), None, replace(row, weight_C=chance_C, sampled_logp_C=engine_C),
+                       toy_config(tmp_path / "run", *how))[0].backward()
+        return torch.cat([p.grad.flatten() for p in model.parameters()])
+
+    stale_C = log_probs().detach()
+    drift = gradient(stale_C)
+    with torch.no_grad():
+        for p, part in zip(model.parameters(), drift.split([p.numel() for p in model.parameters()]), strict=True):
+            p -= 0.1 / drift.norm() * part.view_as(p)
+    fresh_C = log_probs().detach()
+    largest = (fresh_C - stale_C).exp().max().item()
+    true = gradient(fresh_C)
+    without, whole, capped = ((gradient(stale_C, f"loss.tis_cap={cap}") - true).norm()
+                              for cap in ("null", 2 * largest, largest / 2))
+    assert largest > 1.1 and whole < without and capped < without
+    assert length > 1 or whole < 1e-10 < capped

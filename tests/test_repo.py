@@ -25,13 +25,15 @@ IMPORTS = {
     "pack": {"sample"},
     "model": {"config"},
     "data": {"config", "dist", "reward", "sample"},
-    "rollout": {"model", "sample"},
+    "rollout": {"config", "dist", "model", "sample"},
+    "update": {"config", "dist", "loss", "metrics", "model", "pack", "prune", "sample"},
+    "preflight": {"config", "data", "dist", "model", "pack", "reward", "rollout", "sample", "update"},
     "metrics": {"dist", "pack", "prune", "sample"},
     "checkpoint": {"config", "dist"},
     "runfolder": {"config"},
     "eval": {"config", "data", "dist", "model", "reward", "rollout", "sample"},
-    "train": {"advantage", "checkpoint", "config", "data", "dist", "eval", "loss", "metrics", "model", "pack", "prune",
-              "reward", "rollout", "runfolder", "sample"},
+    "train": {"advantage", "checkpoint", "config", "data", "dist", "eval", "metrics", "model", "preflight", "prune",
+              "reward", "rollout", "runfolder", "sample", "update"},
 }
 
 
@@ -68,7 +70,8 @@ def test_messages_name_only_real_settings():
     known = set(leaves(config.Config))
     sections = {key.split(".")[0] for key in known if "." in key}
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
-    attributes = {"model.BACKENDS", "reward.COMPONENTS", "loss.token_weight"} | {path.name for path in FILES.values()}
+    attributes = {"model.BACKENDS", "reward.COMPONENTS", "loss.token_weight", "loss.engine_weight",
+                  *(path.name for path in FILES.values())}
     texts = [node.value for path in FILES.values() for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     texts.append((ROOT / "README.md").read_text())

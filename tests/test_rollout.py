@@ -16,7 +16,7 @@ from sample import Group, Prompt
 
 
 def engine(folder, slots=5, dtype=torch.float32, eos=None) -> TorchEngine:
-    return TorchEngine(load(folder, dtype), eos or data.Tokenizer(folder).eos_ids, slots, "sdpa")
+    return TorchEngine(load(folder, dtype), torch.device("cpu"), eos or data.Tokenizer(folder).eos_ids, slots, "sdpa")
 
 
 def prompts(lengths=(7, 3, 1, 12, 7, 5, 2, 9)) -> list[tuple[int, ...]]:

@@ -17,6 +17,7 @@ import config
 import dist
 import runfolder
 import train
+import update
 from config import ConfigError
 
 
@@ -40,12 +41,12 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
     more = ["steps=4", "checkpoint.every=2", "optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2", "eval.every=1"]
     whole = train.train(toy_config(tmp_path / "whole", *more))
     cfg = toy_config(tmp_path / "cut", *more)
-    update = train.update
+    true_update = train.update
 
     def dying(learner, groups, adv_NG, pruned, step, clock):
         if step == 3:
             raise Killed
-        return update(learner, groups, adv_NG, pruned, step, clock)
+        return true_update(learner, groups, adv_NG, pruned, step, clock)
 
     monkeypatch.setattr(train, "update", dying)
     with pytest.raises(Killed):
@@ -120,10 +121,10 @@ def test_the_run_folder_tells_what_ran(tmp_path):
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=10", "optim.lr=1", "optim.warmup_steps=4")
-    assert [train.learning_rate(step, cfg) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
+    assert [update.learning_rate(step, cfg) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
     cosine = change(cfg, optim={"schedule": "cosine"})
     expected = [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
-    assert [train.learning_rate(step, cosine) for step in range(10)] == pytest.approx(expected)
+    assert [update.learning_rate(step, cosine) for step in range(10)] == pytest.approx(expected)
 
 
 def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
@@ -139,11 +140,11 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
 
 def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
     cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=12", "update.minibatches=4")
-    splits = [train.minibatches(step, cfg) for step in range(5)]
+    splits = [update.minibatches(step, cfg) for step in range(5)]
     assert all(sorted(n for part in split for n in part) == list(range(12)) for split in splits)
     assert all([len(part) for part in split] == [3] * 4 for split in splits)
     assert len({str(split) for split in splits}) == 5
-    assert train.minibatches(0, cfg) != train.minibatches(0, replace(cfg, seed=1))
+    assert update.minibatches(0, cfg) != update.minibatches(0, replace(cfg, seed=1))
 
 
 def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():
@@ -156,7 +157,7 @@ def test_an_exported_policy_is_the_policy_in_transformers(tmp_path):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
     ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
-    attend = train.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+    attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
     with torch.no_grad():
         ours = policy.logits(policy(ids, torch.arange(len(ids)), attend))
         torch.testing.assert_close(ours, theirs(ids[None]).logits[0], rtol=0, atol=1e-4)

@@ -1,0 +1,135 @@
+"""The update on one rollout: token weights and rows made once, then epochs of mini-batches, forward, backward, step.
+
+Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row,
+B rows of one mini-batch on this rank.
+"""
+
+import contextlib
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+import dist
+import metrics
+from config import Config
+from loss import clip, engine_weight, k3, token_weight
+from model import BACKENDS, Decoder
+from pack import Row, pack
+from prune import Pruned
+from sample import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What an update works with: the model in training and how packed rows pass through it."""
+
+    cfg: Config
+    device: torch.device
+    dtype: torch.dtype          # of the computation; the weights are float32 (float64 where that is asked for)
+    backend: str                # a key of model.BACKENDS
+    policy: Decoder
+    reference: Decoder | None   # frozen copy of the initial policy, where the loss has a KL
+    optimizer: torch.optim.Optimizer
+
+    def log_probs(self, model: Decoder, row: Row) -> Tensor:
+        """[C] log-probs in nats of the row's completion tokens."""
+        half = self.dtype == torch.bfloat16
+        with torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext():
+            hidden_TD = model(row.ids_T, row.position_T, BACKENDS[self.backend](row.offsets, row.max_len))
+            return model.log_probs(hidden_TD[row.predict_C], row.target_C,
+                                   self.cfg.rollout.temperature, self.cfg.model.logp_chunk)
+
+
+def update(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
+           clock: metrics.Clock) -> dict[str, float]:
+    """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch."""
+    cfg, policy, optimizer = learner.cfg, learner.policy, learner.optimizer
+    with clock.phase("pack"):
+        batches = [pack_batch(learner, groups, adv_NG, pruned, members) for members in minibatches(step, cfg)]
+    with clock.phase("score"):
+        ref = [score_rows(learner, learner.reference, rows) for rows in batches]
+        # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
+        extra = len(batches) > 1 and cfg.loss.old_logp == "recompute"
+        before = [score_rows(learner, policy if extra else None, rows) for rows in batches]
+    sums, norms = metrics.PassSums(), []
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate(step, cfg)
+    with clock.phase("update"):
+        for epoch in range(cfg.update.epochs):
+            for rows, before_B, ref_B in zip(batches, before, ref, strict=True):
+                accumulate(learner, rows, before_B, ref_B, sums, first_pass=epoch == 0, unmoved=not norms)
+                dist.sum_gradients(policy)
+                norms.append(torch.nn.utils.clip_grad_norm_(
+                    policy.parameters(), cfg.optim.clip_norm, error_if_nonfinite=True))
+                optimizer.step()
+                optimizer.zero_grad()
+    return sums.metrics(cfg.pack.capacity, len(norms)) | {
+        "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": optimizer.param_groups[0]["lr"]}
+
+
+@torch.no_grad()
+def score_rows(learner: Learner, model: Decoder | None, rows: list[Row]) -> list[Tensor | None]:
+    """Log-probs of the rows under a model, without gradient; nothing for no model."""
+    return [None if model is None else learner.log_probs(model, row) for row in rows]
+
+
+def accumulate(learner: Learner, rows: list[Row], before_B: list[Tensor | None], ref_B: list[Tensor | None],
+               sums: metrics.PassSums, first_pass: bool, unmoved: bool) -> None:
+    """Add the gradient of this rank's rows to the policy's.
+
+    While the policy is unmoved since the rollout, this pass gives the log-probs before the update to rows without.
+    """
+    for i, row in enumerate(rows):
+        logp_C = learner.log_probs(learner.policy, row)
+        if before_B[i] is None and unmoved:
+            before_B[i] = logp_C.detach()
+        loss, *parts = row_loss(logp_C, before_B[i], ref_B[i], row, learner.cfg)
+        loss.backward()
+        sums.add(row, loss.detach(), before_B[i], *parts, first_pass)
+
+
+def row_loss(logp_C: Tensor, before_C: Tensor | None, ref_C: Tensor | None, row: Row, cfg: Config,
+             ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """The row's part of the loss: -w f A logp, plus w beta k3. Also returns, for the metrics, the engine's part of w,
+    f, and k3 (or none)."""
+    old_C = row.sampled_logp_C if cfg.loss.old_logp == "engine" else before_C
+    engine_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, cfg.loss.tis_cap, cfg.loss.mask_ratio)
+    f_C = clip(logp_C, old_C, row.adv_C, cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)
+    weight_C = row.weight_C * engine_C
+    loss = -(weight_C * f_C * row.adv_C * logp_C).sum()
+    if ref_C is None:
+        return loss, engine_C, f_C, None
+    k3_C = k3(logp_C, ref_C)
+    return loss + cfg.loss.kl * (weight_C * k3_C).sum(), engine_C, f_C, k3_C.detach()
+
+
+def minibatches(step: int, cfg: Config) -> list[list[int]]:
+    """Which groups each optimizer step of an epoch trains on: a seeded split, the same in every epoch."""
+    N, parts = cfg.rollout.prompts_per_step, cfg.update.minibatches
+    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(dist.seed_for(cfg.seed, step, "minibatch")))
+    return [sorted(part.tolist()) for part in shuffled.chunk(parts)]
+
+
+def pack_batch(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
+    """This rank's rows of one mini-batch, on the device. The weights' denominator is the mini-batch's own."""
+    cfg = learner.cfg
+    adv_NG, part = adv_NG[members], Pruned(pruned.keep_NG[members], pruned.weight_NG[members])
+    chosen = [groups[n] for n in members]
+    len_NG = torch.tensor([[len(s.ids) for s in group.samples] for group in chosen])
+    weight_NG = token_weight(len_NG, part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
+    dtype = learner.policy.embed_tokens.weight.dtype
+    rows = pack(chosen, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, dist.rank(), dist.world_size())
+    return [row.to(learner.device, dtype) for row in rows]
+
+
+def learning_rate(step: int, cfg: Config) -> float:
+    """A pure function of the step: linear warm-up, then constant or a cosine to 0."""
+    opt = cfg.optim
+    if step < opt.warmup_steps:
+        return opt.lr * (step + 1) / opt.warmup_steps
+    if opt.schedule == "constant":
+        return opt.lr
+    done = (step - opt.warmup_steps) / max(1, cfg.steps - opt.warmup_steps)
+    return opt.lr * (1 + math.cos(math.pi * done)) / 2
