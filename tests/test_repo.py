@@ -127,7 +127,7 @@ def test_the_readmes_commands_exist():
             sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
             config.load(words[words.index("--config") + 1], sets)
     ci = (ROOT / ".ci" / "run").read_text()
-    assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow"))
+    assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm"))
 
 
 def test_the_readmes_files_exist_and_all_files_are_in_it():

@@ -1,0 +1,38 @@
+"""Models of known shapes with random weights, for the benches: nothing is downloaded and no weights are written."""
+
+import json
+from pathlib import Path
+
+import torch
+
+from model import Decoder, empty_model
+
+QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
+        "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "eos_token_id": 2}
+SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
+    "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
+    "30M": (512, 1408, 6, 8, 2, 16_384),
+    "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
+    "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
+}
+
+
+def write_config(shape: str, folder: Path) -> Path:
+    """A model folder that holds config.json alone."""
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
+            "vocab_size")
+    (folder / "config.json").write_text(json.dumps(QWEN | dict(zip(keys, SHAPES[shape], strict=True))))
+    return folder
+
+
+@torch.no_grad()
+def random_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
+    model = empty_model(folder, dtype).to_empty(device=device)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, p in model.named_parameters():
+        if p.ndim > 1:
+            p.normal_(std=0.02, generator=generator)
+        else:
+            p.fill_(0.0 if name.endswith("bias") else 1.0)
+    return model

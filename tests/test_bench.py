@@ -1,0 +1,24 @@
+"""The benches run: on this machine with tiny models, where their figures mean nothing."""
+
+import json
+import subprocess
+import sys
+
+from conftest import ROOT
+
+
+def lines(*command: str) -> list[str]:
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()
+
+
+def test_the_gpu_bench_runs_every_part_and_says_when_there_is_no_device():
+    printed = lines("bench/gpu.py", "--shapes", "1M")
+    result, = json.loads(printed[-1])["results"]
+    assert [row["backend"] for row in result["attention"]][0] == "sdpa"
+    assert result["rollout"][0]["rate"] > 0
+    keeps = {(row["capacity"], row["keep"], row["recompute"]): row["tokens"] for row in result["update"]}
+    assert keeps[256, 16, False] == keeps[1024, 16, False] == keeps[1024, 16, True] > 2 * keeps[1024, 4, False]
+    assert all(row["flop_s"] > 0 for row in result["update"])
+    assert ("NO CUDA DEVICE" in printed[0]) == (json.loads(printed[-1])["device"] == "CPU")

@@ -1,0 +1,206 @@
+"""Engine truth for the real vLLM on the CPU. One engine per process: `make test-vllm` runs this file once per model.
+
+After a sync everything is that of our own forward of the new weights, and where vLLM would keep something old it shows.
+"""
+
+import os
+import random
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from conftest import load, make_groups, write_tiny
+from test_rollout import trainer_logp
+
+import data
+import dist
+from model import empty_model, sdpa_padded
+from rollout import VLLMEngine
+
+pytestmark = pytest.mark.vllm
+
+LLAMA3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+          "original_max_position_embeddings": 64}
+MODELS = {
+    "qwen2": {},
+    "qwen2-untied": {"tie_word_embeddings": False},
+    "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
+    "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3},
+}
+SIZE = {"std": 0.15, "hidden_size": 128, "head_dim": 32}  # vLLM's CPU attention has no narrower heads
+MAX_LEN = 256
+
+
+def states() -> tuple:
+    """What an engine in the trainer's process must leave alone."""
+    return (dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
+            torch.get_num_threads(), torch.set_num_threads)
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory, request):
+    return write_tiny(tmp_path_factory.mktemp("model"), **SIZE, **MODELS[request.config.getoption("--vllm-model")])
+
+
+@pytest.fixture(scope="session")
+def started(folder):
+    """The engine, and the states before and after it started."""
+    empty_model(folder, torch.float32)  # torch itself sets a variable when it first meets the meta device
+    before = states()
+    engine = VLLMEngine(folder, torch.float32, torch.device("cpu"), data.Tokenizer(folder).eos_ids, 6, MAX_LEN)
+    return engine, before, states()
+
+
+@pytest.fixture
+def engine(started):
+    return started[0]
+
+
+@pytest.fixture
+def policy(folder, tmp_path, request):
+    """New weights for every test."""
+    changes = MODELS[request.config.getoption("--vllm-model")]
+    return load(write_tiny(tmp_path / "policy", seed=zlib.crc32(request.node.name.encode()), **SIZE, **changes))
+
+
+def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:
+    """Two are longer than a block of the prefix cache (128 tokens on the CPU)."""
+    return [g.prompt.ids for g in make_groups([[1]] * len(lengths), list(lengths))]
+
+
+def largest_gap(engine, policy, temperature: float) -> float:
+    """max |engine's log-prob - that of our packed forward| over the samples of all prompts."""
+    samples = engine.generate(prompts(), list(range(8)), 20, temperature)
+    return max(float((torch.tensor(s.logp) - trainer_logp(policy, p, s, temperature)).abs().max())
+               for p, s in zip(prompts(), samples, strict=True))
+
+
+def assert_greedy(engine, policy) -> None:
+    """Every token is the largest logit of a full forward of what stands before it."""
+    for prompt, sample in zip(prompts(), engine.generate(prompts(), [0] * 8, 20, 0.0), strict=True):
+        ids = torch.tensor(prompt + sample.ids)
+        with torch.no_grad():
+            hidden_TD = policy(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+        assert policy.logits(hidden_TD[len(prompt) - 1:-1]).argmax(dim=-1).tolist() == list(sample.ids)
+
+
+def test_without_weights_it_refuses_to_sample(started):
+    started[0].sleep()
+    with pytest.raises(RuntimeError, match="no weights; sync"):
+        started[0].generate(prompts(), [0] * 8, 5, 1.0)
+
+
+def test_the_trainers_process_is_left_as_it_was(started):
+    _, before, after = started
+    assert before == after
+    assert dist.world_size() == 1 and dist.gather([1]) == [1]
+
+
+def test_after_a_sync_it_is_our_forward_of_the_new_weights(engine, policy):
+    for change in (1.0, 0.9):  # a second sync over the first
+        with torch.no_grad():
+            for p in policy.parameters():
+                p *= change
+        engine.sync(policy)
+        assert_greedy(engine, policy)
+        for temperature in (1.0, 0.7):
+            assert largest_gap(engine, policy, temperature) < 1e-4
+
+
+def test_a_prefix_of_the_old_weights_would_be_seen(engine, policy, monkeypatch):
+    engine.sync(policy)
+    assert largest_gap(engine, policy, 1.0) < 1e-4
+    with torch.no_grad():
+        policy.layers[0].self_attn.v_proj.weight *= -1
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
+        engine.sync(policy)
+    assert largest_gap(engine, policy, 1.0) > 0.1
+    engine.sync(policy)
+    assert largest_gap(engine, policy, 1.0) < 1e-4
+
+
+def test_every_single_tensor_arrives(engine, policy):
+    """The head too, tied or not."""
+    for name, p in policy.named_parameters():
+        with torch.no_grad():
+            p *= 0.5
+        stale = largest_gap(engine, policy, 1.0) if name in ("embed_tokens.weight", "lm_head.weight") else 1.0
+        engine.sync(policy)
+        assert largest_gap(engine, policy, 1.0) < 1e-4 < stale, name
+
+
+def test_a_wrong_tensor_never_reaches_it(engine, policy):
+    engine.sync(policy)
+    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
+    whole = policy.norm.weight
+    policy.norm.weight = torch.nn.Parameter(torch.ones(7))
+    with pytest.raises(ValueError, match=r"model.norm.weight: \(7,\), the engine's is \(128,\)"):
+        engine.sync(policy)
+    del policy.norm.weight
+    with pytest.raises(ValueError, match=r"model.norm.weight: nothing, the engine's is \(128,\)"):
+        engine.sync(policy)
+    policy.norm.weight, policy.norm.other = whole, torch.nn.Parameter(torch.ones(3))
+    with pytest.raises(ValueError, match=r"model.norm.other: \(3,\), the engine's is nothing"):
+        engine.sync(policy)
+    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+
+
+def test_weights_are_copied_and_may_have_another_dtype(engine, policy):
+    engine.sync(policy.double())
+    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
+    with torch.no_grad():
+        policy.norm.weight.zero_()
+    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+
+
+def test_sleep_and_sync_bring_it_back(engine, policy):
+    engine.sync(policy)
+    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
+    engine.sleep()
+    engine.sync(policy)
+    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+
+
+def test_a_sample_depends_on_its_seed_alone(engine, policy):
+    engine.sync(policy)
+    seeds = [dist.seed_for(0, i) for i in range(8)]
+    whole = [s.ids for s in engine.generate(prompts(), seeds, 20, 1.0)]
+    assert [s.ids for s in engine.generate(prompts()[::-1], seeds[::-1], 20, 1.0)[::-1]] == whole
+    assert [s.ids for i in range(8) for s in engine.generate([prompts()[i]], [seeds[i]], 20, 1.0)] == whole
+    same = engine.generate([prompts()[0]] * 16, [dist.seed_for(1, i) for i in range(16)], 20, 1.0)
+    assert len({s.ids for s in same}) == 16
+
+
+def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, monkeypatch):
+    engine.sync(policy)
+    ends = frozenset(range(3, 60))
+    monkeypatch.setattr(engine, "eos_ids", ends)
+    samples = engine.generate(prompts() * 4, list(range(32)), 15, 1.0)
+    assert {s.finished for s in samples} == {True, False}
+    assert len({s.ids[-1] for s in samples if s.finished}) > 3
+    for sample in samples:
+        assert sample.finished == (sample.ids[-1] in ends)
+        assert not ends & set(sample.ids[:-1])
+        assert sample.finished or len(sample.ids) == 15
+
+
+def test_greedy_and_top_p_follow_their_definition(engine, policy):
+    """At top_p the tokens stay within the nucleus, and the log-probs are renormalised over it."""
+    engine.sync(policy)
+    samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=0.5)
+    ids = torch.tensor(prompts()[0])
+    with torch.no_grad():
+        hidden_TD = policy(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+        prob_V = policy.logits(hidden_TD[-1]).double().softmax(dim=-1)
+    sorted_V, place_V = prob_V.sort(descending=True)
+    kept = int((sorted_V.cumsum(0) < 0.5).sum()) + 1
+    assert {s.ids[0] for s in samples} <= set(place_V[:kept].tolist())
+    for s in samples:
+        assert s.logp[0] == pytest.approx((prob_V[s.ids[0]] / sorted_V[:kept].sum()).log().item(), abs=1e-4)
+
+
+def test_nothing_to_do_is_nothing_done(engine, policy):
+    engine.sync(policy)
+    assert engine.generate([], [], 5, 1.0) == []

@@ -1,0 +1,144 @@
+"""Whole runs with the real vLLM, each in a process of its own: training, ranks, faults, resuming. `make test-vllm`."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, write_tiny
+
+import runfolder
+
+pytestmark = pytest.mark.vllm
+
+TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+
+
+def run(*command: str | Path) -> subprocess.CompletedProcess:
+    env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
+    return subprocess.run([str(c) for c in command], cwd=ROOT, env=env, capture_output=True, text=True)
+
+
+def toy(*settings: str) -> list[str]:
+    return ["--config", "cppo_toy.yaml", *(word for s in ("rollout.engine=vllm", *settings) for word in ("--set", s))]
+
+
+def after(patch: str, *settings: str) -> list[str]:
+    """train.py, after a patch of the code."""
+    code = f"import sys, rollout, train\n{patch}\nsys.exit(train.main())"
+    return [sys.executable, "-c", code, *toy(*settings)]
+
+
+def steps_of(folder: Path) -> list[dict]:
+    """What was logged for each step, without the times."""
+    return [{key: value for key, value in line.items() if not key.startswith("time/")}
+            for line in runfolder.read(folder / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["1 rank", "2 ranks"])
+def test_the_toy_learns(launcher, tmp_path):
+    done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}"))
+    assert done.returncode == 0, done.stderr
+    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    before, learnt = (line for line in lines if "eval/test/accuracy" in line)
+    assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
+    assert len(steps_of(tmp_path / "run")) == 40
+    for line in steps_of(tmp_path / "run"):
+        assert 0 < line["mismatch/logp_abs_mean"] < 1e-4 and line["mismatch/logp_abs_max"] < 1e-3
+        assert line["mismatch/kl"] < 1e-6 and line["mismatch/ess"] > 0.999
+    print(json.dumps({key: learnt[f"eval/test/{key}"] for key in ("accuracy", "low", "high")}))
+
+
+@pytest.mark.parametrize("kind", ["tied", "untied"])
+def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tmp_path):
+    """Policies under FSDP2. The same samples from one engine per rank as from one engine over both."""
+    size = {"std": 0.15, "hidden_size": 128, "tie_word_embeddings": kind == "tied"}
+    folders = [write_tiny(tmp_path / str(seed), seed=seed, **size) for seed in (1, 2)]
+    alone, together = ([json.loads(done.stdout.splitlines()[-1]) for done in [run(
+        *TORCHRUN, "tests/vllm_ranks.py", *folders, ranks)]][0] for ranks in (1, 2))
+    assert max(rank["gap"] for rank in alone + together) < 1e-4
+    assert [rank["tokens"] for rank in alone] == [rank["tokens"] for rank in together]
+
+
+def test_the_preflight_sees_a_head_that_stays_old(tmp_path):
+    """vLLM's CPU build as it is shipped packs the tied head once and for all."""
+    checks = run(*after("""
+import_vllm = rollout.import_vllm
+def as_shipped(device):
+    import vllm.model_executor.layers.utils as layers
+    packed = layers.dispatch_cpu_unquantized_gemm
+    vllm = import_vllm(device)
+    layers.dispatch_cpu_unquantized_gemm = packed
+    return vllm
+rollout.import_vllm = as_shipped
+"""), "--check")
+    assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
+    right = run(sys.executable, "train.py", *toy(), "--check")
+    assert right.returncode == 0 and "FAIL" not in right.stdout, right.stdout + right.stderr
+
+
+LATE = """
+import copy
+sync = rollout.VLLMEngine.sync
+def late(self, policy):
+    sync(self, getattr(self, "last", policy))
+    self.last = copy.deepcopy(policy)
+rollout.VLLMEngine.sync = late
+"""
+
+
+def test_preflight_and_metric_see_an_engine_one_update_behind_and_the_correction_weighs(tmp_path):
+    """It has the weights of the sync before. For the metric the preflight, which would stop the run, is off."""
+    checks = run(*after(LATE), "--check")
+    assert checks.returncode == 2 and "FAIL  engine's log-probs" in checks.stdout, checks.stdout + checks.stderr
+    done = run(*after(LATE + """
+train.preflight.run = lambda learner, engine, *rest: engine.sync(learner.policy) or []
+""", f"out={tmp_path / 'run'}", "steps=3", "optim.warmup_steps=0", "loss.tis_cap=1.05", "loss.mask_ratio=1.02"))
+    assert done.returncode == 0, done.stderr
+    first, second, third = steps_of(tmp_path / "run")
+    assert first["mismatch/logp_abs_mean"] < 1e-5 and first["mismatch/weight_mean"] == pytest.approx(1, abs=1e-4)
+    for line in (second, third):
+        assert line["mismatch/logp_abs_mean"] > 1e-3 and line["mismatch/ess"] < 0.999 and line["mismatch/kl"] > 1e-5
+        assert 0 < line["mismatch/masked"] < 1 and line["mismatch/weight_mean"] < 1
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_step_leaves_a_run_to_resume(tmp_path):
+    settings = ["steps=4", "checkpoint.every=2", "rollout.prompts_per_step=4"]
+    whole = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'whole'}"))
+    assert whole.returncode == 0, whole.stderr
+    done = run(*after("""
+generate, calls = rollout.VLLMEngine.generate, []
+def failing(self, *arguments, **named):
+    calls.append(self)
+    if len(calls) == 7:  # two of the preflight, one evaluation, then the fourth step
+        self.llm.llm_engine.step = lambda: 1 / 0
+    return generate(self, *arguments, **named)
+rollout.VLLMEngine.generate = failing
+""", f"out={tmp_path / 'cut'}", *settings))
+    assert done.returncode == 1
+    assert "vLLM failed while sampling: division by zero" in done.stderr and "--resume" in done.stderr
+    assert len(steps_of(tmp_path / "cut")) == 3
+    resumed = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'cut'}"), "--resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert steps_of(tmp_path / "cut") == steps_of(tmp_path / "whole")
+
+
+def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):
+    done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.cache_gib=0.0001"))
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: rollout.engine=vllm cannot start") and "change rollout.cache_gib" in error
+    assert not (tmp_path / "run").exists()
+
+
+def test_evaluation_by_vllm_is_that_of_the_embedded_engine(tmp_path):
+    scores = []
+    for engine in ("torch", "vllm"):
+        out = tmp_path / f"{engine}.json"
+        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl",
+                   "--max-new-tokens", "64", "--engine", engine, "--out", out)
+        assert done.returncode == 0, done.stderr
+        scores.append(json.loads(out.read_text())["results"]["test"])
+    assert scores[0] == scores[1]

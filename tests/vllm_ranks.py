@@ -1,0 +1,54 @@
+"""Run by test_vllm_train.py under torchrun: a policy sharded by FSDP2 into one engine per rank, or one over both.
+
+    torchrun --nproc_per_node 2 tests/vllm_ranks.py MODEL OTHER_MODEL TENSOR_PARALLEL
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+from torch.distributed.fsdp import fully_shard
+
+sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from conftest import load, make_groups
+from test_rollout import trainer_logp
+
+import dist
+from rollout import VLLMEngine
+
+
+def main() -> None:
+    device = dist.init("cpu")
+    born, other, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
+    engine = VLLMEngine(born, torch.float32, device, frozenset({2}), 4, 256, tensor_parallel=ranks)
+    policy, plain = load(other), load(other)
+    for block in policy.layers:
+        fully_shard(block)
+    fully_shard(policy)
+    gaps, tokens = [], []
+    for _ in range(2):  # again after the sharded weights have changed
+        engine.sleep()
+        engine.sync(policy)
+        # Each rank has its own prompts and its own number of them.
+        prompts = [g.prompt.ids for g in make_groups([[1]] * 3, [150, 4, 9], seed=dist.rank())]
+        prompts = prompts[dist.rank():]
+        samples = engine.generate(prompts, [10 * dist.rank() + i for i in range(len(prompts))], 12, 0.7)
+        gaps += [float((torch.tensor(s.logp) - trainer_logp(plain, p, s, 0.7)).abs().max())
+                 for p, s in zip(prompts, samples, strict=True)]
+        tokens += [s.ids for s in samples]
+        with torch.no_grad():
+            for p, q in zip(policy.parameters(), plain.parameters(), strict=True):
+                p.mul_(0.9)
+                q.mul_(0.9)
+    found = dist.gather([{"gap": max(gaps), "tokens": tokens}])
+    assert dist.sum_over_ranks({"one": 1.0})["one"] == dist.world_size()  # the trainer's group still works
+    if dist.rank() == 0:
+        print(json.dumps(found))
+    dist.close()
+
+
+if __name__ == "__main__":
+    main()
