@@ -11,14 +11,12 @@ Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vo
 L length of a slot's cache in tokens,  M new tokens at most.
 """
 
-import importlib
 import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from time import perf_counter
-from types import ModuleType
 
 import numpy as np
 import torch
@@ -268,10 +266,9 @@ class VLLMEngine:
         # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that cannot.
         whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_len, 8192), "enforce_eager": True}
         with undisturbed(device):
-            vllm = import_vllm(device)
-            self.params = vllm.SamplingParams
+            llm, self.params = import_vllm(device)
             try:
-                self.llm = vllm.LLM(
+                self.llm = llm(
                     model=str(folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
                     dtype=str(dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=slots,
                     tensor_parallel_size=tensor_parallel, distributed_executor_backend="external_launcher",
@@ -345,11 +342,11 @@ class VLLMEngine:
         return samples[start:start + len(prompts)]
 
 
-def import_vllm(device: torch.device) -> ModuleType:
-    """The vllm module, readied for this device. Raises ConfigError when it is missing or of another version."""
+def import_vllm(device: torch.device) -> tuple[type, type]:
+    """vLLM's LLM and SamplingParams, readied for this device. Raises ConfigError for a missing or another version."""
     try:
-        vllm = importlib.import_module("vllm")
-        vllm.LLM  # noqa: B018 - loaded on first use
+        import vllm  # optional, and slow
+        from vllm import LLM, SamplingParams
     except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision or torchaudio of another build
         raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
                           "install requirements-gpu.txt, or set rollout.engine=torch") from error
@@ -360,9 +357,10 @@ def import_vllm(device: torch.device) -> ModuleType:
         # It would compile one function for seconds, and pack Linear weights into a format that a reload does not
         # reach: a tied head would silently stay old. Plain weights are live, as they are on a GPU.
         torch._dynamo.config.disable = True
-        layers = importlib.import_module("vllm.model_executor.layers.utils")
+        import vllm.model_executor.layers.utils as layers
+
         layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
-    return vllm
+    return LLM, SamplingParams
 
 
 @contextmanager

@@ -65,7 +65,8 @@ class Log:
         env = {
             "argv": sys.argv, "commit": git("rev-parse", "HEAD"), "diff": git("diff", "HEAD"),
             "python": platform.python_version(), "machine": platform.platform(), "device": name,
-            "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES},
+            "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES} | {
+                name: sys.modules[name].__version__ for name in ("vllm", "flash_attn") if name in sys.modules},
         }
         (self.folder / "env.json").write_text(json.dumps(env, indent=1) + "\n")
         (self.folder / "config.yaml").write_text(config.dump(cfg))

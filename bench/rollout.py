@@ -30,7 +30,7 @@ import dist
 from model import choose_backend
 from rollout import start_engine
 
-ROUNDS, TIMINGS, PROMPTS, COPIES, NEW = 3, 3, 16, 16, 64
+ROUNDS, TIMINGS, PROMPTS, COPIES, NEW = 3, 2, 16, 16, 64
 ENGINES = {"torch": None, "vllm": "vllm", "transformers": "transformers"}  # and the package each needs
 
 
@@ -109,7 +109,7 @@ def by_transformers(folder: Path, dtype: torch.dtype, device: torch.device, want
 
 
 def sync(kind: str, sharded: bool) -> dict:
-    """In a process of its own: seconds of three syncs of new weights, and the largest extra memory of one."""
+    """In a process of its own: seconds of a few syncs, and the largest extra memory of one."""
     from torch.distributed.fsdp import fully_shard
 
     device = dist.init("auto")
@@ -148,7 +148,7 @@ def child(*arguments: str) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="1M,30M", help="of bench/shapes.py, separated by commas")
+    parser.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py, separated by commas")
     parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:

@@ -12,7 +12,7 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_ac
         "eos_token_id": 2}
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
-    "30M": (512, 1408, 6, 8, 2, 16_384),
+    "10M": (384, 1024, 6, 6, 2, 2048),
     "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
 }

@@ -188,6 +188,15 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
 
 
+def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
+    set_up, true_update, engines, asleep = train.set_up, train.update, [], []
+    monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
+    monkeypatch.setattr(train, "update", lambda *given: asleep.append(
+        engines[0][1].model.norm.weight.is_meta) or true_update(*given))
+    train.train(toy_config(tmp_path / "run"))
+    assert asleep == [True, True]
+
+
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     """The update of a learning rate of 1e-6 is lost in bfloat16 weights; only the computation is in bfloat16."""
     cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=true", "loss.kl=0.1")

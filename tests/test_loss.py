@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from loss import clip, k3, token_weight
+from loss import clip, engine_weight, k3, token_weight
 from prune import Pruned, keep_all, keep_largest
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
@@ -75,3 +75,18 @@ def test_k3_is_an_unbiased_estimate_of_the_kl_and_never_negative():
     logp, logq = torch.randn(2, 50, dtype=torch.float64, generator=generator).log_softmax(-1)
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
     assert (k3(logp, logq) >= 0).all() and (k3(logp, logp) == 0).all()
+
+
+def test_the_engines_weight_by_hand():
+    """Completions of 2, 3 and 1 tokens, with ratios pi_old / pi_engine chosen."""
+    ratio_C = torch.tensor([2.0, 0.5, 1.2, 1.2, 1.2, 0.7], dtype=torch.float64)
+    engine_C = torch.tensor([-1.0, -2.0, -0.5, -3.0, -1.0, -1.5], dtype=torch.float64)
+    old_C, segment_C = (engine_C + ratio_C.log()).requires_grad_(), torch.tensor([0, 0, 1, 1, 1, 2])
+    for cap, mask_ratio, expected in (
+            (None, None, [1, 1, 1, 1, 1, 1]),
+            (1.5, None, [1.5, 0.5, 1.2, 1.2, 1.2, 0.7]),
+            (None, 1.1, [1, 1, 0, 0, 0, 0]),         # geometric means 1, 1.2 and 0.7
+            (None, 1.3, [1, 1, 1, 1, 1, 0]),
+            (1.1, 1.3, [1.1, 0.5, 1.1, 1.1, 1.1, 0])):
+        weight_C = engine_weight(old_C, engine_C, segment_C, cap, mask_ratio)
+        assert weight_C.tolist() == pytest.approx(expected) and not weight_C.requires_grad

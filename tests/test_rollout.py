@@ -1,6 +1,8 @@
 """Engine truth: log-probs are those of a full forward, and a sample is a function of its seed alone."""
 
 import json
+import sys
+import types
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from conftest import load, make_groups, write_tiny
 import data
 import dist
 import rollout
+from config import ConfigError
 from model import sdpa_padded
 from pack import pack
-from rollout import TorchEngine, sample_tokens
+from rollout import TorchEngine, VLLMEngine, sample_tokens
 from sample import Group, Prompt
 
 
@@ -143,3 +146,28 @@ def test_every_file_that_names_an_eos_counts(tmp_path):
         (folder / name).write_text(json.dumps(raw | {"eos_token_id": ids}))
     own = data.Tokenizer(folder).rust.token_to_id("<|im_end|>")
     assert data.Tokenizer(folder).eos_ids == {5, 7, 9, own}
+
+
+def test_an_engine_without_weights_refuses_to_sample(tiny):
+    asleep = engine(tiny)
+    asleep.sleep()
+    with pytest.raises(RuntimeError, match="no weights; sync it first"):
+        asleep.generate(prompts(), [0] * 8, 10, 0.0)
+    asleep.sync(load(tiny))
+    assert asleep.generate(prompts(), [0] * 8, 10, 0.0) == engine(tiny).generate(prompts(), [0] * 8, 10, 0.0)
+
+
+@pytest.mark.parametrize(("module", "message"), [
+    (None, r"vllm cannot be imported \(.*\); install requirements-gpu.txt"),
+    (types.SimpleNamespace(LLM=None, SamplingParams=None, __version__="0.31.0"),
+     "needs vllm 0.32.0, the version that is tested, not 0.31.0; install"),
+])
+def test_vllm_missing_or_of_another_version_is_an_error_with_the_remedy(module, message, tiny, monkeypatch):
+    monkeypatch.setitem(sys.modules, "vllm", module)
+    with pytest.raises(ConfigError, match=message):
+        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100)
+
+
+def test_ranks_that_do_not_fill_engines_are_an_error(tiny):
+    with pytest.raises(ConfigError, match="rollout.tensor_parallel=2 must divide 1, the number of processes"):
+        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100, tensor_parallel=2)

@@ -69,9 +69,9 @@ import_vllm = rollout.import_vllm
 def as_shipped(device):
     import vllm.model_executor.layers.utils as layers
     packed = layers.dispatch_cpu_unquantized_gemm
-    vllm = import_vllm(device)
+    found = import_vllm(device)
     layers.dispatch_cpu_unquantized_gemm = packed
-    return vllm
+    return found
 rollout.import_vllm = as_shipped
 """), "--check")
     assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
