@@ -223,6 +223,11 @@ def order(count: int, seed: int, epoch: int) -> np.ndarray:
     return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
 
 
+def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
+    """Of the g-th completion of a prompt in an epoch, whichever rank and step sample it."""
+    return seed_for(seed, epoch, prompt_id, g, "rollout")
+
+
 def draw(prompts: list[Prompt], seed: int, step: int, prompts_per_step: int) -> list[tuple[int, Prompt]]:
     """The step's prompts, each with its epoch: the next `prompts_per_step` of the endless row of epochs.
 

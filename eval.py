@@ -83,7 +83,7 @@ def main() -> None:
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch")
+    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="as rollout.engine in training")
     parser.add_argument("--slots", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, help="JSON with settings, scores and every response")

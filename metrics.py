@@ -67,12 +67,12 @@ class PassSums:
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max = torch.tensor(0.0)
 
-    def add(self, row: Row, loss: Tensor, before_C: Tensor | None, engine_C: Tensor, f_C: Tensor, k3_C: Tensor | None,
-            first_pass: bool) -> None:
+    def add(self, row: Row, loss: Tensor, before_C: Tensor | None, correction_C: Tensor, f_C: Tensor,
+            k3_C: Tensor | None, first_pass: bool) -> None:
         """One row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted.
 
-        before_C  log-probs before the update, where they are known: what the engine's are compared with
-        engine_C  loss.engine_weight
+        before_C      log-probs before the update, where they are known: what the engine's are compared with
+        correction_C  loss.engine_weight
         """
         on_C = row.weight_C > 0
         self.sums["loss"] += loss
@@ -84,8 +84,8 @@ class PassSums:
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
             self.sums["rows"] += 1
-            self.sums["corrected"] += engine_C[on_C].sum()
-            self.sums["masked"] += (on_C & (engine_C == 0)).sum()
+            self.sums["corrected"] += correction_C[on_C].sum()
+            self.sums["masked"] += (on_C & (correction_C == 0)).sum()
             if before_C is not None:
                 self.compare((before_C - row.sampled_logp_C)[on_C].double())
 
@@ -111,7 +111,7 @@ class PassSums:
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": dist.max_over_ranks(float(self.mismatch_max)),
             "mismatch/kl": total["engine_kl"] / compared,
-            "mismatch/ess": total["ratio"] ** 2 / (compared * max(total["ratio_squared"], 1e-300)),
+            "mismatch/ess": total["ratio"] ** 2 / (compared * total["ratio_squared"]) if total["compared"] else 1.0,
             "mismatch/weight_mean": total["corrected"] / tokens,
             "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),

@@ -288,10 +288,10 @@ def torch_varlen(offsets: Tensor, max_len: int) -> Attend:
     from torch.nn.attention.varlen import varlen_attn
 
     cu = offsets.to(torch.int32)
-    groups = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
+    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if groups:
+        if takes_gqa:
             return varlen_attn(q, k, v, cu, cu, max_len, max_len, window_size=(-1, 0), enable_gqa=True)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return varlen_attn(q, k, v, cu, cu, max_len, max_len, window_size=(-1, 0))

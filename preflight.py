@@ -9,18 +9,19 @@ Dimension key:  C completion tokens of one row.
 import math
 import os
 import resource
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+import data
 import dist
 from config import Config, ConfigError
 from data import Tokenizer
 from model import Decoder
 from pack import Row, build
 from reward import accuracy, extract
-from rollout import Engine
+from rollout import Engine, cache_bytes
 from sample import Group, Problem, Prompt, Sample
 from update import Learner
 
@@ -44,35 +45,33 @@ def run(learner: Learner, engine: Engine, tokenizer: Tokenizer, problems: list[P
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
     scale(policy, 0.5)
     engine.sync(policy)
-    halved = whole_row(sample(engine, probes, cfg), policy)
-    fresh_C = gap(learner, halved)
+    rows = in_rows(sample(engine, probes, cfg), learner, cfg.pack.capacity)
+    fresh_C = score(learner, rows) - sampled(rows)
     engine.sleep()
-    used, total = peak_memory(learner)
+    update_peak = peak_of_update(learner)
     scale(policy, 2.0)
-    stale_C = gap(learner, halved)
+    stale_C = score(learner, rows) - sampled(rows)
     engine.sync(policy)
     groups = sample(engine, probes, cfg)
-    row = whole_row(groups, policy)
-    trained_C = learner.log_probs(policy, row).detach()
-    with torch.no_grad():
-        scored_C = learner.log_probs(policy, row)
-        alone_C = torch.cat([learner.log_probs(policy, whole_row([replace(group, samples=(one,))], policy))
-                             for group in groups for one in group.samples])
+    rows = in_rows(groups, learner, cfg.pack.capacity)
+    trained_C = torch.cat([learner.log_probs(policy, row).detach() for row in rows])
+    scored_C = score(learner, rows)
+    alone_C = score(learner, in_rows(groups, learner, capacity=0))
     half = learner.dtype == torch.bfloat16
     return [
         after_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
-        close("engine's log-probs", row.sampled_logp_C - scored_C, 0.1 if half else 1e-3,
+        within("engine's log-probs", sampled(rows) - scored_C, 0.1 if half else 1e-3,
               "the engine samples from another policy than the one trained: look for another dtype, attention "
               "(model.attention), rotary scaling or quantised weights; loss.tis_cap corrects a small gap"),
-        close("ratio is 1 before the update", trained_C - scored_C, 0.02 if half else 1e-5,
+        within("ratio is 1 before the update", trained_C - scored_C, 0.02 if half else 1e-5,
               "a pass with gradient differs from one without: try other model.checkpoint_blocks or model.attention"),
-        close("packed equals alone", alone_C - scored_C, 0.1 if half else 1e-4,
+        within("packed equals alone", alone_C - scored_C, 0.1 if half else 1e-4,
               "attention leaks between the sequences of a row: set model.attention=sdpa"),
         distinct(groups),
-        ends(engine, tokenizer, policy),
+        eos_agree(groups, engine, tokenizer, policy),
         template(tokenizer, cfg.data.system_prompt),
         verifier(problems),
-        memory(used, total),
+        memory(*fullest(update_peak, peak_of_rollout(learner), learner.device)),
     ]
 
 
@@ -96,19 +95,38 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 
 
 def sample(engine: Engine, probes: list[Prompt], cfg: Config) -> list[Group]:
-    """A few samples of every probe, with seeds that differ between ranks."""
-    requests = [(prompt, dist.seed_for(cfg.seed, dist.rank(), prompt.id, g, "check"))
+    """A few samples of every probe, as if each rank had the next few of the prompt's group."""
+    requests = [(prompt, data.sample_seed(cfg.seed, 0, prompt.id, dist.rank() * COPIES + g))
                 for prompt in probes for g in range(COPIES)]
     samples = engine.generate([prompt.ids for prompt, _ in requests], [seed for _, seed in requests],
                               min(NEW_TOKENS, cfg.rollout.max_new_tokens), cfg.rollout.temperature)
     return [Group(prompt, tuple(samples[n * COPIES:(n + 1) * COPIES])) for n, prompt in enumerate(probes)]
 
 
-def whole_row(groups: list[Group], policy: Decoder) -> Row:
-    """All samples of the groups in one row, in order."""
+def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
+    """All samples of the groups, in order: each row takes what follows while it has room, and at least one."""
     ones = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
-    weight = policy.embed_tokens.weight
-    return build(groups, ones, ones, ones.nonzero().tolist()).to(weight.device, weight.dtype)
+    bins, used = [[]], 0
+    for n, g in ones.nonzero().tolist():
+        length = len(groups[n].prompt.ids) + len(groups[n].samples[g].ids)
+        if bins[-1] and used + length > capacity:
+            bins.append([])
+            used = 0
+        bins[-1].append((n, g))
+        used += length
+    dtype = learner.policy.embed_tokens.weight.dtype
+    return [build(groups, ones, ones, members).to(learner.device, dtype) for members in bins]
+
+
+def sampled(rows: list[Row]) -> Tensor:
+    """The engine's log-probs."""
+    return torch.cat([row.sampled_logp_C for row in rows])
+
+
+@torch.no_grad()
+def score(learner: Learner, rows: list[Row]) -> Tensor:
+    """The trainer's."""
+    return torch.cat([learner.log_probs(learner.policy, row) for row in rows])
 
 
 @torch.no_grad()
@@ -117,19 +135,13 @@ def scale(policy: Decoder, factor: float) -> None:
         p.mul_(factor)
 
 
-@torch.no_grad()
-def gap(learner: Learner, row: Row) -> Tensor:
-    """log pi_trainer - log pi_engine, [C]."""
-    return learner.log_probs(learner.policy, row) - row.sampled_logp_C
-
-
 def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
     """Of |gap| over the tokens of all ranks."""
     total = dist.sum_over_ranks({"sum": gap_C.abs().double().sum().item(), "count": len(gap_C)})
     return total["sum"] / total["count"], dist.max_over_ranks(gap_C.abs().max().item())
 
 
-def close(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
+def within(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
     mean, largest = mean_and_max(gap_C)
     return Check(name, mean <= tolerance, f"|log-prob difference| mean {mean:.1e}, max {largest:.1e} "
                                           f"(mean at most {tolerance:g})", remedy)
@@ -162,13 +174,16 @@ def distinct(groups: list[Group]) -> Check:
                  "the engine does not use the seeds it is given, or two ranks use the same")
 
 
-def ends(engine: Engine, tokenizer: Tokenizer, policy: Decoder) -> Check:
-    """Every id that ends an answer is one of the engine's and of the vocabulary; so is the one the template writes."""
+def eos_agree(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy: Decoder) -> Check:
+    """What the model's files name as EOS is in the vocabulary, is what ends a sample, and what the template writes."""
     ids, closing = tokenizer.eos_ids, tokenizer.closing_token()
     named = ", ".join(f"{i} {tokenizer.rust.id_to_token(i)!r}" for i in sorted(ids))
     found = f"{named}; the template closes an answer with " + (
         "no token of its own" if closing is None else repr(tokenizer.rust.id_to_token(closing)))
-    passed = engine.eos_ids == ids and max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
+    samples = [s for group in groups for s in group.samples]
+    stops = all(s.finished == (s.ids[-1] in ids) and not ids & set(s.ids[:-1]) for s in samples)
+    agree = engine.eos_ids == ids and max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
+    passed = dist.max_over_ranks(float(not (agree and stops))) == 0
     return Check("ends of an answer", passed, found,
                  "name every closing token in generation_config.json's eos_token_id, within the model's vocabulary; "
                  "one that is missing is never learnt as an end")
@@ -195,32 +210,60 @@ def verifier(problems: list[Problem]) -> Check:
                  "mend or remove the line")
 
 
-def peak_memory(learner: Learner) -> tuple[float, float]:
-    """(bytes in use at the peak of the largest row that training may run, bytes there are), of the fullest rank.
+def peak_of_update(learner: Learner) -> float:
+    """Bytes in use at the peak of the largest row that training may run; infinite where that is too much.
 
-    Adam's moments come with the first step and are added. What does not fit counts as infinite.
+    What comes later is added: Adam's moments, and the buffer in which the gradients of several ranks meet.
     """
     cfg, policy, device = learner.cfg, learner.policy, learner.device
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     lengths = [longest] * (cfg.pack.capacity // longest) + [cfg.pack.capacity % longest]
     groups = [Group(Prompt("", (0,), ""), (Sample((0,) * (n - 1), (0.0,) * (n - 1), True),)) for n in lengths if n > 1]
-    failed = False
+    row, = in_rows(groups, learner, cfg.pack.capacity)
     try:
-        (learner.log_probs(policy, whole_row(groups, policy)) * 0).sum().backward()
+        (learner.log_probs(policy, row) * 0).sum().backward()
     except torch.OutOfMemoryError:
-        failed = True
+        return math.inf
+    finally:
+        policy.zero_grad()
+    exchanged = parameter_bytes(policy) if dist.world_size() > 1 else 0
+    return in_use(device) + 2 * parameter_bytes(policy) + exchanged
+
+
+def peak_of_rollout(learner: Learner) -> float:
+    """Bytes in use while the engine, which is awake now, samples at full length with Adam's moments in memory."""
+    cfg, longest = learner.cfg, learner.cfg.data.max_prompt_tokens + learner.cfg.rollout.max_new_tokens
+    cache = cache_bytes(learner.policy, cfg.rollout.slots, longest) if cfg.rollout.engine == "torch" else 0
+    if learner.dtype == torch.bfloat16:
+        cache //= 2  # the policy's weights are float32, the engine's keys and values are not
+    return in_use(learner.device) + 2 * parameter_bytes(learner.policy) + cache
+
+
+def parameter_bytes(policy: Decoder) -> int:
+    return sum(p.numel() * p.element_size() for p in policy.parameters())
+
+
+def in_use(device: torch.device) -> float:
+    """Bytes that this rank has taken; torch gives nothing back, so this is a peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        used = total - free  # the allocator keeps what it took, so this is the peak
+        return total - free
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def fullest(update: float, rollout: float, device: torch.device) -> tuple[float, float, float]:
+    """(peak of the update, peak of the rollout, bytes there are) of the fullest rank, or of a CPU machine's ranks."""
+    if device.type == "cuda":
+        total, ranks = torch.cuda.mem_get_info(device)[1], 1
     else:
-        used = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
         total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    policy.zero_grad()
-    moments = sum(2 * p.numel() * p.element_size() for p in policy.parameters())
-    return dist.max_over_ranks(math.inf if failed else used + moments), -dist.max_over_ranks(-total)
+        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    return ranks * dist.max_over_ranks(update), ranks * dist.max_over_ranks(rollout), -dist.max_over_ranks(-total)
 
 
-def memory(used: float, total: float) -> Check:
-    numbers = f"{used / 2**30:.1f} of {total / 2**30:.1f} GiB at the peak of a full row"
-    return Check("memory", used <= total, "out of memory" if used == math.inf else numbers,
-                 "lower pack.capacity, model.logp_chunk or rollout.slots, or set model.checkpoint_blocks=true")
+def memory(update: float, rollout: float, total: float) -> Check:
+    numbers = f"update {update / 2**30:.1f}, rollout {rollout / 2**30:.1f} of {total / 2**30:.1f} GiB at their peaks"
+    return Check("memory", max(update, rollout) <= total,
+                 "out of memory on a full row" if update == math.inf else numbers,
+                 "for the update lower pack.capacity or model.logp_chunk or set model.checkpoint_blocks=true; for the "
+                 "rollout lower rollout.slots or rollout.cache_gib")

@@ -1,11 +1,11 @@
 """Rollout engines: prompts in, completions out, each with the engine's own log-probs.
 
 `TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine` is vLLM inside the
-trainer's process. Both start without weights and have the same three methods:
+trainer's process. Both have the same three methods, and want a sync before they generate:
 
     sync(policy)    take over the policy's weights
     generate(...)   one completion per prompt
-    sleep()         give up what lies in memory until the next sync
+    sleep()         give them up until the next sync
 
 Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vocabulary,  T prompt tokens,
 L length of a slot's cache in tokens,  M new tokens at most.
@@ -15,6 +15,7 @@ import os
 import random
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 
@@ -29,7 +30,7 @@ from config import ConfigError
 from model import BACKENDS, Decoder, empty_model
 from sample import Sample
 
-VLLM = "0.32.0"  # the version that the tests run; its API changes from one to the next
+VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
 
 
 def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
@@ -250,7 +251,7 @@ class VLLMEngine:
 
     Log-probs are those of the distribution sampled from: at the temperature, and at a top_p below 1 renormalised.
     A sample is a function of the weights, its prompt and its seed up to rounding, as in TorchEngine; the two draw
-    differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
+    differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed. vLLM's own bars name what they count.
     Raises ConfigError when vLLM is missing, of another version, or cannot start with these sizes.
     """
 
@@ -262,7 +263,7 @@ class VLLMEngine:
         self.eos_ids, self.tensor_parallel = eos_ids, tensor_parallel
         model = empty_model(folder, dtype)
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
-        cache = int(cache_gib * 2**30) if cache_gib else cache_bytes(model, slots, max_len) // tensor_parallel
+        cache = int(cache_gib * 2**30) if cache_gib else cache_bytes(model, slots, max_len, tensor_parallel)
         # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that cannot.
         whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_len, 8192), "enforce_eager": True}
         with undisturbed(device):
@@ -277,16 +278,16 @@ class VLLMEngine:
                     # memory to start beside the trainer.
                     gpu_memory_utilization=0.01,
                     **({"enable_sleep_mode": True} if device.type == "cuda" else whole))
-            except (ValueError, RuntimeError) as error:  # out of memory is a RuntimeError
-                raise ConfigError(f"rollout.engine=vllm cannot start with rollout.slots={slots} and sequences of "
-                                  f"{max_len} tokens in {cache / 2**30:.4g} GiB of KV cache; change rollout.cache_gib "
-                                  f"or those: {' '.join(str(error).split())[:600]}") from error
+            except (ValueError, torch.OutOfMemoryError) as error:
+                raise ConfigError(f"rollout.engine=vllm cannot start with slots={slots}, sequences of {max_len} tokens,"
+                                  f" tensor_parallel={tensor_parallel} and {cache / 2**30:.4g} GiB of KV cache "
+                                  f"(rollout.cache_gib): {' '.join(str(error).split())[:600]}") from error
             # Its finalizer would destroy the trainer's process group, at exit or before.
             self.llm.llm_engine.engine_core._finalizer.detach()
             self.sleep()
 
     def sync(self, policy: Decoder) -> None:
-        """Take over the policy's weights in one pass, one full tensor at a time, and forget what was computed before.
+        """Take over the policy's weights, one layer at a time, and forget what was computed from the old ones.
 
         Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
         """
@@ -306,7 +307,7 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
 
     def sleep(self) -> None:
-        """Give up weights and KV cache on CUDA, to make room for the update; the next `sync` brings them back."""
+        """Give up weights and KV cache, on CUDA their memory too, for the update; the next `sync` brings them back."""
         self.llm.sleep(level=2)
         self.asleep = True
 
@@ -326,16 +327,11 @@ class VLLMEngine:
         params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_new_tokens,
                               stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
                               logprobs=0, flat_logprobs=True) for _, seed in wanted]
-
-        def bar(*items: object, **named: object) -> tqdm:
-            return tqdm(*items, **named | {"desc": progress, "leave": False})
-
+        bar = partial(tqdm, leave=False) if progress else False
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, _ in wanted], params,
-                                        use_tqdm=bar if progress else False)
+            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, _ in wanted], params, use_tqdm=bar)
         except Exception as error:  # vLLM's errors have nothing else in common
-            raise RuntimeError(f"vLLM failed while sampling: {error}. What was saved last (checkpoint.every) is "
-                               "whole; go on from it with --resume") from error
+            raise RuntimeError(f"vLLM failed while sampling: {error}") from error
         done = [output.outputs[0] for output in outputs]
         samples = [Sample(tuple(c.token_ids), tuple(c.logprobs.logprobs), c.finish_reason == "stop") for c in done]
         start = sum(map(len, parts[:first]))
@@ -350,9 +346,15 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
     except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision or torchaudio of another build
         raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
                           "install requirements-gpu.txt, or set rollout.engine=torch") from error
-    if vllm.__version__.partition("+")[0] != VLLM:
-        raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM}, the version that is tested, not "
+    if vllm.__version__.partition("+")[0] != VLLM_VERSION:
+        raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM_VERSION}, the version that is tested, not "
                           f"{vllm.__version__}; install requirements-gpu.txt, or set rollout.engine=torch")
+    from vllm.platforms import current_platform
+
+    built_for = current_platform.device_type
+    if built_for != device.type:
+        raise ConfigError(f"rollout.engine=vllm: this vllm runs on {built_for}, and device={device.type}; "
+                          "install the build for it (requirements-gpu.txt for cuda), or set rollout.engine=torch")
     if device.type == "cpu":
         # It would compile one function for seconds, and pack Linear weights into a format that a reload does not
         # reach: a tied head would silently stay old. Plain weights are live, as they are on a GPU.
@@ -366,7 +368,7 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
     """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states, threads."""
-    environ, set_threads = dict(os.environ), torch.set_num_threads
+    environ, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
     python, array = random.getstate(), np.random.get_state()
     os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0", **environ,
                    "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
@@ -379,12 +381,14 @@ def undisturbed(device: torch.device) -> Iterator[None]:
         random.setstate(python)
         np.random.set_state(array)
         torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
 
 
-def cache_bytes(model: Decoder, slots: int, max_len: int) -> int:
-    """KV cache that holds every slot at full length, in blocks of up to 128 tokens and one block of vLLM's own."""
+def cache_bytes(model: Decoder, slots: int, max_len: int, tensor_parallel: int = 1) -> int:
+    """One rank's KV cache with room for every slot at full length, in blocks of up to 128 tokens and one block more."""
     shape, block = model.shape, 128
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * model.embed_tokens.weight.element_size()
+    heads = max(1, shape.kv_heads // tensor_parallel)
+    token = 2 * shape.layers * heads * shape.head_dim * model.embed_tokens.weight.element_size()
     return (slots * -(-max_len // block) + 1) * block * token
 
 

@@ -37,11 +37,7 @@ from update import Learner, update
 def train(cfg: Config, resume: bool = False) -> Decoder:
     """Run a config to its end and return the trained model. Raises ConfigError for what the user can mend."""
     folder = runfolder.claim(cfg, resume)
-    source = find_model(cfg.model.path)
-    tokenizer = data.Tokenizer(source)
-    problems, prompts = load_prompts(cfg, tokenizer)
-    sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
-                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
     if resume:
         first = checkpoint.load(folder / "checkpoints", learner.policy, learner.optimizer)
@@ -87,17 +83,20 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
 
 def check(cfg: Config) -> list[preflight.Check]:
     """Load everything, as `train` does, and try it before a run. Raises ConfigError where it does not even load."""
-    source = find_model(cfg.model.path)
-    tokenizer = data.Tokenizer(source)
-    problems, prompts = load_prompts(cfg, tokenizer)
+    source, tokenizer, problems, prompts, _ = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
     return preflight.run(learner, engine, tokenizer, problems, prompts)
 
 
-def load_prompts(cfg: Config, tokenizer: data.Tokenizer) -> tuple[list[Problem], list[Prompt]]:
-    """The problems to train on, and as the model reads them."""
+def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt], dict[str, list[Prompt]]]:
+    """The model's folder and tokenizer, the problems to train on, those as prompts, and the evaluation sets."""
+    source = find_model(cfg.model.path)
+    tokenizer = data.Tokenizer(source)
     problems = data.load_problems(cfg.data.train, cfg.data.dir)
-    return problems, data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
+                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    return source, tokenizer, problems, prompts, sets
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -133,7 +132,7 @@ def rollout(engine: Engine, tokenizer: data.Tokenizer, drawn: list[tuple[int, Pr
     G = cfg.rollout.group_size
     share = dist.mine([(epoch, prompt, g) for epoch, prompt in drawn for g in range(G)])
     with clock.phase("rollout"):
-        seeds = [dist.seed_for(cfg.seed, epoch, prompt.id, g, "rollout") for epoch, prompt, g in share]
+        seeds = [data.sample_seed(cfg.seed, epoch, prompt.id, g) for epoch, prompt, g in share]
         samples = engine.generate([prompt.ids for _, prompt, _ in share], seeds, cfg.rollout.max_new_tokens,
                                   cfg.rollout.temperature, progress=progress)
     with clock.phase("reward"):
@@ -175,6 +174,10 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except RuntimeError:
+        print("the run stopped; --resume goes on from the newest checkpoint (checkpoint.every), once what follows is "
+              "mended", file=sys.stderr)
+        raise
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from the newest checkpoint (checkpoint.every)", file=sys.stderr)
         return 130

@@ -95,14 +95,14 @@ def row_loss(logp_C: Tensor, before_C: Tensor | None, ref_C: Tensor | None, row:
     """The row's part of the loss: -w f A logp, plus w beta k3. Also returns, for the metrics, the engine's part of w,
     f, and k3 (or none)."""
     old_C = row.sampled_logp_C if cfg.loss.old_logp == "engine" else before_C
-    engine_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, cfg.loss.tis_cap, cfg.loss.mask_ratio)
+    correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, cfg.loss.tis_cap, cfg.loss.mask_ratio)
     f_C = clip(logp_C, old_C, row.adv_C, cfg.loss.clip_low, cfg.loss.clip_high, cfg.loss.dual_clip)
-    weight_C = row.weight_C * engine_C
+    weight_C = row.weight_C * correction_C
     loss = -(weight_C * f_C * row.adv_C * logp_C).sum()
     if ref_C is None:
-        return loss, engine_C, f_C, None
+        return loss, correction_C, f_C, None
     k3_C = k3(logp_C, ref_C)
-    return loss + cfg.loss.kl * (weight_C * k3_C).sum(), engine_C, f_C, k3_C.detach()
+    return loss + cfg.loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach()
 
 
 def minibatches(step: int, cfg: Config) -> list[list[int]]:

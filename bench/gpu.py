@@ -5,13 +5,14 @@
 
 Four tables per shape: the attention backends against each other, forward and backward of one packed row; rollout by the
 embedded engine; the sync of weights into it, and into vLLM where that is installed; and the update by row length and by
-completions kept of 16. MFU counts 6 FLOP per parameter and token (the embedding's lookup apart) and the causal
-attention, recomputation apart, against the device's dense bfloat16 peak.
+completions kept of 16. MFU counts 6 FLOP per parameter and token that passes it (the head: scored tokens only) and
+the causal attention, recomputation apart, against the device's dense bfloat16 peak.
 """
 
 import argparse
 import importlib.util
 import json
+import subprocess
 import sys
 import tempfile
 from pathlib import Path
@@ -53,11 +54,12 @@ def spread(seconds: list[float]) -> str:
     return f"{median(seconds):>9.4f} {seconds[0]:>9.4f} - {seconds[-1]:<9.4f}"
 
 
-def flop(shape: Shape, parameters: int, lengths: list[int]) -> float:
-    """Of forward and backward over sequences of these lengths."""
+def flop(shape: Shape, parameters: int, lengths: list[int], scored: int) -> float:
+    """Of forward and backward over sequences of these lengths, `scored` of whose tokens are projected to logits."""
     attention = 12 * shape.layers * shape.heads * shape.head_dim * sum(n * n / 2 for n in lengths)
-    embedding = 0 if shape.tied else shape.vocab_size * shape.hidden_size
-    return 6 * (parameters - embedding) * sum(lengths) + attention
+    head = shape.vocab_size * shape.hidden_size
+    blocks = parameters - head * (1 if shape.tied else 2)
+    return 6 * blocks * sum(lengths) + 6 * head * scored + attention
 
 
 def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: int) -> list[dict]:
@@ -99,6 +101,8 @@ def rollout_and_sync(folder: Path, policy: Decoder, device: torch.device, dtype:
         if kind == "vllm" and importlib.util.find_spec("vllm") is None:
             print("vllm    not installed here")
             continue
+        if device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
         engine = start_engine(kind, folder, dtype, device, choose_backend("auto", device, dtype), frozenset(),
                               len(prompts), 100 + new)
         seconds = timed(device, lambda engine=engine: engine.sync(policy))
@@ -158,7 +162,7 @@ def updates(policy: Decoder, device: torch.device, dtype: torch.dtype, peak: flo
             torch.cuda.empty_cache()
             continue
         kept = [100 + len(groups[n].samples[g].ids) for n, g in pruned.keep_NG.nonzero().tolist()]
-        speed = flop(policy.shape, parameters, kept) / median(seconds)
+        speed = flop(policy.shape, parameters, kept, measured["train/tokens"]) / median(seconds)
         gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
         row |= {"tokens": measured["pack/tokens"], "rows": measured["pack/rows"], "seconds": seconds, "flop_s": speed,
                 "mfu": speed / peak if peak else None, "gib": gib}
@@ -181,19 +185,19 @@ def main() -> None:
     peak = next((speed for part, speed in PEAK.items() if part in name), None)
     print(f"{name}, torch {torch.__version__}, {dtype}" + ("" if cuda else ": NO CUDA DEVICE, so this only shows that "
                                                            "the bench runs; its figures say nothing about a GPU"))
-    results = []
-    for size in (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(","):
-        with tempfile.TemporaryDirectory() as temporary:
-            folder = write_config(size, Path(temporary))
-            shape, policy = read_shape(folder), random_model(folder, torch.float32, device)
-            print(f"\n== {size}: {sum(p.numel() for p in policy.parameters()) / 1e6:,.0f}M parameters")
-            results.append({"shape": size, "attention": attention(shape, device, dtype, 16384 if cuda else 256),
-                            "rollout": rollout_and_sync(folder, policy, device, dtype, 256 if cuda else 16),
-                            "update": updates(policy, device, dtype, peak)})
-            del policy
-            if cuda:
-                torch.cuda.empty_cache()  # the next shape's peak is its own
-    print(json.dumps({"bench": "gpu", "device": name, "torch": torch.__version__, "results": results}))
+    sizes = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(",")
+    if len(sizes) > 1:  # each in a process of its own: memory is its own, and vLLM starts once per process
+        dist.close()
+        sys.exit(max(subprocess.run([sys.executable, __file__, "--shapes", size]).returncode for size in sizes))
+    size, = sizes
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = write_config(size, Path(temporary))
+        shape, policy = read_shape(folder), random_model(folder, torch.float32, device)
+        print(f"\n== {size}: {sum(p.numel() for p in policy.parameters()) / 1e6:,.0f}M parameters")
+        result = {"shape": size, "attention": attention(shape, device, dtype, 16384 if cuda else 256),
+                  "rollout": rollout_and_sync(folder, policy, device, dtype, 256 if cuda else 16),
+                  "update": updates(policy, device, dtype, peak)}
+    print(json.dumps({"bench": "gpu", "device": name, "torch": torch.__version__} | result))
     dist.close()
 
 

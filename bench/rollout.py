@@ -5,8 +5,8 @@
 Every engine answers the same prompts (16 of them, 16 times each) with exactly 64 tokens, sampled at temperature 1 in
 float32 on the CPU and bfloat16 on CUDA. Each runs in a process of its own, in turns, so that memory is its own and a
 drift of the machine meets all; the first generation of a process is not timed. Memory is the process's peak (CUDA: the
-device's in use). The sync is that of a Qwen2.5-0.5B-shaped policy, plain and sharded by FSDP2; extra memory is the peak
-during the sync above what was in use before it.
+device's in use). The sync is that of a Qwen2.5-0.5B-shaped policy, whole on one rank and sharded by FSDP2 over two;
+extra memory is rank 0's peak during the sync above what was in use before it.
 """
 
 import argparse
@@ -138,9 +138,11 @@ def sync(kind: str, sharded: bool) -> dict:
     return {"seconds": seconds, "extra": max(extra), "largest": largest}
 
 
-def child(*arguments: str) -> dict:
+def child(*arguments: str, ranks: int = 1) -> dict:
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    done = subprocess.run([sys.executable, __file__, *arguments], capture_output=True, text=True, env=env)
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
+    launcher = torchrun if ranks > 1 else [sys.executable]
+    done = subprocess.run([*launcher, __file__, *arguments], capture_output=True, text=True, env=env)
     if done.returncode:
         sys.exit(f"{arguments} failed:\n{done.stderr[-2000:]}")
     return json.loads(done.stdout.splitlines()[-1])
@@ -153,7 +155,9 @@ def main() -> None:
     args = parser.parse_args()
     if args.child:
         what, *rest = args.child
-        print(json.dumps(generate(*rest) if what == "generate" else sync(rest[0], rest[1] == "FSDP2")))
+        found = generate(*rest) if what == "generate" else sync(rest[0], rest[1] == "FSDP2")
+        if dist.rank() == 0:
+            print(json.dumps(found))
         dist.close()
         return
     there = [kind for kind, package in ENGINES.items() if package is None or importlib.util.find_spec(package)]
@@ -174,7 +178,7 @@ def main() -> None:
           f"{'largest tensor':>15}")
     for kind in (kind for kind in there if kind != "transformers"):
         for how in ("plain", "FSDP2"):
-            found = child("--child", "sync", kind, how)
+            found = child("--child", "sync", kind, how, ranks=1 if how == "plain" else 2)
             s = sorted(found["seconds"])
             results["sync"].append({"engine": kind, "policy": how} | found)
             print(f"{kind:<14} {how:<7} {median(s):>8.3f} {s[0]:>6.3f} - {s[-1]:.3f} {found['extra']:>10.2f} "

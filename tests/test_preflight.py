@@ -9,7 +9,6 @@ import torch
 from conftest import ROOT, TOY, load, toy_config, write_tiny
 
 import data
-import dist
 import preflight
 import train
 import update
@@ -71,7 +70,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
 
 
 def test_seeds_that_are_not_used_are_seen(cfg, monkeypatch):
-    monkeypatch.setattr(dist, "seed_for", lambda *where: 7)
+    monkeypatch.setattr(data, "sample_seed", lambda *where: 7)
     assert failing(cfg) == ["distinct samples"]
 
 
@@ -147,13 +146,15 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
     log_probs = update.Learner.log_probs
 
     def full(self, model, row):
-        if len(row.ids_T) == cfg.pack.capacity:
+        if len(row.ids_T) == cfg.pack.capacity and torch.is_grad_enabled():
             raise torch.OutOfMemoryError
         return log_probs(self, model, row)
 
     monkeypatch.setattr(update.Learner, "log_probs", full)
     assert failing(cfg) == ["memory"]
-    assert not preflight.memory(used=2**31, total=2**30).passed
+    GiB = 2**30
+    assert preflight.memory(GiB, GiB, GiB).passed
+    assert not preflight.memory(2 * GiB, 0, GiB).passed and not preflight.memory(0, 2 * GiB, GiB).passed
 
 
 def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():
