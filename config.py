@@ -71,9 +71,12 @@ class Advantage:
 
 @dataclass(frozen=True, slots=True)
 class Completions:
-    kind: Literal["none", "topk"] = "none"    # topk: CPPO
-    keep: int | None = None        # completions kept per group, of rollout.group_size
-    scope: Literal["group", "batch"] = "group"  # batch: the largest of the whole step, keep x groups in all
+    kind: Literal["none", "topk", "bernoulli", "bottom", "pps"] = "none"  # topk: CPPO; the next two: Dynamic Pruning
+    keep: int | None = None        # topk, pps: completions kept per group, of rollout.group_size
+    scope: Literal["group", "batch"] = "group"  # topk, pps; batch: keep x groups of the whole step
+    drop_prob: float | None = None  # bernoulli, bottom: of a completion whose |advantage| is below its group's mean
+    size: Literal["adv", "norm"] = "norm"  # pps: probability in proportion to |A| or to a guess at the gradient's norm
+    by_cost: bool = False          # pps: and to 1 / sqrt(length), for a budget of tokens instead of completions
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +153,7 @@ class Config:
 
 def rules(cfg: Config) -> list[tuple[str, bool, str]]:
     """(setting, whether it is in range, what is allowed and what to do)."""
-    roll, done = cfg.rollout, cfg.prune.completions
+    roll = cfg.rollout
     trained = cfg.data.max_prompt_tokens + roll.max_new_tokens
     return [
         ("steps", cfg.steps >= 1, "at least 1"),
@@ -171,13 +174,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
          "other than float64 with rollout.engine=vllm, which does not compute in it"),
         ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
-        ("prune.completions.keep", done.kind == "none" or (done.keep is not None and 1 <= done.keep <= roll.group_size),
-         f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none "
-         "and prune.completions.keep=null"),
-        ("prune.completions.keep", done.kind != "none" or done.keep is None,
-         "null while prune.completions.kind=none; to prune set prune.completions.kind=topk"),
-        ("prune.completions.scope", done.kind != "none" or done.scope == "group",
-         "left out while prune.completions.kind=none"),
+        *pruning_rules(cfg),
         ("pack.capacity", cfg.pack.capacity >= trained,
          f"at least {trained} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
          f"rollout.max_new_tokens={roll.max_new_tokens}); raise it or lower those"),
@@ -203,6 +200,26 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("eval.every", cfg.eval.every >= 0, "at least 0 (0: only before and after)"),
         ("checkpoint.every", cfg.checkpoint.every >= 0, "at least 0 (0: only at the end)"),
         ("checkpoint.keep", cfg.checkpoint.keep >= 1, "at least 1"),
+    ]
+
+
+def pruning_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    roll, done = cfg.rollout, cfg.prune.completions
+    counted, rated = done.kind in ("topk", "pps"), done.kind in ("bernoulli", "bottom")
+    return [
+        ("prune.completions.keep", not counted or (done.keep is not None and 1 <= done.keep <= roll.group_size),
+         f"in 1..{roll.group_size} (rollout.group_size); to train on all set prune.completions.kind=none "
+         "and prune.completions.keep=null"),
+        ("prune.completions.keep", counted or done.keep is None,
+         f"null while prune.completions.kind={done.kind}; it belongs to topk and pps"),
+        ("prune.completions.scope", counted or done.scope == "group",
+         f"left out while prune.completions.kind={done.kind}; it belongs to topk and pps"),
+        ("prune.completions.drop_prob", not rated or (done.drop_prob is not None and 0 <= done.drop_prob < 1),
+         "in [0, 1): at 1 the weight 1 / (1 - drop_prob) is infinite"),
+        ("prune.completions.drop_prob", rated or done.drop_prob is None,
+         f"null while prune.completions.kind={done.kind}; it belongs to bernoulli and bottom"),
+        ("loss.count", cfg.loss.count == "all" or done.kind not in ("bernoulli", "pps"),
+         f"all with prune.completions.kind={done.kind}: its weights restore the full batch, not a mean over the kept"),
     ]
 
 

@@ -1,6 +1,10 @@
 """Pruning: which completions are trained on, and at what weight. Pure functions; this file imports only torch.
 
-Dimension key:  N groups in one step,  G completions per group.
+A biased pruner says so. An unbiased one keeps a completion with a known probability p and weighs it 1/p, on its whole
+term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full batch's.
+Probability and outcome are computed apart, so that a test can go through all outcomes.
+
+Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
 """
 
 from dataclasses import dataclass
@@ -8,15 +12,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+FLOOR = 0.1  # of the mean size: what a completion without advantage counts for while it still carries a KL
+
 
 @dataclass(frozen=True, slots=True)
 class Pruned:
     keep_NG: Tensor     # bool
     weight_NG: Tensor   # 0 where not kept
+    prob_NG: Tensor     # of being kept; 0 or 1 where nothing is left to chance
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """What a pruner may look at: the completions of a step before any is dropped."""
+
+    adv_NG: Tensor
+    len_NG: Tensor   # completion tokens
+    per: str         # loss.per, which decides what a long completion's gradient weighs
+    inert: bool      # advantage 0 means no gradient at all: the loss has no KL
+    seed: int        # of this step, the same on all ranks
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
-    return Pruned(torch.ones_like(adv_NG, dtype=torch.bool), torch.ones_like(adv_NG))
+    one_NG = torch.ones_like(adv_NG)
+    return Pruned(one_NG.bool(), one_NG, one_NG)
 
 
 def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
@@ -33,12 +52,109 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
         raise ValueError(f"prune.completions.keep={keep} must be in 1..{adv_NG.shape[1]} (rollout.group_size); "
                          "to train on all set prune.completions.kind=none")
     order = rows.argsort(dim=1, descending=True, stable=True)
-    kept = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order[:, :count], True).view_as(adv_NG)
-    return Pruned(kept, kept.to(adv_NG.dtype))
+    kept_NG = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order[:, :count], True).view_as(adv_NG)
+    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
-# prune.completions.kind -> function of the advantages and that section of the config
+def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
+    """The listed algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported): of every group the
+    floor(drop_prob x G) completions with the smallest |advantage| go. Biased: nothing is left to chance, so there is no
+    probability to weigh by, and its theorem does not cover it.
+    """
+    G = adv_NG.shape[1]
+    return keep_largest(adv_NG, G - int(drop_prob * G + 1e-9), "group")
+
+
+def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:
+    """A survivor of probability p weighs 1/p, so that the expected weight of everyone is 1."""
+    return Pruned(keep_NG, torch.where(keep_NG, 1 / prob_NG, 0.0), prob_NG)
+
+
+def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
+    """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean, else 1."""
+    size_NG = adv_NG.abs()
+    small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * (1 - 1e-5)  # of equal sizes none is small
+    return torch.where(small_NG, 1 - drop_prob, 1.0).to(adv_NG.dtype)
+
+
+def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
+    """Dynamic Pruning (arXiv:2603.04135) at the completion level, as its theorem has it. Unbiased; how many are kept is
+    left to chance."""
+    prob_NG = below_mean(adv_NG, drop_prob)
+    uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+    return thin(prob_NG, uniform_NG < prob_NG)
+
+
+def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
+    """What a completion counts for in `pps`, [N, G]: a guess at the norm of its gradient, up to a common factor.
+
+    size     "adv"   |A|
+             "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
+    by_cost  divided by sqrt(length), which is best when the tokens trained on are the budget, not the completions
+    Without advantage the size is 0; where a KL remains it is at least FLOOR of the mean, for what is never kept cannot
+    be made up for by a weight.
+    """
+    size_NG, root_NG = offer.adv_NG.abs(), offer.len_NG.sqrt()
+    if size == "norm":
+        size_NG = size_NG * root_NG / (offer.len_NG if offer.per == "sequence" else 1)
+    if by_cost:
+        size_NG = size_NG / root_NG
+    if offer.inert:
+        return size_NG
+    mean = size_NG.mean()
+    return size_NG.clamp(min=FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
+
+
+def inclusion(size_K: Tensor, count: int) -> Tensor:
+    """Probabilities [K] proportional to size and at most 1, which add up to `count`; or 1 for every size above 0 where
+    there are no more of them than that.
+
+    Whoever would pass 1 gets 1, largest first, and the rest share what is left in proportion.
+    """
+    sorted_K, order_K = size_K.double().sort(descending=True, stable=True)
+    rest_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
+    left_K = count - torch.arange(len(size_K), dtype=torch.float64)
+    certain = int((left_K * sorted_K >= rest_K).logical_and(left_K > 0).cumprod(0).sum())
+    prob_K = (sorted_K > 0).double()
+    if certain < count and certain < len(size_K) and rest_K[certain] > 0:
+        prob_K[certain:] = left_K[certain] * sorted_K[certain:] / rest_K[certain]
+    return torch.zeros_like(prob_K).scatter_(0, order_K, prob_K)
+
+
+def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
+    """Which items [K] a comb of distance 1, begun at `start` in [0, 1), meets when they lie end to end in this order,
+    each as long as its probability. Over a uniform start each is met with exactly its probability, and as many are met
+    as the probabilities add up to.
+    """
+    chance_K = order_K[prob_K[order_K] < 1]
+    ends = prob_K[chance_K].cumsum(0)
+    if len(ends):
+        ends[-1] = ends[-1].round()  # a whole number but for rounding
+    teeth = (ends - start).ceil()
+    keep_K = prob_K >= 1
+    keep_K[chance_K] = teeth.diff(prepend=teeth.new_zeros(1)) > 0
+    return keep_K
+
+
+def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
+    """Sampling with probability proportional to size: exactly `keep` completions of each group, or `keep` x N of the
+    step, and fewer only where fewer have a size. CPPO's fixed cost with Dynamic Pruning's unbiasedness.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    rows = size_NG if scope == "group" else size_NG.flatten()[None]
+    count = keep if scope == "group" else keep * len(size_NG)
+    prob = torch.stack([inclusion(row, count) for row in rows])
+    kept = torch.stack([systematic(row, torch.randperm(len(row), generator=generator),
+                                   torch.rand((), dtype=torch.float64, generator=generator).item()) for row in prob])
+    return thin(prob.view_as(size_NG), kept.view_as(size_NG))
+
+
+# prune.completions.kind -> function of the offer and of that section of the config
 COMPLETIONS = {
-    "none": lambda adv_NG, settings: keep_all(adv_NG),
-    "topk": lambda adv_NG, settings: keep_largest(adv_NG, settings.keep, settings.scope),
+    "none": lambda offer, settings: keep_all(offer.adv_NG),
+    "topk": lambda offer, settings: keep_largest(offer.adv_NG, settings.keep, settings.scope),
+    "bottom": lambda offer, settings: drop_bottom(offer.adv_NG, settings.drop_prob),
+    "bernoulli": lambda offer, settings: bernoulli(offer.adv_NG, settings.drop_prob, offer.seed),
+    "pps": lambda offer, settings: pps(
+        gradient_size(offer, settings.size, settings.by_cost), settings.keep, settings.scope, offer.seed),
 }

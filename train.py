@@ -27,11 +27,11 @@ import runfolder
 from advantage import group_norm
 from config import Config, ConfigError
 from model import Decoder, check_positions, choose_backend, export, find_model, load_model
-from prune import COMPLETIONS
+from prune import COMPLETIONS, Offer
 from reward import score
 from rollout import Engine, start_engine
 from sample import Group, Problem, Prompt
-from update import Learner, update
+from update import Learner, lengths, update
 
 
 def train(cfg: Config, resume: bool = False) -> Decoder:
@@ -62,7 +62,8 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         groups, parts = rollout(engine, tokenizer, drawn, cfg, clock, log.bar("rollout"))
         reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
         adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)
-        pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
+        offer = Offer(adv_NG, lengths(groups), cfg.loss.per, cfg.loss.kl == 0, dist.seed_for(cfg.seed, step, "prune"))
+        pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
         with clock.phase("sync"):
             engine.sleep()
         measured = update(learner, groups, adv_NG, pruned, step, clock)

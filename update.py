@@ -115,13 +115,18 @@ def minibatches(step: int, cfg: Config) -> list[list[int]]:
 def pack_batch(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
     """This rank's rows of one mini-batch, on the device. The weights' denominator is the mini-batch's own."""
     cfg = learner.cfg
-    adv_NG, part = adv_NG[members], Pruned(pruned.keep_NG[members], pruned.weight_NG[members])
+    adv_NG = adv_NG[members]
+    part = Pruned(pruned.keep_NG[members], pruned.weight_NG[members], pruned.prob_NG[members])
     chosen = [groups[n] for n in members]
-    len_NG = torch.tensor([[len(s.ids) for s in group.samples] for group in chosen])
-    weight_NG = token_weight(len_NG, part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
+    weight_NG = token_weight(lengths(chosen), part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
     dtype = learner.policy.embed_tokens.weight.dtype
     rows = pack(chosen, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, dist.rank(), dist.world_size())
     return [row.to(learner.device, dtype) for row in rows]
+
+
+def lengths(groups: list[Group]) -> Tensor:
+    """[N, G] tokens of each completion."""
+    return torch.tensor([[len(s.ids) for s in group.samples] for group in groups])
 
 
 def learning_rate(step: int, cfg: Config) -> float:

@@ -22,7 +22,7 @@ import metrics
 import train
 import update
 from advantage import group_norm
-from prune import COMPLETIONS
+from prune import COMPLETIONS, Offer
 
 PAIRS = 5
 
@@ -45,7 +45,8 @@ def main() -> None:
     def updated(keep: int) -> dict[str, float]:
         settings = replace(cfg.prune.completions, keep=keep)
         clock = metrics.Clock()
-        pruned = COMPLETIONS[settings.kind](adv_NG, settings)
+        offer = Offer(adv_NG, update.lengths(groups), cfg.loss.per, cfg.loss.kl == 0, seed=0)
+        pruned = COMPLETIONS[settings.kind](offer, settings)
         measured = update.update(learner, groups, adv_NG, pruned, 0, clock)
         return measured | clock.metrics()
 

@@ -17,7 +17,7 @@ import runfolder
 import train
 import update
 from advantage import group_norm
-from prune import COMPLETIONS
+from prune import COMPLETIONS, Offer
 
 CONFIGS = {
     "cppo": [],
@@ -60,7 +60,8 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
     learner, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
-    pruned = COMPLETIONS[cfg.prune.completions.kind](adv_NG, cfg.prune.completions)
+    offer = Offer(adv_NG, update.lengths(groups), cfg.loss.per, cfg.loss.kl == 0, seed=0)
+    pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
     rows = update.pack_batch(learner, groups, adv_NG, pruned, list(range(len(groups))))
     old_B = update.score_rows(learner, learner.policy, rows)
     ref_B = update.score_rows(learner, learner.reference, rows)

@@ -17,7 +17,7 @@ import rollout
 import runfolder
 import train
 import update
-from prune import Pruned, keep_largest
+from prune import Pruned, keep_all, keep_largest
 from sample import Group, Prompt, Sample
 
 
@@ -197,6 +197,17 @@ def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
     assert asleep == [True, True]
 
 
+def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
+    offers = []
+    monkeypatch.setitem(train.COMPLETIONS, "none",
+                        lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
+    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
+        train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token", name="grpo_toy.yaml"))
+    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 6
+    seeds = [o.seed for o in offers]
+    assert seeds[:2] == seeds[2:4] and len(set(seeds)) == 4
+
+
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     """The update of a learning rate of 1e-6 is lost in bfloat16 weights; only the computation is in bfloat16."""
     cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=true", "loss.kl=0.1")
@@ -205,7 +216,7 @@ def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks and learner.reference is not learner.policy
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
-    row, = update.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), [0])
+    row, = update.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG), [0])
     logp_C = learner.log_probs(learner.policy, row)
     assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
     exact_C = replace(learner, dtype=torch.float32).log_probs(learner.policy, row)
@@ -219,7 +230,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
         learner.policy.norm.weight[0] = float("nan")
     one_NG = torch.ones(1, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="non-finite"):
-        update.update(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG), 0, metrics.Clock())
+        update.update(learner, make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG), 0, metrics.Clock())
 
 
 def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):

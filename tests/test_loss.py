@@ -38,12 +38,12 @@ def test_weights_by_hand():
 
 def test_a_pruning_weight_multiplies_the_token_weight():
     weight_NG = torch.tensor([[4.0, 0.0]], dtype=torch.float64)
-    pruned = Pruned(weight_NG > 0, weight_NG)
+    pruned = Pruned(weight_NG > 0, weight_NG, weight_NG)
     assert token_weight(torch.tensor([[2, 5]]), pruned, "sequence", "all", 9).tolist() == [[1.0, 0.0]]
 
 
 def test_a_minibatch_that_keeps_nothing_weighs_nothing():
-    nothing = Pruned(torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 4))
+    nothing = Pruned(torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 4), torch.zeros(2, 4))
     for per, count in itertools.product(("token", "sequence", "constant"), ("all", "kept")):
         assert token_weight(LEN_NG, nothing, per, count, 64).tolist() == [[0.0] * 4] * 2
 

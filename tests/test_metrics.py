@@ -18,7 +18,8 @@ def test_rollout_metrics_by_hand():
         Group(prompt, (Sample((1, 2), (-1.0, -2.0), True), Sample((1,), (-0.5,), False))),
         Group(prompt, (Sample((1, 2, 3), (-1.0, -1.0, -0.5), False), Sample((4,), (-2.0,), False)))]
     reward_NG = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
-    pruned = Pruned(torch.tensor([[True, False], [True, True]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]]))
+    pruned = Pruned(torch.tensor([[True, False], [True, True]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]]),
+                    torch.tensor([[0.5, 0.5], [1.0, 1.0]]))
     for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
         assert metrics.of_rollout(groups, reward_NG, {"format": reward_NG * 2}, adv_NG, pruned) == pytest.approx({
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,

@@ -4,7 +4,20 @@ import pytest
 import torch
 
 from loss import token_weight
-from prune import COMPLETIONS, keep_all, keep_largest
+from prune import (
+    COMPLETIONS,
+    FLOOR,
+    Offer,
+    below_mean,
+    bernoulli,
+    drop_bottom,
+    gradient_size,
+    inclusion,
+    keep_all,
+    keep_largest,
+    pps,
+    systematic,
+)
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
@@ -69,3 +82,91 @@ def test_kinds_are_those_of_the_config():
 
     import config
     assert set(COMPLETIONS) == set(get_args(get_type_hints(config.Completions)["kind"]))
+
+
+def test_below_the_mean_by_hand():
+    """1 right of 4: the wrong ones are below. All equal, at 2 right of 4 or in a flat group: none is."""
+    prob_NG = below_mean(ADV_NG, 0.7)
+    torch.testing.assert_close(prob_NG, torch.tensor([[1, 0.3, 0.3, 0.3], [1] * 4, [1] * 4]).double())
+
+
+@pytest.mark.parametrize("kind", ["bernoulli", "bottom"])
+def test_a_rate_of_0_is_no_pruning_bit_for_bit(kind):
+    everything = keep_all(ADV_NG)
+    pruned = bernoulli(ADV_NG, 0.0, 3) if kind == "bernoulli" else drop_bottom(ADV_NG, 0.0)
+    assert torch.equal(pruned.keep_NG, everything.keep_NG) and torch.equal(pruned.weight_NG, everything.weight_NG)
+
+
+@pytest.mark.parametrize(("rate", "kept"), [(0.2, 4), (0.5, 3), (0.7, 2), (0.9, 1), (0.6, 2)])
+def test_the_bottom_fraction_rounds_down(rate, kept):
+    """G = 5, as in the paper: 0.6 x 5 is 3, whatever a float says."""
+    adv_NG = torch.tensor([[5.0, -4, 3, -2, 1]])
+    assert drop_bottom(adv_NG, rate).keep_NG[0].tolist() == [i < kept for i in range(5)]
+
+
+def test_inclusion_by_hand():
+    def prob(sizes: list[float], count: int) -> list[float]:
+        return pytest.approx(inclusion(torch.tensor(sizes), count).tolist())
+
+    assert prob([1, 1, 2], 2) == [0.5, 0.5, 1]
+    assert prob([1, 1, 8, 2], 2) == [0.25, 0.25, 1, 0.5]     # 8 would get 4/3: it is certain, the others share one
+    assert prob([10, 1, 1, 8], 3) == [1, 0.5, 0.5, 1]
+    assert prob([0, 0, 3], 2) == [0, 0, 1]                   # fewer have a size than are wanted
+    assert prob([0, 0, 0], 2) == [0, 0, 0]
+    assert prob([2, 2, 2, 2], 1) == [0.25] * 4
+    assert prob([1, 2, 3], 3) == [1, 1, 1]
+
+
+def test_inclusion_and_the_comb_at_random():
+    """Probabilities add up and keep the order of sizes; as many are met as they add up to, for every start."""
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(100):
+        K, count = (int(torch.randint(1, 12, (1,), generator=generator)) for _ in range(2))
+        size_K = torch.rand(K, generator=generator).double() ** 4 * (torch.rand(K, generator=generator) > 0.2)
+        prob_K = inclusion(size_K, count)
+        wanted = min(count, int((size_K > 0).sum()))
+        assert prob_K.sum().item() == pytest.approx(wanted, abs=1e-12) and prob_K.max() <= 1
+        share_K = prob_K / size_K
+        below = (prob_K < 1) & (prob_K > 0)
+        assert below.sum() == 0 or share_K[below].max() == pytest.approx(share_K[below].min().item())
+        for start in torch.rand(5, generator=generator).tolist():
+            keep_K = systematic(prob_K, torch.randperm(K, generator=generator), start)
+            assert keep_K.sum() == wanted and not keep_K[prob_K == 0].any() and keep_K[prob_K == 1].all(), trial
+
+
+def test_sizes_by_hand():
+    adv_NG, len_NG = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[4, 16, 9]])
+
+    def size(per: str, size: str, by_cost: bool = False, inert: bool = True) -> list[float]:
+        return pytest.approx(gradient_size(Offer(adv_NG, len_NG, per, inert, 0), size, by_cost)[0].tolist())
+
+    assert size("sequence", "adv") == [2, 1, 0]
+    assert size("sequence", "norm") == [1, 0.25, 0]
+    assert all(size(per, "norm") == [4, 4, 0] for per in ("token", "constant"))
+    assert size("token", "norm", by_cost=True) == [2, 1, 0]
+    assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
+    assert size("sequence", "adv", inert=False) == [2, 1, FLOOR]
+    flat = Offer(torch.zeros(1, 3), len_NG, "token", False, 0)
+    assert gradient_size(flat, "norm", False).tolist() == [[1, 1, 1]]
+
+
+def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
+    group, batch = (pps(ADV_NG.abs(), 2, scope, seed=5) for scope in ("group", "batch"))
+    assert group.keep_NG.sum(dim=1).tolist() == [2, 0, 2]
+    assert batch.keep_NG.sum() == 6 and batch.keep_NG[1].sum() == 0
+    for pruned in (group, batch):
+        torch.testing.assert_close(pruned.weight_NG * pruned.prob_NG, pruned.keep_NG.double())
+    assert not pps(ADV_NG[1:2].abs(), 2, "group", seed=5).keep_NG.any()
+
+
+def test_the_comb_runs_through_a_shuffled_order():
+    """In their own order neighbours of probability 1/2 would never be kept together."""
+    draws = [pps(torch.ones(1, 4), 2, "group", seed).keep_NG[0] for seed in range(60)]
+    assert len({tuple(keep_G.tolist()) for keep_G in draws}) == 6
+
+
+def test_another_seed_is_another_draw_and_the_same_is_the_same():
+    adv_NG = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    for draw in (lambda seed: bernoulli(adv_NG, 0.7, seed), lambda seed: pps(adv_NG.abs(), 4, "group", seed),
+                 lambda seed: pps(adv_NG.abs(), 4, "batch", seed)):
+        assert torch.equal(draw(1).keep_NG, draw(1).keep_NG) and not torch.equal(draw(1).keep_NG, draw(2).keep_NG)
