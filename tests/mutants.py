@@ -71,7 +71,7 @@ MUTANTS = [
     ("model", "if self.checkpoint_blocks and", "if False and", "model"),
     ("update", "range(cfg.update.epochs)", "range(1)", "loop"),
     ("update", "in minibatches(step, cfg)]", "in minibatches(step, cfg)[:1]]", "loop"),
-    ("update", "adv_NG, part = adv_NG[members]", "adv_NG, part = adv_NG[:len(members)]", "loop"),
+    ("update", "    adv_NG = adv_NG[members]", "    adv_NG = adv_NG[:len(members)]", "loop"),
     ("train", "copy.deepcopy(policy).requires_grad_(False)", "policy", "loop"),
     ("update", "k3(logp_C, ref_C)", "k3(logp_C, before_C)", "loop"),
     ("update", "cfg.loss.dual_clip)", "None)", "loop"),
