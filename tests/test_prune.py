@@ -99,9 +99,10 @@ def test_a_rate_of_0_is_no_pruning_bit_for_bit(kind):
 
 @pytest.mark.parametrize(("rate", "kept"), [(0.2, 4), (0.5, 3), (0.7, 2), (0.9, 1), (0.6, 2)])
 def test_the_bottom_fraction_rounds_down(rate, kept):
-    """G = 5, as in the paper: 0.6 x 5 is 3, whatever a float says."""
+    """G = 5, as in the paper. And 0.58 x 50 is 29, though as floats it is a little less."""
     adv_NG = torch.tensor([[5.0, -4, 3, -2, 1]])
     assert drop_bottom(adv_NG, rate).keep_NG[0].tolist() == [i < kept for i in range(5)]
+    assert drop_bottom(torch.arange(50.0)[None], 0.58).keep_NG.sum() == 21
 
 
 def test_inclusion_by_hand():
