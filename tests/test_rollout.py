@@ -171,3 +171,12 @@ def test_vllm_missing_or_of_another_version_is_an_error_with_the_remedy(module, 
 def test_ranks_that_do_not_fill_engines_are_an_error(tiny):
     with pytest.raises(ConfigError, match="rollout.tensor_parallel=2 must divide 1, the number of processes"):
         VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100, tensor_parallel=2)
+
+
+def test_a_vllm_built_for_another_device_is_an_error(tiny, monkeypatch):
+    package = types.SimpleNamespace(LLM=None, SamplingParams=None, __version__=rollout.VLLM_VERSION)
+    platform = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type="cuda"))
+    monkeypatch.setitem(sys.modules, "vllm", package)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
+    with pytest.raises(ConfigError, match="this vllm runs on cuda, and device=cpu; install the build for it"):
+        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100)
