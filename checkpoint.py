@@ -1,4 +1,6 @@
-"""Save and resume: the policy, the optimizer and the step. Everything else is a function of the config and the step."""
+"""Save and resume: the policy, the optimizer, the memory of prompts and the step. Everything else is a function of the
+config and the step.
+"""
 
 import os
 import shutil
@@ -9,9 +11,11 @@ from torch import nn
 
 import dist
 from config import ConfigError
+from data import PromptHistory
 
 
-def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, keep: int) -> None:
+def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, history: PromptHistory,
+         keep: int) -> None:
     """Write step_000123 whole, then point `latest` at it, then remove all but the newest `keep`.
 
     Both renames are atomic, so a run that dies here leaves the checkpoint before it in place.
@@ -21,7 +25,8 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Opti
         fresh = folder / f"{name}.unfinished"
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-        state = {"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict()}
+        state = {"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict(),
+                 "history": history.state()}
         torch.save(state, fresh / "state.pt")
         # Left by a run that died between the two renames, so `latest` does not point at it.
         shutil.rmtree(folder / name, ignore_errors=True)
@@ -33,7 +38,7 @@ def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Opti
     dist.barrier()
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> int:
+def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, history: PromptHistory) -> int:
     """Restore what `latest` points at and return its step. Raises ConfigError when there is none."""
     pointer = folder / "latest"
     if not pointer.is_file():
@@ -42,4 +47,5 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer) -> i
     state = torch.load(folder / pointer.read_text() / "state.pt", map_location="cpu", weights_only=True)
     policy.load_state_dict(state["policy"])
     optimizer.load_state_dict(state["optimizer"])
+    history.restore(state["history"])
     return state["step"]

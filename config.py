@@ -39,6 +39,7 @@ class Data:
     dir: str | None = None         # folder that holds the named sets; none: from the hub
     system_prompt: str | None = None
     max_prompt_tokens: int = 512   # a longer prompt is an error, never cut
+    limit: int | None = None       # train on the first so many problems; null: on all
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class Rollout:
     group_size: int                # G, completions per prompt
     prompts_per_step: int          # N, prompts offered per step, over all ranks
     max_new_tokens: int
+    # When a step has enough. offered: after N prompts. informative: after N groups whose rewards differ, the others
+    # dropped and replaced (DAPO's dynamic sampling). full: when what is kept fills pack.budget, N prompts at a time.
+    until: Literal["offered", "informative", "full"] = "offered"
+    max_rounds: int = 10           # informative, full: rollouts after which a step goes on with what it has
     engine: Literal["torch", "vllm"] = "torch"
     temperature: float = 1.0       # divides the logits here and in every training pass
     slots: int = 256               # sequences decoded at once, per engine; decides the size of the KV cache
@@ -80,13 +85,27 @@ class Completions:
 
 
 @dataclass(frozen=True, slots=True)
+class Prompts:
+    # bernoulli, rank: Dynamic Pruning, as proved and as listed
+    kind: Literal["none", "bernoulli", "rank", "greso"] = "none"
+    drop_prob: float | None = None  # bernoulli: of a prompt below the mean |A| of those seen; rank: the lowest share
+    max_passes: int = 2            # rank: turns in a row at which a prompt may be passed over
+    explore: float = 0.5           # greso: p at first; a prompt is rolled out with max(p^z, 0.01) after z flat groups
+    target: float = 0.25           # greso: share of flat groups among those rolled out that p is steered to
+
+
+@dataclass(frozen=True, slots=True)
 class Prune:
     completions: Completions = field(default_factory=Completions)
+    prompts: Prompts = field(default_factory=Prompts)
+    whole_steps: int = 0           # at the end of the run, in which nothing is pruned at either level
 
 
 @dataclass(frozen=True, slots=True)
 class Pack:
     capacity: int                  # tokens per row, prompts included
+    window: int | None = None      # sequences to choose from at a time, oldest first; null: all, longest first
+    budget: int | None = None      # rollout.until=full: tokens of a step, prompts included
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,6 +178,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("steps", cfg.steps >= 1, "at least 1"),
         ("model.logp_chunk", cfg.model.logp_chunk >= 1, "at least 1"),
         ("data.max_prompt_tokens", cfg.data.max_prompt_tokens >= 1, "at least 1"),
+        ("data.limit", cfg.data.limit is None or cfg.data.limit >= 1, "at least 1, or null"),
         ("rollout.group_size", roll.group_size >= 2, "at least 2: an advantage compares completions of one prompt"),
         ("rollout.prompts_per_step", roll.prompts_per_step >= 1, "at least 1"),
         ("rollout.max_new_tokens", roll.max_new_tokens >= 1, "at least 1"),
@@ -174,10 +194,12 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
          "other than float64 with rollout.engine=vllm, which does not compute in it"),
         ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
-        *pruning_rules(cfg),
+        *completion_rules(cfg),
+        *prompt_rules(cfg),
         ("pack.capacity", cfg.pack.capacity >= trained,
          f"at least {trained} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
          f"rollout.max_new_tokens={roll.max_new_tokens}); raise it or lower those"),
+        ("pack.window", cfg.pack.window is None or cfg.pack.window >= 1, "at least 1, or null"),
         ("loss.clip_low", 0 <= cfg.loss.clip_low <= 1, "in [0, 1]"),
         ("loss.clip_high", cfg.loss.clip_high >= 0, "at least 0"),
         ("loss.dual_clip", cfg.loss.dual_clip is None or cfg.loss.dual_clip > 1 + cfg.loss.clip_high,
@@ -203,7 +225,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
     ]
 
 
-def pruning_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+def completion_rules(cfg: Config) -> list[tuple[str, bool, str]]:
     roll, done = cfg.rollout, cfg.prune.completions
     counted, rated = done.kind in ("topk", "pps"), done.kind in ("bernoulli", "bottom")
     return [
@@ -220,6 +242,31 @@ def pruning_rules(cfg: Config) -> list[tuple[str, bool, str]]:
          f"null while prune.completions.kind={done.kind}; it belongs to bernoulli and bottom"),
         ("loss.count", cfg.loss.count == "all" or done.kind not in ("bernoulli", "pps"),
          f"all with prune.completions.kind={done.kind}: its weights restore the full batch, not a mean over the kept"),
+    ]
+
+
+def prompt_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    roll, done = cfg.rollout, cfg.prune.prompts
+    rated, full = done.kind in ("bernoulli", "rank"), roll.until == "full"
+    return [
+        ("prune.prompts.drop_prob", not rated or (done.drop_prob is not None and 0 <= done.drop_prob < 1),
+         "in [0, 1): at 1 the weight 1 / (1 - drop_prob) is infinite"),
+        ("prune.prompts.drop_prob", rated or done.drop_prob is None,
+         f"null while prune.prompts.kind={done.kind}; it belongs to bernoulli and rank"),
+        ("prune.prompts.max_passes", done.max_passes >= 1, "at least 1"),
+        ("prune.prompts.explore", 0.05 <= done.explore <= 0.95, "in [0.05, 0.95], where it is kept"),
+        ("prune.prompts.target", 0 < done.target < 1, "in (0, 1)"),
+        ("prune.whole_steps", 0 <= cfg.prune.whole_steps <= cfg.steps, f"in 0..{cfg.steps} (steps)"),
+        ("loss.count", cfg.loss.count == "all" or done.kind != "bernoulli",
+         "all with prune.prompts.kind=bernoulli: its weights restore the full batch, not a mean over the kept"),
+        ("loss.per", not (rated and cfg.loss.per == "token" and cfg.loss.count == "all"),
+         f"sequence or constant with prune.prompts.kind={done.kind}: a mean over all tokens needs the length of what a "
+         "prompt that is passed over would have got"),
+        ("rollout.until", roll.until != "informative" or done.kind != "bernoulli",
+         "offered (or full) with prune.prompts.kind=bernoulli: a prompt that is replaced must not be weighed for too"),
+        ("rollout.max_rounds", roll.max_rounds >= 1, "at least 1"),
+        ("pack.budget", (cfg.pack.budget is not None) == full, "set with rollout.until=full, and null without"),
+        ("pack.budget", cfg.pack.budget is None or cfg.pack.budget >= 1, "at least 1"),
     ]
 
 

@@ -1,23 +1,27 @@
-"""Problems in, prompts out: data files, the model's tokenizer and chat template, and the order of prompts.
+"""Problems in, prompts out: data files, the model's tokenizer and chat template, the order of prompts and its memory.
 
 A data line is {"question", "answer"} with optional "id" and "solution". GSM8K's and MATH's own columns are
 understood too: an answer behind "####" in the solution, or in its last \\boxed{}.
 """
 
 import json
+import math
 import sys
 from collections.abc import Iterable
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 import jinja2
 import numpy as np
+import torch
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
-from config import ConfigError, read_json
+from config import ConfigError, Prompts, read_json
 from dist import seed_for
+from prune import PROMPTS, REFILLING, Recall, adapt
 from reward import last_boxed
-from sample import Problem, Prompt
+from sample import Problem, Prompt, Turn
 
 # name -> (file in data.dir, hub data set, its configuration, split)
 SETS = {
@@ -228,11 +232,90 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
-def draw(prompts: list[Prompt], seed: int, step: int, prompts_per_step: int) -> list[tuple[int, Prompt]]:
-    """The step's prompts, each with its epoch: the next `prompts_per_step` of the endless row of epochs.
-
-    A pure function of its arguments, so a resumed run draws exactly what it would have drawn.
-    """
-    places = [divmod(i, len(prompts)) for i in range(step * prompts_per_step, (step + 1) * prompts_per_step)]
+def coming(prompts: list[Prompt], seed: int, place: int, count: int) -> list[tuple[int, Prompt]]:
+    """The `count` prompts that come up from `place` in the endless row of epochs, each with its epoch."""
+    places = [divmod(i, len(prompts)) for i in range(place, place + count)]
     orders = {epoch: order(len(prompts), seed, epoch) for epoch in {epoch for epoch, _ in places}}
     return [(epoch, prompts[orders[epoch][i]]) for epoch, i in places]
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What is remembered of a prompt: its newest rollout, from all of its completions."""
+
+    epoch: int
+    rewards: tuple[float, ...]
+    size: float       # mean |A|
+    easy: int         # newest rollouts in a row whose rewards were all equal and high
+    hard: int         # ... all equal and low
+    times: int = 1    # rolled out so far
+    passed: int = 0   # turns at which it was passed over since
+
+
+class PromptHistory:
+    """The one state that drawing prompts has: where the row of epochs stands and what earlier rollouts showed.
+
+    The same on every rank, and independent of their number: it is kept from records that all ranks hold.
+    """
+
+    def __init__(self, explore: float):
+        self.place = 0
+        self.visits: dict[str, Visit] = {}
+        self.explore = (explore, explore)  # prune.adapt
+
+    def draw(self, prompts: list[Prompt], pruning: Prompts, seed: int, count: int) -> list[Turn]:
+        """The turns of the next `count` prompts, kept or passed over; with a kind that refills (REFILLING) of as
+        many as it takes until `count` are kept.
+
+        Whether a prompt is kept is a function of the seed, the epoch and its id, and of rollouts before this call.
+        """
+        turns: list[Turn] = []
+        while (missing := count - sum(turn.kept for turn in turns)) and not (turns and pruning.kind not in REFILLING):
+            block = coming(prompts, seed, self.place, missing)
+            self.place += missing
+            prob_K = PROMPTS[pruning.kind](self.recall([prompt.id for _, prompt in block]), pruning)
+            for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
+                kept = seed_for(seed, epoch, prompt.id, "prompt") < prob * 2**63
+                weight = 1.0 if pruning.kind in REFILLING else 1 / prob if prob else 0.0
+                turns.append(Turn(prompt, epoch, prob, weight if kept else 0.0))
+                if not kept:
+                    visit = self.visits[prompt.id]
+                    self.visits[prompt.id] = replace(visit, passed=visit.passed + 1)
+        return turns
+
+    def recall(self, ids: list[str]) -> Recall:
+        visits = [self.visits.get(i) for i in ids]
+        sizes = [visit.size for visit in self.visits.values()]
+
+        def column(name: str, unseen: float) -> torch.Tensor:
+            return torch.tensor([unseen if v is None else getattr(v, name) for v in visits], dtype=torch.float64)
+
+        return Recall(column("size", math.nan), column("passed", 0), column("easy", 0), column("hard", 0),
+                      math.fsum(sizes) / len(sizes) if sizes else math.nan, self.explore)
+
+    def record(self, turns: list[Turn], reward_NG: torch.Tensor, adv_NG: torch.Tensor, middle: float) -> None:
+        """Remember the rollout of these turns. Equal rewards above `middle` are easy, equal ones below it hard."""
+        rows = zip(turns, reward_NG.tolist(), adv_NG.abs().mean(dim=1).tolist(), strict=True)
+        for turn, rewards, size in rows:
+            old, flat, high = self.visits.get(turn.prompt.id), len(set(rewards)) == 1, rewards[0] > middle
+            easy, hard, times = (old.easy, old.hard, old.times) if old else (0, 0, 0)
+            self.visits[turn.prompt.id] = Visit(
+                turn.epoch, tuple(rewards), size, easy + 1 if flat and high else 0,
+                hard + 1 if flat and not high else 0, times + 1)
+
+    def adapt(self, turns: list[Turn], target: float) -> None:
+        """After a step, GRESO's p (`adapt`) from the turns that it rolled out; not in the first epoch."""
+        if turns and turns[-1].epoch > 0:
+            visits = [self.visits[turn.prompt.id] for turn in turns]
+            easy, hard = (sum(count > 0 for count in counts) / len(visits)
+                          for counts in zip(*((v.easy, v.hard) for v in visits), strict=True))
+            self.explore = adapt(self.explore, easy, hard, target)
+
+    def state(self) -> dict:
+        """For a checkpoint: plain values only."""
+        return {"place": self.place, "explore": self.explore,
+                "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()}}
+
+    def restore(self, state: dict) -> None:
+        self.place, self.explore = state["place"], state["explore"]
+        self.visits = {prompt_id: Visit(*values) for prompt_id, values in state["visits"].items()}

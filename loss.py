@@ -13,7 +13,7 @@ from torch import Tensor
 from prune import Pruned
 
 
-def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int) -> Tensor:
+def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
     """Weight of every token of each completion, [N, G]; the loss is then a plain weighted SUM.
 
     per     "token"    every token counts the same             (DAPO, arXiv:2503.14476)
@@ -21,12 +21,14 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
             "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
     count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
             "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
+    offered prompts of this mini-batch, those passed over before rollout included. What their tokens would have been is
+            unknown, so "token" and "all" stand for the groups that were rolled out
     Computed from the whole mini-batch, so cutting it into rows or ranks cannot change the gradient.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)
-    items = kept_NG.sum() if count == "kept" else torch.tensor(len_NG.numel())
+    items = kept_NG.sum() if count == "kept" else torch.tensor(offered * len_NG.shape[1])
     tokens = (kept_NG * len_NG).sum() if count == "kept" else len_NG.sum()
-    # Pruning over the whole step may leave a mini-batch with nothing: its weights are 0, not 0/0.
+    # Pruning may leave a mini-batch with nothing: its weights are 0, not 0/0.
     items, tokens = items.clamp(min=1), tokens.clamp(min=1)
     return pruned.weight_NG / {"token": tokens, "sequence": len_NG * items, "constant": max_len * items}[per]
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 import dist
 from pack import Row
-from prune import Pruned
-from sample import Group
+from sample import Batch, Rolled
 
 
 class Clock:
@@ -35,26 +34,50 @@ class Clock:
         return {f"time/{name}": s for name, s in self.seconds.items()} | {"time/step": perf_counter() - self.begun}
 
 
-def of_rollout(groups: list[Group], reward_NG: Tensor, parts: dict[str, Tensor], adv_NG: Tensor,
-               pruned: Pruned) -> dict[str, float]:
-    """Metrics of records that every rank holds."""
-    samples = [s for group in groups for s in group.samples]
+def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
+    """Metrics of records that every rank holds. Where nothing was rolled out, no mean of it is given."""
+    samples = [s for group in rolled.groups for s in group.samples]
     tokens = sum(len(s.ids) for s in samples)
-    weight_NG = pruned.weight_NG
-    return {
-        "reward/mean": reward_NG.mean().item(),
-        "reward/std": reward_NG.std(correction=0).item(),
-        **{f"reward/{name}": part_NG.mean().item() for name, part_NG in parts.items()},
+    weight_NG = batch.pruned.weight_NG
+    counts = {
+        "rollout/rounds": rolled.rounds,
+        "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
+        "prune/passed": len(rolled.turns) - len(rolled.groups),
+        "prune/offered": batch.offered * weight_NG.shape[1],
+        "prune/kept": int(batch.pruned.keep_NG.sum()),
+        "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
+        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
+    }
+    return counts if not samples else counts | {
+        "reward/mean": rolled.reward_NG.mean().item(),
+        "reward/std": rolled.reward_NG.std(correction=0).item(),
+        **{f"reward/{name}": part_NG.mean().item() for name, part_NG in rolled.parts.items()},
         "rollout/length": tokens / len(samples),
         "rollout/truncated": sum(not s.finished for s in samples) / len(samples),
         "rollout/entropy": -sum(sum(s.logp) for s in samples) / tokens,
-        "advantage/flat_groups": (adv_NG == 0).all(dim=1).double().mean().item(),
-        "prune/offered": pruned.keep_NG.numel(),
-        "prune/kept": int(pruned.keep_NG.sum()),
-        "prune/weight_max": weight_NG.max().item(),
-        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item(),
+        "advantage/flat_groups": (rolled.adv_NG == 0).all(dim=1).double().mean().item(),
     }
+
+
+def decisions(rolled: Rolled, batch: Batch, explore: tuple[float, float]) -> dict:
+    """What was offered and kept, with which probability and weight: with the step's rollouts, which are a function of
+    prompt, epoch and policy, enough to compute its gradient again.
+
+    {"seed", "offered", "explore": GRESO's p, "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained
+    on also "slot": its place among those offered, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
+    are those of both levels together, and its weight is 0 where it is dropped.
+    """
+    kept = iter(rolled.groups)
+    place = {id(group): n for n, group in enumerate(batch.groups)}
+    lines = []
+    for turn in rolled.turns:
+        lines.append({"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight})
+        n = place.get(id(next(kept))) if turn.kept else None
+        if n is not None:
+            lines[-1] |= {"slot": batch.slots[n], "completion_prob": batch.pruned.prob_NG[n].tolist(),
+                          "completion_weight": batch.pruned.weight_NG[n].tolist()}
+    return {"seed": batch.seed, "offered": batch.offered, "explore": explore, "prompts": lines}
 
 
 class PassSums:

@@ -4,8 +4,9 @@ Dimension key:  N groups,  G completions per group,  T tokens of one row (prompt
 among them, the only ones that are projected and scored.  S sequences in one row.
 """
 
+from bisect import bisect_left, bisect_right, insort
 from dataclasses import dataclass, fields, replace
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import numpy as np
 import torch
@@ -50,14 +51,12 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     Deterministic, never cuts and never drops: an item longer than a row is an error.
     Which amounts of free room exist is a bit mask, so the best fit is its lowest bit from `length` upwards.
     """
+    check_fit(lengths, capacity)
     rows: list[list[int]] = []
     rows_by_room: dict[int, list[int]] = {}
     rooms = 0
     for i in np.argsort(-np.asarray(lengths), kind="stable").tolist():
         length = lengths[i]
-        if length > capacity:
-            raise ValueError(f"item {i} has {length} tokens but pack.capacity={capacity}; "
-                             "raise pack.capacity or lower rollout.max_new_tokens")
         fitting = rooms >> length
         if fitting:
             room = length + (fitting & -fitting).bit_length() - 1
@@ -73,15 +72,57 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     return rows
 
 
-def pack(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, keep_NG: Tensor, capacity: int,
-         rank: int, ranks: int) -> list[Row]:
-    """This rank's rows. Every rank gets the same number: the shortest row with weight 0 fills up.
+def within_window(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
+    """Assign items to rows of at most `capacity` tokens, with no more than `window` of them in sight at a time.
 
+    The window-based greedy packing of Dynamic Pruning (arXiv:2603.04135, section 4.3; a name and a purpose are known of
+    it, so this is a reconstruction). A row begins with the oldest item in sight, which therefore never starves, and
+    takes the longest in sight that still fits until none does; an item taken makes room for the next to come in sight.
+    Never cuts and never drops: an item longer than a row is an error.
+    """
+    check_fit(lengths, capacity)
+    coming = iter(enumerate(lengths))
+    rows: list[list[int]] = []
+    oldest: dict[int, int] = {}  # item -> length, in the order they came in sight
+    longest: list[tuple[int, int]] = []  # (length, -item): of equal lengths the older one is taken
+
+    def look() -> None:
+        for i, length in islice(coming, window - len(oldest)):
+            oldest[i] = length
+            insort(longest, (length, -i))
+
+    look()
+    while oldest:
+        rows.append([])
+        room, taken = capacity, next(iter(oldest))
+        while taken is not None:
+            rows[-1].append(taken)
+            length = oldest.pop(taken)
+            room -= length
+            longest.pop(bisect_left(longest, (length, -taken)))
+            look()
+            fits = bisect_right(longest, (room, 1))
+            taken = -longest[fits - 1][1] if fits else None
+    return rows
+
+
+def check_fit(lengths: list[int], capacity: int) -> None:
+    for i, length in enumerate(lengths):
+        if length > capacity:
+            raise ValueError(f"item {i} has {length} tokens but pack.capacity={capacity}; "
+                             "raise pack.capacity or lower rollout.max_new_tokens")
+
+
+def pack(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, keep_NG: Tensor, capacity: int, window: int | None,
+         rank: int, ranks: int) -> list[Row]:
+    """This rank's rows, packed by `within_window` where there is a window, else by `best_fit`.
+
+    Every rank gets the same number of rows: the shortest row with weight 0 fills up.
     All ranks compute the same assignment from the same records, so nothing has to be agreed upon.
     """
     kept = keep_NG.nonzero().tolist()
     lengths = [len(groups[n].prompt.ids) + len(groups[n].samples[g].ids) for n, g in kept]
-    found = best_fit(lengths, capacity)
+    found = best_fit(lengths, capacity) if window is None else within_window(lengths, capacity, window)
     bins = [[kept[i] for i in members] for members in found]
     rows = [build(groups, adv_NG, weight_NG, members) for members in bins[rank::ranks]]
     if len(rows) < -(-len(bins) // ranks):

@@ -1,8 +1,9 @@
-"""Pruning: which completions are trained on, and at what weight. Pure functions; this file imports only torch.
+"""Pruning: which prompts are rolled out, which completions are trained on, and at what weight.
 
-A biased pruner says so. An unbiased one keeps a completion with a known probability p and weighs it 1/p, on its whole
+A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its whole
 term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full batch's.
-Probability and outcome are computed apart, so that a test can go through all outcomes.
+Probability and outcome are computed apart, so that a test can go through all outcomes. Pure functions; this file
+imports only torch.
 
 Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 FLOOR = 0.1  # of the mean size: what a completion without advantage counts for while it still carries a KL
+SLACK = 1 - 1e-5  # of a mean: equal sizes are not below it, however their sum is rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:
 def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
     """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean, else 1."""
     size_NG = adv_NG.abs()
-    small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * (1 - 1e-5)  # of equal sizes none is small
+    small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * SLACK
     return torch.where(small_NG, 1 - drop_prob, 1.0).to(adv_NG.dtype)
 
 
@@ -158,3 +160,74 @@ COMPLETIONS = {
     "pps": lambda offer, settings: pps(
         gradient_size(offer, settings.size, settings.by_cost), settings.keep, settings.scope, offer.seed),
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Recall:
+    """What is remembered of K prompts that come up, before they are rolled out."""
+
+    size_K: Tensor    # mean |A| of the newest rollout, from all G; nan for a prompt that never was rolled out
+    passed_K: Tensor  # turns at which it was passed over since
+    easy_K: Tensor    # newest rollouts in a row whose rewards were all equal and high
+    hard_K: Tensor    # ... all equal and low
+    mean: float       # size of all prompts that were rolled out; nan before there is one
+    explore: tuple[float, float]  # GRESO's p for easy and for hard prompts
+
+
+def rarely_below_mean(recall: Recall, drop_prob: float) -> Tensor:
+    """Dynamic Pruning (arXiv:2603.04135) at the prompt level: probability [K] of a rollout, 1 - drop_prob for a size
+    below the mean. A prompt that was never rolled out is certain.
+
+    The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is told.
+    """
+    return torch.where(recall.size_K < recall.mean * SLACK, 1 - drop_prob, 1.0).double()
+
+
+def all_but_lowest(recall: Recall, drop_prob: float, max_passes: int) -> Tensor:
+    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: bool [K], floor(drop_prob x K)
+    prompts of the lowest size are passed over. Biased, as `drop_bottom` is.
+
+    A prompt that was never rolled out is not passed over, nor one that was `max_passes` times in a row: without that
+    its size would never be measured again (our addition).
+    """
+    free_K = recall.size_K.isnan() | (recall.passed_K >= max_passes)
+    order_K = recall.size_K.masked_fill(free_K, torch.inf).argsort(stable=True)
+    keep_K = torch.ones_like(free_K)
+    keep_K[order_K[:int(drop_prob * len(order_K) + 1e-9)]] = False
+    return keep_K | free_K
+
+
+def explored(recall: Recall) -> Tensor:
+    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row without any
+    difference in reward; p differs for easy and hard prompts. Biased on purpose: what is rolled out keeps weight 1.
+    """
+    easy, hard = recall.explore
+    return torch.where(recall.easy_K > 0, easy ** recall.easy_K, hard ** recall.hard_K).clamp(min=0.01)
+
+
+def adapt(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
+    """GRESO's p for easy and hard prompts after a step in which these shares of the prompts rolled out were easy and
+    hard: 0.01 less where the share has reached its part of the `target`, a third for easy ones, else 0.01 more.
+    """
+    def moved(p: float, share: float, limit: float) -> float:
+        return min(max(p - 0.01 if share >= limit else p + 0.01, 0.05), 0.95)
+
+    return moved(explore[0], easy, target / 3), moved(explore[1], hard, target * 2 / 3)
+
+
+def next_round(missing: int, flat: float, most: int) -> tuple[int, bool]:
+    """GRESO's batch adaptation: how many prompts to roll out for `missing` informative groups when the share `flat` of
+    the last round was not, within [most / 6, most] as released; and whether that is estimated to be enough.
+    """
+    wanted = 1.25 * missing / (1 - flat) if flat < 1 else float("inf")
+    return max(int(min(wanted, most)), most // 6, 1), wanted <= most
+
+
+# prune.prompts.kind -> function of the recall and of that section of the config: probability [K] of a rollout
+PROMPTS = {
+    "none": lambda recall, settings: torch.ones_like(recall.size_K),
+    "bernoulli": lambda recall, settings: rarely_below_mean(recall, settings.drop_prob),
+    "rank": lambda recall, settings: all_but_lowest(recall, settings.drop_prob, settings.max_passes).double(),
+    "greso": lambda recall, settings: explored(recall),
+}
+REFILLING = {"greso"}  # kinds that replace a prompt they pass over, so the rest has no weight to carry for it

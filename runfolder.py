@@ -1,8 +1,9 @@
 """The run folder: what was run, what came of it, and the closing table.
 
-    config.yaml  env.json  metrics.jsonl  samples.jsonl  checkpoints/  hf/
+    config.yaml  env.json  metrics.jsonl  samples.jsonl  decisions.jsonl  checkpoints/  hf/
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation, `step` counting the steps done.
+decisions.jsonl says what was offered and kept, with which probability and weight (metrics.decisions).
 """
 
 import importlib.metadata
@@ -75,7 +76,7 @@ class Log:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
         if self.folder is None:
             return
-        for name in ("metrics.jsonl", "samples.jsonl"):
+        for name in ("metrics.jsonl", "samples.jsonl", "decisions.jsonl"):
             lines = [line for line in read(self.folder / name) if line["step"] <= step]
             fresh = self.folder / f"{name}.unfinished"
             fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -107,8 +108,9 @@ class Log:
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         self.write("metrics.jsonl", {"step": step} | metrics)
-        self.outer.set_postfix(reward=f"{metrics['reward/mean']:.2f}", length=f"{metrics['rollout/length']:.0f}",
-                               kept=f"{metrics['prune/kept']}/{metrics['prune/offered']}")
+        shown = {name: f"{metrics[key]:.2f}" for name, key in (("reward", "reward/mean"), ("length", "rollout/length"))
+                 if key in metrics}  # a step may roll nothing out
+        self.outer.set_postfix(shown, kept=f"{metrics['prune/kept']}/{metrics['prune/offered']}")
 
     def sample(self, step: int, line: dict) -> None:
         """Keep one group of the step, and show one completion of it now and then."""

@@ -1,6 +1,14 @@
-"""The records that flow from stage to stage. Frozen, complete at birth: no later stage fills anything in."""
+"""The records that flow from stage to stage. Frozen, complete at birth: no later stage fills anything in.
+
+Dimension key:  N prompts (groups) in one step,  G completions per prompt.
+"""
 
 from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from prune import Pruned
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +31,20 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt that comes up in a step, to be rolled out or passed over."""
+
+    prompt: Prompt
+    epoch: int
+    prob: float = 1.0     # with which it is rolled out
+    weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where it is passed over
+
+    @property
+    def kept(self) -> bool:
+        return self.weight > 0
+
+
+@dataclass(frozen=True, slots=True)
 class Sample:
     """One completion, exactly as the behaviour policy produced it."""
 
@@ -42,3 +64,38 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+
+
+def lengths(groups: list[Group], G: int) -> Tensor:
+    """[N, G] tokens of each completion; N may be 0."""
+    return torch.tensor([[len(s.ids) for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """All that came up in a step, the same on every rank."""
+
+    turns: list[Turn]           # in order, those passed over included
+    groups: list[Group]         # of the turns kept
+    parts: dict[str, Tensor]    # each reward component, [N, G]
+    reward_NG: Tensor           # their weighted sum
+    adv_NG: Tensor
+    rounds: int = 1
+
+    def __add__(self, other: "Rolled") -> "Rolled":
+        parts = {name: torch.cat([part_NG, other.parts[name]]) for name, part_NG in self.parts.items()}
+        return Rolled(self.turns + other.turns, self.groups + other.groups, parts,
+                      torch.cat([self.reward_NG, other.reward_NG]), torch.cat([self.adv_NG, other.adv_NG]),
+                      self.rounds + other.rounds)
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on, the same on every rank. Its N may be fewer than were rolled out."""
+
+    groups: list[Group]
+    adv_NG: Tensor
+    pruned: Pruned       # weight and probability are those of both levels together
+    slots: list[int]     # which of the prompts offered each group is of
+    offered: int         # prompts, those passed over before rollout included
+    seed: int            # of the draw of completions

@@ -2,19 +2,16 @@
 
     [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume] [--check]
 
-The loop in `train` is the algorithm: draw prompts, sample groups, score, compare within groups, prune, update.
-
-Dimension key:  N prompts (groups) per step,  G completions per prompt.
+The loop in `train` is the algorithm: collect what a step trains on (draw prompts, sample groups, score, compare within
+groups, prune), update the policy, hand it to the engine.
 """
 
 import argparse
 import copy
 import sys
-from dataclasses import asdict
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 import checkpoint
 import config
@@ -24,14 +21,12 @@ import eval as evaluation
 import metrics
 import preflight
 import runfolder
-from advantage import group_norm
+from collect import collect
 from config import Config, ConfigError
 from model import Decoder, check_positions, choose_backend, export, find_model, load_model
-from prune import COMPLETIONS, Offer
-from reward import score
 from rollout import Engine, start_engine
-from sample import Group, Problem, Prompt
-from update import Learner, lengths, update
+from sample import Problem, Prompt, Rolled
+from update import Learner, update
 
 
 def train(cfg: Config, resume: bool = False) -> Decoder:
@@ -39,8 +34,9 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
     folder = runfolder.claim(cfg, resume)
     source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
+    history = data.PromptHistory(cfg.prune.prompts.explore)
     if resume:
-        first = checkpoint.load(folder / "checkpoints", learner.policy, learner.optimizer)
+        first = checkpoint.load(folder / "checkpoints", learner.policy, learner.optimizer, history)
         engine.sync(learner.policy)
     else:
         first = 0
@@ -58,24 +54,22 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         evaluate(step=0)
     for step in log.steps(first, cfg.steps):
         clock = metrics.Clock()
-        drawn = data.draw(prompts, cfg.seed, step, cfg.rollout.prompts_per_step)
-        groups, parts = rollout(engine, tokenizer, drawn, cfg, clock, log.bar("rollout"))
-        reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
-        adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)
-        offer = Offer(adv_NG, lengths(groups), cfg.loss.per, cfg.loss.kl == 0, dist.seed_for(cfg.seed, step, "prune"))
-        pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
+        rolled, batch = collect(engine, tokenizer, prompts, history, cfg, step, clock, log)
         with clock.phase("sync"):
             engine.sleep()
-        measured = update(learner, groups, adv_NG, pruned, step, clock)
+        measured = update(learner, batch, step, clock)
         with clock.phase("sync"):
             engine.sync(learner.policy)
-        measured |= metrics.of_rollout(groups, reward_NG, parts, adv_NG, pruned)
-        log.step(step + 1, measured | clock.metrics())
-        log.sample(step + 1, first_group(groups[0], tokenizer, reward_NG[0], adv_NG[0], pruned.keep_NG[0]))
+        log.step(step + 1, measured | metrics.of_rollout(rolled, batch) | clock.metrics())
+        log.write("decisions.jsonl", {"step": step + 1} | metrics.decisions(rolled, batch, history.explore))
+        history.adapt([turn for turn in rolled.turns if turn.kept], cfg.prune.prompts.target)
+        if rolled.groups:
+            log.sample(step + 1, first_group(rolled, tokenizer))
         if due(cfg.eval.every, step + 1, cfg.steps):
             evaluate(step + 1)
         if due(cfg.checkpoint.every, step + 1, cfg.steps):
-            checkpoint.save(folder / "checkpoints", step + 1, learner.policy, learner.optimizer, cfg.checkpoint.keep)
+            checkpoint.save(folder / "checkpoints", step + 1, learner.policy, learner.optimizer, history,
+                            cfg.checkpoint.keep)
     if dist.rank() == 0:
         export(learner.policy, source, folder / "hf")
         print(runfolder.summary(folder), flush=True)
@@ -93,7 +87,7 @@ def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt]
     """The model's folder and tokenizer, the problems to train on, those as prompts, and the evaluation sets."""
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
-    problems = data.load_problems(cfg.data.train, cfg.data.dir)
+    problems = data.load_problems(cfg.data.train, cfg.data.dir)[:cfg.data.limit]
     prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
     sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
                                 cfg.data.system_prompt, cfg.data.max_prompt_tokens)
@@ -124,35 +118,12 @@ def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Learne
     return Learner(cfg, device, dtype, backend, policy, reference, optimizer), engine
 
 
-def rollout(engine: Engine, tokenizer: data.Tokenizer, drawn: list[tuple[int, Prompt]], cfg: Config,
-            clock: metrics.Clock, progress: str | None) -> tuple[list[Group], dict[str, Tensor]]:
-    """o_1..o_G ~ pi_old(.|q) for the prompts drawn, and their rewards. Each rank samples and scores its share.
-
-    Returns the step's groups in the order drawn, on every rank, and each reward component as a float64 [N, G].
-    """
-    G = cfg.rollout.group_size
-    share = dist.mine([(epoch, prompt, g) for epoch, prompt in drawn for g in range(G)])
-    with clock.phase("rollout"):
-        seeds = [data.sample_seed(cfg.seed, epoch, prompt.id, g) for epoch, prompt, g in share]
-        samples = engine.generate([prompt.ids for _, prompt, _ in share], seeds, cfg.rollout.max_new_tokens,
-                                  cfg.rollout.temperature, progress=progress)
-    with clock.phase("reward"):
-        weights = asdict(cfg.reward)
-        parts = [score(tokenizer.decode(s.ids), prompt.answer, weights)
-                 for s, (_, prompt, _) in zip(samples, share, strict=True)]
-        whole = dist.gather(list(zip(samples, parts, strict=True)))
-    groups = [Group(prompt, tuple(sample for sample, _ in whole[n * G:(n + 1) * G]))
-              for n, (_, prompt) in enumerate(drawn)]
-    reward = {name: torch.tensor([part[name] for _, part in whole], dtype=torch.float64).view(-1, G)
-              for name in whole[0][1]}
-    return groups, reward
-
-
-def first_group(group: Group, tokenizer: data.Tokenizer, reward_G: Tensor, adv_G: Tensor, keep_G: Tensor) -> dict:
-    """A group as people read it."""
+def first_group(rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
+    """The first group rolled out, as people read it."""
+    group = rolled.groups[0]
     return {"id": group.prompt.id, "gold": group.prompt.answer, "prompt": tokenizer.decode(group.prompt.ids),
-            "texts": [tokenizer.decode(s.ids) for s in group.samples], "reward": reward_G.tolist(),
-            "advantage": adv_G.tolist(), "kept": keep_G.tolist()}
+            "texts": [tokenizer.decode(s.ids) for s in group.samples], "reward": rolled.reward_NG[0].tolist(),
+            "advantage": rolled.adv_NG[0].tolist()}
 
 
 def main() -> int:

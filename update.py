@@ -18,7 +18,7 @@ from loss import clip, engine_weight, k3, token_weight
 from model import BACKENDS, Decoder
 from pack import Row, pack
 from prune import Pruned
-from sample import Group
+from sample import Batch, lengths
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,12 +42,14 @@ class Learner:
                                    self.cfg.rollout.temperature, self.cfg.model.logp_chunk)
 
 
-def update(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, step: int,
-           clock: metrics.Clock) -> dict[str, float]:
-    """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch."""
+def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> dict[str, float]:
+    """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch.
+
+    A mini-batch without any gradient changes nothing: the momentum of earlier ones is not applied either.
+    """
     cfg, policy, optimizer = learner.cfg, learner.policy, learner.optimizer
     with clock.phase("pack"):
-        batches = [pack_batch(learner, groups, adv_NG, pruned, members) for members in minibatches(step, cfg)]
+        batches = [pack_batch(learner, batch, slots) for slots in minibatches(step, cfg, batch.offered)]
     with clock.phase("score"):
         ref = [score_rows(learner, learner.reference, rows) for rows in batches]
         # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
@@ -63,7 +65,8 @@ def update(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned
                 dist.sum_gradients(policy)
                 norms.append(torch.nn.utils.clip_grad_norm_(
                     policy.parameters(), cfg.optim.clip_norm, error_if_nonfinite=True))
-                optimizer.step()
+                if norms[-1] > 0:
+                    optimizer.step()
                 optimizer.zero_grad()
     return sums.metrics(cfg.pack.capacity, len(norms)) | {
         "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": optimizer.param_groups[0]["lr"]}
@@ -105,28 +108,29 @@ def row_loss(logp_C: Tensor, before_C: Tensor | None, ref_C: Tensor | None, row:
     return loss + cfg.loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach()
 
 
-def minibatches(step: int, cfg: Config) -> list[list[int]]:
-    """Which groups each optimizer step of an epoch trains on: a seeded split, the same in every epoch."""
-    N, parts = cfg.rollout.prompts_per_step, cfg.update.minibatches
-    shuffled = torch.randperm(N, generator=torch.Generator().manual_seed(dist.seed_for(cfg.seed, step, "minibatch")))
-    return [sorted(part.tolist()) for part in shuffled.chunk(parts)]
+def minibatches(step: int, cfg: Config, offered: int) -> list[list[int]]:
+    """Which of the prompts offered each optimizer step of an epoch is for: a seeded split, the same in every epoch.
+
+    Prompts passed over take part, so that the number of groups of a mini-batch varies and its denominator does not.
+    """
+    generator = torch.Generator().manual_seed(dist.seed_for(cfg.seed, step, "minibatch"))
+    shuffled = torch.randperm(offered, generator=generator)
+    return [sorted(part.tolist()) for part in shuffled.tensor_split(cfg.update.minibatches)]
 
 
-def pack_batch(learner: Learner, groups: list[Group], adv_NG: Tensor, pruned: Pruned, members: list[int]) -> list[Row]:
+def pack_batch(learner: Learner, batch: Batch, slots: list[int]) -> list[Row]:
     """This rank's rows of one mini-batch, on the device. The weights' denominator is the mini-batch's own."""
-    cfg = learner.cfg
-    adv_NG = adv_NG[members]
+    cfg, pruned = learner.cfg, batch.pruned
+    place = {slot: n for n, slot in enumerate(batch.slots)}
+    members = [place[slot] for slot in slots if slot in place]
+    groups, adv_NG = [batch.groups[n] for n in members], batch.adv_NG[members]
     part = Pruned(pruned.keep_NG[members], pruned.weight_NG[members], pruned.prob_NG[members])
-    chosen = [groups[n] for n in members]
-    weight_NG = token_weight(lengths(chosen), part, cfg.loss.per, cfg.loss.count, cfg.rollout.max_new_tokens)
+    weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), part, cfg.loss.per, cfg.loss.count,
+                             cfg.rollout.max_new_tokens, len(slots))
     dtype = learner.policy.embed_tokens.weight.dtype
-    rows = pack(chosen, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, dist.rank(), dist.world_size())
+    rows = pack(groups, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, cfg.pack.window,
+                dist.rank(), dist.world_size())
     return [row.to(learner.device, dtype) for row in rows]
-
-
-def lengths(groups: list[Group]) -> Tensor:
-    """[N, G] tokens of each completion."""
-    return torch.tensor([[len(s.ids) for s in group.samples] for group in groups])
 
 
 def learning_rate(step: int, cfg: Config) -> float:

@@ -32,7 +32,7 @@ import update
 from model import BACKENDS, Decoder, Shape, choose_backend, read_shape
 from prune import keep_largest
 from rollout import start_engine
-from sample import Group, Prompt, Sample
+from sample import Batch, Group, Prompt, Sample
 
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s by part of the device's name
 TIMINGS = 5
@@ -144,11 +144,11 @@ def updates(policy: Decoder, device: torch.device, dtype: torch.dtype, peak: flo
             "data.max_prompt_tokens=100", f"rollout.max_new_tokens={longest}", "optim.warmup_steps=0"])
         learner = update.Learner(cfg, device, dtype, choose_backend("auto", device, dtype), policy, None, optimizer)
         policy.checkpoint_blocks = again
-        pruned = keep_largest(adv_NG, keep, "group")
+        batch = Batch(groups, adv_NG, keep_largest(adv_NG, keep, "group"), list(range(count)), count, seed=0)
         measured: dict = {}
 
-        def work(learner=learner, pruned=pruned, measured=measured):
-            measured |= update.update(learner, groups, adv_NG, pruned, 0, metrics.Clock())
+        def work(learner=learner, batch=batch, measured=measured):
+            measured |= update.update(learner, batch, 0, metrics.Clock())
 
         row = {"capacity": capacity, "keep": keep, "recompute": again}
         if cuda:
@@ -161,7 +161,7 @@ def updates(policy: Decoder, device: torch.device, dtype: torch.dtype, peak: flo
             policy.zero_grad()
             torch.cuda.empty_cache()
             continue
-        kept = [100 + len(groups[n].samples[g].ids) for n, g in pruned.keep_NG.nonzero().tolist()]
+        kept = [100 + len(groups[n].samples[g].ids) for n, g in batch.pruned.keep_NG.nonzero().tolist()]
         speed = flop(policy.shape, parameters, kept, measured["train/tokens"]) / median(seconds)
         gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
         row |= {"tokens": measured["pack/tokens"], "rows": measured["pack/rows"], "seconds": seconds, "flop_s": speed,

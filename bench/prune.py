@@ -22,6 +22,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import collect
 import config
 import data
 import dist
@@ -31,6 +32,7 @@ import update
 from advantage import group_norm
 from config import Completions
 from prune import COMPLETIONS, Offer, Pruned, pps
+from sample import Batch, lengths
 
 STEPS = {"early": 3, "late": 8}
 ROLLOUTS, DRAWS, BUDGETS = 6, 150, (0.5, 0.25, 0.125, 0.0625)
@@ -85,7 +87,8 @@ def inner_products(learner: update.Learner, groups: list, adv_NG: Tensor) -> Ten
             continue
         only_NG = torch.zeros_like(one_NG, dtype=torch.bool)
         only_NG[n, g] = True
-        rows = update.pack_batch(learner, groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)))
+        alone = Batch(groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)), N, seed=0)
+        rows = update.pack_batch(learner, alone, list(range(N)))
         update.accumulate(learner, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), True, unmoved=True)
         parts.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))
         learner.policy.zero_grad()
@@ -134,11 +137,12 @@ def main() -> None:
             learner, engine = train.set_up(cfg, source, tokenizer)
             engine.sync(learner.policy)
             found = {name: {budget: [] for budget in BUDGETS} for name in ARMS}
-            for i in range(ROLLOUTS):
-                drawn = data.draw(prompts, cfg.seed + 1, i, cfg.rollout.prompts_per_step)
-                groups, parts = train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)
+            history = data.PromptHistory(0.5)
+            for _ in range(ROLLOUTS):
+                turns = history.draw(prompts, cfg.prune.prompts, cfg.seed + 1, cfg.rollout.prompts_per_step)
+                groups, parts = collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)
                 adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
-                offer = Offer(adv_NG, update.lengths(groups), cfg.loss.per, inert=True, seed=0)
+                offer = Offer(adv_NG, lengths(groups, cfg.rollout.group_size), cfg.loss.per, inert=True, seed=0)
                 product = inner_products(learner, groups, adv_NG)
                 for name, draw in ARMS.items():
                     draws = 1 if name.startswith("topk") else DRAWS

@@ -15,6 +15,7 @@ from statistics import median
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import collect
 import config
 import data
 import dist
@@ -23,6 +24,7 @@ import train
 import update
 from advantage import group_norm
 from prune import COMPLETIONS, Offer
+from sample import Batch, lengths
 
 PAIRS = 5
 
@@ -34,10 +36,10 @@ def main() -> None:
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
     learner, engine = train.set_up(cfg, source, tokenizer)
     engine.sync(learner.policy)
-    drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
-    train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)  # warm up
+    turns = data.PromptHistory(0.5).draw(prompts, cfg.prune.prompts, cfg.seed, cfg.rollout.prompts_per_step)
+    collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)  # warm up
     shared = metrics.Clock()
-    groups, parts = train.rollout(engine, tokenizer, drawn, cfg, shared, None)
+    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, shared, None)
     with shared.phase("sync"):
         engine.sync(learner.policy)
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
@@ -45,9 +47,10 @@ def main() -> None:
     def updated(keep: int) -> dict[str, float]:
         settings = replace(cfg.prune.completions, keep=keep)
         clock = metrics.Clock()
-        offer = Offer(adv_NG, update.lengths(groups), cfg.loss.per, cfg.loss.kl == 0, seed=0)
+        offer = Offer(adv_NG, lengths(groups, cfg.rollout.group_size), cfg.loss.per, cfg.loss.kl == 0, seed=0)
         pruned = COMPLETIONS[settings.kind](offer, settings)
-        measured = update.update(learner, groups, adv_NG, pruned, 0, clock)
+        batch = Batch(groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+        measured = update.update(learner, batch, 0, clock)
         return measured | clock.metrics()
 
     updated(cfg.rollout.group_size)  # warm up

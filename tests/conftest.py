@@ -11,7 +11,8 @@ import torch
 import config
 import dist
 import model as decoder
-from sample import Group, Prompt, Sample
+from prune import Pruned
+from sample import Batch, Group, Prompt, Sample
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"
@@ -78,4 +79,9 @@ def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int =
             for n, (row, p) in enumerate(zip(lengths, prompt_lengths, strict=True))]
 
 
-__all__ = ["ROOT", "TOY", "load", "make_groups", "toy_config", "write_tiny"]
+def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch:
+    """A step in which every prompt offered was rolled out."""
+    return Batch(groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+
+
+__all__ = ["ROOT", "TOY", "as_batch", "load", "make_groups", "toy_config", "write_tiny"]

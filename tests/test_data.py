@@ -161,7 +161,7 @@ def test_a_prompt_that_is_too_long_is_an_error():
 
 
 def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
-    drawn = [place for step in range(10) for place in data.draw(list(range(7)), seed=0, step=step, prompts_per_step=3)]
+    drawn = [pair for step in range(10) for pair in data.coming(list(range(7)), seed=0, place=3 * step, count=3)]
     for epoch in range(4):
         assert sorted(i for e, i in drawn if e == epoch) == list(range(7))
     assert drawn == sorted(drawn, key=lambda place: place[0])

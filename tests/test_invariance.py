@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import TOY, toy_config
+from conftest import TOY, as_batch, toy_config
 
+import collect
 import config
 import data
 import dist
@@ -18,6 +19,7 @@ import train
 import update
 from advantage import group_norm
 from prune import COMPLETIONS, Offer
+from sample import lengths
 
 CONFIGS = {
     "cppo": [],
@@ -40,8 +42,8 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
     learner, engine = train.set_up(cfg, TOY, tokenizer)
     engine.sync(learner.policy)
-    drawn = data.draw(prompts, cfg.seed, 0, cfg.rollout.prompts_per_step)
-    groups, parts = train.rollout(engine, tokenizer, drawn, cfg, metrics.Clock(), None)
+    turns = data.PromptHistory(0.5).draw(prompts, cfg.prune.prompts, cfg.seed, cfg.rollout.prompts_per_step)
+    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)
     adv_NG = group_norm(parts["accuracy"], 1, 1e-4)
     assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
     assert len({len(s.ids) for group in groups for s in group.samples}) > 4
@@ -60,9 +62,9 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
     learner, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
-    offer = Offer(adv_NG, update.lengths(groups), cfg.loss.per, cfg.loss.kl == 0, seed=0)
+    offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
-    rows = update.pack_batch(learner, groups, adv_NG, pruned, list(range(len(groups))))
+    rows = update.pack_batch(learner, as_batch(groups, adv_NG, pruned), list(range(len(groups))))
     old_B = update.score_rows(learner, learner.policy, rows)
     ref_B = update.score_rows(learner, learner.reference, rows)
     move(learner.policy)

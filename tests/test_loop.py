@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, load, make_groups, toy_config
+from conftest import TOY, as_batch, load, make_groups, toy_config
 
+import collect
 import data
 import metrics
 import model as decoder
@@ -18,7 +19,7 @@ import runfolder
 import train
 import update
 from prune import Pruned, keep_all, keep_largest
-from sample import Group, Prompt, Sample
+from sample import Group, Prompt, Sample, Turn
 
 
 def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
@@ -92,7 +93,7 @@ def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     optimizer = torch.optim.AdamW(policy.parameters(), lr=0.03, betas=(0.5, 0.7), weight_decay=0.1)
     for step in (0, 1):  # the second step tells the policy before the update from the reference
         groups = near(groups, policy, 0.8)
-        measured = update.update(learner, groups, adv_NG, pruned, step, metrics.Clock())
+        measured = update.update(learner, as_batch(groups, adv_NG, pruned), step, metrics.Clock())
         with torch.no_grad():
             old, ref = ({(n, g): logp_of(model, groups[n], g, 0.8) for n, g in pruned.keep_NG.nonzero().tolist()}
                         for model in (policy, initial))
@@ -103,8 +104,8 @@ def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
             weight = {key: x.clamp(max=1.1) * (1 / 1.1 <= x.log().mean().exp() <= 1.1) for key, x in ratio.items()}
             assert any(w.any() for w in weight.values()) and not all(w.all() for w in weight.values())
         epochs = [plain_epoch(policy, optimizer, groups, adv_NG, engine if how == "engine" else old, ref, weight,
-                              update.minibatches(step, cfg), cfg.rollout.max_new_tokens) for _ in range(2)]
-        unmoved = update.minibatches(step, cfg)[0]  # without an extra pass later ones meet a policy that has moved
+                              update.minibatches(step, cfg, 4), cfg.rollout.max_new_tokens) for _ in range(2)]
+        unmoved = update.minibatches(step, cfg, 4)[0]  # without an extra pass later ones meet a policy that has moved
         compared = [key for key in old if how != "engine" or key[0] in unmoved]
         ratio_C = torch.cat([ratio[key] for key in compared])
         assert {key: measured[f"mismatch/{key}"] for key in ("logp_abs_mean", "logp_abs_max", "kl", "ess")} == (
@@ -144,8 +145,8 @@ def test_rewards_stand_beside_their_completions_and_seeds_change_with_epoch_and_
     prompts = [Prompt(name, tokenizer.encode([f"#### {gold}\n"])[0], gold) for name, gold in (("a", "1"), ("b", "2"))]
     scribe = Scribe(tokenizer, ["#### 1", "#### 1", "no", "#### 1", "#### 2", "#### 3"])
     for settings, epoch in ((cfg, 0), (cfg, 1), (replace(cfg, seed=5), 0)):
-        drawn = [(epoch, prompt) for prompt in prompts]
-        groups, parts = train.rollout(scribe, tokenizer, drawn, settings, metrics.Clock(), None)
+        turns = [Turn(prompt, epoch) for prompt in prompts]
+        groups, parts = collect.rollout(scribe, tokenizer, turns, settings, metrics.Clock(), None)
         assert parts["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
     assert len({seed for seeds, _, _ in scribe.asked for seed in seeds}) == 18
     assert scribe.asked[-1][1:] == (cfg.rollout.max_new_tokens, 0.7)
@@ -199,7 +200,7 @@ def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
 
 def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
     offers = []
-    monkeypatch.setitem(train.COMPLETIONS, "none",
+    monkeypatch.setitem(collect.COMPLETIONS, "none",
                         lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token", name="grpo_toy.yaml"))
@@ -216,7 +217,8 @@ def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks and learner.reference is not learner.policy
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
-    row, = update.pack_batch(learner, make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG), [0])
+    batch = as_batch(make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG))
+    row, = update.pack_batch(learner, batch, [0])
     logp_C = learner.log_probs(learner.policy, row)
     assert row.adv_C.dtype == row.weight_C.dtype == logp_C.dtype == torch.float32
     exact_C = replace(learner, dtype=torch.float32).log_probs(learner.policy, row)
@@ -230,14 +232,15 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
         learner.policy.norm.weight[0] = float("nan")
     one_NG = torch.ones(1, 2, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="non-finite"):
-        update.update(learner, make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG), 0, metrics.Clock())
+        update.update(learner, as_batch(make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG)), 0, metrics.Clock())
 
 
 def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
     learner, _ = train.set_up(cfg, tiny, data.Tokenizer(tiny))
     flat_NG = torch.zeros(1, 2, dtype=torch.float64)
-    update.update(learner, make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"), 0, metrics.Clock())
+    batch = as_batch(make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"))
+    update.update(learner, batch, 0, metrics.Clock())
     for (name, p), q in zip(load(tiny, torch.float64).named_parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(p, q), name
 

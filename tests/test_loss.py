@@ -17,9 +17,9 @@ def test_weights_times_lengths_sum_to_one(keep):
     """per=token and per=sequence are means, over all or over the kept; per=constant is not a mean."""
     prunings = keep_all(ADV_NG), keep_largest(ADV_NG, keep, "group")
     for pruned, per in itertools.product(prunings, ("token", "sequence")):
-        total = (token_weight(LEN_NG, pruned, per, "kept", 64) * LEN_NG).sum()
+        total = (token_weight(LEN_NG, pruned, per, "kept", 64, 2) * LEN_NG).sum()
         torch.testing.assert_close(total.item(), 1.0)
-    whole = token_weight(LEN_NG, keep_all(ADV_NG), "sequence", "all", 64)
+    whole = token_weight(LEN_NG, keep_all(ADV_NG), "sequence", "all", 64, 2)
     torch.testing.assert_close((whole * LEN_NG).sum(dim=1), torch.full((2,), 0.5, dtype=torch.float64))
 
 
@@ -31,7 +31,7 @@ def test_weights_by_hand():
              ("sequence", "all"): [1 / (8 * n) for n in (10, 5, 7, 7)],
              ("constant", "kept"): [1 / (4 * 64)] * 4, ("constant", "all"): [1 / (8 * 64)] * 4}
     for (per, count), expected in cases.items():
-        weight_NG = token_weight(LEN_NG, pruned, per, count, max_len=64)
+        weight_NG = token_weight(LEN_NG, pruned, per, count, max_len=64, offered=2)
         torch.testing.assert_close(weight_NG[pruned.keep_NG], torch.tensor(expected, dtype=torch.float64))
         assert not weight_NG[~pruned.keep_NG].any()
 
@@ -39,13 +39,13 @@ def test_weights_by_hand():
 def test_a_pruning_weight_multiplies_the_token_weight():
     weight_NG = torch.tensor([[4.0, 0.0]], dtype=torch.float64)
     pruned = Pruned(weight_NG > 0, weight_NG, weight_NG)
-    assert token_weight(torch.tensor([[2, 5]]), pruned, "sequence", "all", 9).tolist() == [[1.0, 0.0]]
+    assert token_weight(torch.tensor([[2, 5]]), pruned, "sequence", "all", 9, 1).tolist() == [[1.0, 0.0]]
 
 
 def test_a_minibatch_that_keeps_nothing_weighs_nothing():
     nothing = Pruned(torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 4), torch.zeros(2, 4))
     for per, count in itertools.product(("token", "sequence", "constant"), ("all", "kept")):
-        assert token_weight(LEN_NG, nothing, per, count, 64).tolist() == [[0.0] * 4] * 2
+        assert token_weight(LEN_NG, nothing, per, count, 64, 2).tolist() == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, None), (0.2, 0.28, 3.0)])

@@ -6,7 +6,7 @@ import pytest
 import torch
 from conftest import make_groups
 
-from pack import best_fit, pack
+from pack import best_fit, pack, within_window
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -17,9 +17,10 @@ def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
 
 @pytest.mark.parametrize("kind", ["equal", "small", "wide", "tail"])
 @pytest.mark.parametrize("count", [0, 1, 2, 17, 2000])
-def test_every_item_lands_in_exactly_one_row_that_holds_it(kind, count):
+@pytest.mark.parametrize("window", [None, 1, 7, 256, 5000])
+def test_every_item_lands_in_exactly_one_row_that_holds_it(kind, count, window):
     items = lengths(kind, count, random.Random(count))
-    rows = best_fit(items, 1024)
+    rows = best_fit(items, 1024) if window is None else within_window(items, 1024, window)
     assert sorted(i for row in rows for i in row) == list(range(count))
     assert all(0 < sum(items[i] for i in row) <= 1024 for row in rows)
 
@@ -36,9 +37,32 @@ def test_best_fit_by_hand():
     assert best_fit([2, 4, 6, 3, 5], 10) == [[2, 1], [4, 3, 0]]
 
 
-def test_an_item_longer_than_a_row_is_an_error():
+def test_a_window_by_hand():
+    """Rows of 10. In sight 5 4 7: behind 5 the 4 fits, 1 comes in sight and fills the row; 7 then leads, and takes the
+    later of 2 and 3, for it is longer."""
+    assert within_window([5, 4, 7, 1, 2, 3, 9], 10, 3) == [[0, 1, 3], [2, 5], [4], [6]]
+    assert within_window([5, 4, 7, 1, 2, 3], 10, 1) == [[0, 1], [2, 3, 4], [5]]  # nothing to choose from: next fit
+    assert within_window([3, 3, 3, 3], 6, 3) == [[0, 1], [2, 3]]                 # of equal ones the older
+
+
+@pytest.mark.parametrize("window", [1, 3, 20, 300])
+def test_a_window_starves_nobody_and_leaves_no_room_that_it_saw_a_use_for(window):
+    """Every row begins with the oldest item that no earlier row has, and an item skipped while in sight did not fit."""
+    items = lengths("tail", 300, random.Random(1))
+    left = list(range(300))
+    for row in within_window(items, 1024, window):
+        assert row[0] == left[0]
+        for i in row:
+            assert i in left[:window]
+            left.remove(i)
+        room = 1024 - sum(items[i] for i in row)
+        assert all(items[i] > room for i in left[:window])
+
+
+@pytest.mark.parametrize("how", [best_fit, lambda items, capacity: within_window(items, capacity, 2)])
+def test_an_item_longer_than_a_row_is_an_error(how):
     with pytest.raises(ValueError, match=r"item 1 has 11 tokens but pack.capacity=10; raise pack.capacity or lower"):
-        best_fit([3, 11], 10)
+        how([3, 11], 10)
 
 
 GROUPS = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
@@ -54,9 +78,10 @@ def trained_tokens(rows) -> list[tuple]:
 
 
 @pytest.mark.parametrize("capacity", [42, 60, 1000])
+@pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, ranks):
-    by_rank = [pack(GROUPS, ADV_NG, WEIGHT_NG, KEEP_NG, capacity, rank, ranks) for rank in range(ranks)]
+def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, window, ranks):
+    by_rank = [pack(GROUPS, ADV_NG, WEIGHT_NG, KEEP_NG, capacity, window, rank, ranks) for rank in range(ranks)]
     assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
     expected = []
     for n, g in KEEP_NG.nonzero().tolist():
@@ -73,4 +98,4 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
 
 def test_nothing_kept_is_no_row_on_any_rank():
     nothing = torch.zeros_like(KEEP_NG)
-    assert [pack(GROUPS, ADV_NG, WEIGHT_NG, nothing, 100, rank, 2) for rank in (0, 1)] == [[], []]
+    assert [pack(GROUPS, ADV_NG, WEIGHT_NG, nothing, 100, None, rank, 2) for rank in (0, 1)] == [[], []]

@@ -7,6 +7,8 @@ from loss import token_weight
 from prune import (
     COMPLETIONS,
     FLOOR,
+    PROMPTS,
+    REFILLING,
     Offer,
     below_mean,
     bernoulli,
@@ -61,12 +63,12 @@ def test_the_paper_divides_by_k_the_release_by_the_tokens_of_the_survivors():
     """Gradients of sum_t w A logp with respect to logp, by hand: (1/N)(1/k)(1/|o|) A, and A over the kept tokens."""
     len_NG = torch.tensor([[4, 2, 8, 6], [1, 2, 3, 4], [5, 10, 20, 40]])
     paper = keep_largest(ADV_NG, 2, "group")
-    weight_NG = token_weight(len_NG, paper, "sequence", "kept", max_len=40)
+    weight_NG = token_weight(len_NG, paper, "sequence", "kept", max_len=40, offered=3)
     expected_NG = torch.tensor([[3 / 4, -0.5 / 2, 0, 0], [0, 0, 0, 0], [1 / 5, -1 / 10, 0, 0]]).double() / 3 / 2
     torch.testing.assert_close(weight_NG * ADV_NG, expected_NG)
 
     released = keep_largest(ADV_NG, 2, "batch")
-    weight_NG = token_weight(len_NG, released, "token", "kept", max_len=40)
+    weight_NG = token_weight(len_NG, released, "token", "kept", max_len=40, offered=3)
     expected_NG = torch.tensor([[3, -0.5, 0, 0], [0, 0, 0, 0], [1, -1, 1, -1]]).double() / (4 + 2 + 5 + 10 + 20 + 40)
     torch.testing.assert_close(weight_NG * ADV_NG, expected_NG)
 
@@ -82,6 +84,7 @@ def test_kinds_are_those_of_the_config():
 
     import config
     assert set(COMPLETIONS) == set(get_args(get_type_hints(config.Completions)["kind"]))
+    assert set(PROMPTS) == set(get_args(get_type_hints(config.Prompts)["kind"])) >= REFILLING
 
 
 def test_below_the_mean_by_hand():

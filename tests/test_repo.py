@@ -19,21 +19,23 @@ import train
 FILES = {path.stem: path for path in ROOT.glob("*.py")}
 # What each file may import of the others: data flows one way.
 IMPORTS = {
-    "config": set(), "sample": set(), "advantage": set(), "prune": set(), "reward": set(),
+    "config": set(), "advantage": set(), "prune": set(), "reward": set(),
+    "sample": {"prune"},
     "dist": {"config"},
     "loss": {"prune"},
     "pack": {"sample"},
     "model": {"config"},
-    "data": {"config", "dist", "reward", "sample"},
+    "data": {"config", "dist", "prune", "reward", "sample"},
     "rollout": {"config", "dist", "model", "sample"},
+    "collect": {"advantage", "config", "data", "dist", "metrics", "prune", "reward", "rollout", "runfolder", "sample"},
     "update": {"config", "dist", "loss", "metrics", "model", "pack", "prune", "sample"},
     "preflight": {"config", "data", "dist", "model", "pack", "reward", "rollout", "sample", "update"},
-    "metrics": {"dist", "pack", "prune", "sample"},
-    "checkpoint": {"config", "dist"},
+    "metrics": {"dist", "pack", "sample"},
+    "checkpoint": {"config", "data", "dist"},
     "runfolder": {"config"},
     "eval": {"config", "data", "dist", "model", "reward", "rollout", "sample"},
-    "train": {"advantage", "checkpoint", "config", "data", "dist", "eval", "metrics", "model", "preflight", "prune",
-              "reward", "rollout", "runfolder", "sample", "update"},
+    "train": {"checkpoint", "collect", "config", "data", "dist", "eval", "metrics", "model", "preflight", "rollout",
+              "runfolder", "sample", "update"},
 }
 
 

@@ -14,11 +14,14 @@ from conftest import ROOT, TOY, toy_config, write_tiny
 
 import checkpoint
 import config
+import data
 import dist
 import runfolder
 import train
 import update
 from config import ConfigError
+
+HISTORY = data.PromptHistory(0.5)
 
 
 def change(cfg: config.Config, **sections) -> config.Config:
@@ -43,10 +46,10 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
     cfg = toy_config(tmp_path / "cut", *more)
     true_update = train.update
 
-    def dying(learner, groups, adv_NG, pruned, step, clock):
+    def dying(learner, batch, step, clock):
         if step == 3:
             raise Killed
-        return true_update(learner, groups, adv_NG, pruned, step, clock)
+        return true_update(learner, batch, step, clock)
 
     monkeypatch.setattr(train, "update", dying)
     with pytest.raises(Killed):
@@ -64,7 +67,7 @@ def test_only_the_newest_checkpoints_stay_and_a_half_written_one_is_never_loaded
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in (1, 2, 3):
-        checkpoint.save(tmp_path, step, model, optimizer, keep=2)
+        checkpoint.save(tmp_path, step, model, optimizer, HISTORY, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
 
     def full_disk(state, path):
@@ -73,19 +76,19 @@ def test_only_the_newest_checkpoints_stay_and_a_half_written_one_is_never_loaded
 
     monkeypatch.setattr(torch, "save", full_disk)
     with pytest.raises(OSError, match="No space left"):
-        checkpoint.save(tmp_path, 4, model, optimizer, keep=2)
-    assert checkpoint.load(tmp_path, model, optimizer) == 3
+        checkpoint.save(tmp_path, 4, model, optimizer, HISTORY, keep=2)
+    assert checkpoint.load(tmp_path, model, optimizer, HISTORY) == 3
 
 
 def test_a_run_killed_between_the_renames_of_a_checkpoint_saves_that_step_again(tmp_path):
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.save(tmp_path, 1, model, optimizer, keep=1)
-    checkpoint.save(tmp_path, 2, model, optimizer, keep=2)
+    checkpoint.save(tmp_path, 1, model, optimizer, HISTORY, keep=1)
+    checkpoint.save(tmp_path, 2, model, optimizer, HISTORY, keep=2)
     (tmp_path / "latest").write_text("step_000001")
-    assert checkpoint.load(tmp_path, model, optimizer) == 1
-    checkpoint.save(tmp_path, 2, model, optimizer, keep=1)
-    assert checkpoint.load(tmp_path, model, optimizer) == 2
+    assert checkpoint.load(tmp_path, model, optimizer, HISTORY) == 1
+    checkpoint.save(tmp_path, 2, model, optimizer, HISTORY, keep=1)
+    assert checkpoint.load(tmp_path, model, optimizer, HISTORY) == 2
 
 
 def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
@@ -115,7 +118,7 @@ def test_the_run_folder_tells_what_ran(tmp_path):
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
     sample, = runfolder.read(folder / "samples.jsonl")
-    assert len(sample["texts"]) == 8 and sum(sample["kept"]) == 4
+    assert len(sample["texts"]) == len(sample["reward"]) == 8
     assert {"few", "more"} <= set(runfolder.summary(folder).split()) and str(folder) in runfolder.summary(folder)
 
 
@@ -140,11 +143,11 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
 
 def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
     cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=12", "update.minibatches=4")
-    splits = [update.minibatches(step, cfg) for step in range(5)]
+    splits = [update.minibatches(step, cfg, 12) for step in range(5)]
     assert all(sorted(n for part in split for n in part) == list(range(12)) for split in splits)
     assert all([len(part) for part in split] == [3] * 4 for split in splits)
     assert len({str(split) for split in splits}) == 5
-    assert update.minibatches(0, cfg) != update.minibatches(0, replace(cfg, seed=1))
+    assert update.minibatches(0, cfg, 12) != update.minibatches(0, replace(cfg, seed=1), 12)
 
 
 def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():

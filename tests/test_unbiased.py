@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import make_groups, toy_config
+from conftest import as_batch, make_groups, toy_config
 from torch import Tensor
 
 import data
@@ -54,7 +54,7 @@ class Step:
 
     def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
         learner = self.learner
-        rows = update.pack_batch(learner, self.groups, adv_NG, pruned, [0, 1]) if pruned.keep_NG.any() else []
+        rows = update.pack_batch(learner, as_batch(self.groups, adv_NG, pruned), [0, 1]) if pruned.keep_NG.any() else []
         before_B = update.score_rows(learner, self.before, rows)
         learner.policy.zero_grad()
         sums = metrics.PassSums()

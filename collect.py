@@ -1,0 +1,111 @@
+"""What a step trains on: draw prompts, sample groups, score, compare and prune, in rounds until it has enough.
+
+Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt.
+"""
+
+from dataclasses import asdict
+
+import torch
+from torch import Tensor
+
+import data
+import dist
+import metrics
+from advantage import group_norm
+from config import Config, Prune
+from prune import COMPLETIONS, REFILLING, Offer, Pruned, next_round
+from reward import score
+from rollout import Engine
+from runfolder import Log
+from sample import Batch, Group, Prompt, Rolled, Turn, lengths
+
+
+def collect(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], history: data.PromptHistory, cfg: Config,
+            step: int, clock: metrics.Clock, log: Log) -> tuple[Rolled, Batch]:
+    """Roll out until the step is complete (rollout.until, rollout.max_rounds), and prune what it trains on.
+
+    Under `informative` and `full` how many prompts a step takes depends on what they gave: the estimator is another one
+    then, and stands outside the proof of unbiased pruning.
+    """
+    pruning = cfg.prune if step < cfg.steps - cfg.prune.whole_steps else Prune()
+    N, adaptive = cfg.rollout.prompts_per_step, pruning.prompts.kind == "greso" and cfg.rollout.until == "informative"
+    count, last = 3 * N // 2 if adaptive else N, False  # GRESO as released: 384 for 256
+    rolled = None
+    while True:
+        turns = history.draw(prompts, pruning.prompts, cfg.seed, count)
+        kept = [turn for turn in turns if turn.kept]
+        groups, parts = rollout(engine, tokenizer, kept, cfg, clock, log.bar("rollout"))
+        weights = asdict(cfg.reward)
+        reward_NG = sum(weights[name] * part_NG for name, part_NG in parts.items())
+        adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)  # from all G, before pruning
+        history.record(kept, reward_NG, adv_NG, middle=sum(weights.values()) / 2)
+        newest = Rolled(turns, groups, parts, reward_NG, adv_NG)
+        rolled = newest if rolled is None else rolled + newest
+        batch = choose(rolled, cfg, pruning, dist.seed_for(cfg.seed, step, "prune"))
+        missing = shortfall(batch, cfg)
+        if missing == 0 or last:
+            return rolled, batch
+        if rolled.rounds == cfg.rollout.max_rounds:
+            unit = "groups" if cfg.rollout.until == "informative" else "tokens"
+            log.say(f"step {step + 1}: {missing} {unit} short after {rolled.rounds} rounds (rollout.max_rounds); "
+                    f"training on the {len(batch.groups)} groups there are")
+            return rolled, batch
+        if adaptive:
+            count, last = next_round(missing, 1 - informative(adv_NG).double().mean().item(), 3 * N // 2)
+
+
+def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: Config, clock: metrics.Clock,
+            progress: str | None) -> tuple[list[Group], dict[str, Tensor]]:
+    """o_1..o_G ~ pi_old(.|q) for these turns, and their rewards. Each rank samples and scores its share.
+
+    Returns their groups in order, on every rank, and each reward component as a float64 [N, G].
+    """
+    G, weights = cfg.rollout.group_size, asdict(cfg.reward)
+    share = dist.mine([(turn, g) for turn in turns for g in range(G)])
+    with clock.phase("rollout"):
+        seeds = [data.sample_seed(cfg.seed, turn.epoch, turn.prompt.id, g) for turn, g in share]
+        samples = engine.generate([turn.prompt.ids for turn, _ in share], seeds, cfg.rollout.max_new_tokens,
+                                  cfg.rollout.temperature, progress=progress)
+    with clock.phase("reward"):
+        scored = [(sample, score(tokenizer.decode(sample.ids), turn.prompt.answer, weights))
+                  for sample, (turn, _) in zip(samples, share, strict=True)]
+        whole = dist.gather(scored)
+    groups = [Group(turn.prompt, tuple(sample for sample, _ in whole[n * G:(n + 1) * G]))
+              for n, turn in enumerate(turns)]
+    parts = {name: torch.tensor([part[name] for _, part in whole], dtype=torch.float64).view(-1, G)
+             for name, weight in weights.items() if weight}
+    return groups, parts
+
+
+def informative(adv_NG: Tensor) -> Tensor:
+    """bool [N]: groups whose rewards differ."""
+    return (adv_NG != 0).any(dim=1)
+
+
+def choose(rolled: Rolled, cfg: Config, pruning: Prune, seed: int) -> Batch:
+    """The groups that the step trains on, pruned, with the weights of both levels multiplied."""
+    slots, offered = [i for i, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
+    turns, groups, adv_NG = [rolled.turns[i] for i in slots], rolled.groups, rolled.adv_NG
+    if cfg.rollout.until == "informative":
+        chosen = informative(adv_NG).nonzero()[:, 0].tolist()[:cfg.rollout.prompts_per_step]
+        turns, groups, adv_NG = [turns[n] for n in chosen], [groups[n] for n in chosen], adv_NG[chosen]
+    if cfg.rollout.until == "informative" or pruning.prompts.kind in REFILLING:
+        # Others have taken the place of what was dropped, so only those that stay count as offered.
+        slots, offered = list(range(len(groups))), len(groups)
+    offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed)
+    pruned = COMPLETIONS[pruning.completions.kind if groups else "none"](offer, pruning.completions)
+    weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype)[:, None]
+    prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype)[:, None]
+    return Batch(groups, adv_NG, Pruned(pruned.keep_NG, pruned.weight_NG * weight_N1, pruned.prob_NG * prob_N1),
+                 slots, offered, seed)
+
+
+def shortfall(batch: Batch, cfg: Config) -> int:
+    """What the step still lacks: groups (rollout.until=informative) or tokens (full)."""
+    if cfg.rollout.until == "offered":
+        return 0
+    if cfg.rollout.until == "informative":
+        return cfg.rollout.prompts_per_step - len(batch.groups)
+    tokens = sum(len(batch.groups[n].prompt.ids) + len(batch.groups[n].samples[g].ids)
+                 for n, g in batch.pruned.keep_NG.nonzero().tolist())
+    return max(0, cfg.pack.budget - tokens)
