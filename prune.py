@@ -76,7 +76,7 @@ def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
     """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean, else 1."""
     size_NG = adv_NG.abs()
     small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * SLACK
-    return torch.where(small_NG, 1 - drop_prob, 1.0).to(adv_NG.dtype)
+    return 1 - drop_prob * small_NG.to(adv_NG.dtype)
 
 
 def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
@@ -180,7 +180,7 @@ def rarely_below_mean(recall: Recall, drop_prob: float) -> Tensor:
 
     The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is told.
     """
-    return torch.where(recall.size_K < recall.mean * SLACK, 1 - drop_prob, 1.0).double()
+    return 1 - drop_prob * (recall.size_K < recall.mean * SLACK).double()
 
 
 def all_but_lowest(recall: Recall, drop_prob: float, max_passes: int) -> Tensor:

@@ -1,17 +1,19 @@
 """Data files in every layout, templates, and the order of prompts."""
 
+import io
 import json
 
 import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
+import torch
 import transformers
 from conftest import ROOT, TOY, write_tiny
 
 import data
-from config import ConfigError
-from sample import Problem
+from config import ConfigError, Prompts
+from sample import Problem, Prompt, Turn
 
 QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
 
@@ -167,6 +169,100 @@ def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
     assert drawn == sorted(drawn, key=lambda place: place[0])
     assert len({tuple(data.order(7, 0, epoch)) for epoch in range(4)}) == 4
     assert tuple(data.order(7, 1, 0)) != tuple(data.order(7, 0, 0))
+
+
+PROMPTS = [Prompt(f"q{i}", (1,), "1") for i in range(6)]
+
+
+def remember(history: data.PromptHistory, *rewards: list[float], prompts: list[Prompt] = PROMPTS, epoch: int = 0):
+    """One rollout of the first prompts with these rewards, 0 to 1; |A| stands for itself here."""
+    reward_NG = torch.tensor(rewards, dtype=torch.float64)
+    turns = [Turn(prompt, epoch) for prompt in prompts[:len(rewards)]]
+    history.record(turns, reward_NG, reward_NG - reward_NG.mean(dim=1, keepdim=True), middle=0.5)
+
+
+def test_the_history_counts_rollouts_in_a_row_without_difference():
+    history = data.PromptHistory(0.5)
+    remember(history, [1, 1], [0, 0], [0, 1])
+    remember(history, [1, 1], [0.1, 0.1], [1, 1], epoch=1)
+    remember(history, [0, 0], [0, 1], [1, 1], epoch=2)
+    easy, hard, times, size = ([getattr(history.visits[f"q{i}"], name) for i in range(3)]
+                               for name in ("easy", "hard", "times", "size"))
+    assert (easy, hard, times, size) == ([0, 0, 2], [1, 0, 0], [3, 3, 3], [0, 0.5, 0])
+    assert history.visits["q1"].rewards == (0, 1) and history.visits["q1"].epoch == 2
+    recall = history.recall(["q1", "new"])
+    assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
+
+
+def test_a_turn_passed_over_leaves_the_trace_and_is_counted():
+    history = data.PromptHistory(0.5)
+    remember(history, [1, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1])
+    pruning = Prompts("rank", drop_prob=0.2, max_passes=2)
+    passed = []
+    for _ in range(3):
+        turns = history.draw(PROMPTS, pruning, 0, 6)
+        passed += [turn.prompt.id for turn in turns if not turn.kept]
+        assert len(turns) == 6 and {turn.weight for turn in turns} == {0.0, 1.0}
+    assert passed[:2] == ["q0", "q0"] and len(passed) == 3 and passed[2] != "q0"
+    visit = history.visits["q0"]
+    assert (visit.easy, visit.times, visit.passed) == (1, 1, 2)
+    remember(history, [0, 1])
+    assert (history.visits["q0"].passed, history.visits["q0"].easy) == (0, 0)
+
+
+def test_prompts_are_kept_with_their_probability_and_the_weights_make_up_for_it():
+    """z-tests over 3,000 epochs of 6 prompts, two of them below the mean; q5 was never rolled out."""
+    history = data.PromptHistory(0.5)
+    remember(history, [1, 1], [0, 1], [0, 1], [0, 0.2], [0, 1])
+    turns = history.draw(PROMPTS, Prompts("bernoulli", drop_prob=0.7), 3, 18_000)
+    weight = {prompt.id: [t.weight for t in turns if t.prompt is prompt] for prompt in PROMPTS}
+    for i, expected in (("q0", 0.3), ("q1", 1), ("q2", 1), ("q3", 0.3), ("q4", 1), ("q5", 1)):
+        assert {round(t.prob, 12) for t in turns if t.prompt.id == i} == {expected}
+        share = sum(w > 0 for w in weight[i]) / 3000
+        assert abs(share - expected) <= 4 * (expected * (1 - expected) / 3000) ** 0.5
+        assert max(weight[i]) == pytest.approx(1 / expected)
+    assert history.place == 18_000
+    pairs = zip(weight["q0"], weight["q3"], strict=True)
+    both = sum(a > 0 and b > 0 for a, b in pairs) / 3000
+    assert abs(both - 0.09) < 4 * (0.09 * 0.91 / 3000) ** 0.5  # independent of one another
+
+
+def test_greso_replaces_what_it_passes_over():
+    """Skip frequencies against 1 - max(p^z, 0.01), and as many kept as were asked for, at weight 1."""
+    history = data.PromptHistory(0.5)
+    for i, prompt in enumerate(PROMPTS):
+        for _ in range(2 * i):
+            remember(history, [1, 1], prompts=[prompt])
+    turns = history.draw(PROMPTS, Prompts("greso"), 0, 6000)
+    assert sum(t.kept for t in turns) == 6000 and {t.weight for t in turns} == {0.0, 1.0}
+    for i, prompt in enumerate(PROMPTS):
+        mine, expected = [t for t in turns if t.prompt is prompt], max(0.5 ** (2 * i), 0.01)
+        assert len(mine) > 3000 and abs(sum(t.kept for t in mine) / len(mine) - expected) <= (
+            4 * (expected * (1 - expected) / len(mine)) ** 0.5)
+    assert history.place == len(turns) and turns[-1].kept
+
+
+def test_greso_adapts_after_the_first_epoch_only():
+    history = data.PromptHistory(0.5)
+    remember(history, [1, 1], [1, 1], [0, 1], [0, 1])
+    history.adapt([Turn(prompt, 0) for prompt in PROMPTS[:4]], 0.25)
+    assert history.explore == (0.5, 0.5)
+    history.adapt([Turn(prompt, 1) for prompt in PROMPTS[:4]], 0.25)
+    assert history.explore == pytest.approx((0.49, 0.51))
+    history.adapt([], 0.25)
+
+
+def test_a_history_survives_a_checkpoint():
+    history = data.PromptHistory(0.5)
+    remember(history, [1, 1], [0, 1])
+    history.draw(PROMPTS, Prompts("rank", drop_prob=0.5), 0, 4)
+    history.explore = (0.3, 0.4)
+    file = io.BytesIO()
+    torch.save(history.state(), file)
+    file.seek(0)
+    other = data.PromptHistory(0.5)
+    other.restore(torch.load(file, weights_only=True))
+    assert vars(other) == vars(history)
 
 
 def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():

@@ -10,14 +10,20 @@ from prune import (
     PROMPTS,
     REFILLING,
     Offer,
+    Recall,
+    adapt,
+    all_but_lowest,
     below_mean,
     bernoulli,
     drop_bottom,
+    explored,
     gradient_size,
     inclusion,
     keep_all,
     keep_largest,
+    next_round,
     pps,
+    rarely_below_mean,
     systematic,
 )
 
@@ -174,3 +180,52 @@ def test_another_seed_is_another_draw_and_the_same_is_the_same():
     for draw in (lambda seed: bernoulli(adv_NG, 0.7, seed), lambda seed: pps(adv_NG.abs(), 4, "group", seed),
                  lambda seed: pps(adv_NG.abs(), 4, "batch", seed)):
         assert torch.equal(draw(1).keep_NG, draw(1).keep_NG) and not torch.equal(draw(1).keep_NG, draw(2).keep_NG)
+
+
+def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Recall:
+    zero = [0] * len(size)
+    columns = (torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero))
+    return Recall(*columns, mean, explore)
+
+
+NAN = float("nan")
+
+
+def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
+    assert rarely_below_mean(recall([0.0, 0.49, 0.5, 0.9, NAN]), 0.7).tolist() == pytest.approx([0.3, 0.3, 1, 1, 1])
+    assert rarely_below_mean(recall([0.0, 0.0], mean=0.0), 0.7).tolist() == [1, 1]   # of equal sizes none is below
+    assert rarely_below_mean(recall([NAN], mean=NAN), 0.7).tolist() == [1]           # the first step of all
+
+
+def test_the_lowest_share_of_prompts_is_passed_over_but_none_forever():
+    sizes = [0.5, 0.1, NAN, 0.3, 0.2]
+    for drop_prob, expected in ((0.0, [1, 1, 1, 1, 1]), (0.5, [1, 0, 1, 1, 0]), (0.9, [0, 0, 1, 0, 0])):
+        assert all_but_lowest(recall(sizes), drop_prob, 2).tolist() == expected
+    assert all_but_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
+    assert all_but_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
+
+
+def test_greso_skips_with_one_minus_p_to_the_streak_but_at_most_99_of_100():
+    """arXiv:2506.02177: 1 - max(p^z, 0.01) for z = 0..8, with p of their own for easy and hard prompts."""
+    streak, none = list(range(9)), [0] * 9
+    easy = explored(recall([0.0] * 9, easy=streak, hard=none, explore=(0.5, 0.9)))
+    assert (1 - easy).tolist() == pytest.approx([0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375, 0.99, 0.99])
+    hard = explored(recall([0.0] * 9, easy=none, hard=streak, explore=(0.5, 0.9)))
+    assert (1 - hard).tolist() == pytest.approx([1 - 0.9 ** z for z in streak])
+
+
+def test_greso_explores_less_where_too_many_gave_nothing():
+    """Targets 0.25 / 3 for easy ones and 0.5 / 3 for hard ones, steps of 0.01 within [0.05, 0.95]."""
+    for easy, hard, expected in ((0.09, 0.17, (0.49, 0.59)), (0.08, 0.16, (0.51, 0.61)), (0.5, 0.0, (0.49, 0.61)),
+                                 (0.0, 0.5, (0.51, 0.59))):
+        assert adapt((0.5, 0.6), easy, hard, 0.25) == pytest.approx(expected)
+    assert adapt((0.05, 0.95), 1.0, 0.0, 0.25) == pytest.approx((0.05, 0.95))
+
+
+def test_gresos_rounds_as_released():
+    """256 wanted, 384 at most, 64 at least: 1.25 x missing / informative share; the last if that is below 384."""
+    assert next_round(103, 0.6, 384) == (321, True)    # 1.25 x 103 / 0.4 = 321.9
+    assert next_round(200, 0.9, 384) == (384, False)   # 2,500
+    assert next_round(10, 0.5, 384) == (64, True)      # 25
+    assert next_round(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
+    assert next_round(1, 0.5, 1) == (1, False)
