@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu lint toy
+.PHONY: demo test test-slow test-vllm test-gpu lint toy compare
 
 demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
 	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
@@ -23,6 +23,9 @@ test-gpu: .venv/dev  ## the attention kernels against each other; needs a CUDA d
 
 lint: .venv/dev
 	$(VENV)/ruff check .
+
+compare: .venv/run   ## GRPO, CPPO, GRESO, dynamic sampling, DPPO and PPS on the toy, 5 seeds each, on equal terms
+	$(VENV)/python bench/compare.py
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 	$(VENV)/python toy/problems.py

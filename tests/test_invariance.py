@@ -173,16 +173,28 @@ def step_metrics(folder) -> dict[str, float]:
             for key, value in line.items() if not key.startswith(("time/", "pack/rows", "pack/density"))}
 
 
-def test_any_number_of_ranks_gives_the_same_parameters_and_metrics(tmp_path):
-    """Three whole steps in float64: sampling, scoring, pruning over the batch, two mini-batches in two epochs, KL."""
-    cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "prune.completions.scope=batch",
-                     "prune.completions.keep=1", "update.epochs=2", "update.minibatches=2", "pack.capacity=200")
+PRUNED = {
+    "cppo": ["prune.completions.scope=batch", "prune.completions.keep=1"],
+    # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
+    "dppo": ["data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+             "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
+    "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
+}
+
+
+@pytest.mark.parametrize("name", PRUNED)
+def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
+    """Three whole steps in float64: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
+    cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
+                     "pack.capacity=200", *PRUNED[name])
     alone = trained(cfg)
-    for ranks in (2, 4):
+    for ranks in (2, 4) if name == "cppo" else (3,):
         for other in on_ranks(ranks, tmp_path, trained, replace(cfg, out=str(tmp_path / f"{ranks}"))):
             for name, expected in alone.items():
                 torch.testing.assert_close(other[name], expected, rtol=0, atol=1e-9, msg=name)
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
+        decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
+        assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (name == "dppo")
     before = train.load_model(TOY, torch.float64, torch.device("cpu"))
     assert max((alone[name] - p).abs().max() for name, p in before.named_parameters()) > 1e-5
 

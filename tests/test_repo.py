@@ -33,6 +33,7 @@ IMPORTS = {
     "metrics": {"dist", "pack", "sample"},
     "checkpoint": {"config", "data", "dist"},
     "runfolder": {"config"},
+    "report": {"config", "runfolder"},
     "eval": {"config", "data", "dist", "model", "reward", "rollout", "sample"},
     "train": {"checkpoint", "collect", "config", "data", "dist", "eval", "metrics", "model", "preflight", "rollout",
               "runfolder", "sample", "update"},

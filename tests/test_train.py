@@ -39,9 +39,19 @@ class Killed(Exception):
     pass
 
 
-def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
+RESUMED = {
+    "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2"],
+    "dppo": ["data.limit=6", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+             "prune.completions={kind: bernoulli, keep: null, drop_prob: 0.7}"],
+    "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5}"],
+    "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
+}
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
-    more = ["steps=4", "checkpoint.every=2", "optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2", "eval.every=1"]
+    more = ["steps=4", "checkpoint.every=2", "eval.every=1", *RESUMED[name]]
     whole = train.train(toy_config(tmp_path / "whole", *more))
     cfg = toy_config(tmp_path / "cut", *more)
     true_update = train.update
@@ -60,7 +70,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(tmp_path, monkeypatch):
     for (name, p), q in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         assert torch.equal(p, q), name
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
-    assert (tmp_path / "cut" / "samples.jsonl").read_text() == (tmp_path / "whole" / "samples.jsonl").read_text()
+    for log in ("samples.jsonl", "decisions.jsonl"):
+        assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
 def test_only_the_newest_checkpoints_stay_and_a_half_written_one_is_never_loaded(tmp_path, monkeypatch):

@@ -1,0 +1,198 @@
+"""What a step trains on: rounds until it has enough, what counts as offered, and records that say it all."""
+
+import json
+import math
+
+import pytest
+import torch
+from conftest import TOY, toy_config
+
+import checkpoint
+import collect
+import data
+import dist
+import metrics
+import runfolder
+import train
+import update
+from advantage import group_norm
+from prune import Pruned
+from sample import Batch, Prompt, Sample
+
+TOKENIZER = data.Tokenizer(TOY)
+
+
+class Script:
+    """An engine whose answers to a prompt are all right (e), all wrong (h) or of both kinds (i), by its id's letter."""
+
+    def __init__(self, prompts: list[Prompt]):
+        self.kind = {prompt.ids: prompt.id[0] for prompt in prompts}
+        self.right, self.wrong = TOKENIZER.encode(["#### 1", "#### 2 3"])
+        self.rounds: list[list[str]] = []
+
+    def generate(self, prompts, seeds, *rest, **named):
+        self.rounds.append([self.kind[ids] for ids in prompts[::4]])
+        texts = [self.right if self.kind[ids] == "e" or (self.kind[ids] == "i" and i % 4 == 0) else self.wrong
+                 for i, ids in enumerate(prompts)]
+        return [Sample(ids, (-1.0,) * len(ids), True) for ids in texts]
+
+
+class Saying(runfolder.Log):
+    said = ""
+
+    def say(self, text):
+        self.said += text
+
+
+def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
+    """(kinds of the prompts rolled out by round, Rolled, Batch, what was said) of so many steps over these prompts,
+    in their order."""
+    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate(letters)]
+    cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "rollout.prompts_per_step=4", "steps=9", *settings,
+                     name="grpo_toy.yaml")
+    history, script = data.PromptHistory(0.5), Script(prompts)
+    out = []
+    for step in range(count):
+        script.rounds, log = [], Saying(None)
+        rolled, batch = collect.collect(script, TOKENIZER, prompts, history, cfg, step, metrics.Clock(), log)
+        assert [turn.prompt for turn in rolled.turns if turn.kept] == [group.prompt for group in rolled.groups]
+        out.append((["".join(kinds) for kinds in script.rounds], rolled, batch, log.said))
+    return out
+
+
+@pytest.fixture
+def in_order(monkeypatch):
+    monkeypatch.setattr(data, "order", lambda count, seed, epoch: range(count))
+
+
+def test_offered_is_one_round_of_all(in_order, tmp_path):
+    (rounds, rolled, batch, _), (after, *_) = steps(tmp_path, "eehiihee", 2)
+    assert rounds == ["eehi"] and after == ["ihee"]
+    assert (batch.slots, batch.offered, len(batch.groups), rolled.rounds) == ([0, 1, 2, 3], 4, 4, 1)
+
+
+def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tmp_path):
+    """The first 4 of the 5 found are trained on, as 4 offered; the next step goes on behind what was rolled out."""
+    (rounds, rolled, batch, said), (after, *_) = steps(tmp_path, "eihehiieiiiiiiii", 2, "rollout.until=informative")
+    assert rounds == ["eihe", "hiie", "iiii"] and after == ["iiii"] and said == ""
+    assert [group.prompt.id for group in batch.groups] == ["i1", "i5", "i6", "i8"]
+    assert (batch.slots, batch.offered, rolled.rounds, len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 12)
+    assert collect.informative(batch.adv_NG).all() and batch.pruned.weight_NG.unique().tolist() == [1]
+
+
+def test_after_the_last_round_a_step_goes_on_with_what_it_has_and_says_so(in_order, tmp_path):
+    (rounds, _, batch, said), = steps(tmp_path, "eihe", 1, "rollout.until=informative", "rollout.max_rounds=2")
+    assert rounds == ["eihe"] * 2 and (len(batch.groups), batch.offered) == (2, 2)
+    assert said == "step 1: 2 groups short after 2 rounds (rollout.max_rounds); training on the 2 groups there are"
+    (_, _, nothing, said), = steps(tmp_path, "eheh", 1, "rollout.until=informative", "rollout.max_rounds=3")
+    assert nothing.groups == [] and nothing.offered == 0 and nothing.adv_NG.shape == (0, 4) and "4 groups short" in said
+
+
+def test_greso_rounds_are_as_large_as_it_estimates(in_order, tmp_path):
+    """4 wanted, so 6 first, as 384 for 256; of them 5 flat and 3 missing: 1.25 x 3 / (1 / 6) = 22, so 6 more and on;
+    then 2 missing at 4 flat of 6: 7, so 6 and on; 1 missing at 3 flat of 6: 2.5, so 2, the last."""
+    (rounds, rolled, batch, said), = steps(tmp_path, "iehehe" "ieheeh" "eheheh" "iieheh" "ii", 1,
+                                           "rollout.until=informative", "prune.prompts.kind=greso")
+    assert rounds == ["iehehe", "ieheeh", "eheheh", "iieheh"] and said == ""
+    assert (len(batch.groups), batch.offered, rolled.rounds) == (4, 4, 4)
+    (rounds, _, batch, said), = steps(tmp_path, "iiieee" "ehehe", 1, "rollout.until=informative",
+                                      "prune.prompts.kind=greso")
+    assert rounds == ["iiieee", "eh"] and (len(batch.groups), batch.offered) == (3, 3) and said == ""  # short, and last
+
+
+def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_order, tmp_path):
+    """Each prompt takes 2 tokens and each answer as many as it has; top 2 of 4 are kept."""
+    right, wrong = (len(ids) for ids in TOKENIZER.encode(["#### 1", "#### 2 3"]))
+    round_ = 4 * (2 + right + 2 + wrong)
+    for budget, expected in ((round_, 1), (round_ + 1, 2), (3 * round_, 3)):
+        (rounds, _, batch, said), = steps(tmp_path, "iiiiiiii", 1, "rollout.until=full", f"pack.budget={budget}",
+                                          "prune.completions={kind: topk, keep: 2}")
+        assert rounds == ["iiii"] * expected and batch.offered == len(batch.groups) == 4 * expected and said == ""
+    (rounds, _, batch, said), = steps(tmp_path, "iiii", 1, "rollout.until=full", "pack.budget=9999",
+                                      "rollout.max_rounds=2")
+    assert len(rounds) == 2 and "tokens short after 2 rounds" in said
+
+
+def test_the_last_steps_prune_nothing(in_order, tmp_path):
+    """steps is 9; prompts e and h would be passed over with certainty but for the floor."""
+    found = steps(tmp_path, "eehi", 9, "prune.prompts={kind: rank, drop_prob: 0.5, max_passes: 9}",
+                  "prune.completions={kind: topk, keep: 1}", "prune.whole_steps=2")
+    assert [len(rolled.groups) for _, rolled, _, _ in found] == [4] + [2] * 6 + [4] * 2
+    assert [int(batch.pruned.keep_NG.sum()) for _, _, batch, _ in found] == [4] + [2] * 6 + [16] * 2
+    assert {batch.offered for _, _, batch, _ in found} == {4}
+
+
+def finite(folder) -> list[dict]:
+    lines = runfolder.read(folder / "metrics.jsonl")
+    assert all(math.isfinite(value) for line in lines for value in line.values())
+    return [line for line in lines if "time/step" in line]
+
+
+@pytest.mark.parametrize("settings", [
+    ("rollout.prompts_per_step=1", "data.limit=2", "steps=8", "prune.completions={kind: bernoulli, drop_prob: 0.9}",
+     "prune.prompts={kind: bernoulli, drop_prob: 0.9}"),
+    ("rollout.prompts_per_step=2", "data.limit=1", "steps=4", "prune.prompts={kind: bernoulli, drop_prob: 0.9}",
+     "prune.completions={kind: pps, keep: 1, scope: batch}", "update.minibatches=2"),
+])
+def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(settings, tmp_path):
+    """Nothing changes then; momentum alone would move the weights of every step after the first."""
+    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=9", *settings,
+                           name="grpo_toy.yaml"))
+    found = finite(tmp_path / "run")
+    states = [torch.load(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "state.pt")["policy"]
+              for n in range(1, len(found) + 1)]
+    still = [all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
+             for before, after in zip(states, states[1:], strict=False)]
+    assert still == [line["train/grad_norm"] == 0 for line in found[1:]]
+    if "steps=8" in settings:
+        assert any(line["rollout/prompts"] == 0 for line in found) and any(still) and not all(still)
+
+
+@pytest.mark.parametrize("count", ["all", "kept"])
+def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
+    base = ["data.limit=6", "steps=3", "loss.kl=0.1", "update.minibatches=2", f"loss.count={count}"]
+    plain = train.train(toy_config(tmp_path / "plain", *base, name="grpo_toy.yaml"))
+    nothing = {
+        "dppo": ["prune.prompts={kind: bernoulli, drop_prob: 0}", "prune.completions={kind: bernoulli, drop_prob: 0}"],
+        "listed": ["prune.prompts={kind: rank, drop_prob: 0}", "prune.completions={kind: bottom, drop_prob: 0}"],
+        "pps": ["prune.completions={kind: pps, keep: 8, scope: batch}"]}
+    for name, settings in nothing.items() if count == "all" else [("listed", nothing["listed"])]:
+        other = train.train(toy_config(tmp_path / name, *base, *settings, name="grpo_toy.yaml"))
+        assert all(torch.equal(p, q) for p, q in zip(plain.parameters(), other.parameters(), strict=True)), name
+        logs = [[{k: v for k, v in line.items() if not k.startswith("time/")}
+                 for line in runfolder.read(tmp_path / run / "metrics.jsonl")] for run in ("plain", name)]
+        assert logs[0] == logs[1]
+
+
+@pytest.mark.parametrize("settings", [
+    ("prune.prompts={kind: bernoulli, drop_prob: 0.6}", "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
+    ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}")])
+def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
+    """The third step of a run, in its second epoch, from the checkpoint before it and its line of decisions.jsonl."""
+    cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=3", "data.limit=5",
+                     "update.minibatches=2", "update.epochs=2", *settings, name="grpo_toy.yaml")
+    trained = train.train(cfg)
+    line = runfolder.read(tmp_path / "run" / "decisions.jsonl")[2]
+    assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
+    source, tokenizer, _, prompts, _ = train.load(cfg)
+    learner, engine = train.set_up(cfg, source, tokenizer)
+    folder = tmp_path / "run" / "checkpoints"
+    (folder / "latest").write_text("step_000002")
+    checkpoint.load(folder, learner.policy, learner.optimizer, data.PromptHistory(0.5))
+    engine.sync(learner.policy)
+    used = [p for p in line["prompts"] if "slot" in p]
+    assert len(used) < len(line["prompts"])
+    by_id = {prompt.id: prompt for prompt in prompts}
+    turns = [collect.Turn(by_id[p["id"]], p["epoch"]) for p in used]
+    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)
+    adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
+    weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
+                          for key in ("weight", "prob"))
+    batch = Batch(groups, adv_NG, Pruned(weight_NG > 0, weight_NG, prob_NG), [p["slot"] for p in used],
+                  line["offered"], line["seed"])
+    update.update(learner, batch, 2, metrics.Clock())
+    for (name, p), q in zip(trained.named_parameters(), learner.policy.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    if "greso" not in settings[0]:  # there weights are 1 on purpose
+        torch.testing.assert_close(weight_NG[weight_NG > 0], 1 / prob_NG[weight_NG > 0])
+    assert json.dumps(line)
