@@ -14,7 +14,7 @@ import re
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import mean, stdev
+from statistics import mean
 
 import matplotlib
 import numpy as np
@@ -25,6 +25,7 @@ from config import ConfigError
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
+from matplotlib.ticker import EngFormatter  # noqa: E402
 
 # what is spent -> the metric of a step that adds to it; a step itself counts 1
 SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
@@ -36,7 +37,7 @@ class Run:
     folder: Path
     settings: dict                  # all but the seed and the folder
     spent: dict[str, np.ndarray]    # for each of SPENT its sum up to each evaluation
-    accuracy: dict[str, np.ndarray]  # of each evaluation set
+    accuracy: dict[str, np.ndarray]  # in percent, of each evaluation set
     phases: dict[str, float]        # seconds of the whole run
 
     def at(self, name: str, kind: str, budget: float) -> float:
@@ -62,7 +63,7 @@ def read_run(folder: Path) -> Run:
     phases["other"] = phases["step"] - sum(s for name, s in phases.items() if name != "step")
     settings = config.flatten(config.load(folder / "config.yaml"))
     return Run(folder, {key: value for key, value in settings.items() if key not in ("seed", "out")}, spent,
-               {name: np.array([e[f"eval/{name}/accuracy"] for e in evals]) for name in names}, phases)
+               {name: np.array([100 * e[f"eval/{name}/accuracy"] for e in evals]) for name in names}, phases)
 
 
 def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
@@ -80,14 +81,16 @@ def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
     return named
 
 
-def interval(values: list[float], percent: bool) -> str:
-    """Mean and half-width of its 95% interval; of one value the value."""
-    factor, decimals = (100, 1) if percent else (1, 1)
-    text = f"{factor * mean(values):.{decimals}f}"
-    if len(values) > 1:
-        half = T95[min(len(values) - 1, len(T95)) - 1] * stdev(values) / len(values) ** 0.5
-        text += f" ± {factor * half:.{decimals}f}"
-    return text
+def half_width(values: np.ndarray) -> np.ndarray:
+    """Of the 95% interval of the mean over the first axis; nan for one value."""
+    if len(values) == 1:
+        return np.full(values.shape[1:], np.nan)
+    return T95[min(len(values) - 1, len(T95)) - 1] * values.std(axis=0, ddof=1) / len(values) ** 0.5
+
+
+def with_interval(values: list[float]) -> str:
+    half = half_width(np.array(values))
+    return f"{np.mean(values):.1f}" + ("" if np.isnan(half) else f" ± {half:.1f}")
 
 
 def accuracy_table(groups: dict[str, list[Run]], name: str) -> str:
@@ -96,9 +99,9 @@ def accuracy_table(groups: dict[str, list[Run]], name: str) -> str:
     least = {kind: min(run.spent[kind][-1] for run in runs) for kind in SPENT}
     budgets = [(kind, share * least[kind]) for kind in SPENT for share in (0.5, 1)]
     head = ["accuracy in %", "runs", "before", *(f"{budget:,.0f} {kind}" for kind, budget in budgets), "at its end"]
-    rows = [[label, str(len(group)), interval([run.accuracy[name][0] for run in group], True),
-             *(interval([run.at(name, kind, budget) for run in group], True) for kind, budget in budgets),
-             interval([run.accuracy[name][-1] for run in group], True)] for label, group in groups.items()]
+    rows = [[label, str(len(group)), f"{group[0].accuracy[name][0]:.1f}",
+             *(with_interval([run.at(name, kind, budget) for run in group]) for kind, budget in budgets),
+             with_interval([run.accuracy[name][-1] for run in group])] for label, group in groups.items()]
     return markdown(head, rows)
 
 
@@ -107,9 +110,9 @@ def cost_table(groups: dict[str, list[Run]]) -> str:
     phases = list(dict.fromkeys(name for group in groups.values() for run in group for name in run.phases))
     head = ["of a whole run", "steps", "generated, 1000", "trained, 1000", *(f"{name} s" for name in phases)]
     rows = [[label, f"{mean(run.spent['steps'][-1] for run in group):.0f}",
-             *(interval([run.spent[kind][-1] / 1000 for run in group], False)
+             *(with_interval([run.spent[kind][-1] / 1000 for run in group])
                for kind in ("generated tokens", "trained tokens")),
-             *(interval([run.phases.get(name, 0.0) for run in group], False) for name in phases)]
+             *(with_interval([run.phases.get(name, 0.0) for run in group]) for name in phases)]
             for label, group in groups.items()]
     return markdown(head, rows)
 
@@ -119,20 +122,22 @@ def markdown(head: list[str], rows: list[list[str]]) -> str:
 
 
 def plot_accuracy(groups: dict[str, list[Run]], names: list[str], path: Path) -> None:
-    """A panel per set and kind of spending: the mean over runs, shaded from the lowest to the highest."""
+    """A panel per set and kind of spending: the mean over runs, its 95% interval shaded."""
     figure, axes = pyplot.subplots(len(names), len(SPENT), figsize=(4.2 * len(SPENT), 3.4 * len(names)), sharey="row",
                                    squeeze=False, layout="constrained")
     for name, row in zip(names, axes, strict=True):
         for kind, axis in zip(SPENT, row, strict=True):
             for label, group in groups.items():
                 grid = np.linspace(0, min(run.spent[kind][-1] for run in group), 200)
-                curves = 100 * np.array([[run.at(name, kind, x) for x in grid] for run in group])
+                curves = np.array([[run.at(name, kind, x) for x in grid] for run in group])
                 line, = axis.plot(grid, curves.mean(axis=0), label=label)
-                axis.fill_between(grid, curves.min(axis=0), curves.max(axis=0), color=line.get_color(), alpha=0.15)
+                low, high = (curves.mean(axis=0) + sign * half_width(curves) for sign in (-1, 1))
+                axis.fill_between(grid, low, high, color=line.get_color(), alpha=0.15)
             axis.set_xlabel(kind)
+            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 50k
             axis.grid(alpha=0.3)
         row[0].set_ylabel(f"{name}, accuracy in %")
-    axes[0, 0].legend()
+    axes[0, -1].legend(loc="lower right")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

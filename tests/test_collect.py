@@ -95,6 +95,9 @@ def test_greso_rounds_are_as_large_as_it_estimates(in_order, tmp_path):
                                            "rollout.until=informative", "prune.prompts.kind=greso")
     assert rounds == ["iehehe", "ieheeh", "eheheh", "iieheh"] and said == ""
     assert (len(batch.groups), batch.offered, rolled.rounds) == (4, 4, 4)
+    (rounds, *_), = steps(tmp_path, "eheheh" "iiiheh" "ei" "iiii", 1, "rollout.until=informative",
+                          "prune.prompts.kind=greso")
+    assert rounds == ["eheheh", "iiiheh", "ei"]  # 1 missing at 3 of the newest 6, not of all 12: 2.5
     (rounds, _, batch, said), = steps(tmp_path, "iiieee" "ehehe", 1, "rollout.until=informative",
                                       "prune.prompts.kind=greso")
     assert rounds == ["iiieee", "eh"] and (len(batch.groups), batch.offered) == (3, 3) and said == ""  # short, and last
@@ -129,14 +132,14 @@ def finite(folder) -> list[dict]:
 
 
 @pytest.mark.parametrize("settings", [
-    ("rollout.prompts_per_step=1", "data.limit=2", "steps=8", "prune.completions={kind: bernoulli, drop_prob: 0.9}",
+    ("rollout.prompts_per_step=1", "data.limit=3", "steps=12", "prune.completions={kind: pps, keep: 1}",
      "prune.prompts={kind: bernoulli, drop_prob: 0.9}"),
     ("rollout.prompts_per_step=2", "data.limit=1", "steps=4", "prune.prompts={kind: bernoulli, drop_prob: 0.9}",
      "prune.completions={kind: pps, keep: 1, scope: batch}", "update.minibatches=2"),
 ])
 def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(settings, tmp_path):
     """Nothing changes then; momentum alone would move the weights of every step after the first."""
-    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=9", *settings,
+    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=12", *settings,
                            name="grpo_toy.yaml"))
     found = finite(tmp_path / "run")
     states = [torch.load(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "state.pt")["policy"]
@@ -144,7 +147,7 @@ def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(setti
     still = [all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
              for before, after in zip(states, states[1:], strict=False)]
     assert still == [line["train/grad_norm"] == 0 for line in found[1:]]
-    if "steps=8" in settings:
+    if "steps=12" in settings:
         assert any(line["rollout/prompts"] == 0 for line in found) and any(still) and not all(still)
 
 

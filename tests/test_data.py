@@ -156,6 +156,14 @@ def test_special_tokens_reach_the_template(tmp_path):
     assert data.Tokenizer(folder).render("q", None) == "<|im_start|>q<|im_end|>"
 
 
+def test_the_closing_token_is_the_first_special_one_behind_the_answer(tmp_path):
+    folder = write_tiny(tmp_path)
+    for behind, expected in (("<|im_end|>\\n", 2), (" .\\n<|im_end|><|endoftext|>", 2), (" .\\n", None)):
+        edit(folder, "tokenizer_config.json",
+             chat_template="{% for m in messages %}{{ m.content }}{{ '" + behind + "' }}{% endfor %}")
+        assert data.Tokenizer(folder).closing_token() == expected
+
+
 def test_a_prompt_that_is_too_long_is_an_error():
     problems = [Problem("short", "q", "1"), Problem("long", "word " * 50, "1")]
     with pytest.raises(ConfigError, match=r"prompt long has \d+ tokens, more than data.max_prompt_tokens=40 \(1 of 2"):

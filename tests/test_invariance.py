@@ -199,6 +199,23 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
     assert max((alone[name] - p).abs().max() for name, p in before.named_parameters()) > 1e-5
 
 
+def resumed(cfg: config.Config) -> Gradient:
+    return {name: p.detach() for name, p in train.train(cfg, resume=True).named_parameters()}
+
+
+@pytest.mark.parametrize("name", ["dppo", "greso"])
+def test_a_run_begun_on_one_rank_goes_on_on_two_with_the_same_prompts_and_masks(name, tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2", *PRUNED[name])
+    alone, folder = trained(cfg), tmp_path / "run"
+    decisions, measured = (folder / "decisions.jsonl").read_text(), step_metrics(folder)
+    (folder / "checkpoints" / "latest").write_text("step_000002")
+    for other in on_ranks(2, tmp_path, resumed, cfg):
+        for key, expected in alone.items():
+            torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
+    assert (folder / "decisions.jsonl").read_text() == decisions
+    assert step_metrics(folder) == pytest.approx(measured, rel=1e-9, abs=1e-12)
+
+
 def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, rolled):
     cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1")
     alone = copy.deepcopy(gradient(cfg, *rolled))

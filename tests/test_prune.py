@@ -202,6 +202,7 @@ def test_the_lowest_share_of_prompts_is_passed_over_but_none_forever():
     for drop_prob, expected in ((0.0, [1, 1, 1, 1, 1]), (0.5, [1, 0, 1, 1, 0]), (0.9, [0, 0, 1, 0, 0])):
         assert all_but_lowest(recall(sizes), drop_prob, 2).tolist() == expected
     assert all_but_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
+    assert all_but_lowest(recall([NAN, NAN]), 0.5, 2).tolist() == [1, 1]
     assert all_but_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
 
 

@@ -184,7 +184,8 @@ GSM8K = [
 ]
 
 
-@pytest.mark.parametrize("name", ["grpo_gsm8k", "cppo_gsm8k", "grpo_math", "cppo_math"])
+@pytest.mark.parametrize("name", ["grpo_gsm8k", "cppo_gsm8k", "dppo_gsm8k", "pps_gsm8k",
+                                  "grpo_math", "cppo_math", "dppo_math", "greso_math"])
 def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     """Every setting as shipped but the sizes: two steps, evaluation, checkpoint, export."""
     rows = GSM8K if "gsm8k" in name else [
@@ -194,12 +195,13 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     cfg = config.load(f"{name}.yaml", [
         f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={data}", "steps=2",
         "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
-        "rollout.prompts_per_step=2", "pack.capacity=4096"])
+        "rollout.prompts_per_step=4", "pack.capacity=4096"])
     train.train(cfg)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000002"
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     step = runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]
-    assert step["prune/kept"] == 2 * (cfg.prune.completions.keep or 16)
+    if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered":
+        assert step["prune/kept"] == 4 * (cfg.prune.completions.keep or 16)
     assert step["train/kl"] >= 0 and "eval/rows/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
 
 

@@ -1,0 +1,60 @@
+"""The page: what is read off at equal cost, by hand."""
+
+import json
+
+import pytest
+from conftest import toy_config
+
+import config
+import report
+from config import ConfigError
+
+
+def write_run(folder, seed: int, keep: int, curve: list[float], tokens: int = 100, seconds: float = 2.0):
+    """A run folder: a step before each evaluation but the first, of so many generated tokens, half of them trained."""
+    folder.mkdir(parents=True)
+    cfg = toy_config(folder, f"seed={seed}", f"prune.completions.keep={keep}")
+    (folder / "config.yaml").write_text(config.dump(cfg))
+    lines = [{"step": 0, "eval/few/accuracy": curve[0]}]
+    for step, accuracy in enumerate(curve[1:], start=1):
+        lines += [{"step": step, "rollout/tokens": tokens, "train/tokens": tokens // 2, "time/step": seconds,
+                   "time/update": seconds / 4, "time/rollout": seconds / 2},
+                  {"step": step, "eval/few/accuracy": accuracy}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def cells(page: str, label: str) -> list[str]:
+    """Of the first row with this label."""
+    line = next(line for line in page.splitlines() if line.startswith(f"| {label} |"))
+    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+
+
+def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
+    """Four steps of 100 tokens against two of 400: least is 2 steps, 400 tokens, 200 trained, 6 seconds."""
+    runs = [write_run(tmp_path / "slow-seed0", 0, 4, [0.1, 0.2, 0.3, 0.4, 0.5]),
+            write_run(tmp_path / "slow-seed1", 1, 4, [0.1, 0.4, 0.5, 0.6, 0.7]),
+            write_run(tmp_path / "fast", 0, 2, [0.1, 0.5, 0.9], tokens=400, seconds=3.0)]
+    page = report.report(runs, tmp_path / "out")
+    head = cells(page, "accuracy in %")
+    assert head[2:10] == ["1 steps", "2 steps", "200 generated tokens", "400 generated tokens", "100 trained tokens",
+                          "200 trained tokens", "3 seconds", "6 seconds"]
+    slow, fast = cells(page, "slow"), cells(page, "fast")
+    assert fast == ["1", "10.0", "50.0", "90.0", "30.0", "50.0", "30.0", "50.0", "50.0", "90.0", "90.0"]
+    assert slow[0] == "2" and slow[-1] == "60.0 ± 127.1"  # t of 1 degree of freedom x 14.14 / sqrt(2)
+    means = [float(cell.split()[0]) for cell in slow[1:]]
+    assert means == pytest.approx([10, 30, 40, 40, 60, 40, 60, 35, 50, 60])
+    assert "| slow | 4 | 0.4 ± 0.0 | 0.2 ± 0.0 |" in page and page.endswith("![](seconds.png)\n")
+    assert (tmp_path / "out" / "report.md").read_text() == page
+    assert all((tmp_path / "out" / f"{name}.png").read_bytes()[1:4] == b"PNG" for name in ("accuracy", "seconds"))
+
+
+def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
+    with pytest.raises(ConfigError, match="nowhere is not a run folder: it has no config.yaml"):
+        report.report([tmp_path / "nowhere"], tmp_path / "out")
+    with pytest.raises(ConfigError, match="young has 1 evaluations, and a curve needs two"):
+        report.report([write_run(tmp_path / "young", 0, 4, [0.1])], tmp_path / "out")
+    other = write_run(tmp_path / "other", 0, 4, [0.1, 0.2])
+    (other / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text().replace("eval/few", "eval/many"))
+    with pytest.raises(ConfigError, match="share no evaluation set"):
+        report.report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
