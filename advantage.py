@@ -15,6 +15,6 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     std > 0 because the mean of equal floats can be off by one ulp.
     """
     centred_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
-    std_N1 = reward_NG.std(dim=1, keepdim=True, correction=correction)
+    std_N1 = (centred_NG.square().sum(dim=1, keepdim=True) / (reward_NG.shape[1] - correction)).sqrt()
     flat_N1 = (reward_NG == reward_NG[:, :1]).all(dim=1, keepdim=True)
     return torch.where(flat_N1, 0.0, centred_NG / (std_N1 + eps))

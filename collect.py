@@ -27,31 +27,36 @@ def collect(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], hi
     Under `informative` and `full` how many prompts a step takes depends on what they gave: the estimator is another one
     then, and stands outside the proof of unbiased pruning.
     """
-    pruning = cfg.prune if step < cfg.steps - cfg.prune.whole_steps else Prune()
-    N, adaptive = cfg.rollout.prompts_per_step, pruning.prompts.kind == "greso" and cfg.rollout.until == "informative"
-    count, last = 3 * N // 2 if adaptive else N, False  # GRESO as released: 384 for 256
-    rolled = None
+    pruning = cfg.prune if step < cfg.steps - cfg.prune.unpruned_steps else Prune()
+    N, refill = cfg.rollout.prompts_per_step, cfg.rollout.until == "informative"
+    most = count = 3 * N // 2 if refill else N  # GRESO and its baseline as released: 384 for 256
+    rolled, last = None, False
     while True:
         turns = history.draw(prompts, pruning.prompts, cfg.seed, count)
         kept = [turn for turn in turns if turn.kept]
         groups, parts = rollout(engine, tokenizer, kept, cfg, clock, log.bar("rollout"))
-        weights = asdict(cfg.reward)
-        reward_NG = sum(weights[name] * part_NG for name, part_NG in parts.items())
+        reward_NG = sum(getattr(cfg.reward, name) * part_NG for name, part_NG in parts.items())
         adv_NG = group_norm(reward_NG, cfg.advantage.correction, cfg.advantage.eps)  # from all G, before pruning
-        history.record(kept, reward_NG, adv_NG, middle=sum(weights.values()) / 2)
+        history.record(kept, reward_NG, adv_NG, middle(cfg))
         newest = Rolled(turns, groups, parts, reward_NG, adv_NG)
         rolled = newest if rolled is None else rolled + newest
         batch = choose(rolled, cfg, pruning, dist.seed_for(cfg.seed, step, "prune"))
         missing = shortfall(batch, cfg)
-        if missing == 0 or last:
-            return rolled, batch
-        if rolled.rounds == cfg.rollout.max_rounds:
-            unit = "groups" if cfg.rollout.until == "informative" else "tokens"
-            log.say(f"step {step + 1}: {missing} {unit} short after {rolled.rounds} rounds (rollout.max_rounds); "
-                    f"training on the {len(batch.groups)} groups there are")
-            return rolled, batch
-        if adaptive:
-            count, last = next_round(missing, 1 - informative(adv_NG).double().mean().item(), 3 * N // 2)
+        if missing == 0 or last or rolled.rounds == cfg.rollout.max_rounds:
+            break
+        if refill and pruning.prompts.kind == "greso":
+            count, last = next_round(missing, 1 - informative(adv_NG).double().mean().item(), most)
+    if missing:
+        log.say(f"step {step + 1}: {missing} {'groups' if refill else 'tokens'} short after {rolled.rounds} rounds; "
+                f"training on the {len(batch.groups)} groups there are")
+    if pruning.prompts.kind == "greso" and rolled.turns[-1].epoch > 0:
+        history.adapt(rolled.reward_NG, middle(cfg), pruning.prompts.target)
+    return rolled, batch
+
+
+def middle(cfg: Config) -> float:
+    """Of the scale of rewards: equal ones above it are those of an easy prompt, below it of a hard one."""
+    return sum(asdict(cfg.reward).values()) / 2
 
 
 def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: Config, clock: metrics.Clock,
@@ -84,20 +89,21 @@ def informative(adv_NG: Tensor) -> Tensor:
 
 def choose(rolled: Rolled, cfg: Config, pruning: Prune, seed: int) -> Batch:
     """The groups that the step trains on, pruned, with the weights of both levels multiplied."""
-    slots, offered = [i for i, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
-    turns, groups, adv_NG = [rolled.turns[i] for i in slots], rolled.groups, rolled.adv_NG
+    turns, groups, adv_NG = rolled.kept, rolled.groups, rolled.adv_NG
     if cfg.rollout.until == "informative":
         chosen = informative(adv_NG).nonzero()[:, 0].tolist()[:cfg.rollout.prompts_per_step]
         turns, groups, adv_NG = [turns[n] for n in chosen], [groups[n] for n in chosen], adv_NG[chosen]
     if cfg.rollout.until == "informative" or pruning.prompts.kind in REFILLING:
         # Others have taken the place of what was dropped, so only those that stay count as offered.
         slots, offered = list(range(len(groups))), len(groups)
-    offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed)
+    else:
+        slots, offered = [i for i, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
+    weight_N1, prob_N1 = (torch.tensor([[getattr(turn, name)] for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
+                          for name in ("weight", "prob"))
+    offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed, weight_N1)
     pruned = COMPLETIONS[pruning.completions.kind if groups else "none"](offer, pruning.completions)
-    weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype)[:, None]
-    prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype)[:, None]
-    return Batch(groups, adv_NG, Pruned(pruned.keep_NG, pruned.weight_NG * weight_N1, pruned.prob_NG * prob_N1),
-                 slots, offered, seed)
+    both = Pruned(pruned.keep_NG, pruned.weight_NG * weight_N1, pruned.prob_NG * prob_N1)
+    return Batch(turns, groups, adv_NG, both, slots, offered, seed)
 
 
 def shortfall(batch: Batch, cfg: Config) -> int:

@@ -89,7 +89,7 @@ class Prompts:
     # bernoulli, rank: Dynamic Pruning, as proved and as listed
     kind: Literal["none", "bernoulli", "rank", "greso"] = "none"
     drop_prob: float | None = None  # bernoulli: of a prompt below the mean |A| of those seen; rank: the lowest share
-    max_passes: int = 2            # rank: turns in a row at which a prompt may be passed over
+    max_skips: int | None = None   # rank: turns in a row at which a prompt may be skipped
     explore: float = 0.5           # greso: p at first; a prompt is rolled out with max(p^z, 0.01) after z flat groups
     target: float = 0.25           # greso: share of flat groups among those rolled out that p is steered to
 
@@ -98,7 +98,7 @@ class Prompts:
 class Prune:
     completions: Completions = field(default_factory=Completions)
     prompts: Prompts = field(default_factory=Prompts)
-    whole_steps: int = 0           # at the end of the run, in which nothing is pruned at either level
+    unpruned_steps: int = 0        # at the end of the run, without pruning at either level; rollout.until stays
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ class Loss:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    epochs: int = 1                # passes over each rollout
+    epochs: int = 1                # skips each rollout
     minibatches: int = 1           # optimizer steps per pass, each on whole groups
 
 
@@ -237,7 +237,9 @@ def completion_rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("prune.completions.scope", counted or done.scope == "group",
          f"left out while prune.completions.kind={done.kind}; it belongs to topk and pps"),
         ("prune.completions.drop_prob", not rated or (done.drop_prob is not None and 0 <= done.drop_prob < 1),
-         "in [0, 1): at 1 the weight 1 / (1 - drop_prob) is infinite"),
+         "in [0, 1): no weight makes up for what is always dropped"),
+        ("prune.completions.drop_prob", done.kind != "bottom" or drops(done.drop_prob or 0, roll.group_size),
+         f"0 or enough to drop one of {roll.group_size} (rollout.group_size), for their product is rounded down"),
         ("prune.completions.drop_prob", rated or done.drop_prob is None,
          f"null while prune.completions.kind={done.kind}; it belongs to bernoulli and bottom"),
         ("loss.count", cfg.loss.count == "all" or done.kind not in ("bernoulli", "pps"),
@@ -248,26 +250,42 @@ def completion_rules(cfg: Config) -> list[tuple[str, bool, str]]:
 def prompt_rules(cfg: Config) -> list[tuple[str, bool, str]]:
     roll, done = cfg.rollout, cfg.prune.prompts
     rated, full = done.kind in ("bernoulli", "rank"), roll.until == "full"
+    most = roll.max_rounds * roll.prompts_per_step * roll.group_size * (
+        cfg.data.max_prompt_tokens + roll.max_new_tokens)
     return [
         ("prune.prompts.drop_prob", not rated or (done.drop_prob is not None and 0 <= done.drop_prob < 1),
-         "in [0, 1): at 1 the weight 1 / (1 - drop_prob) is infinite"),
+         "in [0, 1): no weight makes up for what is always dropped"),
+        ("prune.prompts.drop_prob", done.kind != "rank" or drops(done.drop_prob or 0, roll.prompts_per_step),
+         f"0 or enough to skip one of {roll.prompts_per_step} (rollout.prompts_per_step), for their product is rounded "
+         "down"),
         ("prune.prompts.drop_prob", rated or done.drop_prob is None,
          f"null while prune.prompts.kind={done.kind}; it belongs to bernoulli and rank"),
-        ("prune.prompts.max_passes", done.max_passes >= 1, "at least 1"),
+        ("prune.prompts.max_skips", done.kind != "rank" or (done.max_skips is not None and done.max_skips >= 1),
+         "at least 1 with prune.prompts.kind=rank: a prompt that is never rolled out is never measured again"),
+        ("prune.prompts.max_skips", done.kind == "rank" or done.max_skips is None,
+         f"null while prune.prompts.kind={done.kind}; it belongs to rank"),
         ("prune.prompts.explore", 0.05 <= done.explore <= 0.95, "in [0.05, 0.95], where it is kept"),
         ("prune.prompts.target", 0 < done.target < 1, "in (0, 1)"),
-        ("prune.whole_steps", 0 <= cfg.prune.whole_steps <= cfg.steps, f"in 0..{cfg.steps} (steps)"),
+        *((f"prune.prompts.{name}", done.kind == "greso" or getattr(done, name) == getattr(Prompts(), name),
+           f"left out while prune.prompts.kind={done.kind}; it belongs to greso") for name in ("explore", "target")),
+        ("prune.unpruned_steps", 0 <= cfg.prune.unpruned_steps <= cfg.steps, f"in 0..{cfg.steps} (steps)"),
         ("loss.count", cfg.loss.count == "all" or done.kind != "bernoulli",
          "all with prune.prompts.kind=bernoulli: its weights restore the full batch, not a mean over the kept"),
-        ("loss.per", not (rated and cfg.loss.per == "token" and cfg.loss.count == "all"),
-         f"sequence or constant with prune.prompts.kind={done.kind}: a mean over all tokens needs the length of what a "
-         "prompt that is passed over would have got"),
+        ("loss.per", cfg.loss.per != "token" or cfg.loss.count == "kept" or not rated or roll.until == "informative",
+         f"sequence or constant with prune.prompts.kind={done.kind} and loss.count=all: a mean over all tokens needs "
+         "the length of what a prompt that is skipped would have got"),
         ("rollout.until", roll.until != "informative" or done.kind != "bernoulli",
          "offered (or full) with prune.prompts.kind=bernoulli: a prompt that is replaced must not be weighed for too"),
         ("rollout.max_rounds", roll.max_rounds >= 1, "at least 1"),
         ("pack.budget", (cfg.pack.budget is not None) == full, "set with rollout.until=full, and null without"),
-        ("pack.budget", cfg.pack.budget is None or cfg.pack.budget >= 1, "at least 1"),
+        ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
+         f"in 1..{most} tokens, all that rollout.max_rounds rounds can give"),
     ]
+
+
+def drops(share: float, count: int) -> bool:
+    """Whether a share of so many, rounded down, is at least one, or is meant to be none."""
+    return share == 0 or int(share * count + 1e-9) >= 1
 
 
 def load(name: str | Path, overrides: list[str] = ()) -> Config:

@@ -19,7 +19,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError, Prompts, read_json
 from dist import seed_for
-from prune import PROMPTS, REFILLING, Recall, adapt
+from prune import PROMPTS, REFILLING, Memory, adapt
 from reward import last_boxed
 from sample import Problem, Prompt, Turn
 
@@ -249,7 +249,7 @@ class Visit:
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low
     times: int = 1    # rolled out so far
-    passed: int = 0   # turns at which it was passed over since
+    skipped: int = 0   # turns at which it was skipped since
 
 
 class PromptHistory:
@@ -264,33 +264,35 @@ class PromptHistory:
         self.explore = (explore, explore)  # prune.adapt
 
     def draw(self, prompts: list[Prompt], pruning: Prompts, seed: int, count: int) -> list[Turn]:
-        """The turns of the next `count` prompts, kept or passed over; with a kind that refills (REFILLING) of as
-        many as it takes until `count` are kept.
+        """The turns of the next `count` prompts, kept or skipped; with a kind that refills (REFILLING) of as many as it
+        takes until `count` are kept.
 
-        Whether a prompt is kept is a function of the seed, the epoch and its id, and of rollouts before this call.
+        Whether a prompt is kept is a function of the seed, the epoch and its id, and of the turns before this call.
         """
         turns: list[Turn] = []
-        while (missing := count - sum(turn.kept for turn in turns)) and not (turns and pruning.kind not in REFILLING):
+        missing = count
+        while missing:
             block = coming(prompts, seed, self.place, missing)
             self.place += missing
-            prob_K = PROMPTS[pruning.kind](self.recall([prompt.id for _, prompt in block]), pruning)
+            prob_K = PROMPTS[pruning.kind](self.remembered([prompt.id for _, prompt in block]), pruning)
             for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
-                kept = seed_for(seed, epoch, prompt.id, "prompt") < prob * 2**63
-                weight = 1.0 if pruning.kind in REFILLING else 1 / prob if prob else 0.0
-                turns.append(Turn(prompt, epoch, prob, weight if kept else 0.0))
-                if not kept:
+                if seed_for(seed, epoch, prompt.id, "prompt") < prob * 2**63:
+                    turns.append(Turn(prompt, epoch, prob, 1.0 if pruning.kind in REFILLING else 1 / prob))
+                else:
+                    turns.append(Turn(prompt, epoch, prob, weight=0.0))
                     visit = self.visits[prompt.id]
-                    self.visits[prompt.id] = replace(visit, passed=visit.passed + 1)
+                    self.visits[prompt.id] = replace(visit, skipped=visit.skipped + 1)
+            missing = count - sum(turn.kept for turn in turns) if pruning.kind in REFILLING else 0
         return turns
 
-    def recall(self, ids: list[str]) -> Recall:
+    def remembered(self, ids: list[str]) -> Memory:
         visits = [self.visits.get(i) for i in ids]
         sizes = [visit.size for visit in self.visits.values()]
 
         def column(name: str, unseen: float) -> torch.Tensor:
             return torch.tensor([unseen if v is None else getattr(v, name) for v in visits], dtype=torch.float64)
 
-        return Recall(column("size", math.nan), column("passed", 0), column("easy", 0), column("hard", 0),
+        return Memory(column("size", math.nan), column("skipped", 0), column("easy", 0), column("hard", 0),
                       math.fsum(sizes) / len(sizes) if sizes else math.nan, self.explore)
 
     def record(self, turns: list[Turn], reward_NG: torch.Tensor, adv_NG: torch.Tensor, middle: float) -> None:
@@ -303,13 +305,12 @@ class PromptHistory:
                 turn.epoch, tuple(rewards), size, easy + 1 if flat and high else 0,
                 hard + 1 if flat and not high else 0, times + 1)
 
-    def adapt(self, turns: list[Turn], target: float) -> None:
-        """After a step, GRESO's p (`adapt`) from the turns that it rolled out; not in the first epoch."""
-        if turns and turns[-1].epoch > 0:
-            visits = [self.visits[turn.prompt.id] for turn in turns]
-            easy, hard = (sum(count > 0 for count in counts) / len(visits)
-                          for counts in zip(*((v.easy, v.hard) for v in visits), strict=True))
-            self.explore = adapt(self.explore, easy, hard, target)
+    def adapt(self, reward_NG: torch.Tensor, middle: float, target: float) -> None:
+        """GRESO's p (`adapt`) after a step with these rewards."""
+        flat_N = (reward_NG == reward_NG[:, :1]).all(dim=1)
+        easy_N = reward_NG[:, 0] > middle
+        self.explore = adapt(self.explore, (flat_N & easy_N).double().mean().item(),
+                             (flat_N & ~easy_N).double().mean().item(), target)
 
     def state(self) -> dict:
         """For a checkpoint: plain values only."""

@@ -21,8 +21,7 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
             "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
     count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
             "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
-    offered prompts of this mini-batch, those passed over before rollout included. What their tokens would have been is
-            unknown, so "token" and "all" stand for the groups that were rolled out
+    offered prompts of this mini-batch, those skipped before rollout included
     Computed from the whole mini-batch, so cutting it into rows or ranks cannot change the gradient.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)

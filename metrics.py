@@ -43,7 +43,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/rounds": rolled.rounds,
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
-        "prune/passed": len(rolled.turns) - len(rolled.groups),
+        "prune/skipped": len(rolled.turns) - len(rolled.groups),
         "prune/offered": batch.offered * weight_NG.shape[1],
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
@@ -60,24 +60,21 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
     }
 
 
-def decisions(rolled: Rolled, batch: Batch, explore: tuple[float, float]) -> dict:
+def decisions(rolled: Rolled, batch: Batch) -> dict:
     """What was offered and kept, with which probability and weight: with the step's rollouts, which are a function of
     prompt, epoch and policy, enough to compute its gradient again.
 
-    {"seed", "offered", "explore": GRESO's p, "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained
-    on also "slot": its place among those offered, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
-    are those of both levels together, and its weight is 0 where it is dropped.
+    {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained on also "slot": which
+    of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's are those of both levels
+    together, and its weight is 0 where it is dropped.
     """
-    kept = iter(rolled.groups)
-    place = {id(group): n for n, group in enumerate(batch.groups)}
-    lines = []
-    for turn in rolled.turns:
-        lines.append({"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight})
-        n = place.get(id(next(kept))) if turn.kept else None
-        if n is not None:
-            lines[-1] |= {"slot": batch.slots[n], "completion_prob": batch.pruned.prob_NG[n].tolist(),
-                          "completion_weight": batch.pruned.weight_NG[n].tolist()}
-    return {"seed": batch.seed, "offered": batch.offered, "explore": explore, "prompts": lines}
+    trained = {(turn.epoch, turn.prompt.id): {
+        "slot": slot, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
+        for turn, slot, prob_G, weight_G in zip(
+            batch.turns, batch.slots, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)}
+    prompts = [{"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
+               | trained.get((turn.epoch, turn.prompt.id), {}) for turn in rolled.turns]
+    return {"seed": batch.seed, "offered": batch.offered, "prompts": prompts}
 
 
 class PassSums:

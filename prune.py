@@ -33,6 +33,7 @@ class Offer:
     per: str         # loss.per, which decides what a long completion's gradient weighs
     inert: bool      # advantage 0 means no gradient at all: the loss has no KL
     seed: int        # of this step, the same on all ranks
+    weight_N1: Tensor | float = 1.0  # of each group, where prompts were skipped before rollout
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
@@ -93,10 +94,10 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
     size     "adv"   |A|
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
     by_cost  divided by sqrt(length), which is best when the tokens trained on are the budget, not the completions
-    Without advantage the size is 0; where a KL remains it is at least FLOOR of the mean, for what is never kept cannot
-    be made up for by a weight.
+    A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at least FLOOR
+    of the mean, for what is never kept cannot be made up for by a weight.
     """
-    size_NG, root_NG = offer.adv_NG.abs(), offer.len_NG.sqrt()
+    size_NG, root_NG = offer.adv_NG.abs() * offer.weight_N1, offer.len_NG.sqrt()
     if size == "norm":
         size_NG = size_NG * root_NG / (offer.len_NG if offer.per == "sequence" else 1)
     if by_cost:
@@ -163,46 +164,46 @@ COMPLETIONS = {
 
 
 @dataclass(frozen=True, slots=True)
-class Recall:
-    """What is remembered of K prompts that come up, before they are rolled out."""
+class Memory:
+    """What is known of K prompts that come up, before they are rolled out."""
 
     size_K: Tensor    # mean |A| of the newest rollout, from all G; nan for a prompt that never was rolled out
-    passed_K: Tensor  # turns at which it was passed over since
-    easy_K: Tensor    # newest rollouts in a row whose rewards were all equal and high
+    skipped_K: Tensor  # turns at which it was skipped since
+    easy_K: Tensor    # newest rollouts in a row whose rewards were all equal and high; 0 after any other
     hard_K: Tensor    # ... all equal and low
     mean: float       # size of all prompts that were rolled out; nan before there is one
     explore: tuple[float, float]  # GRESO's p for easy and for hard prompts
 
 
-def rarely_below_mean(recall: Recall, drop_prob: float) -> Tensor:
+def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:
     """Dynamic Pruning (arXiv:2603.04135) at the prompt level: probability [K] of a rollout, 1 - drop_prob for a size
     below the mean. A prompt that was never rolled out is certain.
 
     The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is told.
     """
-    return 1 - drop_prob * (recall.size_K < recall.mean * SLACK).double()
+    return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
 
 
-def all_but_lowest(recall: Recall, drop_prob: float, max_passes: int) -> Tensor:
-    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: bool [K], floor(drop_prob x K)
-    prompts of the lowest size are passed over. Biased, as `drop_bottom` is.
+def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
+    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: probability [K], 0 for the
+    floor(drop_prob x K) prompts of the lowest size and 1 for the others. Biased, as `drop_bottom` is.
 
-    A prompt that was never rolled out is not passed over, nor one that was `max_passes` times in a row: without that
-    its size would never be measured again (our addition).
+    A prompt that was never rolled out is not skipped, nor one that was `max_skips` times in a row before this step:
+    without that its size would never be measured again (our addition).
     """
-    free_K = recall.size_K.isnan() | (recall.passed_K >= max_passes)
-    order_K = recall.size_K.masked_fill(free_K, torch.inf).argsort(stable=True)
+    free_K = memory.size_K.isnan() | (memory.skipped_K >= max_skips)
+    order_K = memory.size_K.masked_fill(free_K, torch.inf).argsort(stable=True)
     keep_K = torch.ones_like(free_K)
     keep_K[order_K[:int(drop_prob * len(order_K) + 1e-9)]] = False
-    return keep_K | free_K
+    return (keep_K | free_K).double()
 
 
-def explored(recall: Recall) -> Tensor:
-    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row without any
-    difference in reward; p differs for easy and hard prompts. Biased on purpose: what is rolled out keeps weight 1.
+def explored(memory: Memory) -> Tensor:
+    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row that were all
+    easy, or all hard; p differs for the two. Biased on purpose: what is rolled out keeps weight 1.
     """
-    easy, hard = recall.explore
-    return torch.where(recall.easy_K > 0, easy ** recall.easy_K, hard ** recall.hard_K).clamp(min=0.01)
+    easy, hard = memory.explore
+    return torch.where(memory.easy_K > 0, easy ** memory.easy_K, hard ** memory.hard_K).clamp(min=0.01)
 
 
 def adapt(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
@@ -223,11 +224,11 @@ def next_round(missing: int, flat: float, most: int) -> tuple[int, bool]:
     return max(int(min(wanted, most)), most // 6, 1), wanted <= most
 
 
-# prune.prompts.kind -> function of the recall and of that section of the config: probability [K] of a rollout
+# prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
-    "none": lambda recall, settings: torch.ones_like(recall.size_K),
-    "bernoulli": lambda recall, settings: rarely_below_mean(recall, settings.drop_prob),
-    "rank": lambda recall, settings: all_but_lowest(recall, settings.drop_prob, settings.max_passes).double(),
-    "greso": lambda recall, settings: explored(recall),
+    "none": lambda memory, settings: torch.ones_like(memory.size_K),
+    "bernoulli": lambda memory, settings: rarely_below_mean(memory, settings.drop_prob),
+    "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
+    "greso": lambda memory, settings: explored(memory),
 }
-REFILLING = {"greso"}  # kinds that replace a prompt they pass over, so the rest has no weight to carry for it
+REFILLING = {"greso"}  # kinds that replace a prompt they skip, so the rest has no weight to carry for it

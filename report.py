@@ -9,7 +9,6 @@ accuracy is interpolated.
 """
 
 import argparse
-import os
 import re
 import sys
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)  #
 @dataclass(frozen=True, slots=True)
 class Run:
     folder: Path
+    seed: int
     settings: dict                  # all but the seed and the folder
     spent: dict[str, np.ndarray]    # for each of SPENT its sum up to each evaluation
     accuracy: dict[str, np.ndarray]  # in percent, of each evaluation set
@@ -62,22 +62,28 @@ def read_run(folder: Path) -> Run:
         phases[name] = sum(step.get(f"time/{name}", 0.0) for step in steps)
     phases["other"] = phases["step"] - sum(s for name, s in phases.items() if name != "step")
     settings = config.flatten(config.load(folder / "config.yaml"))
-    return Run(folder, {key: value for key, value in settings.items() if key not in ("seed", "out")}, spent,
+    same = {key: value for key, value in settings.items() if key not in ("seed", "out")}
+    return Run(folder, settings["seed"], same, spent,
                {name: np.array([100 * e[f"eval/{name}/accuracy"] for e in evals]) for name in names}, phases)
 
 
 def group_runs(runs: list[Run]) -> dict[str, list[Run]]:
-    """Runs of one config together, under what their folders' names have in common; in the order given."""
+    """Runs of one config together, in the order given, under the first one's name without its seed, or where that is
+    taken under its whole path. Raises ConfigError for two runs of one config and seed: they are one observation.
+    """
     groups: list[list[Run]] = []
     for run in runs:
         same = next((group for group in groups if group[0].settings == run.settings), None)
         groups.append([run]) if same is None else same.append(run)
     named = {}
     for group in groups:
-        names = [str(run.folder) for run in group]
-        common = re.sub(r"[-_/]*(seed)?[-_/]*$", "", os.path.commonprefix(names)) if len(names) > 1 else names[0]
-        name = Path(common).name
-        named[name if name not in named else common] = group
+        seeds = [run.seed for run in group]
+        if len(set(seeds)) < len(seeds):
+            folders = ", ".join(str(run.folder) for run in group)
+            raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
+        name = group[0].folder.resolve().name
+        name = re.sub(r"[-_]*(seed)?[-_]*\d+$", "", name) or name if len(group) > 1 else name
+        named[name if name not in named else str(group[0].folder)] = group
     return named
 
 

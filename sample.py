@@ -32,12 +32,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A prompt that comes up in a step, to be rolled out or passed over."""
+    """A prompt that comes up in a step, to be rolled out or skipped."""
 
     prompt: Prompt
     epoch: int
     prob: float = 1.0     # with which it is rolled out
-    weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where it is passed over
+    weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where it is skipped
 
     @property
     def kept(self) -> bool:
@@ -75,12 +75,16 @@ def lengths(groups: list[Group], G: int) -> Tensor:
 class Rolled:
     """All that came up in a step, the same on every rank."""
 
-    turns: list[Turn]           # in order, those passed over included
-    groups: list[Group]         # of the turns kept
+    turns: list[Turn]           # in order, those skipped included
+    groups: list[Group]         # of the turns kept, `kept`
     parts: dict[str, Tensor]    # each reward component, [N, G]
     reward_NG: Tensor           # their weighted sum
     adv_NG: Tensor
     rounds: int = 1
+
+    @property
+    def kept(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.kept]
 
     def __add__(self, other: "Rolled") -> "Rolled":
         parts = {name: torch.cat([part_NG, other.parts[name]]) for name, part_NG in self.parts.items()}
@@ -93,9 +97,10 @@ class Rolled:
 class Batch:
     """What a step trains on, the same on every rank. Its N may be fewer than were rolled out."""
 
+    turns: list[Turn]
     groups: list[Group]
     adv_NG: Tensor
     pruned: Pruned       # weight and probability are those of both levels together
     slots: list[int]     # which of the prompts offered each group is of
-    offered: int         # prompts, those passed over before rollout included
+    offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions

@@ -61,8 +61,7 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
         with clock.phase("sync"):
             engine.sync(learner.policy)
         log.step(step + 1, measured | metrics.of_rollout(rolled, batch) | clock.metrics())
-        log.write("decisions.jsonl", {"step": step + 1} | metrics.decisions(rolled, batch, history.explore))
-        history.adapt([turn for turn in rolled.turns if turn.kept], cfg.prune.prompts.target)
+        log.write("decisions.jsonl", {"step": step + 1} | metrics.decisions(rolled, batch))
         if rolled.groups:
             log.sample(step + 1, first_group(rolled, tokenizer))
         if due(cfg.eval.every, step + 1, cfg.steps):

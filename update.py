@@ -45,7 +45,8 @@ class Learner:
 def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> dict[str, float]:
     """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch.
 
-    A mini-batch without any gradient changes nothing: the momentum of earlier ones is not applied either.
+    A mini-batch without any gradient changes nothing: neither momentum nor weight decay is applied then. That is Adam's
+    path, not the gradient, whose mean over the draws stays the full batch's.
     """
     cfg, policy, optimizer = learner.cfg, learner.policy, learner.optimizer
     with clock.phase("pack"):
@@ -111,7 +112,7 @@ def row_loss(logp_C: Tensor, before_C: Tensor | None, ref_C: Tensor | None, row:
 def minibatches(step: int, cfg: Config, offered: int) -> list[list[int]]:
     """Which of the prompts offered each optimizer step of an epoch is for: a seeded split, the same in every epoch.
 
-    Prompts passed over take part, so that the number of groups of a mini-batch varies and its denominator does not.
+    Prompts skipped take part, so that the number of groups of a mini-batch varies and its denominator does not.
     """
     generator = torch.Generator().manual_seed(dist.seed_for(cfg.seed, step, "minibatch"))
     shuffled = torch.randperm(offered, generator=generator)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import config
 import report
 import runfolder
 
@@ -33,19 +34,24 @@ METHODS = {
     "pps": ["pps_toy.yaml"],
 }
 RATES, TUNING_SEED, SEEDS = ("5e-5", "1e-4", "2e-4"), 100, range(5)
-COMMON = ["steps=20", "eval.every=1", "data.limit=160", "checkpoint.every=0"]
+STEPS = 20
+COMMON = [f"steps={STEPS}", "eval.every=1", "data.limit=160", "checkpoint.every=0"]
 
 
 def run(out: Path, method: str, *settings: str) -> Path:
-    """Train where that was not done yet. A run that was cut off is started anew: it takes a minute."""
-    if not (out / "hf").is_dir():
+    """Train, unless a whole run of the same settings is there; one that was cut off starts anew, it takes a minute."""
+    name, *rest = METHODS[method]
+    settings = (*rest, *COMMON, *settings, f"out={out}")
+    stored = out / "config.yaml"
+    same = stored.is_file() and config.load(stored) == config.load(name, settings)
+    if not same or not (out / "finished").is_file():
         shutil.rmtree(out, ignore_errors=True)
-        config, *rest = METHODS[method]
-        sets = [word for setting in (*rest, *COMMON, *settings, f"out={out}") for word in ("--set", setting)]
-        done = subprocess.run([sys.executable, "train.py", "--config", config, *sets], cwd=ROOT, capture_output=True,
+        sets = [word for setting in settings for word in ("--set", setting)]
+        done = subprocess.run([sys.executable, "train.py", "--config", name, *sets], cwd=ROOT, capture_output=True,
                               text=True)
         if done.returncode:
             raise RuntimeError(f"{method} failed:\n{done.stderr}")
+        (out / "finished").touch()
     return out
 
 
@@ -72,7 +78,7 @@ def main() -> None:
             scores[method][rate] = score(folder, "validation")
             bar.update()
     best = {method: max(by_rate, key=by_rate.get) for method, by_rate in scores.items()}
-    print("\nmean validation accuracy by learning rate, seed 100\n" + "\n".join(
+    print("\nmean validation accuracy by learning rate\n" + "\n".join(
         f"{method:<17}" + "  ".join(f"{rate} {value:6.1%}" + ("*" if rate == best[method] else " ")
                                     for rate, value in by_rate.items()) for method, by_rate in scores.items()))
     folders = {method: [] for method in METHODS}
@@ -84,7 +90,7 @@ def main() -> None:
             bar.update()
     bar.close()
     print(report.report([folder for runs in folders.values() for folder in runs], out / "report"))
-    print(json.dumps({"bench": "compare", "scores": scores, "rates": best, "steps": 20, "seeds": len(SEEDS)}))
+    print(json.dumps({"bench": "compare", "scores": scores, "rates": best, "steps": STEPS, "seeds": len(SEEDS)}))
 
 
 if __name__ == "__main__":

@@ -87,7 +87,7 @@ def inner_products(learner: update.Learner, groups: list, adv_NG: Tensor) -> Ten
             continue
         only_NG = torch.zeros_like(one_NG, dtype=torch.bool)
         only_NG[n, g] = True
-        alone = Batch(groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)), N, seed=0)
+        alone = Batch([], groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)), N, seed=0)
         rows = update.pack_batch(learner, alone, list(range(N)))
         update.accumulate(learner, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), True, unmoved=True)
         parts.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))

@@ -12,7 +12,7 @@ import config
 import dist
 import model as decoder
 from prune import Pruned
-from sample import Batch, Group, Prompt, Sample
+from sample import Batch, Group, Prompt, Sample, Turn
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"
@@ -81,7 +81,8 @@ def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int =
 
 def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch:
     """A step in which every prompt offered was rolled out."""
-    return Batch(groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+    turns = [Turn(group.prompt, 0) for group in groups]
+    return Batch(turns, groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
 
 
 __all__ = ["ROOT", "TOY", "as_batch", "load", "make_groups", "toy_config", "write_tiny"]

@@ -72,18 +72,20 @@ def test_offered_is_one_round_of_all(in_order, tmp_path):
 
 
 def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tmp_path):
-    """The first 4 of the 5 found are trained on, as 4 offered; the next step goes on behind what was rolled out."""
-    (rounds, rolled, batch, said), (after, *_) = steps(tmp_path, "eihehiieiiiiiiii", 2, "rollout.until=informative")
-    assert rounds == ["eihe", "hiie", "iiii"] and after == ["iiii"] and said == ""
-    assert [group.prompt.id for group in batch.groups] == ["i1", "i5", "i6", "i8"]
-    assert (batch.slots, batch.offered, rolled.rounds, len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 12)
+    """Rounds of 6 for 4, as released 384 for 256. The first 4 of the 5 found are trained on, as 4 offered; the next
+    step goes on behind what was rolled out."""
+    (rounds, rolled, batch, said), (after, *_) = steps(tmp_path, "eiheeh" "hieeei" "ieiehh" "iiiihh", 2,
+                                                       "rollout.until=informative")
+    assert rounds == ["eiheeh", "hieeei", "ieiehh"] and after == ["iiiihh"] and said == ""
+    assert [group.prompt.id for group in batch.groups] == ["i1", "i7", "i11", "i12"]
+    assert (batch.slots, batch.offered, rolled.rounds, len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 18)
     assert collect.informative(batch.adv_NG).all() and batch.pruned.weight_NG.unique().tolist() == [1]
 
 
 def test_after_the_last_round_a_step_goes_on_with_what_it_has_and_says_so(in_order, tmp_path):
-    (rounds, _, batch, said), = steps(tmp_path, "eihe", 1, "rollout.until=informative", "rollout.max_rounds=2")
-    assert rounds == ["eihe"] * 2 and (len(batch.groups), batch.offered) == (2, 2)
-    assert said == "step 1: 2 groups short after 2 rounds (rollout.max_rounds); training on the 2 groups there are"
+    (rounds, _, batch, said), = steps(tmp_path, "eiheeh", 1, "rollout.until=informative", "rollout.max_rounds=2")
+    assert rounds == ["eiheeh"] * 2 and (len(batch.groups), batch.offered) == (2, 2)
+    assert said == "step 1: 2 groups short after 2 rounds; training on the 2 groups there are"
     (_, _, nothing, said), = steps(tmp_path, "eheh", 1, "rollout.until=informative", "rollout.max_rounds=3")
     assert nothing.groups == [] and nothing.offered == 0 and nothing.adv_NG.shape == (0, 4) and "4 groups short" in said
 
@@ -100,7 +102,8 @@ def test_greso_rounds_are_as_large_as_it_estimates(in_order, tmp_path):
     assert rounds == ["eheheh", "iiiheh", "ei"]  # 1 missing at 3 of the newest 6, not of all 12: 2.5
     (rounds, _, batch, said), = steps(tmp_path, "iiieee" "ehehe", 1, "rollout.until=informative",
                                       "prune.prompts.kind=greso")
-    assert rounds == ["iiieee", "eh"] and (len(batch.groups), batch.offered) == (3, 3) and said == ""  # short, and last
+    assert rounds == ["iiieee", "eh"] and (len(batch.groups), batch.offered) == (3, 3)
+    assert said == "step 1: 1 groups short after 2 rounds; training on the 3 groups there are"
 
 
 def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_order, tmp_path):
@@ -111,18 +114,30 @@ def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_ord
         (rounds, _, batch, said), = steps(tmp_path, "iiiiiiii", 1, "rollout.until=full", f"pack.budget={budget}",
                                           "prune.completions={kind: topk, keep: 2}")
         assert rounds == ["iiii"] * expected and batch.offered == len(batch.groups) == 4 * expected and said == ""
-    (rounds, _, batch, said), = steps(tmp_path, "iiii", 1, "rollout.until=full", "pack.budget=9999",
+    (rounds, _, batch, said), = steps(tmp_path, "iiii", 1, "rollout.until=full", "pack.budget=5000",
                                       "rollout.max_rounds=2")
     assert len(rounds) == 2 and "tokens short after 2 rounds" in said
 
 
 def test_the_last_steps_prune_nothing(in_order, tmp_path):
-    """steps is 9; prompts e and h would be passed over with certainty but for the floor."""
-    found = steps(tmp_path, "eehi", 9, "prune.prompts={kind: rank, drop_prob: 0.5, max_passes: 9}",
-                  "prune.completions={kind: topk, keep: 1}", "prune.whole_steps=2")
+    """steps is 9; prompts e and h would be skipped with certainty but for the floor."""
+    found = steps(tmp_path, "eehi", 9, "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 9}",
+                  "prune.completions={kind: topk, keep: 1}", "prune.unpruned_steps=2")
     assert [len(rolled.groups) for _, rolled, _, _ in found] == [4] + [2] * 6 + [4] * 2
     assert [int(batch.pruned.keep_NG.sum()) for _, _, batch, _ in found] == [4] + [2] * 6 + [16] * 2
     assert {batch.offered for _, _, batch, _ in found} == {4}
+
+
+def test_greso_adapts_once_a_step_from_all_that_was_rolled_out_but_not_in_the_first_epoch(in_order, tmp_path,
+                                                                                          monkeypatch):
+    """e and h are rolled out in the second step, not in the third."""
+    calls, true = [], data.adapt
+    monkeypatch.setattr(data, "adapt", lambda *given: calls.append(given) or true(*given))
+    steps(tmp_path, "eiiiih", 3, "rollout.until=informative", "prune.prompts={kind: greso, target: 0.6}")
+    assert [given[1:] for given in calls] == [(1 / 6, 1 / 6, 0.6), (0, 0, 0.6)]
+    assert calls[0][0] == (0.5, 0.5) and calls[1][0] == pytest.approx((0.51, 0.51))
+    steps(tmp_path, "eiiiih", 3, "rollout.until=informative")
+    assert len(calls) == 2
 
 
 def finite(folder) -> list[dict]:
@@ -157,7 +172,8 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
     plain = train.train(toy_config(tmp_path / "plain", *base, name="grpo_toy.yaml"))
     nothing = {
         "dppo": ["prune.prompts={kind: bernoulli, drop_prob: 0}", "prune.completions={kind: bernoulli, drop_prob: 0}"],
-        "listed": ["prune.prompts={kind: rank, drop_prob: 0}", "prune.completions={kind: bottom, drop_prob: 0}"],
+        "listed": ["prune.prompts={kind: rank, drop_prob: 0, max_skips: 2}",
+                   "prune.completions={kind: bottom, drop_prob: 0}"],
         "pps": ["prune.completions={kind: pps, keep: 8, scope: batch}"]}
     for name, settings in nothing.items() if count == "all" else [("listed", nothing["listed"])]:
         other = train.train(toy_config(tmp_path / name, *base, *settings, name="grpo_toy.yaml"))
@@ -191,7 +207,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
-    batch = Batch(groups, adv_NG, Pruned(weight_NG > 0, weight_NG, prob_NG), [p["slot"] for p in used],
+    batch = Batch(turns, groups, adv_NG, Pruned(weight_NG > 0, weight_NG, prob_NG), [p["slot"] for p in used],
                   line["offered"], line["seed"])
     update.update(learner, batch, 2, metrics.Clock())
     for (name, p), q in zip(trained.named_parameters(), learner.policy.parameters(), strict=True):

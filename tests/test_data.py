@@ -198,14 +198,14 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
                                for name in ("easy", "hard", "times", "size"))
     assert (easy, hard, times, size) == ([0, 0, 2], [1, 0, 0], [3, 3, 3], [0, 0.5, 0])
     assert history.visits["q1"].rewards == (0, 1) and history.visits["q1"].epoch == 2
-    recall = history.recall(["q1", "new"])
+    recall = history.remembered(["q1", "new"])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
 
 
-def test_a_turn_passed_over_leaves_the_trace_and_is_counted():
+def test_a_turn_skipped_leaves_the_trace_and_is_counted():
     history = data.PromptHistory(0.5)
     remember(history, [1, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1])
-    pruning = Prompts("rank", drop_prob=0.2, max_passes=2)
+    pruning = Prompts("rank", drop_prob=0.2, max_skips=2)
     passed = []
     for _ in range(3):
         turns = history.draw(PROMPTS, pruning, 0, 6)
@@ -213,9 +213,9 @@ def test_a_turn_passed_over_leaves_the_trace_and_is_counted():
         assert len(turns) == 6 and {turn.weight for turn in turns} == {0.0, 1.0}
     assert passed[:2] == ["q0", "q0"] and len(passed) == 3 and passed[2] != "q0"
     visit = history.visits["q0"]
-    assert (visit.easy, visit.times, visit.passed) == (1, 1, 2)
+    assert (visit.easy, visit.times, visit.skipped) == (1, 1, 2)
     remember(history, [0, 1])
-    assert (history.visits["q0"].passed, history.visits["q0"].easy) == (0, 0)
+    assert (history.visits["q0"].skipped, history.visits["q0"].easy) == (0, 0)
 
 
 def test_prompts_are_kept_with_their_probability_and_the_weights_make_up_for_it():
@@ -250,20 +250,17 @@ def test_greso_replaces_what_it_passes_over():
     assert history.place == len(turns) and turns[-1].kept
 
 
-def test_greso_adapts_after_the_first_epoch_only():
+def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
+    """Of 8 groups one is easy, 12.5% (target 8.3%), and one hard, 12.5% (target 16.7%)."""
     history = data.PromptHistory(0.5)
-    remember(history, [1, 1], [1, 1], [0, 1], [0, 1])
-    history.adapt([Turn(prompt, 0) for prompt in PROMPTS[:4]], 0.25)
-    assert history.explore == (0.5, 0.5)
-    history.adapt([Turn(prompt, 1) for prompt in PROMPTS[:4]], 0.25)
+    history.adapt(torch.tensor([[1.0, 1.0], [0.1, 0.1]] + [[0.0, 1.0]] * 6), 0.5, 0.25)
     assert history.explore == pytest.approx((0.49, 0.51))
-    history.adapt([], 0.25)
 
 
 def test_a_history_survives_a_checkpoint():
     history = data.PromptHistory(0.5)
     remember(history, [1, 1], [0, 1])
-    history.draw(PROMPTS, Prompts("rank", drop_prob=0.5), 0, 4)
+    history.draw(PROMPTS, Prompts("rank", drop_prob=0.5, max_skips=2), 0, 4)
     history.explore = (0.3, 0.4)
     file = io.BytesIO()
     torch.save(history.state(), file)

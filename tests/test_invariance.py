@@ -57,7 +57,7 @@ def move(model: torch.nn.Module) -> None:
 
 
 def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
-    """Loss and gradient of the second pass over the rollout, by the functions of the training loop.
+    """Loss and gradient of the second skip the rollout, by the functions of the training loop.
 
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """

@@ -31,7 +31,7 @@ def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
 
 
 def plain_epoch(model, optimizer, groups, adv_NG, old, ref, weight, batches, max_len) -> dict[str, float]:
-    """One pass over the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3.
+    """One skip the mini-batches by the textbook: Dr. GRPO's constant, dual clip 1.3, clip 0.2 / 0.25, KL 0.3.
 
     `weight` multiplies every token's whole term.
     """
@@ -255,9 +255,9 @@ def every_completion(length: int, seed: int) -> tuple[decoder.Decoder, pack.Row]
     generator = torch.Generator().manual_seed(seed)
     shape = replace(decoder.read_shape(TOY), vocab_size=6, layers=1, hidden_size=32, heads=1, kv_heads=1)
     model = decoder.Decoder(shape).double()
-    for p in model.parameters():
-        if p.ndim > 1:
-            torch.nn.init.normal_(p, std=0.4, generator=generator)
+    for name, p in model.named_parameters():
+        if "norm" not in name:  # torch's own start of the biases is another every time
+            torch.nn.init.zeros_(p) if name.endswith("bias") else torch.nn.init.normal_(p, std=0.4, generator=generator)
     completions = list(itertools.product(range(6), repeat=length))
     groups = [Group(Prompt(str(ids), (3,), ""), (Sample(ids, (0.0,) * length, True),)) for ids in completions]
     adv_N1 = torch.randn(len(groups), 1, dtype=torch.float64, generator=generator)

@@ -9,8 +9,8 @@ from prune import (
     FLOOR,
     PROMPTS,
     REFILLING,
+    Memory,
     Offer,
-    Recall,
     adapt,
     all_but_lowest,
     below_mean,
@@ -155,6 +155,8 @@ def test_sizes_by_hand():
     assert all(size(per, "norm") == [4, 4, 0] for per in ("token", "constant"))
     assert size("token", "norm", by_cost=True) == [2, 1, 0]
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
+    weighed = Offer(adv_NG, len_NG, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
+    assert gradient_size(weighed, "norm", False).tolist() == [[12, 12, 0]]
     assert size("sequence", "adv", inert=False) == [2, 1, FLOOR]
     flat = Offer(torch.zeros(1, 3), len_NG, "token", False, 0)
     assert gradient_size(flat, "norm", False).tolist() == [[1, 1, 1]]
@@ -182,10 +184,10 @@ def test_another_seed_is_another_draw_and_the_same_is_the_same():
         assert torch.equal(draw(1).keep_NG, draw(1).keep_NG) and not torch.equal(draw(1).keep_NG, draw(2).keep_NG)
 
 
-def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Recall:
+def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Memory:
     zero = [0] * len(size)
     columns = (torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero))
-    return Recall(*columns, mean, explore)
+    return Memory(*columns, mean, explore)
 
 
 NAN = float("nan")
@@ -197,7 +199,7 @@ def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
     assert rarely_below_mean(recall([NAN], mean=NAN), 0.7).tolist() == [1]           # the first step of all
 
 
-def test_the_lowest_share_of_prompts_is_passed_over_but_none_forever():
+def test_the_lowest_share_of_prompts_is_skipped_but_none_forever():
     sizes = [0.5, 0.1, NAN, 0.3, 0.2]
     for drop_prob, expected in ((0.0, [1, 1, 1, 1, 1]), (0.5, [1, 0, 1, 1, 0]), (0.9, [0, 0, 1, 0, 0])):
         assert all_but_lowest(recall(sizes), drop_prob, 2).tolist() == expected

@@ -58,3 +58,14 @@ def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
     (other / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text().replace("eval/few", "eval/many"))
     with pytest.raises(ConfigError, match="share no evaluation set"):
         report.report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
+
+
+def test_labels_are_the_names_without_seeds_and_never_hide_a_run(tmp_path):
+    runs = [write_run(tmp_path / where / name, seed, keep, [0.1, 0.2]) for where, name, seed, keep in (
+        ("x", "run1", 0, 1), ("x", "run2", 1, 1), ("x", "run3", 0, 2), ("x", "run4", 1, 2), ("x", "s5", 0, 3),
+        ("x", "wide-seed-0", 0, 4), ("x", "wide-seed-1", 1, 4))]
+    groups = report.group_runs([report.read_run(folder) for folder in runs])
+    assert [(label, len(group)) for label, group in groups.items()] == [
+        ("run", 2), (str(runs[2]), 2), ("s5", 1), ("wide", 2)]
+    with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
+        report.report([runs[0], runs[0]], tmp_path / "out")

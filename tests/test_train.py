@@ -43,7 +43,7 @@ RESUMED = {
     "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2"],
     "dppo": ["data.limit=6", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: bernoulli, keep: null, drop_prob: 0.7}"],
-    "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5}"],
+    "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}"],
     "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
 }
 

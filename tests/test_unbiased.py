@@ -44,7 +44,7 @@ Outcomes = Iterator[tuple[float, Pruned, Tensor]]  # (probability, what it keeps
 
 
 class Step:
-    """The second pass over one rollout: the policy has moved, so clips are active and the KL is not 0."""
+    """The second skip one rollout: the policy has moved, so clips are active and the KL is not 0."""
 
     def __init__(self, folder, out, *settings: str):
         self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "prune.completions.keep=null",
@@ -176,7 +176,7 @@ def both_levels(folder, out, per: str, monkeypatch, slots: list[int], change=lam
 @pytest.mark.parametrize("slots", [[0, 1], [0], [1]], ids=["whole", "mini-batch-0", "mini-batch-1"])
 @pytest.mark.parametrize("per", ["sequence", "constant"])
 def test_at_both_levels_together_the_mean_is_the_full_gradient(per, slots, tiny, tmp_path, monkeypatch):
-    """Under token aggregation the number of tokens of a prompt passed over is unknown: a config error."""
+    """Under token aggregation the number of tokens of a prompt skipped is unknown: a config error."""
     assert both_levels(tiny, tmp_path / "run", per, monkeypatch, slots) < 1e-12
 
 
