@@ -184,7 +184,8 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
 
 
 @pytest.mark.parametrize("settings", [
-    ("prune.prompts={kind: bernoulli, drop_prob: 0.6}", "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
+    ("seed=2", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+     "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
     ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}")])
 def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     """The third step of a run, in its second epoch, from the checkpoint before it and its line of decisions.jsonl."""
@@ -212,6 +213,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     update.update(learner, batch, 2, metrics.Clock())
     for (name, p), q in zip(trained.named_parameters(), learner.policy.parameters(), strict=True):
         assert torch.equal(p, q), name
-    if "greso" not in settings[0]:  # there weights are 1 on purpose
+    if "greso" not in settings[0]:  # there prompts are replaced, and weights are 1 on purpose
+        assert batch.slots == [i for i, p in enumerate(line["prompts"]) if p["weight"]] != list(range(len(groups)))
         torch.testing.assert_close(weight_NG[weight_NG > 0], 1 / prob_NG[weight_NG > 0])
     assert json.dumps(line)

@@ -251,9 +251,9 @@ def test_greso_replaces_what_it_passes_over():
 
 
 def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
-    """Of 8 groups one is easy, 12.5% (target 8.3%), and one hard, 12.5% (target 16.7%)."""
+    """Of 16 groups two are easy, 12.5% (target 8.3%), and one hard, 6.3% (target 16.7%)."""
     history = data.PromptHistory(0.5)
-    history.adapt(torch.tensor([[1.0, 1.0], [0.1, 0.1]] + [[0.0, 1.0]] * 6), 0.5, 0.25)
+    history.adapt(torch.tensor([[1.0, 1.0]] * 2 + [[0.1, 0.1]] + [[0.0, 1.0]] * 13), 0.5, 0.25)
     assert history.explore == pytest.approx((0.49, 0.51))
 
 
