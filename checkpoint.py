@@ -44,8 +44,13 @@ def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, hist
     if not pointer.is_file():
         raise ConfigError(f"--resume: {pointer} not found, so no step of this run was saved; start it without --resume "
                           "under another `out`, and set checkpoint.every to save on the way")
-    state = torch.load(folder / pointer.read_text() / "state.pt", map_location="cpu", weights_only=True)
-    policy.load_state_dict(state["policy"])
-    optimizer.load_state_dict(state["optimizer"])
-    history.restore(state["history"])
+    path = folder / pointer.read_text() / "state.pt"
+    try:
+        state = torch.load(path, map_location="cpu", weights_only=True)
+        policy.load_state_dict(state["policy"])
+        optimizer.load_state_dict(state["optimizer"])
+        history.restore(state["history"])
+    except (RuntimeError, KeyError, ValueError) as error:
+        raise ConfigError(f"--resume: {path} does not fit this run: {str(error).splitlines()[0]}; resume with the "
+                          "model and the version that wrote it") from error
     return state["step"]

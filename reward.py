@@ -93,6 +93,7 @@ def load_math_verify() -> None:
     """Import at the worker's start, so that these seconds are not counted as verification."""
     import math_verify
 
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is meant for the trainer, which ends its step first
     # It warns at every call that its own time-outs are off.
     logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
 

@@ -8,6 +8,7 @@ decisions.jsonl says what was offered and kept, with which probability and weigh
 
 import importlib.metadata
 import json
+import os
 import platform
 import subprocess
 import sys
@@ -27,6 +28,10 @@ def claim(cfg: Config, resume: bool) -> Path:
     """Check that this run may use its folder, before anything is written. Raises ConfigError with the remedies."""
     folder = Path(cfg.out)
     stored = folder / "config.yaml"
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"out={folder} cannot be written, because {above} is no folder or not writable; set `out` to "
+                          "a place that is")
     if not stored.is_file():
         if resume:
             raise ConfigError(f"--resume: {stored} not found, so there is no run to resume; check `out`, "

@@ -8,8 +8,10 @@ groups, prune), update the policy, hand it to the engine.
 
 import argparse
 import copy
+import signal
 import sys
 from pathlib import Path
+from time import monotonic
 
 import torch
 
@@ -26,11 +28,34 @@ from config import Config, ConfigError
 from model import Decoder, check_positions, choose_backend, export, find_model, load_model
 from rollout import Engine, start_engine
 from sample import Problem, Prompt, Rolled
-from update import Learner, update
+from update import Learner, NotFinite, update
 
 
-def train(cfg: Config, resume: bool = False) -> Decoder:
-    """Run a config to its end and return the trained model. Raises ConfigError for what the user can mend."""
+class Stop:
+    """SIGTERM or Ctrl-C asks the run to finish its step, save and end; a second one ends it at once.
+
+    torchrun passes on a Ctrl-C that the terminal has sent to its workers already, so what follows within a second is
+    still the first.
+    """
+
+    def __init__(self):
+        self.signal, self.since = 0, 0.0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self.ask)
+
+    def ask(self, number: int, frame: object) -> None:
+        if not self.signal:
+            self.signal, self.since = number, monotonic()
+            print("stopping after this step, with a checkpoint; a second signal stops at once", file=sys.stderr)
+        elif monotonic() > self.since + 1:
+            raise KeyboardInterrupt
+
+
+def train(cfg: Config, resume: bool = False, stop: Stop | None = None) -> Decoder:
+    """Run a config to its end and return the trained model.
+
+    Raises ConfigError for what the user can mend, KeyboardInterrupt after a `stop`, and NotFinite.
+    """
     folder = runfolder.claim(cfg, resume)
     source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
@@ -66,9 +91,12 @@ def train(cfg: Config, resume: bool = False) -> Decoder:
             log.sample(step + 1, first_group(rolled, tokenizer))
         if due(cfg.eval.every, step + 1, cfg.steps):
             evaluate(step + 1)
-        if due(cfg.checkpoint.every, step + 1, cfg.steps):
+        stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
+        if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
             checkpoint.save(folder / "checkpoints", step + 1, learner.policy, learner.optimizer, history,
                             cfg.checkpoint.keep)
+        if stopping and step + 1 < cfg.steps:
+            raise KeyboardInterrupt
     if dist.rank() == 0:
         export(learner.policy, source, folder / "hf")
         print(runfolder.summary(folder), flush=True)
@@ -136,7 +164,7 @@ def main() -> int:
     try:
         cfg = config.load(args.config, args.set)
         if not args.check:
-            train(cfg, args.resume)
+            train(cfg, args.resume, Stop())
             return 0
         checks = check(cfg)
         if dist.rank() == 0:
@@ -145,12 +173,19 @@ def main() -> int:
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except NotFinite as error:
+        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
+        if dist.rank() == 0:
+            torch.save(error.batch, path)
+            print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest checkpoint",
+                  file=sys.stderr)
+        return 1
     except RuntimeError:
         print("the run stopped; --resume goes on from the newest checkpoint (checkpoint.every), once what follows is "
               "mended", file=sys.stderr)
         raise
     except KeyboardInterrupt:
-        print("interrupted; --resume goes on from the newest checkpoint (checkpoint.every)", file=sys.stderr)
+        print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
     finally:
         dist.close()

@@ -21,6 +21,14 @@ from prune import Pruned
 from sample import Batch, lengths
 
 
+class NotFinite(Exception):
+    """A loss or a gradient that is no finite number, before the optimizer step that it would have spoilt."""
+
+    def __init__(self, what: str, step: int, batch: Batch):
+        super().__init__(f"{what} in step {step} is not finite")
+        self.step, self.batch = step, batch
+
+
 @dataclass(frozen=True, slots=True)
 class Learner:
     """What an update works with: the model in training and how packed rows pass through it."""
@@ -45,6 +53,7 @@ class Learner:
 def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> dict[str, float]:
     """All optimizer steps on one rollout. Masks, weights and rows are made once and serve every epoch.
 
+    Raises NotFinite on every rank before the optimizer step that would spread it.
     A mini-batch without any gradient changes nothing: neither momentum nor weight decay is applied then. That is Adam's
     path, not the gradient, whose mean over the draws stays the full batch's.
     """
@@ -64,8 +73,10 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> d
             for rows, before_B, ref_B in zip(batches, before, ref, strict=True):
                 accumulate(learner, rows, before_B, ref_B, sums, first_pass=epoch == 0, unmoved=not norms)
                 dist.sum_gradients(policy)
-                norms.append(torch.nn.utils.clip_grad_norm_(
-                    policy.parameters(), cfg.optim.clip_norm, error_if_nonfinite=True))
+                norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm))
+                finite = math.isfinite(float(sums.sums["loss"]))
+                if dist.max_over_ranks(not finite) or not norms[-1].isfinite():
+                    raise NotFinite("the gradient" if finite else "the loss", step + 1, batch)
                 if norms[-1] > 0:
                     optimizer.step()
                 optimizer.zero_grad()

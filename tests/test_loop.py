@@ -231,7 +231,7 @@ def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
     with torch.no_grad():
         learner.policy.norm.weight[0] = float("nan")
     one_NG = torch.ones(1, 2, dtype=torch.float64)
-    with pytest.raises(RuntimeError, match="non-finite"):
+    with pytest.raises(update.NotFinite, match="the loss in step 1 is not finite"):
         update.update(learner, as_batch(make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG)), 0, metrics.Clock())
 
 

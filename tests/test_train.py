@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -229,6 +230,7 @@ BROKEN = {
     "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "allow sequences of 10127 tokens, but"),
     "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),
+    "no folder": (["out={bad}/bad.jsonl/run"], "bad.jsonl is no folder or not writable; set `out` to a place that is"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
     "malformed data": (["data.train={bad}/bad.jsonl", "out={new}"], "bad.jsonl:2: 'answer' must be a non-empty text"),
     "unknown architecture": (["model.path={bad}", "out={new}"], "model_type='gpt2' is not supported; use one of qwen2"),
@@ -277,6 +279,74 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     (tmp_path / "run" / "checkpoints" / "latest").unlink()
     with pytest.raises(ConfigError, match="latest not found, so no step of this run was saved"):
         train.train(cfg, resume=True)
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch):
+    """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
+    cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192")
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    true, seen = update.clip, []
+
+    def spoil(*given):
+        seen.append(None)
+        return true(*given) * (float("inf") if len(seen) > 1 else 1.0)
+
+    monkeypatch.setattr(update, "clip", spoil)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "test.yaml")])
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    assert train.main() == 1
+    batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=False)
+    assert len(batch.groups) == 4 and batch.adv_NG.shape == (4, 8)
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
+
+
+def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same(tmp_path):
+    whole = toy_config(tmp_path / "whole", "steps=6", "rollout.group_size=16")
+    cut = replace(whole, out=str(tmp_path / "cut"))
+    (tmp_path / "cut.yaml").write_text(config.dump(cut))
+    expected = train.train(whole)
+    process = subprocess.Popen([sys.executable, "train.py", "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
+                               stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    for line in process.stderr:
+        if "step 1:" in line:
+            process.send_signal(signal.SIGTERM)
+            break
+    rest = process.stderr.read()
+    assert process.wait() == 130 and "stopping after this step, with a checkpoint" in rest, rest
+    done = int((tmp_path / "cut" / "checkpoints" / "latest").read_text().removeprefix("step_"))
+    assert 1 <= done < 6 and without_times(tmp_path / "cut")[-1]["step"] == done
+    resumed = train.train(cut, resume=True)
+    assert all(torch.equal(p, q) for p, q in zip(expected.parameters(), resumed.parameters(), strict=True))
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capsys):
+    now = [0.0]
+    monkeypatch.setattr(train, "monotonic", lambda: now[0])
+    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    try:
+        stop = train.Stop()
+        for number, now[0] in ((signal.SIGINT, 5.0), (signal.SIGTERM, 5.5)):
+            signal.raise_signal(number)
+        assert stop.signal == signal.SIGINT and "a second signal stops at once" in capsys.readouterr().err
+        now[0] = 6.5
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+    finally:
+        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+            signal.signal(number, handler)
+
+
+def test_a_checkpoint_of_another_model_is_named(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=1")
+    train.train(cfg)
+    other = write_tiny(tmp_path / "tiny")
+    raw = config.yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+    raw["model"]["path"] = str(other)
+    (tmp_path / "run" / "config.yaml").write_text(config.yaml.safe_dump(raw))
+    with pytest.raises(ConfigError, match="state.pt does not fit this run: Error.* in loading state_dict"):
+        train.train(change(cfg, model={"path": str(other)}), resume=True)
 
 
 @pytest.mark.gpu
