@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import dist
-from pack import Row
+from pack import Row, cost
 from sample import Batch, Rolled
 
 
@@ -80,10 +80,11 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
 class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "packed", "rows", "corrected", "masked",
+    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "packed", "rows", "cost", "corrected", "masked",
              "compared", "mismatch", "engine_kl", "ratio", "ratio_squared")
 
-    def __init__(self):
+    def __init__(self, quadratic: float = 0.0):
+        self.quadratic = quadratic  # pack.cost
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max = torch.tensor(0.0)
 
@@ -104,6 +105,7 @@ class PassSums:
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
             self.sums["rows"] += 1
+            self.sums["cost"] += cost(row.offsets.diff().tolist(), self.quadratic)
             self.sums["corrected"] += correction_C[on_C].sum()
             self.sums["masked"] += (on_C & (correction_C == 0)).sum()
             if before_C is not None:
@@ -122,6 +124,7 @@ class PassSums:
     def metrics(self, capacity: int, updates: int) -> dict[str, float]:
         """Collective: every rank calls it once per step, with the number of optimizer steps."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
+        most = dist.max_over_ranks(self.sums["cost"])
         tokens, seen, compared = (max(total[name], 1) for name in ("tokens", "seen", "compared"))
         return {
             "train/loss": total["loss"] / updates,
@@ -137,4 +140,5 @@ class PassSums:
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
             "pack/density": total["packed"] / max(total["rows"] * capacity, 1),
+            "pack/imbalance": most * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
         }

@@ -196,6 +196,15 @@ class Decoder(nn.Module):
     def head_VD(self) -> Tensor:
         return self.embed_tokens.weight if self.shape.tied else self.lm_head.weight
 
+    @property
+    def quadratic(self) -> float:
+        """What attention costs a sequence, over its length squared, in units of one token through all linear layers:
+        a query meets half of its sequence, with two operations a key and head dimension for the score and two for the
+        value; a weight takes two operations a token.
+        """
+        weights = sum(p.numel() for p in self.parameters())
+        return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
+
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
         self.frequency = self.frequency.to(ids_T.device)

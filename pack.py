@@ -113,18 +113,37 @@ def check_fit(lengths: list[int], capacity: int) -> None:
                              "raise pack.capacity or lower rollout.max_new_tokens")
 
 
+def cost(lengths: list[int], quadratic: float) -> float:
+    """Of a row of sequences of these lengths, in tokens without attention; `quadratic` is Decoder.quadratic."""
+    return sum(length + quadratic * length ** 2 for length in lengths)
+
+
+def deal(costs: list[float], ranks: int) -> list[list[int]]:
+    """Rows for each rank, as many for all up to one, of sums as equal as dealing in rounds makes them: of the most
+    expensive rows left, one for each rank, the most expensive to the rank with the least so far.
+    """
+    order = sorted(range(len(costs)), key=lambda row: -costs[row])
+    hands: list[list[int]] = [[] for _ in range(ranks)]
+    for start in range(0, len(order), ranks):
+        by_sum = sorted(hands, key=lambda hand: sum(costs[row] for row in hand))
+        for row, hand in zip(order[start:start + ranks], by_sum, strict=False):
+            hand.append(row)
+    return hands
+
+
 def pack(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, keep_NG: Tensor, capacity: int, window: int | None,
-         rank: int, ranks: int) -> list[Row]:
+         rank: int, ranks: int, quadratic: float = 0.0) -> list[Row]:
     """This rank's rows, packed by `within_window` where there is a window, else by `best_fit`.
 
-    Every rank gets the same number of rows: the shortest row with weight 0 fills up.
+    Every rank gets the same number of rows, of nearly equal cost: the shortest row with weight 0 fills up.
     All ranks compute the same assignment from the same records, so nothing has to be agreed upon.
     """
     kept = keep_NG.nonzero().tolist()
     lengths = [len(groups[n].prompt.ids) + len(groups[n].samples[g].ids) for n, g in kept]
     found = best_fit(lengths, capacity) if window is None else within_window(lengths, capacity, window)
     bins = [[kept[i] for i in members] for members in found]
-    rows = [build(groups, adv_NG, weight_NG, members) for members in bins[rank::ranks]]
+    hand = deal([cost([lengths[i] for i in members], quadratic) for members in found], ranks)[rank]
+    rows = [build(groups, adv_NG, weight_NG, bins[b]) for b in hand]
     if len(rows) < -(-len(bins) // ranks):
         shortest = min(range(len(bins)), key=lambda b: sum(lengths[i] for i in found[b]))
         idle = build(groups, adv_NG, weight_NG, bins[shortest])

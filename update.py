@@ -65,7 +65,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> d
         # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
         extra = len(batches) > 1 and cfg.loss.old_logp == "recompute"
         before = [score_rows(learner, policy if extra else None, rows) for rows in batches]
-    sums, norms = metrics.PassSums(), []
+    sums, norms = metrics.PassSums(policy.quadratic), []
     for group in optimizer.param_groups:
         group["lr"] = learning_rate(step, cfg)
     with clock.phase("update"):
@@ -141,7 +141,7 @@ def pack_batch(learner: Learner, batch: Batch, slots: list[int]) -> list[Row]:
                              cfg.rollout.max_new_tokens, len(slots))
     dtype = learner.policy.embed_tokens.weight.dtype
     rows = pack(groups, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, cfg.pack.window,
-                dist.rank(), dist.world_size())
+                dist.rank(), dist.world_size(), learner.policy.quadratic)
     return [row.to(learner.device, dtype) for row in rows]
 
 

@@ -169,8 +169,9 @@ def trained(cfg: config.Config) -> Gradient:
 
 def step_metrics(folder) -> dict[str, float]:
     """Everything logged but what does depend on the ranks: times, and how many rows there are to share out."""
+    shared_out = ("time/", "pack/rows", "pack/density", "pack/imbalance")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read(folder / "metrics.jsonl"))
-            for key, value in line.items() if not key.startswith(("time/", "pack/rows", "pack/density"))}
+            for key, value in line.items() if not key.startswith(shared_out)}
 
 
 PRUNED = {

@@ -4,9 +4,10 @@ import random
 
 import pytest
 import torch
-from conftest import make_groups
+from conftest import TOY, make_groups
 
-from pack import best_fit, pack, within_window
+import model as decoder
+from pack import best_fit, cost, deal, pack, within_window
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -94,6 +95,34 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
         assert row.max_len == row.offsets.diff().max()
         for start, end in zip(row.offsets, row.offsets[1:], strict=False):
             assert row.position_T[start:end].tolist() == list(range(end - start))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+@pytest.mark.parametrize("count", [0, 1, 5, 16, 100])
+def test_rows_are_dealt_in_equal_numbers_and_nearly_equal_sums(count, ranks):
+    """No two ranks differ by more than the most expensive row, and far less over many rounds."""
+    rng = random.Random(count)
+    costs = [rng.lognormvariate(0, 1) for _ in range(count)]
+    hands = deal(costs, ranks)
+    assert sorted(row for hand in hands for row in hand) == list(range(count))
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    sums = [sum(costs[row] for row in hand) for hand in hands]
+    assert max(sums) - min(sums) <= max(costs, default=0)
+
+
+def test_dealing_by_hand():
+    """9 8 | 5 4 | 3 1: the second round gives the 5 to the 8, and at 13 to 13 the first rank gets the 3."""
+    assert deal([1, 9, 5, 8, 4, 3], 2) == [[1, 4, 5], [3, 2, 0]]
+    assert cost([10, 20], 0.5) == 10 + 50 + 20 + 200
+
+
+def test_attention_costs_as_much_as_a_count_of_operations_says():
+    """Qwen2's tiny shape: per token and layer two products of heads x head_dim with half of the sequence, against two
+    operations for every weight."""
+    model = decoder.Decoder(decoder.read_shape(TOY))
+    operations = 2 * sum(p.numel() for p in model.parameters())
+    attention = model.shape.layers * 4 * model.shape.heads * model.shape.head_dim * 100 / 2
+    assert cost([100], model.quadratic) == pytest.approx(100 * (operations + attention) / operations)
 
 
 def test_nothing_kept_is_no_row_on_any_rank():
