@@ -44,12 +44,12 @@ def collect(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], hi
         missing = shortfall(batch, cfg)
         if missing == 0 or last or rolled.rounds == cfg.rollout.max_rounds:
             break
-        if refill and pruning.prompts.kind == "greso":
+        if refill and pruning.prompts.kind in REFILLING:
             count, last = next_round(missing, 1 - informative(adv_NG).double().mean().item(), most)
     if missing:
         log.say(f"step {step + 1}: {missing} {'groups' if refill else 'tokens'} short after {rolled.rounds} rounds; "
                 f"training on the {len(batch.groups)} groups there are")
-    if pruning.prompts.kind == "greso" and rolled.turns[-1].epoch > 0:
+    if pruning.prompts.kind in REFILLING and rolled.turns[-1].epoch > 0:
         history.adapt(rolled.reward_NG, middle(cfg), pruning.prompts.target)
     return rolled, batch
 
