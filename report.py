@@ -4,7 +4,8 @@
 
 Runs whose configs differ in nothing but `seed` and `out` are one row: the mean over them, and its 95% interval by
 Student's t. Methods cost differently, so each is read off at the same number of steps, of generated tokens, of trained
-tokens and of seconds (evaluation apart): all and half of what the shortest run there spent. Between two evaluations
+tokens and of seconds (evaluation apart): all and half of what the shortest run there spent. And by what it had spent
+when it first came nine tenths of the way from the start to an accuracy that every run reached. Between two evaluations
 accuracy is interpolated.
 """
 
@@ -43,6 +44,13 @@ class Run:
     def at(self, name: str, kind: str, budget: float) -> float:
         """Accuracy on a set when so much of a kind was spent."""
         return float(np.interp(budget, self.spent[kind], self.accuracy[name]))
+
+
+    def to_reach(self, name: str, kind: str, level: float) -> float:
+        """What was spent of a kind when the accuracy on a set first reached a level that it does reach."""
+        curve, spent = self.accuracy[name], self.spent[kind]
+        i = int((curve >= level).argmax())
+        return float(np.interp(level, curve[i - 1:i + 1], spent[i - 1:i + 1]) if i else spent[0])
 
 
 def read_run(folder: Path) -> Run:
@@ -111,6 +119,18 @@ def accuracy_table(groups: dict[str, list[Run]], name: str) -> str:
     return markdown(head, rows)
 
 
+def reach_table(groups: dict[str, list[Run]], name: str) -> str:
+    """Markdown: thousands of tokens, steps and seconds to nine tenths of what every run gained."""
+    runs = [run for group in groups.values() for run in group]
+    before = max(run.accuracy[name][0] for run in runs)
+    level = before + 0.9 * (min(run.accuracy[name].max() for run in runs) - before)
+    head = [f"to reach {level:.1f}%", "steps", "generated, 1000", "trained, 1000", "seconds"]
+    scale = {"steps": 1, "generated tokens": 1000, "trained tokens": 1000, "seconds": 1}
+    rows = [[label, *(with_interval([run.to_reach(name, kind, level) / scale[kind] for run in group])
+                      for kind in SPENT)] for label, group in groups.items()]
+    return markdown(head, rows)
+
+
 def cost_table(groups: dict[str, list[Run]]) -> str:
     """Markdown: thousands of tokens and seconds by phase of a whole run."""
     phases = list(dict.fromkeys(name for group in groups.values() for run in group for name in run.phases))
@@ -174,7 +194,7 @@ def report(folders: list[Path], out: Path) -> str:
     out.mkdir(parents=True, exist_ok=True)
     plot_accuracy(groups, names, out / "accuracy.png")
     plot_seconds(groups, out / "seconds.png")
-    tables = [f"## {name}\n\n{accuracy_table(groups, name)}" for name in names]
+    tables = [f"## {name}\n\n{reach_table(groups, name)}\n\n{accuracy_table(groups, name)}" for name in names]
     page = "\n\n".join(["# Runs compared", __doc__.split("\n\n")[2].replace("\n", " "), *tables, "![](accuracy.png)",
                         "## Cost", cost_table(groups), "![](seconds.png)"]) + "\n"
     (out / "report.md").write_text(page)

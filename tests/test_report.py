@@ -25,8 +25,9 @@ def write_run(folder, seed: int, keep: int, curve: list[float], tokens: int = 10
 
 
 def cells(page: str, label: str) -> list[str]:
-    """Of the first row with this label."""
-    line = next(line for line in page.splitlines() if line.startswith(f"| {label} |"))
+    """Of this label's row in the table of accuracies."""
+    table = page.partition("| accuracy in %")
+    line = next(line for line in (table[1] + table[2]).splitlines() if line.startswith(f"| {label} |"))
     return [cell.strip() for cell in line.strip("|").split("|")][1:]
 
 
@@ -44,6 +45,10 @@ def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
     assert slow[0] == "2" and slow[-1] == "60.0 ± 127.1"  # t of 1 degree of freedom x 14.14 / sqrt(2)
     means = [float(cell.split()[0]) for cell in slow[1:]]
     assert means == pytest.approx([10, 30, 40, 40, 60, 40, 60, 35, 50, 60])
+    # Every run reaches 50%, so the level is 10 + 0.9 x 40 = 46%: at 3.6 steps of seed 0 and 1.6 of seed 1; 0.9 of fast.
+    assert "| to reach 46.0% | steps | generated, 1000 | trained, 1000 | seconds |" in page
+    assert "| fast | 0.9 | 0.4 | 0.2 | 2.7 |" in page
+    assert "| slow | 2.6 ± 12.7 | 0.3 ± 1.3 | 0.1 ± 0.6 | 5.2 ± 25.4 |" in page
     assert "| slow | 4 | 0.4 ± 0.0 | 0.2 ± 0.0 |" in page and page.endswith("![](seconds.png)\n")
     assert (tmp_path / "out" / "report.md").read_text() == page
     assert all((tmp_path / "out" / f"{name}.png").read_bytes()[1:4] == b"PNG" for name in ("accuracy", "seconds"))
