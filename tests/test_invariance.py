@@ -149,8 +149,8 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
     """Join a gloo group of `ranks`, do the work and leave its result behind."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost",
-                   "OMP_NUM_THREADS": "1"}
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
+    torch.set_num_threads(1)  # an environment variable comes too late in a spawned process
     store = f"file://{folder}/store{ranks}"
     torch.distributed.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
     torch.save(work(*arguments), f"{folder}/{ranks}.{rank}.pt")
