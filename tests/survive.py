@@ -35,7 +35,7 @@ def start(out: Path, ranks: int, steps: int, resume: bool, stderr: int = subproc
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     words = [word for setting in (*SETTINGS, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
     command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "dppo_toy.yaml", *words]
-    return subprocess.Popen([*command, *(["--resume"] if resume else [])], cwd=ROOT, start_new_session=True,
+    return subprocess.Popen([*command, *(["--resume"] if resume else [])], cwd=ROOT,
                             stdout=subprocess.DEVNULL, stderr=stderr, text=True,
                             env=os.environ | {"OMP_NUM_THREADS": "1"})
 
@@ -44,6 +44,12 @@ def finish(out: Path, ranks: int, steps: int, resume: bool) -> None:
     process = start(out, ranks, steps, resume, subprocess.PIPE)
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
+
+
+def family(pid: int) -> list[int]:
+    """A process and all below it: torchrun gives each of its workers a session of its own."""
+    below = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+    return [pid, *(p for child in below for p in family(int(child)))]
 
 
 def kill(process: subprocess.Popen, out: Path, seconds: float, in_a_save: bool) -> bool:
@@ -56,7 +62,8 @@ def kill(process: subprocess.Popen, out: Path, seconds: float, in_a_save: bool) 
             wait = monotonic() + seconds
         saving = any((out / "checkpoints").glob("*.unfinished")) if (out / "checkpoints").is_dir() else False
         if wait is not None and monotonic() > wait and (saving or not in_a_save):
-            os.killpg(process.pid, signal.SIGKILL)
+            for pid in family(process.pid):
+                os.kill(pid, signal.SIGKILL)
             process.wait()
             return True
     return False
