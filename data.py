@@ -249,7 +249,13 @@ class Visit:
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low
     times: int = 1    # rolled out so far
-    skipped: int = 0   # turns at which it was skipped since
+    skipped: int = 0  # turns at which it was skipped since
+
+
+def easy_and_hard(reward_NG: torch.Tensor, middle: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """bool [N] each: groups whose rewards are all equal, and above `middle`; all equal, and not above."""
+    flat_N, high_N = (reward_NG == reward_NG[:, :1]).all(dim=1), reward_NG[:, 0] > middle
+    return flat_N & high_N, flat_N & ~high_N
 
 
 class PromptHistory:
@@ -297,20 +303,19 @@ class PromptHistory:
 
     def record(self, turns: list[Turn], reward_NG: torch.Tensor, adv_NG: torch.Tensor, middle: float) -> None:
         """Remember the rollout of these turns. Equal rewards above `middle` are easy, equal ones below it hard."""
-        rows = zip(turns, reward_NG.tolist(), adv_NG.abs().mean(dim=1).tolist(), strict=True)
-        for turn, rewards, size in rows:
-            old, flat, high = self.visits.get(turn.prompt.id), len(set(rewards)) == 1, rewards[0] > middle
+        easy_N, hard_N = easy_and_hard(reward_NG, middle)
+        rows = zip(turns, reward_NG.tolist(), adv_NG.abs().mean(dim=1).tolist(), easy_N.tolist(), hard_N.tolist(),
+                   strict=True)
+        for turn, rewards, size, is_easy, is_hard in rows:
+            old = self.visits.get(turn.prompt.id)
             easy, hard, times = (old.easy, old.hard, old.times) if old else (0, 0, 0)
-            self.visits[turn.prompt.id] = Visit(
-                turn.epoch, tuple(rewards), size, easy + 1 if flat and high else 0,
-                hard + 1 if flat and not high else 0, times + 1)
+            self.visits[turn.prompt.id] = Visit(turn.epoch, tuple(rewards), size, easy + 1 if is_easy else 0,
+                                                hard + 1 if is_hard else 0, times + 1)
 
     def adapt(self, reward_NG: torch.Tensor, middle: float, target: float) -> None:
         """GRESO's p (`adapt`) after a step with these rewards."""
-        flat_N = (reward_NG == reward_NG[:, :1]).all(dim=1)
-        easy_N = reward_NG[:, 0] > middle
-        self.explore = adapt(self.explore, (flat_N & easy_N).double().mean().item(),
-                             (flat_N & ~easy_N).double().mean().item(), target)
+        easy, hard = (x_N.double().mean().item() for x_N in easy_and_hard(reward_NG, middle))
+        self.explore = adapt(self.explore, easy, hard, target)
 
     def state(self) -> dict:
         """For a checkpoint: plain values only."""
