@@ -1,56 +1,221 @@
-"""Save and resume: the policy, the optimizer, the memory of prompts and the step. Everything else is a function of the
-config and the step.
+"""Checkpoints on torch.distributed.checkpoint: written in the background, loaded on any number of ranks.
+
+    checkpoints/step_000123/policy/     weights and moments, each rank's part in a file of its own
+    checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, the memory of prompts
+    checkpoints/step_000123/files.json  every file above with its size
+    checkpoints/latest                  name of the newest
+
+    python checkpoint.py runs/NAME/checkpoints/step_000123 --out DIR    # as a Hugging Face folder
+
+A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is replaced, then
+old ones are removed: whatever dies on the way, the checkpoint before is whole and in its place.
 """
 
+import argparse
+import json
 import os
 import shutil
+import sys
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
+from time import perf_counter
 
 import torch
-from torch import nn
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dist
 from config import ConfigError
-from data import PromptHistory
+from model import Decoder, export, find_model, load_model
+
+Role = tuple[Decoder, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 
 
-def save(folder: Path, step: int, policy: nn.Module, optimizer: torch.optim.Optimizer, history: PromptHistory,
-         keep: int) -> None:
-    """Write step_000123 whole, then point `latest` at it, then remove all but the newest `keep`.
+class Checkpoints:
+    """The checkpoints of one run. Every rank calls every method."""
 
-    Both renames are atomic, so a run that dies here leaves the checkpoint before it in place.
-    """
-    if dist.rank() == 0:
-        name = f"step_{step:06d}"
-        fresh = folder / f"{name}.unfinished"
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-        state = {"step": step, "policy": policy.state_dict(), "optimizer": optimizer.state_dict(),
-                 "history": history.state()}
-        torch.save(state, fresh / "state.pt")
-        # Left by a run that died between the two renames, so `latest` does not point at it.
-        shutil.rmtree(folder / name, ignore_errors=True)
-        fresh.rename(folder / name)
-        (folder / "latest.unfinished").write_text(name)
-        os.replace(folder / "latest.unfinished", folder / "latest")
-        for old in sorted(folder.glob("step_*[0-9]"))[:-keep]:
-            shutil.rmtree(old)
-    dist.barrier()
+    def __init__(self, folder: Path, keep: int, roles: dict[str, Role], device: torch.device):
+        self.folder, self.keep, self.roles = folder, keep, roles
+        self.groups = {name: dist.background_group() for name in roles}
+        cuda = device.type == "cuda"
+        # Kept, so that its buffers in the host's memory are made once.
+        self.stager = DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False,
+                                                   use_async_staging=True, use_non_blocking_copy=cuda))
+        self.worker = ThreadPoolExecutor(1)
+        self.copied: list[Future] = []
+        self.written: Future | None = None
+        self.seconds = 0.0  # that training has stood still for saves since it was last asked
+
+    def save(self, step: int, extra: dict) -> None:
+        """Begin to save. The weights must not change before `wait_for_copies`; the copies are written meanwhile."""
+        with self.standing_still():
+            self.wait()
+            fresh = self.folder / f"step_{step:06d}.unfinished"
+            if dist.rank() == 0:
+                fresh.mkdir(parents=True, exist_ok=True)  # another rank may have been here first
+                torch.save({"step": step} | extra, fresh / "extra.pt")
+            saves = [dcp.async_save(tensors(*role), checkpoint_id=fresh / name, process_group=self.groups[name],
+                                    async_checkpointer_type=AsyncCheckpointerType.THREAD, async_stager=self.stager)
+                     for name, role in self.roles.items()]
+            self.copied = [save.staging_completion for save in saves]
+            self.written = self.worker.submit(self.finish, fresh, [save.upload_completion for save in saves])
+
+    def finish(self, fresh: Path, uploads: list[Future]) -> None:
+        """Wait for all ranks' files; then rank 0 makes the checkpoint the newest."""
+        try:
+            for upload in uploads:
+                upload.result()
+            if dist.rank() == 0:
+                publish(fresh, self.keep)
+        except (dcp.CheckpointException, OSError) as error:
+            failures = getattr(error, "failures", {})
+            reason = next(iter(failures.values()))[0] if failures else error
+            raise ConfigError(f"{fresh} could not be written: {reason}; the checkpoint before it is whole: make room "
+                              "and go on with --resume") from error
+
+    def wait_for_copies(self) -> None:
+        """Until the weights may change. Raises ConfigError when an earlier save has failed."""
+        with self.standing_still():
+            for copy in self.copied:
+                copy.result()
+            self.copied = []
+            if self.written is not None and self.written.done():
+                self.wait()
+
+    def wait(self) -> None:
+        """Until the newest save is on disk. Raises ConfigError when it could not be written."""
+        if self.written is not None:
+            written, self.written = self.written, None
+            written.result()
+
+    @contextmanager
+    def standing_still(self) -> Iterator[None]:
+        begun = perf_counter()
+        yield
+        self.seconds += perf_counter() - begun
+
+    def metrics(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, 0.0
+        return {"time/checkpoint": seconds}
+
+    def load(self) -> dict | None:
+        """Restore the newest whole checkpoint and return its extra object; None where there is none.
+
+        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when it is another
+        model's.
+        """
+        if dist.rank() == 0:
+            for leftover in self.folder.glob("*.unfinished"):
+                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        path = newest(self.folder)
+        if path is None:
+            return None
+        for name, role in self.roles.items():
+            restore(path / name, tensors(*role))
+        return torch.load(path / "extra.pt", weights_only=True)
 
 
-def load(folder: Path, policy: nn.Module, optimizer: torch.optim.Optimizer, history: PromptHistory) -> int:
-    """Restore what `latest` points at and return its step. Raises ConfigError when there is none."""
+def tensors(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
+    """What a role consists of, by names that do not depend on the number of ranks: its own tensors, not copies."""
+    found = {}
+    for name, p in model.named_parameters():
+        found[f"weights.{name}"] = p.detach()
+        found |= {f"{key}.{name}": t for key, t in (optimizer.state[p] if optimizer else {}).items()}
+    return found
+
+
+def publish(fresh: Path, keep: int) -> None:
+    """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
+    folder, name = fresh.parent, fresh.stem
+    (fresh / "files.json").write_text(json.dumps(sizes(fresh)))
+    for path in (fresh / "extra.pt", fresh / "files.json"):
+        flush(path)
+    # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
+    shutil.rmtree(folder / name, ignore_errors=True)
+    fresh.rename(folder / name)
+    pointer = folder / "latest.unfinished"
+    pointer.write_text(name)
+    flush(pointer)
+    os.replace(pointer, folder / "latest")
+    for old in [path for path in steps(folder) if path.name <= name][:-keep]:
+        shutil.rmtree(old)
+
+
+def flush(path: Path) -> None:
+    """To the disk: a rename must not be there before what it names."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+
+
+def sizes(path: Path) -> dict[str, int]:
+    """Bytes of each file of a checkpoint."""
+    return {str(file.relative_to(path)): file.stat().st_size
+            for file in sorted(path.rglob("*")) if file.is_file() and file.name != "files.json"}
+
+
+def steps(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("step_*") if path.suffix == "")
+
+
+def whole(path: Path) -> bool:
+    """Whether every file is there, as long as it was written."""
+    listed = path / "files.json"
+    return listed.is_file() and json.loads(listed.read_text()) == sizes(path)
+
+
+def newest(folder: Path) -> Path | None:
+    """The checkpoint that `latest` names, or the newest before it that is whole."""
     pointer = folder / "latest"
-    if not pointer.is_file():
-        raise ConfigError(f"--resume: {pointer} not found, so no step of this run was saved; start it without --resume "
-                          "under another `out`, and set checkpoint.every to save on the way")
-    path = folder / pointer.read_text() / "state.pt"
+    named = pointer.read_text() if pointer.is_file() else None
+    for path in reversed(steps(folder)):
+        if named is None or path.name <= named:
+            if whole(path):
+                return path
+            if dist.rank() == 0:
+                print(f"{path} is not whole: files are missing or cut off; trying the one before it", file=sys.stderr)
+    return None
+
+
+def restore(path: Path, wanted: dict[str, Tensor]) -> None:
+    """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or shape."""
+    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    found = {name: (tuple(t.size), t.properties.dtype) for name, t in stored.items()}
+    differing = sorted(name for name, t in wanted.items() if found.get(name) != (tuple(t.shape), t.dtype))
+    differing += sorted(name for name in found.keys() - wanted.keys() if name.startswith("weights."))
+    if differing:
+        name, t = differing[0], wanted.get(differing[0])
+        raise ConfigError(f"{path} is of another model: {name} is {found.get(name, 'missing')} there and "
+                          f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} differ); "
+                          "resume with the model that wrote it")
+    dcp.load(wanted, checkpoint_id=path)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder, for eval.py or vLLM.")
+    parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    args = parser.parse_args()
     try:
-        state = torch.load(path, map_location="cpu", weights_only=True)
-        policy.load_state_dict(state["policy"])
-        optimizer.load_state_dict(state["optimizer"])
-        history.restore(state["history"])
-    except (RuntimeError, KeyError, ValueError) as error:
-        raise ConfigError(f"--resume: {path} does not fit this run: {str(error).splitlines()[0]}; resume with the "
-                          "model and the version that wrote it") from error
-    return state["step"]
+        if not whole(args.checkpoint):
+            raise ConfigError(f"{args.checkpoint} is not a whole checkpoint: files are missing or cut off")
+        device = dist.init("cpu")
+        cfg = torch.load(args.checkpoint / "extra.pt", weights_only=True)["config"]
+        source = find_model(cfg["model.path"])
+        dtype = torch.float64 if cfg["model.dtype"] == "float64" else torch.float32
+        model = load_model(source, dtype, device)
+        restore(args.checkpoint / "policy", tensors(model, None))
+        export(model, source, args.out)
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        dist.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -136,6 +136,7 @@ class Optim:
     beta2: float = 0.999
     weight_decay: float = 0.0
     clip_norm: float = 1.0         # on the norm of the whole gradient, over all ranks
+    offload: bool = False          # CUDA: weights, gradients and moments stay in the host's memory, and step there
 
 
 @dataclass(frozen=True, slots=True)

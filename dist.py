@@ -2,12 +2,15 @@
 
 import hashlib
 import os
+from collections.abc import Iterable
 from datetime import timedelta
 
 import torch
 import torch.distributed as td
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from config import ConfigError
 
@@ -42,6 +45,11 @@ def close() -> None:
         td.destroy_process_group()
 
 
+def background_group() -> td.ProcessGroup:
+    """All ranks, for a thread whose exchanges must not get between those of the main one."""
+    return td.new_group(backend="gloo")
+
+
 def rank() -> int:
     return td.get_rank()
 
@@ -66,9 +74,38 @@ def gather(items: list) -> list:
     return [item for part in parts for item in part]
 
 
+def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
+          offload: bool = False) -> None:
+    """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.
+
+    Gradients are summed over the ranks, in the weights' own dtype: the loss is a sum, so nothing is divided. Every rank
+    must make the same passes. `offload` keeps weights, gradients and the optimizer in the host's memory.
+    """
+    mesh = init_device_mesh(device.type, (world_size(),))
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
+    place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
+    for module in (*blocks, model):
+        # Nothing stays gathered after a pass, so that no later pass meets weights of before an optimizer step.
+        fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
+        module.set_gradient_divide_factor(1.0)
+        module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo
+
+
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded parameter, which all ranks must ask for; a plain tensor as it is."""
+    """The whole of a sharded tensor, which all ranks must ask for; a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def local(tensor: Tensor) -> Tensor:
+    """What this rank holds of a sharded tensor; a plain tensor as it is."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+    """Undo `full`: sharded as `like` is. Every rank has the whole, so nothing travels."""
+    if not isinstance(like, DTensor):
+        return whole
+    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:
@@ -82,23 +119,6 @@ def max_over_ranks(value: float) -> float:
     highest = torch.tensor(value, dtype=torch.float64)
     td.all_reduce(highest, td.ReduceOp.MAX)
     return highest.item()
-
-
-def sum_gradients(model: nn.Module) -> None:
-    """Replace every gradient by its sum over the ranks. The loss is a sum, so nothing is divided.
-
-    All gradients travel in one buffer; a parameter that a rank did not touch counts as zero.
-    """
-    parameters = [p for p in model.parameters() if p.requires_grad]
-    for p in parameters:
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-    if world_size() == 1:
-        return
-    flat: Tensor = torch.cat([p.grad.flatten() for p in parameters])
-    td.all_reduce(flat)
-    for p, grad in zip(parameters, flat.split([p.numel() for p in parameters]), strict=True):
-        p.grad.copy_(grad.view_as(p))
 
 
 def seed_for(seed: int, *where: int | str) -> int:

@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import dist
 from config import ConfigError, read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
@@ -205,7 +206,14 @@ class Decoder(nn.Module):
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
 
-    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
+    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor, target_C: Tensor,
+                temperature: float, chunk: int) -> Tensor:
+        """`log_probs` of target_C after the tokens at predict_C. Training passes through here, where weights that are
+        spread over the ranks are gathered."""
+        hidden_TD = self.hidden(ids_T, position_T, attend)
+        return self.log_probs(hidden_TD[predict_C], target_C, temperature, chunk)
+
+    def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
         self.frequency = self.frequency.to(ids_T.device)
         angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
@@ -224,9 +232,7 @@ class Decoder(nn.Module):
 
     def log_probs(self, hidden_CD: Tensor, target_C: Tensor, temperature: float, chunk: int) -> Tensor:
         """log softmax(logits / temperature)[target] in nats, [C]; never holds more than [chunk, V] of logits."""
-        device = hidden_CD.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden_CD.dtype
-        return ChunkedLogProb.apply(hidden_CD.to(dtype), self.head_VD.to(dtype), target_C, temperature, chunk)
+        return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, temperature, chunk)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name."""
@@ -379,8 +385,18 @@ def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """Raises ConfigError when a tensor is missing, left over or of another shape than config.json says."""
-    model = empty_model(folder, dtype)
+    """The decoder of a folder, whole, on one device. Raises ConfigError as `load_weights`."""
+    model = empty_model(folder, dtype).to_empty(device=device)
+    load_weights(model, folder)
+    return model
+
+
+@torch.no_grad()
+def load_weights(model: Decoder, folder: Path) -> None:
+    """Fill a decoder, whole or sharded, from a folder.
+
+    Raises ConfigError when a tensor is missing, left over or of another shape than config.json says.
+    """
     tensors = read_weights(folder)
     if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
@@ -391,21 +407,30 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decode
         name = differing[0]
         raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. {name}: "
                          f"file has {given.get(name, 'nothing')}, config.json implies {wanted.get(name, 'nothing')}")
-    state = {name: tensors[hf_name(name)].to(device, dtype) for name, _ in model.named_parameters()}
-    model.load_state_dict(state, assign=True)
-    return model
+    for name, p in model.named_parameters():
+        p.copy_(dist.sharded_like(tensors[hf_name(name)], p))
 
 
 def export(model: Decoder, source: Path, folder: Path) -> None:
-    """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in `source`."""
-    folder.mkdir(parents=True, exist_ok=True)
-    for path in Path(source).iterdir():
-        if path.is_file() and path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES:
-            shutil.copyfile(path, folder / path.name)
+    """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in `source`.
+
+    Of a sharded model all ranks hand over their parts, and rank 0 writes.
+    """
+    if dist.rank() == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in Path(source).iterdir():
+            copied = path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES
+            if path.is_file() and copied:
+                shutil.copyfile(path, folder / path.name)
     save_weights(model, folder)
 
 
 def save_weights(model: Decoder, folder: Path) -> None:
     """Safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
-    tensors = {name: t.to("cpu", model.shape.dtype).contiguous() for name, t in model.named_hf_tensors()}
-    save_torch_state_dict(tensors, folder)
+    tensors = {}
+    for name, t in model.named_hf_tensors():
+        whole = dist.full(t)
+        if dist.rank() == 0:
+            tensors[name] = whole.to("cpu", model.shape.dtype).contiguous()
+    if dist.rank() == 0:
+        save_torch_state_dict(tensors, folder)

@@ -27,6 +27,8 @@ from update import Learner
 
 PROBES, COPIES, NEW_TOKENS = 4, 4, 32  # prompts, samples of each and tokens per sample that a rank tries
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
+LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=true, or train on "
+               "more ranks; for the rollout lower rollout.slots or rollout.cache_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +56,7 @@ def run(learner: Learner, engine: Engine, tokenizer: Tokenizer, problems: list[P
     engine.sync(policy)
     groups = sample(engine, probes, cfg)
     rows = in_rows(groups, learner, cfg.pack.capacity)
-    trained_C = torch.cat([learner.log_probs(policy, row).detach() for row in rows])
+    trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
     scored_C = score(learner, rows)
     alone_C = score(learner, in_rows(groups, learner, capacity=0))
     half = learner.dtype == torch.bfloat16
@@ -126,7 +128,13 @@ def sampled(rows: list[Row]) -> Tensor:
 @torch.no_grad()
 def score(learner: Learner, rows: list[Row]) -> Tensor:
     """The trainer's."""
-    return torch.cat([learner.log_probs(learner.policy, row) for row in rows])
+    return torch.cat(passes(learner, rows))
+
+
+def passes(learner: Learner, rows: list[Row]) -> list[Tensor]:
+    """Log-probs of each row. The ranks' rows are their own, and every rank must make the same number of passes."""
+    idle = int(dist.max_over_ranks(len(rows))) - len(rows)
+    return [learner.log_probs(learner.policy, row) for row in [*rows, *rows[:1] * idle]][:len(rows)]
 
 
 @torch.no_grad()
@@ -211,9 +219,9 @@ def verifier(problems: list[Problem]) -> Check:
 
 
 def peak_of_update(learner: Learner) -> float:
-    """Bytes in use at the peak of the largest row that training may run; infinite where that is too much.
+    """Bytes in use at the peak of the largest row that training may run, the same on all ranks.
 
-    What comes later is added: Adam's moments, and the buffer in which the gradients of several ranks meet.
+    Raises ConfigError where that is too much: the other ranks then wait in vain for this one's part.
     """
     cfg, policy, device = learner.cfg, learner.policy, learner.device
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
@@ -222,25 +230,20 @@ def peak_of_update(learner: Learner) -> float:
     row, = in_rows(groups, learner, cfg.pack.capacity)
     try:
         (learner.log_probs(policy, row) * 0).sum().backward()
-    except torch.OutOfMemoryError:
-        return math.inf
+    except torch.OutOfMemoryError as error:
+        raise ConfigError(f"out of memory on a full row of {cfg.pack.capacity} tokens; {LESS_MEMORY}") from error
     finally:
         policy.zero_grad()
-    exchanged = parameter_bytes(policy) if dist.world_size() > 1 else 0
-    return in_use(device) + 2 * parameter_bytes(policy) + exchanged
+    return in_use(device)
 
 
 def peak_of_rollout(learner: Learner) -> float:
-    """Bytes in use while the engine, which is awake now, samples at full length with Adam's moments in memory."""
+    """Bytes in use while the engine, which is awake now, samples at full length."""
     cfg, longest = learner.cfg, learner.cfg.data.max_prompt_tokens + learner.cfg.rollout.max_new_tokens
     cache = cache_bytes(learner.policy, cfg.rollout.slots, longest) if cfg.rollout.engine == "torch" else 0
     if learner.dtype == torch.bfloat16:
         cache //= 2  # the policy's weights are float32, the engine's keys and values are not
-    return in_use(learner.device) + 2 * parameter_bytes(learner.policy) + cache
-
-
-def parameter_bytes(policy: Decoder) -> int:
-    return sum(p.numel() * p.element_size() for p in policy.parameters())
+    return in_use(learner.device) + cache
 
 
 def in_use(device: torch.device) -> float:
@@ -264,6 +267,4 @@ def fullest(update: float, rollout: float, device: torch.device) -> tuple[float,
 def memory(update: float, rollout: float, total: float) -> Check:
     numbers = f"update {update / 2**30:.1f}, rollout {rollout / 2**30:.1f} of {total / 2**30:.1f} GiB at their peaks"
     return Check("memory", max(update, rollout) <= total,
-                 "out of memory on a full row" if update == math.inf else numbers,
-                 "for the update lower pack.capacity or model.logp_chunk or set model.checkpoint_blocks=true; for the "
-                 "rollout lower rollout.slots or rollout.cache_gib")
+                 numbers, LESS_MEMORY)

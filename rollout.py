@@ -95,7 +95,7 @@ class Cache:
                 cache[slot_S, :, :longest] = rows.transpose(1, 2)[which]
             return within(layer, q, k, v)
 
-        model(ids_T, position_T, attend)
+        model.hidden(ids_T, position_T, attend)
 
     def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
         """Append one token to every slot and return the logits [S, V] of the next."""
@@ -112,7 +112,7 @@ class Cache:
                 grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=seen_SL[:, None, None])
             return out.flatten(1, 2)
 
-        logits_SV = model.logits(model(token_S, self.used_S, attend))
+        logits_SV = model.logits(model.hidden(token_S, self.used_S, attend))
         self.used_S += 1
         return logits_SV
 

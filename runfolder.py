@@ -1,11 +1,12 @@
 """The run folder: what was run, what came of it, and the closing table.
 
-    config.yaml  env.json  metrics.jsonl  samples.jsonl  decisions.jsonl  checkpoints/  hf/
+    config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  checkpoints/  hf/
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation, `step` counting the steps done.
 decisions.jsonl says what was offered and kept, with which probability and weight (metrics.decisions).
 """
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -14,6 +15,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Literal, TextIO
 
 import torch
 from tqdm import tqdm
@@ -21,10 +23,12 @@ from tqdm import tqdm
 import config
 from config import Config, ConfigError
 
+LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
+Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
 
-def claim(cfg: Config, resume: bool) -> Path:
+def claim(cfg: Config, resume: Resume) -> Path:
     """Check that this run may use its folder, before anything is written. Raises ConfigError with the remedies."""
     folder = Path(cfg.out)
     stored = folder / "config.yaml"
@@ -33,22 +37,22 @@ def claim(cfg: Config, resume: bool) -> Path:
         raise ConfigError(f"out={folder} cannot be written, because {above} is no folder or not writable; set `out` to "
                           "a place that is")
     if not stored.is_file():
-        if resume:
+        if resume == "always":
             raise ConfigError(f"--resume: {stored} not found, so there is no run to resume; check `out`, "
                               "or start it without --resume")
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
     old, new = config.flatten(config.load(stored)), config.flatten(cfg)
     changed = [key for key in new if old[key] != new[key] and key != "out"]  # a folder may be moved
     differing = ", ".join(f"{key} ({old[key]!r} there, {new[key]!r} now)" for key in changed)
-    if resume and differing:
+    if resume != "never" and differing:
         raise ConfigError(f"--resume: {folder} was started with other settings: {differing}; "
                           "resume with the same ones, or start a new run with --set out=...")
-    if not resume and differing:
+    if resume == "never" and differing:
         raise ConfigError(f"out={folder} already holds a run with another config: {differing}; "
                           "start this one with --set out=...")
-    if not resume:
+    if resume == "never":
         raise ConfigError(f"out={folder} already holds a run with this config; "
                           "continue it with --resume, or start a new one with --set out=...")
     return folder
@@ -60,12 +64,30 @@ class Log:
     def __init__(self, folder: Path | None):
         self.folder = folder
         self.outer: tqdm | None = None
+        self.held: TextIO | None = None
+
+    def lock(self) -> None:
+        """Keep other runs out of the folder until this process ends. Raises ConfigError when one is in it."""
+        if self.folder is None or self.held is not None:
+            return
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.held = (self.folder / "lock").open("a+")
+        try:
+            fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            self.held.seek(0)
+            raise ConfigError(f"out={self.folder} is in use by {self.held.read()}; wait for its end or stop it "
+                              "(workers outlive a torchrun that is killed), or set another `out`") from error
+        self.held.truncate(0)
+        print(f"process {os.getpid()} on {platform.node()}", end="", file=self.held, flush=True)
 
     def create(self, cfg: Config, device: torch.device) -> None:
         """Write what is needed to know later what ran: resolved config, command, code, device, libraries."""
         if self.folder is None:
             return
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self.lock()
+        for name in LOGS:  # of a run that was restarted before its first checkpoint
+            (self.folder / name).unlink(missing_ok=True)
         cpu = f"cpu, {torch.get_num_threads()} threads"
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else cpu
         env = {
@@ -74,14 +96,14 @@ class Log:
             "libraries": {name: importlib.metadata.version(name) for name in LIBRARIES} | {
                 name: sys.modules[name].__version__ for name in ("vllm", "flash_attn") if name in sys.modules},
         }
-        (self.folder / "env.json").write_text(json.dumps(env, indent=1) + "\n")
         (self.folder / "config.yaml").write_text(config.dump(cfg))
+        (self.folder / "env.json").write_text(json.dumps(env, indent=1) + "\n")
 
     def resume(self, step: int) -> None:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
         if self.folder is None:
             return
-        for name in ("metrics.jsonl", "samples.jsonl", "decisions.jsonl"):
+        for name in LOGS:
             lines = [line for line in read(self.folder / name) if line["step"] <= step]
             fresh = self.folder / f"{name}.unfinished"
             fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))

@@ -1,21 +1,22 @@
 """Train a reasoning model with group-based reinforcement learning.
 
-    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume] [--check]
+    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]] [--check]
 
 The loop in `train` is the algorithm: collect what a step trains on (draw prompts, sample groups, score, compare within
 groups, prune), update the policy, hand it to the engine.
 """
 
 import argparse
-import copy
+import errno
+import os
 import signal
 import sys
 from pathlib import Path
 from time import monotonic
+from typing import get_args
 
 import torch
 
-import checkpoint
 import config
 import data
 import dist
@@ -23,12 +24,16 @@ import eval as evaluation
 import metrics
 import preflight
 import runfolder
+from checkpoint import Checkpoints
 from collect import collect
-from config import Config, ConfigError
-from model import Decoder, check_positions, choose_backend, export, find_model, load_model
+from config import Config, ConfigError, Optim
+from model import Decoder, check_positions, choose_backend, empty_model, export, find_model, load_weights
 from rollout import Engine, start_engine
+from runfolder import Resume
 from sample import Problem, Prompt, Rolled
 from update import Learner, NotFinite, update
+
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 class Stop:
@@ -51,8 +56,8 @@ class Stop:
             raise KeyboardInterrupt
 
 
-def train(cfg: Config, resume: bool = False, stop: Stop | None = None) -> Decoder:
-    """Run a config to its end and return the trained model.
+def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
+    """Run a config to its end and return the trained model, sharded over the ranks.
 
     Raises ConfigError for what the user can mend, KeyboardInterrupt after a `stop`, and NotFinite.
     """
@@ -60,15 +65,19 @@ def train(cfg: Config, resume: bool = False, stop: Stop | None = None) -> Decode
     source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
     history = data.PromptHistory(cfg.prune.prompts.explore)
-    if resume:
-        first = checkpoint.load(folder / "checkpoints", learner.policy, learner.optimizer, history)
-        engine.sync(learner.policy)
-    else:
-        first = 0
-        preflight.require(preflight.run(learner, engine, tokenizer, problems, prompts))
-    dist.barrier()  # every rank has looked at the folder before one writes into it
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep,
+                              {"policy": (learner.policy, learner.optimizer)}, learner.device)
     log = runfolder.Log(folder if dist.rank() == 0 else None)
-    log.resume(first) if resume else log.create(cfg, learner.device)
+    saved = restore(resume, checkpoints, log)
+    if saved is None:
+        preflight.require(preflight.run(learner, engine, tokenizer, problems, prompts))
+        dist.barrier()  # every rank has looked at the folder before one writes into it
+        log.create(cfg, learner.device)
+    else:
+        history.restore(saved["history"])
+        engine.sync(learner.policy)
+        log.resume(saved["step"])
+    first = saved["step"] if saved else 0
 
     def evaluate(step: int) -> None:
         log.evaluated(step, {name: evaluation.evaluate(
@@ -82,10 +91,12 @@ def train(cfg: Config, resume: bool = False, stop: Stop | None = None) -> Decode
         rolled, batch = collect(engine, tokenizer, prompts, history, cfg, step, clock, log)
         with clock.phase("sync"):
             engine.sleep()
+        checkpoints.wait_for_copies()
         measured = update(learner, batch, step, clock)
         with clock.phase("sync"):
             engine.sync(learner.policy)
-        log.step(step + 1, measured | metrics.of_rollout(rolled, batch) | clock.metrics())
+        log.step(step + 1, measured | metrics.of_rollout(rolled, batch) | clock.metrics()
+                 | checkpoints.metrics())
         log.write("decisions.jsonl", {"step": step + 1} | metrics.decisions(rolled, batch))
         if rolled.groups:
             log.sample(step + 1, first_group(rolled, tokenizer))
@@ -93,14 +104,27 @@ def train(cfg: Config, resume: bool = False, stop: Stop | None = None) -> Decode
             evaluate(step + 1)
         stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
         if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-            checkpoint.save(folder / "checkpoints", step + 1, learner.policy, learner.optimizer, history,
-                            cfg.checkpoint.keep)
+            checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state()})
         if stopping and step + 1 < cfg.steps:
+            checkpoints.wait()
             raise KeyboardInterrupt
+    checkpoints.wait()
+    export(learner.policy, source, folder / "hf")
     if dist.rank() == 0:
-        export(learner.policy, source, folder / "hf")
         print(runfolder.summary(folder), flush=True)
     return learner.policy
+
+
+def restore(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
+    """What the newest checkpoint holds beside the weights and moments; None to begin a run, or to begin it again."""
+    if resume == "never" or not checkpoints.folder.parent.exists():
+        return None
+    log.lock()
+    saved = checkpoints.load()
+    if resume == "always" and saved is None:
+        raise ConfigError(f"--resume: {checkpoints.folder} has no whole checkpoint, so no step of this run is left; "
+                          "--resume auto begins it again and clears its logs (checkpoint.every saves on the way)")
+    return saved
 
 
 def check(cfg: Config) -> list[preflight.Check]:
@@ -134,15 +158,32 @@ def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Learne
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
-    policy = load_model(source, torch.promote_types(dtype, torch.float32), device)
+    policy = load_sharded(source, dtype, device, cfg.optim.offload)
     policy.checkpoint_blocks = cfg.model.checkpoint_blocks
-    reference = copy.deepcopy(policy).requires_grad_(False) if cfg.loss.kl else None
+    reference = load_sharded(source, dtype, device, cfg.optim.offload).requires_grad_(False) if cfg.loss.kl else None
     engine = start_engine(cfg.rollout.engine, source, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots,
                           longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
-    opt = cfg.optim
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
+    return Learner(cfg, device, dtype, backend, policy, reference, adam(policy, cfg.optim)), engine
+
+
+def load_sharded(source: Path, dtype: torch.dtype, device: torch.device, offload: bool) -> Decoder:
+    """The model spread over the ranks, with weights of at least float32, computing in `dtype`. No rank ever holds the
+    whole."""
+    model = empty_model(source, torch.promote_types(dtype, torch.float32))
+    dist.shard(model, model.layers, device, dtype, offload)
+    model.to_empty(device="cpu" if offload else device)
+    load_weights(model, source)
+    return model
+
+
+def adam(model: Decoder, opt: Optim) -> torch.optim.Optimizer:
+    """With its moments in place, which a checkpoint may be loaded into before the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
                                   weight_decay=opt.weight_decay, fused=True)
-    return Learner(cfg, device, dtype, backend, policy, reference, optimizer), engine
+    for p in model.parameters():
+        optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
 
 
 def first_group(rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
@@ -157,14 +198,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    parser.add_argument("--resume", action="store_true", help="go on from the run folder's newest checkpoint")
+    parser.add_argument("--resume", nargs="?", choices=get_args(Resume), default="never", const="always",
+                        help="go on from the run folder's newest checkpoint; auto: or begin where there is none, as a "
+                             "worker that torchrun restarts does by itself")
     parser.add_argument("--check", action="store_true", help="try everything that a run needs, print what was found, "
                                                              "and stop; status 2 when something fails")
     args = parser.parse_args()
     try:
         cfg = config.load(args.config, args.set)
         if not args.check:
-            train(cfg, args.resume, Stop())
+            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+            train(cfg, "auto" if restarted else args.resume, Stop())
             return 0
         checks = check(cfg)
         if dist.rank() == 0:
@@ -180,9 +224,15 @@ def main() -> int:
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest checkpoint",
                   file=sys.stderr)
         return 1
-    except RuntimeError:
-        print("the run stopped; --resume goes on from the newest checkpoint (checkpoint.every), once what follows is "
-              "mended", file=sys.stderr)
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        print(f"error: {error}; make room or allow writing there, and go on with --resume: the newest checkpoint is "
+              "whole", file=sys.stderr)
+        return 2
+    except RuntimeError:  # that of a rank whose peers are gone, among others
+        print(f"rank {os.environ.get('RANK', 0)} stopped; --resume goes on from the newest checkpoint "
+              "(checkpoint.every), once what follows is mended", file=sys.stderr)
         raise
     except KeyboardInterrupt:
         print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)

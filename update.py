@@ -4,7 +4,6 @@ Dimension key:  N groups per step,  G completions per group,  C completion token
 B rows of one mini-batch on this rank.
 """
 
-import contextlib
 import math
 from dataclasses import dataclass
 
@@ -37,17 +36,15 @@ class Learner:
     device: torch.device
     dtype: torch.dtype          # of the computation; the weights are float32 (float64 where that is asked for)
     backend: str                # a key of model.BACKENDS
-    policy: Decoder
-    reference: Decoder | None   # frozen copy of the initial policy, where the loss has a KL
+    policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
+    reference: Decoder | None   # frozen copy of the initial policy, where the loss has a KL; sharded too
     optimizer: torch.optim.Optimizer
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
         """[C] log-probs in nats of the row's completion tokens."""
-        half = self.dtype == torch.bfloat16
-        with torch.autocast(self.device.type, self.dtype) if half else contextlib.nullcontext():
-            hidden_TD = model(row.ids_T, row.position_T, BACKENDS[self.backend](row.offsets, row.max_len))
-            return model.log_probs(hidden_TD[row.predict_C], row.target_C,
-                                   self.cfg.rollout.temperature, self.cfg.model.logp_chunk)
+        attend = BACKENDS[self.backend](row.offsets, row.max_len)
+        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.cfg.rollout.temperature,
+                     self.cfg.model.logp_chunk)
 
 
 def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> dict[str, float]:
@@ -72,8 +69,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> d
         for epoch in range(cfg.update.epochs):
             for rows, before_B, ref_B in zip(batches, before, ref, strict=True):
                 accumulate(learner, rows, before_B, ref_B, sums, first_pass=epoch == 0, unmoved=not norms)
-                dist.sum_gradients(policy)
-                norms.append(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm))
+                norms.append(dist.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm)))
                 finite = math.isfinite(float(sums.sums["loss"]))
                 if dist.max_over_ranks(not finite) or not norms[-1].isfinite():
                     raise NotFinite("the gradient" if finite else "the loss", step + 1, batch)

@@ -90,7 +90,7 @@ def inner_products(learner: update.Learner, groups: list, adv_NG: Tensor) -> Ten
         alone = Batch([], groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)), N, seed=0)
         rows = update.pack_batch(learner, alone, list(range(N)))
         update.accumulate(learner, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), True, unmoved=True)
-        parts.append(torch.cat([p.grad.flatten() for p in learner.policy.parameters()]))
+        parts.append(torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()]))
         learner.policy.zero_grad()
     some = next(part for part in parts if part is not None)
     whole = torch.stack([torch.zeros_like(some) if part is None else part for part in parts])

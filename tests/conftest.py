@@ -56,6 +56,24 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> decoder.Decoder:
     return decoder.load_model(folder, dtype, torch.device("cpu"))
 
 
+def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """Of a whole or a sharded model."""
+    return {name: dist.full(p.detach()).clone() for name, p in model.named_parameters()}
+
+
+def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    return {name: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else dist.full(p.grad)
+            for name, p in model.named_parameters()}
+
+
+@torch.no_grad()
+def nudge(model: torch.nn.Module, size: float) -> None:
+    """Move every weight at random, the same way on any number of ranks."""
+    for i, p in enumerate(model.parameters()):
+        noise = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+        p += dist.sharded_like(size * noise, p)
+
+
 def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
     """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8, evaluated on 6 problems."""
     few = out.parent / "few.jsonl"

@@ -103,7 +103,7 @@ def main() -> None:
                 killed += 1
                 in_saves += any((cut / "checkpoints").glob("*.unfinished"))
             assert killed == args.kills, "the run came to its end before all kills"
-            finish(cut, ranks, steps, resume=True)
+            finish(cut, ranks, steps, resume="always")
             same = [a == b for a, b in zip(record(whole), record(cut), strict=True)]
             names = ("step", "parameters and moments", "history", "metrics", "decisions", "samples")
             print(f"{ranks} ranks, killed {killed} times, {in_saves} of them in a save: "

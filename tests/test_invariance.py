@@ -1,13 +1,12 @@
 """How the batch is cut, ordered, recomputed or spread over ranks must not change the gradient."""
 
-import copy
 import os
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.multiprocessing as mp
-from conftest import TOY, as_batch, toy_config
+from conftest import TOY, as_batch, gradients, load, nudge, toy_config, weights
 
 import collect
 import config
@@ -50,12 +49,6 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     return groups, adv_NG
 
 
-@torch.no_grad()
-def move(model: torch.nn.Module) -> None:
-    for i, p in enumerate(model.parameters()):
-        p += 0.02 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
-
-
 def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
     """Loss and gradient of the second skip the rollout, by the functions of the training loop.
 
@@ -67,13 +60,12 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     rows = update.pack_batch(learner, as_batch(groups, adv_NG, pruned), list(range(len(groups))))
     old_B = update.score_rows(learner, learner.policy, rows)
     ref_B = update.score_rows(learner, learner.reference, rows)
-    move(learner.policy)
+    nudge(learner.policy, 0.02)
     sums = metrics.PassSums()
     update.accumulate(learner, rows, old_B, ref_B, sums, first_pass=True, unmoved=False)
-    dist.sum_gradients(learner.policy)
     measured = sums.metrics(cfg.pack.capacity, updates=1)
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1
-    return measured["train/loss"], {n: p.grad for n, p in learner.policy.named_parameters()}
+    return measured["train/loss"], gradients(learner.policy)
 
 
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
@@ -130,21 +122,20 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
     1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update."""
     groups, adv_NG = rolled
     cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.clip_high=0.28")
-    initial, policy = (train.load_model(TOY, torch.float64, torch.device("cpu")) for _ in range(2))
-    move(policy)
+    initial, policy = (load(TOY, torch.float64) for _ in range(2))
+    nudge(policy, 0.02)
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
             attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
-            now, old = (model.logits(model(ids, torch.arange(len(ids)), attend)).log_softmax(-1)[first - 1:-1].gather(
-                1, ids[first:, None])[:, 0] for model in (policy, initial.requires_grad_(False)))
+            now, old = (model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
+                              temperature=1.0, chunk=4096) for model in (policy, initial.requires_grad_(False)))
             ratio, A = (now - old).exp(), adv_NG[n, g]
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
             drift = (old - now).exp() - (old - now) - 1
             ((-surrogate + 0.1 * drift).mean() / keep / len(groups)).backward()
-    expected = {name: p.grad for name, p in policy.named_parameters()}
     _, ours = gradient(cfg, groups, adv_NG)
-    assert_same((0.0, expected), (0.0, ours), rtol=1e-10)
+    assert_same((0.0, gradients(policy)), (0.0, ours), rtol=1e-10)
 
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
@@ -164,7 +155,7 @@ def on_ranks(ranks: int, folder, work, *arguments) -> list:
 
 
 def trained(cfg: config.Config) -> Gradient:
-    return {name: p.detach() for name, p in train.train(cfg).named_parameters()}
+    return weights(train.train(cfg))
 
 
 def step_metrics(folder) -> dict[str, float]:
@@ -196,12 +187,12 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
         decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
         assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (name == "dppo")
-    before = train.load_model(TOY, torch.float64, torch.device("cpu"))
-    assert max((alone[name] - p).abs().max() for name, p in before.named_parameters()) > 1e-5
+    before = weights(load(TOY, torch.float64))
+    assert max((alone[name] - p).abs().max() for name, p in before.items()) > 1e-5
 
 
 def resumed(cfg: config.Config) -> Gradient:
-    return {name: p.detach() for name, p in train.train(cfg, resume=True).named_parameters()}
+    return weights(train.train(cfg, resume="always"))
 
 
 @pytest.mark.parametrize("name", ["dppo", "greso"])
@@ -219,7 +210,7 @@ def test_a_run_begun_on_one_rank_goes_on_on_two_with_the_same_prompts_and_masks(
 
 def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, rolled):
     cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1")
-    alone = copy.deepcopy(gradient(cfg, *rolled))
+    alone = gradient(cfg, *rolled)
     for ranks in (2, 4):
         for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
             assert_same(alone, other, rtol=1e-5)

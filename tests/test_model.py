@@ -30,7 +30,7 @@ def packed_logits(model: decoder.Decoder, segments: list[list[int]]) -> torch.Te
     position_T = torch.cat([torch.arange(len(s)) for s in segments])
     attend = decoder.sdpa_padded(offsets, max(map(len, segments)))
     with torch.no_grad():
-        return model.logits(model(torch.tensor([i for s in segments for i in s]), position_T, attend))
+        return model.logits(model.hidden(torch.tensor([i for s in segments for i in s]), position_T, attend))
 
 
 def segments(vocab: int = 96) -> list[list[int]]:
@@ -167,7 +167,7 @@ def test_checkpointed_blocks_are_run_again_in_backward(tiny):
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model.checkpoint_blocks, expected in ((False, 2), (True, 4)):
         calls.clear()
-        model(torch.arange(5), torch.arange(5), decoder.sdpa_padded(torch.tensor([0, 5]), 5)).sum().backward()
+        model.hidden(torch.arange(5), torch.arange(5), decoder.sdpa_padded(torch.tensor([0, 5]), 5)).sum().backward()
         assert len(calls) == expected
 
 
@@ -179,7 +179,7 @@ def test_rope_survives_a_cast_of_the_model(tiny):
             queries.setdefault(dtype, q.float())
             return v.repeat_interleave(2, 1)
         with torch.no_grad():
-            load(tiny, dtype)(torch.tensor([7, 7]), torch.tensor([0, 3001]), attend)
+            load(tiny, dtype).hidden(torch.tensor([7, 7]), torch.tensor([0, 3001]), attend)
     torch.testing.assert_close(queries[torch.bfloat16], queries[torch.float32], rtol=0.02, atol=0.05)
 
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, load, toy_config, write_tiny
+from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import data
 import preflight
@@ -39,8 +39,10 @@ def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, t
     monkeypatch.setattr(train, "set_up", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
     (learner, engine), = seen
-    for p, q, r in zip(load(folder).parameters(), learner.policy.parameters(), engine.model.parameters(), strict=True):
-        assert torch.equal(p, q) and torch.equal(p, r) and q.grad is None
+    policy, engines = weights(learner.policy), weights(engine.model)
+    for name, p in load(folder).named_parameters():
+        assert torch.equal(p, policy[name]) and torch.equal(p, engines[name])
+    assert all(p.grad is None for p in learner.policy.parameters())
 
 
 class Stale(TorchEngine):
@@ -48,7 +50,7 @@ class Stale(TorchEngine):
 
     def sync(self, policy):
         late, self.late = getattr(self, "late", load(TOY)), load(TOY)
-        self.late.load_state_dict(policy.state_dict())
+        self.late.load_state_dict(weights(policy))
         super().sync(late)
 
 
@@ -151,7 +153,8 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
         return log_probs(self, model, row)
 
     monkeypatch.setattr(update.Learner, "log_probs", full)
-    assert failing(cfg) == ["memory"]
+    with pytest.raises(ConfigError, match="out of memory on a full row of 1024 tokens; for the update lower"):
+        failing(cfg)
     GiB = 2**30
     assert preflight.memory(GiB, GiB, GiB).passed
     assert not preflight.memory(2 * GiB, 0, GiB).passed and not preflight.memory(0, 2 * GiB, GiB).passed

@@ -32,8 +32,8 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     row, = pack([Group(Prompt("q", prompt, "1"), (sample,))], one, one, one.bool(), 4096, None, rank=0, ranks=1)
     assert row.target_C.tolist() == list(sample.ids)
     with torch.no_grad():
-        hidden_TD = model(row.ids_T, row.position_T, sdpa_padded(row.offsets, row.max_len))
-        return model.log_probs(hidden_TD[row.predict_C], row.target_C, temperature, chunk=4)
+        attend = sdpa_padded(row.offsets, row.max_len)
+        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature, chunk=4)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
@@ -79,7 +79,7 @@ def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
         for token in sample.ids:
             offsets = torch.tensor([0, len(ids)])
             with torch.no_grad():
-                hidden_TD = model(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(offsets, len(ids)))
+                hidden_TD = model.hidden(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(offsets, len(ids)))
             assert token == int(model.logits(hidden_TD[-1:]).argmax())
             ids.append(token)
 

@@ -4,7 +4,6 @@ Over all outcomes of the masks, the mean of the real loss's gradient, weighted b
 full batch's: with clipping and KL active, completions of unequal length, and the code of the training step.
 """
 
-import copy
 import itertools
 import math
 from collections.abc import Iterator
@@ -12,12 +11,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, make_groups, toy_config
+from conftest import as_batch, gradients, load, make_groups, nudge, toy_config
 from torch import Tensor
 
 import collect
 import data
-import dist
 import metrics
 import train
 import update
@@ -50,11 +48,9 @@ class Step:
         self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "prune.completions.keep=null",
                               "loss.kl=0.2", "loss.count=all", *settings)
         self.learner, _ = train.set_up(self.cfg, folder, data.Tokenizer(folder))
-        self.before = copy.deepcopy(self.learner.policy)
+        self.before = load(folder, torch.float64)
         self.groups = make_groups(LENGTHS, [5, 3])
-        with torch.no_grad():
-            for i, p in enumerate(self.learner.policy.parameters()):
-                p += 0.03 * torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+        nudge(self.learner.policy, 0.03)
 
     def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
         return self.gradient_of(as_batch(self.groups, adv_NG, pruned), [0, 1])
@@ -67,9 +63,8 @@ class Step:
         learner.policy.zero_grad()
         sums = metrics.PassSums()
         update.accumulate(learner, rows, before_B, before_B, sums, first_pass=True, unmoved=False)
-        dist.sum_gradients(learner.policy)
         assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1, 1)["train/clipped"] < 1
-        return torch.cat([p.grad.flatten() for p in learner.policy.parameters()])
+        return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 
     def bias(self, outcomes: Outcomes) -> float:
         """|mean gradient - full gradient| / |full gradient|."""

@@ -81,7 +81,7 @@ def assert_greedy(engine, policy) -> None:
     for prompt, sample in zip(prompts(), engine.generate(prompts(), [0] * 8, 20, 0.0), strict=True):
         ids = torch.tensor(prompt + sample.ids)
         with torch.no_grad():
-            hidden_TD = policy(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+            hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
         assert policy.logits(hidden_TD[len(prompt) - 1:-1]).argmax(dim=-1).tolist() == list(sample.ids)
 
 
@@ -192,7 +192,7 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
     samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=0.5)
     ids = torch.tensor(prompts()[0])
     with torch.no_grad():
-        hidden_TD = policy(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+        hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
         prob_V = policy.logits(hidden_TD[-1]).double().softmax(dim=-1)
     sorted_V, place_V = prob_V.sort(descending=True)
     kept = int((sorted_V.cumsum(0) < 0.5).sum()) + 1

@@ -22,6 +22,7 @@ from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 from tqdm import trange  # noqa: E402
 
+import dist  # noqa: E402
 import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 
@@ -83,8 +84,8 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict], 
         start.append(len(ids))
     ids_T, predict_C, offsets = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
     attend = decoder.sdpa_padded(offsets, max(position) + 1)
-    hidden_TD = model(ids_T, torch.tensor(position), attend)
-    return -model.log_probs(hidden_TD[predict_C], ids_T[predict_C + 1], temperature=1.0, chunk=4096).mean()
+    logp_C = model(ids_T, torch.tensor(position), attend, predict_C, ids_T[predict_C + 1], temperature=1.0, chunk=4096)
+    return -logp_C.mean()
 
 
 def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
@@ -119,5 +120,5 @@ if __name__ == "__main__":
     parser.add_argument("--batch-size", type=int, default=160)
     parser.add_argument("--lr", type=float, default=2e-3)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # spinning OpenMP threads cost more than they bring at this size
+    dist.init("cpu")
     main(arguments.out, arguments.batches, arguments.batch_size, arguments.lr)

@@ -1,0 +1,173 @@
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, TOY, load, nudge, toy_config, weights
+from test_invariance import on_ranks
+
+import checkpoint
+import data
+import dist
+import train
+from checkpoint import Checkpoints
+from config import ConfigError
+from model import Decoder, read_shape
+
+CPU = torch.device("cpu")
+
+
+def moments(model, optimizer) -> dict[str, torch.Tensor]:
+    return {f"{name}.{key}": dist.full(t).clone() for name, p in model.named_parameters()
+            for key, t in optimizer.state[p].items()}
+
+
+def learn(model, optimizer) -> None:
+    """One step of the optimizer on a gradient of its own for every weight."""
+    for i, p in enumerate(model.parameters()):
+        noise = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
+        p.grad = dist.sharded_like(noise, p)
+    optimizer.step()
+
+
+def sharded():
+    model = train.load_sharded(TOY, torch.float32, CPU, offload=False)
+    return model, train.adam(model, toy_config(ROOT / "runs" / "unused").optim)
+
+
+@pytest.fixture
+def role(tiny):
+    model = load(tiny).requires_grad_(True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    learn(model, optimizer)
+    return model, optimizer
+
+
+def saved(folder, role, *steps: int, keep: int = 2) -> Checkpoints:
+    checkpoints = Checkpoints(folder, keep, {"policy": role}, CPU)
+    for step in steps:
+        checkpoints.save(step, {"name": f"extra of {step}"})
+    checkpoints.wait()
+    return checkpoints
+
+
+def save_on_ranks(folder) -> list:
+    model, optimizer = sharded()
+    learn(model, optimizer)
+    saved(folder, (model, optimizer), 7)
+    return [weights(model), moments(model, optimizer)]
+
+
+def load_on_ranks(folder) -> list:
+    model, optimizer = sharded()
+    extra = Checkpoints(folder, 2, {"policy": (model, optimizer)}, CPU).load()
+    return [weights(model), moments(model, optimizer), extra]
+
+
+def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(tmp_path):
+    expected, *_ = on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved")
+    assert (expected[1]["embed_tokens.weight.exp_avg"] != 0).any()
+    assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
+    for ranks in (1, 3, 4):
+        for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved"):
+            assert extra == {"step": 7, "name": "extra of 7"}
+            for one, other in zip(expected, found, strict=True):
+                assert one.keys() == other.keys()
+                assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_save_holds_the_weights_of_its_moment(role, tmp_path):
+    """Training goes on as soon as they are copied, while the copies are still being written."""
+    before = [weights(role[0]), moments(*role)]
+    checkpoints = Checkpoints(tmp_path, 1, {"policy": role}, CPU)
+    checkpoints.save(1, {})
+    checkpoints.wait_for_copies()
+    nudge(role[0], 1.0)
+    learn(*role)
+    checkpoints.wait()
+    assert checkpoints.metrics()["time/checkpoint"] > 0 == checkpoints.metrics()["time/checkpoint"]
+    assert checkpoints.load() == {"step": 1}
+    for one, other in zip(before, (weights(role[0]), moments(*role)), strict=True):
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_only_the_newest_checkpoints_stay(role, tmp_path):
+    saved(tmp_path, role, 1, 2, 3)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+    saved(tmp_path, role, 2, keep=1)  # by a run that has gone back; what comes after is its past
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
+    assert checkpoint.newest(tmp_path).name == "step_000002"
+
+
+@pytest.mark.parametrize("damage", ["unfinished", "cut off", "missing", "no list"])
+def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(damage, role, tmp_path, capsys):
+    checkpoints = saved(tmp_path, role, 1, 2)
+    newest = tmp_path / "step_000002"
+    part = newest / "policy" / "__0_0.distcp"
+    if damage == "unfinished":
+        newest.rename(tmp_path / "step_000002.unfinished")
+    elif damage == "cut off":
+        part.write_bytes(part.read_bytes()[:-1])
+    elif damage == "missing":
+        part.unlink()
+    else:
+        (newest / "files.json").unlink()
+    assert checkpoints.load()["step"] == 1
+    assert ("step_000002 is not whole" in capsys.readouterr().err) == (damage != "unfinished")
+    assert not list(tmp_path.glob("*.unfinished"))
+    assert saved(tmp_path, role, 2).load()["step"] == 2
+
+
+@pytest.mark.parametrize("before", ["the pointer", "the list", "the removal"])
+def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(before, role, tmp_path, monkeypatch):
+    """`latest` is replaced last but for the removal of old checkpoints, which are there until then."""
+    checkpoints = saved(tmp_path, role, 1, keep=1)
+    target = {"the pointer": (checkpoint.os, "replace"), "the list": (checkpoint, "sizes"),
+              "the removal": (checkpoint, "steps")}[before]
+
+    def die(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(*target, die)
+    with pytest.raises(ConfigError, match=r"step_000002.unfinished could not be written: .*No space left.*--resume"):
+        saved(tmp_path, role, 2, keep=1)
+    monkeypatch.undo()
+    assert checkpoints.load()["step"] == (2 if before == "the removal" else 1)
+    assert saved(tmp_path, role, 2, keep=1).load()["step"] == 2
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002"]
+
+
+def test_a_first_checkpoint_without_its_pointer_counts(role, tmp_path):
+    checkpoints = saved(tmp_path, role, 1)
+    (tmp_path / "latest").unlink()
+    assert checkpoints.load()["step"] == 1
+    assert Checkpoints(tmp_path / "none", 1, {"policy": role}, CPU).load() is None
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"hidden_size": 64}, r"weights.embed_tokens.weight is \(\(477, 32\), torch.float32\) there and .*477, 64"),
+    ({"num_hidden_layers": 1}, "weights.layers.1.*and missing here"),
+    ({"num_hidden_layers": 3}, "weights.layers.2.* is missing there")])
+def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp_path):
+    saved(tmp_path / "saved", role, 1)
+    shutil.copytree(tiny, tmp_path / "other")
+    shape = json.loads((tiny / "config.json").read_text())
+    (tmp_path / "other" / "config.json").write_text(json.dumps(shape | change))
+    other = Decoder(read_shape(tmp_path / "other"))
+    with pytest.raises(ConfigError, match=f"is of another model: .*{message}"):
+        Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU).load()
+
+
+def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path):
+    final = weights(train.train(toy_config(tmp_path / "run", "steps=1", "model.dtype=float32")))
+    path = tmp_path / "run" / "checkpoints" / "step_000001"
+    command = [sys.executable, str(ROOT / "checkpoint.py"), str(path), "--out", str(tmp_path / "hf")]
+    subprocess.run(command, check=True, cwd=ROOT)
+    exported = weights(load(tmp_path / "hf"))
+    assert all(torch.equal(exported[name], p) for name, p in final.items())
+    assert data.Tokenizer(tmp_path / "hf").eos_ids == data.Tokenizer(TOY).eos_ids
+    (path / "extra.pt").unlink()
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2 and "is not a whole checkpoint" in done.stderr
