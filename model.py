@@ -431,6 +431,6 @@ def save_weights(model: Decoder, folder: Path) -> None:
     for name, t in model.named_hf_tensors():
         whole = dist.full(t)
         if dist.rank() == 0:
-            tensors[name] = whole.to("cpu", model.shape.dtype).contiguous()
+            tensors[name] = whole.to("cpu", model.shape.dtype, copy=True)  # gathered parts may end in padding
     if dist.rank() == 0:
         save_torch_state_dict(tensors, folder)

@@ -11,7 +11,6 @@ import argparse
 import json
 import os
 import random
-import shutil
 import signal
 import subprocess
 import sys
@@ -24,24 +23,28 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from tqdm import tqdm
 
+import checkpoint
+import config
+import dist
 import runfolder
+import train
+from model import load_model
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ["rollout.group_size=8", "rollout.prompts_per_step=4", "data.limit=10", "checkpoint.every=1",
             "checkpoint.keep=2", "eval.every=8", "update.minibatches=2", "loss.kl=0.05", "pack.capacity=512"]
 
 
-def start(out: Path, ranks: int, steps: int, resume: bool, stderr: int = subprocess.DEVNULL) -> subprocess.Popen:
+def start(out: Path, ranks: int, steps: int, stderr: int = subprocess.DEVNULL) -> subprocess.Popen:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     words = [word for setting in (*SETTINGS, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
     command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "dppo_toy.yaml", *words]
-    return subprocess.Popen([*command, *(["--resume"] if resume else [])], cwd=ROOT,
-                            stdout=subprocess.DEVNULL, stderr=stderr, text=True,
-                            env=os.environ | {"OMP_NUM_THREADS": "1"})
+    return subprocess.Popen([*command, "--resume", "auto"], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
+                            stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def finish(out: Path, ranks: int, steps: int, resume: bool) -> None:
-    process = start(out, ranks, steps, resume, subprocess.PIPE)
+def finish(out: Path, ranks: int, steps: int) -> None:
+    process = start(out, ranks, steps, subprocess.PIPE)
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
 
@@ -72,12 +75,13 @@ def kill(process: subprocess.Popen, out: Path, seconds: float, in_a_save: bool) 
 def record(out: Path) -> tuple:
     """All that must be the same."""
     step = (out / "checkpoints" / "latest").read_text()
-    state = torch.load(out / "checkpoints" / step / "state.pt", weights_only=True)
-    tensors = [*state["policy"].values(), *(t for moments in state["optimizer"]["state"].values()
-                                            for t in moments.values())]
+    model = load_model(ROOT / "toy" / "model", torch.float32, torch.device("cpu"))
+    state = checkpoint.tensors(model, train.adam(model, config.load(out / "config.yaml").optim))
+    checkpoint.restore(out / "checkpoints" / step / "policy", state)
+    extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}
                for line in runfolder.read(out / "metrics.jsonl")]
-    return (step, [t.numpy().tobytes() for t in tensors], repr(state["history"]), json.dumps(metrics),
+    return (step, [t.numpy().tobytes() for t in state.values()], repr(extra["history"]), json.dumps(metrics),
             (out / "decisions.jsonl").read_bytes(), (out / "samples.jsonl").read_bytes())
 
 
@@ -88,22 +92,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, steps = random.Random(args.seed), 4 * args.kills
+    dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         for ranks in args.ranks:
             whole, cut = Path(temporary) / f"whole{ranks}", Path(temporary) / f"cut{ranks}"
-            finish(whole, ranks, steps, resume=False)
+            finish(whole, ranks, steps)
             killed = in_saves = 0
             for attempt in tqdm(range(args.kills), f"{ranks} ranks", unit="kill"):
-                resume = (cut / "checkpoints" / "latest").is_file()
-                if not resume:
-                    shutil.rmtree(cut, ignore_errors=True)
                 in_a_save = attempt % 2 == 1
-                if not kill(start(cut, ranks, steps, resume), cut, rng.uniform(0, 1.0), in_a_save):
+                if not kill(start(cut, ranks, steps), cut, rng.uniform(0, 1.0), in_a_save):
                     break
                 killed += 1
                 in_saves += any((cut / "checkpoints").glob("*.unfinished"))
             assert killed == args.kills, "the run came to its end before all kills"
-            finish(cut, ranks, steps, resume="always")
+            finish(cut, ranks, steps)
             same = [a == b for a, b in zip(record(whole), record(cut), strict=True)]
             names = ("step", "parameters and moments", "history", "metrics", "decisions", "samples")
             print(f"{ranks} ranks, killed {killed} times, {in_saves} of them in a save: "

@@ -14,7 +14,7 @@ import dist
 import train
 from checkpoint import Checkpoints
 from config import ConfigError
-from model import Decoder, read_shape
+from model import Decoder, export, read_shape
 
 CPU = torch.device("cpu")
 
@@ -57,6 +57,7 @@ def save_on_ranks(folder) -> list:
     model, optimizer = sharded()
     learn(model, optimizer)
     saved(folder, (model, optimizer), 7)
+    export(model, TOY, folder / "hf")
     return [weights(model), moments(model, optimizer)]
 
 
@@ -70,6 +71,8 @@ def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(tmp_path):
     expected, *_ = on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved")
     assert (expected[1]["embed_tokens.weight.exp_avg"] != 0).any()
     assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
+    exported = weights(load(tmp_path / "saved" / "hf"))
+    assert all(torch.equal(exported[name], p) for name, p in expected[0].items())
     for ranks in (1, 3, 4):
         for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved"):
             assert extra == {"step": 7, "name": "extra of 7"}
