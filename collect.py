@@ -13,6 +13,7 @@ import dist
 import metrics
 from advantage import group_norm
 from config import Config, Prune
+from exchange import gather
 from prune import COMPLETIONS, REFILLING, Offer, Pruned, next_round
 from reward import score
 from rollout import Engine
@@ -72,14 +73,15 @@ def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: C
         samples = engine.generate([turn.prompt.ids for turn, _ in share], seeds, cfg.rollout.max_new_tokens,
                                   cfg.rollout.temperature, progress=progress)
     with clock.phase("reward"):
-        scored = [(sample, score(tokenizer.decode(sample.ids), turn.prompt.answer, weights))
+        names = [name for name, weight in weights.items() if weight]
+        scores = [score(tokenizer.decode(sample.ids), turn.prompt.answer, weights)
                   for sample, (turn, _) in zip(samples, share, strict=True)]
-        whole = dist.gather(scored)
-    groups = [Group(turn.prompt, tuple(sample for sample, _ in whole[n * G:(n + 1) * G]))
+        mine = torch.tensor([[part[name] for name in names] for part in scores], dtype=torch.float64)
+        part_NG = torch.cat(dist.gather_rows(mine.view(-1, len(names)))).T.unflatten(1, (-1, G))
+        whole, owners = gather(samples, cfg.rollout.gather_limit)
+    groups = [Group(turn.prompt, tuple(whole[n * G:(n + 1) * G]), owners and tuple(owners[n * G:(n + 1) * G]))
               for n, turn in enumerate(turns)]
-    parts = {name: torch.tensor([part[name] for _, part in whole], dtype=torch.float64).view(-1, G)
-             for name, weight in weights.items() if weight}
-    return groups, parts
+    return groups, dict(zip(names, part_NG, strict=True))
 
 
 def informative(adv_NG: Tensor) -> Tensor:
@@ -112,6 +114,6 @@ def shortfall(batch: Batch, cfg: Config) -> int:
         return 0
     if cfg.rollout.until == "informative":
         return cfg.rollout.prompts_per_step - len(batch.groups)
-    tokens = sum(len(batch.groups[n].prompt.ids) + len(batch.groups[n].samples[g].ids)
+    tokens = sum(len(batch.groups[n].prompt.ids) + batch.groups[n].samples[g].length
                  for n, g in batch.pruned.keep_NG.nonzero().tolist())
     return max(0, cfg.pack.budget - tokens)

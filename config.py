@@ -56,6 +56,7 @@ class Rollout:
     slots: int = 256               # sequences decoded at once, per engine; decides the size of the KV cache
     tensor_parallel: int = 1       # vllm: neighbouring ranks that hold one engine together
     cache_gib: float | None = None  # vllm: KV cache per rank; null: room for every slot at full length
+    gather_limit: int = 4_000_000  # tokens of a round up to which each rank gets all; above, those it trains on alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,6 +214,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("update.epochs", cfg.update.epochs >= 1, "at least 1"),
         ("update.minibatches", cfg.update.minibatches >= 1 and roll.prompts_per_step % cfg.update.minibatches == 0,
          f"a divisor of {roll.prompts_per_step} (rollout.prompts_per_step): a mini-batch holds whole groups"),
+        ("rollout.gather_limit", cfg.rollout.gather_limit >= 0, "at least 0 (0: never all)"),
         ("optim.lr", cfg.optim.lr > 0, "above 0"),
         ("optim.warmup_steps", cfg.optim.warmup_steps >= 0, "at least 0"),
         ("optim.beta1", 0 <= cfg.optim.beta1 < 1, "in [0, 1)"),

@@ -74,6 +74,24 @@ def gather(items: list) -> list:
     return [item for part in parts for item in part]
 
 
+def gather_rows(mine: Tensor) -> list[Tensor]:
+    """Every rank's array, in rank order, on every rank. They may differ in their first dimension alone."""
+    counts = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
+    td.all_gather(counts, torch.tensor([len(mine)]))
+    padded = mine.new_zeros(int(max(counts)), *mine.shape[1:])  # all must be as long
+    padded[:len(mine)] = mine
+    parts = [torch.empty_like(padded) for _ in counts]
+    td.all_gather(parts, padded)
+    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+
+
+def exchange(parts: list[Tensor], sizes: list[int]) -> Tensor:
+    """Send each rank its part; returns what they sent here, in rank order, of which the sizes are known."""
+    arrived = parts[0].new_empty(sum(sizes))
+    td.all_to_all_single(arrived, torch.cat(parts), sizes, [len(part) for part in parts])
+    return arrived
+
+
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
           offload: bool = False) -> None:
     """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.

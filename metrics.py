@@ -37,7 +37,7 @@ class Clock:
 def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
     """Metrics of records that every rank holds. Where nothing was rolled out, no mean of it is given."""
     samples = [s for group in rolled.groups for s in group.samples]
-    tokens = sum(len(s.ids) for s in samples)
+    tokens = sum(s.length for s in samples)
     weight_NG = batch.pruned.weight_NG
     counts = {
         "rollout/rounds": rolled.rounds,
@@ -55,7 +55,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         **{f"reward/{name}": part_NG.mean().item() for name, part_NG in rolled.parts.items()},
         "rollout/length": tokens / len(samples),
         "rollout/truncated": sum(not s.finished for s in samples) / len(samples),
-        "rollout/entropy": -sum(sum(s.logp) for s in samples) / tokens,
+        "rollout/entropy": -sum(s.logp_sum for s in samples) / tokens,
         "advantage/flat_groups": (rolled.adv_NG == 0).all(dim=1).double().mean().item(),
     }
 

@@ -5,7 +5,7 @@ among them, the only ones that are projected and scored.  S sequences in one row
 """
 
 from bisect import bisect_left, bisect_right, insort
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from itertools import accumulate, islice
 
 import numpy as np
@@ -131,28 +131,35 @@ def deal(costs: list[float], ranks: int) -> list[list[int]]:
     return hands
 
 
-def pack(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, keep_NG: Tensor, capacity: int, window: int | None,
-         rank: int, ranks: int, quadratic: float = 0.0) -> list[Row]:
-    """This rank's rows, packed by `within_window` where there is a window, else by `best_fit`.
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The completions (n, g) of one row."""
+
+    members: list[tuple[int, int]]
+    counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
+
+
+def pack(groups: list[Group], keep_NG: Tensor, capacity: int, window: int | None, ranks: int, quadratic: float = 0.0,
+         ) -> list[list[Plan]]:
+    """Each rank's rows, packed by `within_window` where there is a window, else by `best_fit`.
 
     Every rank gets the same number of rows, of nearly equal cost: the shortest row with weight 0 fills up.
-    All ranks compute the same assignment from the same records, so nothing has to be agreed upon.
+    All ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
     """
-    kept = keep_NG.nonzero().tolist()
-    lengths = [len(groups[n].prompt.ids) + len(groups[n].samples[g].ids) for n, g in kept]
+    kept = [(n, g) for n, g in keep_NG.nonzero().tolist()]
+    lengths = [len(groups[n].prompt.ids) + groups[n].samples[g].length for n, g in kept]
     found = best_fit(lengths, capacity) if window is None else within_window(lengths, capacity, window)
-    bins = [[kept[i] for i in members] for members in found]
-    hand = deal([cost([lengths[i] for i in members], quadratic) for members in found], ranks)[rank]
-    rows = [build(groups, adv_NG, weight_NG, bins[b]) for b in hand]
-    if len(rows) < -(-len(bins) // ranks):
-        shortest = min(range(len(bins)), key=lambda b: sum(lengths[i] for i in found[b]))
-        idle = build(groups, adv_NG, weight_NG, bins[shortest])
-        rows.append(replace(idle, weight_C=torch.zeros_like(idle.weight_C)))
-    return rows
+    plans = [Plan([kept[i] for i in members]) for members in found]
+    hands = [[plans[row] for row in hand]
+             for hand in deal([cost([lengths[i] for i in members], quadratic) for members in found], ranks)]
+    most = max(map(len, hands))
+    shortest = min(range(len(plans)), key=lambda row: sum(lengths[i] for i in found[row]), default=0)
+    return [hand if len(hand) == most else [*hand, Plan(plans[shortest].members, counts=False)] for hand in hands]
 
 
-def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, members: list[tuple[int, int]]) -> Row:
-    """Lay the completions (n, g) out as one row."""
+def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, plan: Plan) -> Row:
+    """Lay a row's completions out."""
+    members = plan.members
     prompts = [groups[n].prompt.ids for n, _ in members]
     samples = [groups[n].samples[g] for n, g in members]
     lengths = [len(p) + len(s.ids) for p, s in zip(prompts, samples, strict=True)]
@@ -169,5 +176,5 @@ def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, members: list[
         target_C=torch.tensor([i for s in samples for i in s.ids]),
         sampled_logp_C=torch.tensor([x for s in samples for x in s.logp], dtype=torch.float64),
         adv_C=adv_NG[n_S, g_S].repeat_interleave(tokens_S),
-        weight_C=weight_NG[n_S, g_S].repeat_interleave(tokens_S),
+        weight_C=weight_NG[n_S, g_S].repeat_interleave(tokens_S) * plan.counts,
     )

@@ -19,7 +19,7 @@ import dist
 from config import Config, ConfigError
 from data import Tokenizer
 from model import Decoder
-from pack import Row, build
+from pack import Plan, Row, build
 from reward import accuracy, extract
 from rollout import Engine, cache_bytes
 from sample import Group, Problem, Prompt, Sample
@@ -117,7 +117,7 @@ def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
         bins[-1].append((n, g))
         used += length
     dtype = learner.policy.embed_tokens.weight.dtype
-    return [build(groups, ones, ones, members).to(learner.device, dtype) for members in bins]
+    return [build(groups, ones, ones, Plan(members)).to(learner.device, dtype) for members in bins]
 
 
 def sampled(rows: list[Row]) -> Tensor:

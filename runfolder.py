@@ -142,7 +142,7 @@ class Log:
     def sample(self, step: int, line: dict) -> None:
         """Keep one group of the step, and show one completion of it now and then."""
         self.write("samples.jsonl", {"step": step} | line)
-        if step == 1 or step % max(1, self.outer.total // 5) == 0:
+        if line["texts"] and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {line['reward'][0]:g}: "
                      f"{line['texts'][0][:400]!r}")
 

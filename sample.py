@@ -58,17 +58,36 @@ class Sample:
                              f"not {len(self.ids)} ids and {len(self.logp)} logp")
 
 
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def logp_sum(self) -> float:
+        return sum(self.logp)
+
+
+@dataclass(frozen=True, slots=True)
+class Elsewhere:
+    """What every rank knows of a completion whose tokens another one holds."""
+
+    length: int
+    finished: bool
+    logp_sum: float
+
+
 @dataclass(frozen=True, slots=True)
 class Group:
     """The G completions of one prompt."""
 
     prompt: Prompt
-    samples: tuple[Sample, ...]
+    samples: tuple[Sample | Elsewhere, ...]
+    owners: tuple[int, ...] | None = None  # the rank that holds each; None: all ranks do
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
     """[N, G] tokens of each completion; N may be 0."""
-    return torch.tensor([[len(s.ids) for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+    return torch.tensor([[s.length for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
 
 
 @dataclass(frozen=True, slots=True)

@@ -30,7 +30,7 @@ from config import Config, ConfigError, Optim
 from model import Decoder, check_positions, choose_backend, empty_model, export, find_model, load_weights
 from rollout import Engine, start_engine
 from runfolder import Resume
-from sample import Problem, Prompt, Rolled
+from sample import Problem, Prompt, Rolled, Sample
 from update import Learner, NotFinite, update
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -187,11 +187,11 @@ def adam(model: Decoder, opt: Optim) -> torch.optim.Optimizer:
 
 
 def first_group(rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
-    """The first group rolled out, as people read it."""
+    """The first group rolled out, as people read it; of its texts those that this rank holds."""
     group = rolled.groups[0]
+    texts = [tokenizer.decode(s.ids) for s in group.samples if isinstance(s, Sample)]
     return {"id": group.prompt.id, "gold": group.prompt.answer, "prompt": tokenizer.decode(group.prompt.ids),
-            "texts": [tokenizer.decode(s.ids) for s in group.samples], "reward": rolled.reward_NG[0].tolist(),
-            "advantage": rolled.adv_NG[0].tolist()}
+            "texts": texts, "reward": rolled.reward_NG[0].tolist(), "advantage": rolled.adv_NG[0].tolist()}
 
 
 def main() -> int:
@@ -218,8 +218,9 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except NotFinite as error:
-        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
-        if dist.rank() == 0:
+        spread = any(group.owners for group in error.batch.groups)
+        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}{f'_rank{dist.rank()}' if spread else ''}.pt"
+        if spread or dist.rank() == 0:
             torch.save(error.batch, path)
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest checkpoint",
                   file=sys.stderr)

@@ -13,9 +13,10 @@ from torch import Tensor
 import dist
 import metrics
 from config import Config
+from exchange import fetch
 from loss import clip, engine_weight, k3, token_weight
 from model import BACKENDS, Decoder
-from pack import Row, pack
+from pack import Row, build, pack
 from prune import Pruned
 from sample import Batch, lengths
 
@@ -136,9 +137,9 @@ def pack_batch(learner: Learner, batch: Batch, slots: list[int]) -> list[Row]:
     weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), part, cfg.loss.per, cfg.loss.count,
                              cfg.rollout.max_new_tokens, len(slots))
     dtype = learner.policy.embed_tokens.weight.dtype
-    rows = pack(groups, adv_NG, weight_NG, part.keep_NG, cfg.pack.capacity, cfg.pack.window,
-                dist.rank(), dist.world_size(), learner.policy.quadratic)
-    return [row.to(learner.device, dtype) for row in rows]
+    hands = pack(groups, part.keep_NG, cfg.pack.capacity, cfg.pack.window, dist.world_size(), learner.policy.quadratic)
+    groups = fetch(groups, [[member for plan in hand for member in plan.members] for hand in hands])
+    return [build(groups, adv_NG, weight_NG, plan).to(learner.device, dtype) for plan in hands[dist.rank()]]
 
 
 def learning_rate(step: int, cfg: Config) -> float:

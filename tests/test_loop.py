@@ -274,7 +274,7 @@ def every_completion(length: int, seed: int) -> tuple[decoder.Decoder, pack.Row]
     completions = list(itertools.product(range(6), repeat=length))
     groups = [Group(Prompt(str(ids), (3,), ""), (Sample(ids, (0.0,) * length, True),)) for ids in completions]
     adv_N1 = torch.randn(len(groups), 1, dtype=torch.float64, generator=generator)
-    return model, pack.build(groups, adv_N1, adv_N1, [(n, 0) for n in range(len(groups))])
+    return model, pack.build(groups, adv_N1, adv_N1, pack.Plan([(n, 0) for n in range(len(groups))]))
 
 
 @pytest.mark.parametrize("length", [1, 2])

@@ -7,7 +7,7 @@ import torch
 from conftest import TOY, make_groups
 
 import model as decoder
-from pack import best_fit, cost, deal, pack, within_window
+from pack import best_fit, build, cost, deal, pack, within_window
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -82,7 +82,8 @@ def trained_tokens(rows) -> list[tuple]:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, window, ranks):
-    by_rank = [pack(GROUPS, ADV_NG, WEIGHT_NG, KEEP_NG, capacity, window, rank, ranks) for rank in range(ranks)]
+    by_rank = [[build(GROUPS, ADV_NG, WEIGHT_NG, plan) for plan in hand]
+               for hand in pack(GROUPS, KEEP_NG, capacity, window, ranks)]
     assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
     expected = []
     for n, g in KEEP_NG.nonzero().tolist():
@@ -126,5 +127,4 @@ def test_attention_costs_as_much_as_a_count_of_operations_says():
 
 
 def test_nothing_kept_is_no_row_on_any_rank():
-    nothing = torch.zeros_like(KEEP_NG)
-    assert [pack(GROUPS, ADV_NG, WEIGHT_NG, nothing, 100, None, rank, 2) for rank in (0, 1)] == [[], []]
+    assert pack(GROUPS, torch.zeros_like(KEEP_NG), 100, None, ranks=2) == [[], []]

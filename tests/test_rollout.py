@@ -13,7 +13,7 @@ import dist
 import rollout
 from config import ConfigError
 from model import sdpa_padded
-from pack import pack
+from pack import Plan, build
 from rollout import TorchEngine, VLLMEngine, sample_tokens
 from sample import Group, Prompt
 
@@ -29,7 +29,7 @@ def prompts(lengths=(7, 3, 1, 12, 7, 5, 2, 9)) -> list[tuple[int, ...]]:
 def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     """Log-probs of a completion by the training path: packed row, projected positions, chunks."""
     one = torch.ones(1, 1)
-    row, = pack([Group(Prompt("q", prompt, "1"), (sample,))], one, one, one.bool(), 4096, None, rank=0, ranks=1)
+    row = build([Group(Prompt("q", prompt, "1"), (sample,))], one, one, Plan([(0, 0)]))
     assert row.target_C.tolist() == list(sample.ids)
     with torch.no_grad():
         attend = sdpa_padded(row.offsets, row.max_len)
