@@ -19,7 +19,7 @@ def init(device: str) -> torch.device:
     """Join the process group (torchrun's, or a group of one) and return this rank's device.
 
     device "auto" takes CUDA where there is a device for every process of the machine, so that all ranks decide alike.
-    Raises ConfigError for a device that is missing.
+    Raises ConfigError for a device that is missing, and where restarted workers would not find each other.
     """
     found, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cuda" and found < wanted:
@@ -32,6 +32,10 @@ def init(device: str) -> torch.device:
     elif "OMP_NUM_THREADS" not in os.environ:
         # As torchrun does. Spinning OpenMP threads lose a factor of 2 to 10 as soon as anything else runs.
         torch.set_num_threads(1)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+        # pytorch #135712: it still has the addresses of the workers before the restart.
+        raise ConfigError("torchrun --max-restarts keeps one store over all restarts, in which restarted workers find "
+                          "dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
     if not td.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         store = None if "RANK" in os.environ else td.HashStore()
