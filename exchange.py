@@ -4,8 +4,10 @@ A step of few tokens is gathered whole. Of a larger one every rank learns the le
 trains on when rows are dealt.
 """
 
-from itertools import pairwise
+from array import array
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -55,13 +57,12 @@ def fetch(groups: list[Group], hands: list[Members]) -> list[Group]:
 
 def flat(samples: list[Sample]) -> tuple[Tensor, Tensor]:
     """Token ids as int32 and log-probs as float64, one completion behind the other."""
-    return (torch.tensor([i for s in samples for i in s.ids], dtype=torch.int32),
-            torch.tensor([x for s in samples for x in s.logp], dtype=torch.float64))
+    return (torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(s.ids for s in samples)])),
+            torch.from_numpy(np.concatenate([np.empty(0), *(s.logp for s in samples)])))
 
 
 def unflat(ids_T: Tensor, logp_T: Tensor, lengths: list[int], finished: list[bool]) -> list[Sample]:
     """Undo `flat`."""
-    ids, logp = ids_T.tolist(), logp_T.tolist()
-    ends = torch.tensor([0, *lengths]).cumsum(0).tolist()
-    return [Sample(tuple(ids[a:b]), tuple(logp[a:b]), ended)
-            for (a, b), ended in zip(pairwise(ends), finished, strict=True)]
+    ids, logp = array("i", ids_T.numpy().tobytes()), array("d", logp_T.numpy().tobytes())
+    ends = accumulate(lengths, initial=0)
+    return [Sample(ids[a:b], logp[a:b], ended) for (a, b), ended in zip(pairwise(ends), finished, strict=True)]

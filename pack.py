@@ -5,6 +5,7 @@ among them, the only ones that are projected and scored.  S sequences in one row
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from itertools import accumulate, islice
 
@@ -168,13 +169,17 @@ def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, plan: Plan) ->
     tokens_S = torch.tensor([len(s.ids) for s in samples])
     n_S, g_S = torch.tensor(members).T
     return Row(
-        ids_T=torch.tensor([i for p, s in zip(prompts, samples, strict=True) for i in p + s.ids]),
+        ids_T=joined([part for p, s in zip(prompts, samples, strict=True) for part in (p, s.ids)]).long(),
         position_T=torch.cat([torch.arange(length) for length in lengths]),
         offsets=torch.tensor(starts),
         max_len=max(lengths),
         predict_C=torch.cat([torch.arange(f, f + len(s.ids)) for f, s in zip(first, samples, strict=True)]),
-        target_C=torch.tensor([i for s in samples for i in s.ids]),
-        sampled_logp_C=torch.tensor([x for s in samples for x in s.logp], dtype=torch.float64),
+        target_C=joined([s.ids for s in samples]).long(),
+        sampled_logp_C=joined([s.logp for s in samples]),
         adv_C=adv_NG[n_S, g_S].repeat_interleave(tokens_S),
         weight_C=weight_NG[n_S, g_S].repeat_interleave(tokens_S) * plan.counts,
     )
+
+
+def joined(parts: list[Sequence]) -> Tensor:
+    return torch.from_numpy(np.concatenate(parts))

@@ -181,7 +181,7 @@ class Decoding:
     def samples(self) -> list[Sample]:
         made, ended = self.made_N.tolist(), self.ended_N.tolist()
         ids, logp = self.ids_NM.tolist(), self.logp_NM.tolist()
-        return [Sample(tuple(ids[i][:made[i]]), tuple(logp[i][:made[i]]), ended[i]) for i in range(self.count)]
+        return [Sample(ids[i][:made[i]], logp[i][:made[i]], ended[i]) for i in range(self.count)]
 
 
 class TorchEngine:
@@ -333,7 +333,7 @@ class VLLMEngine:
         except Exception as error:  # vLLM's errors have nothing else in common
             raise RuntimeError(f"vLLM failed while sampling: {error}") from error
         done = [output.outputs[0] for output in outputs]
-        samples = [Sample(tuple(c.token_ids), tuple(c.logprobs.logprobs), c.finish_reason == "stop") for c in done]
+        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in done]
         start = sum(map(len, parts[:first]))
         return samples[start:start + len(prompts)]
 

@@ -3,6 +3,8 @@
 Dimension key:  N prompts (groups) in one step,  G completions per prompt.
 """
 
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -48,11 +50,14 @@ class Turn:
 class Sample:
     """One completion, exactly as the behaviour policy produced it."""
 
-    ids: tuple[int, ...]      # sampled tokens, including EOS when `finished`
-    logp: tuple[float, ...]   # log pi(ids[t] | prompt, ids[:t]) in nats at the sampling temperature, before any top-p
-    finished: bool            # True: ended with an EOS.  False: cut at rollout.max_new_tokens
+    ids: Sequence[int]     # sampled tokens, including EOS when `finished`
+    logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]) in nats at the sampling temperature, before any top-p
+    finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens
 
     def __post_init__(self):
+        # Flat, as they travel and are packed: lists of Python's numbers take five times the room and the time.
+        object.__setattr__(self, "ids", array("i", self.ids))
+        object.__setattr__(self, "logp", array("d", self.logp))
         if not self.ids or len(self.ids) != len(self.logp):
             raise ValueError(f"a Sample needs at least one token and one logp each, "
                              f"not {len(self.ids)} ids and {len(self.logp)} logp")

@@ -78,7 +78,7 @@ MUTANTS = [
     ("update", "first_pass=epoch == 0", "first_pass=True", "loop"),
     ("collect", ".view(-1, G)", ".view(G, -1).T", "loop"),
     ("data", "seed_for(seed, epoch, prompt_id, g,", "seed_for(seed, prompt_id, g,", "loop"),
-    ("collect", "decode(sample.ids), turn.prompt.answer", "decode(turn.prompt.ids + sample.ids), turn.prompt.answer",
+    ("collect", "decode(sample.ids), turn.prompt.answer", "decode([*turn.prompt.ids, *sample.ids]), turn.prompt.answer",
      "loop"),
     ("train", "torch.promote_types(dtype, torch.float32)", "dtype", "loop"),
     ("update", "if dist.max_over_ranks(not finite) or", "if", "loop"),

@@ -126,7 +126,7 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
     nudge(policy, 0.02)
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
-            ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
+            ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
             attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
             now, old = (model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
                               temperature=1.0, chunk=4096) for model in (policy, initial.requires_grad_(False)))

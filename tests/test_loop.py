@@ -25,7 +25,7 @@ from sample import Group, Prompt, Sample, Turn
 
 def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
     """[C] log-probs of one completion, from dense logits."""
-    ids, first = torch.tensor(group.prompt.ids + group.samples[g].ids), len(group.prompt.ids)
+    ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
     attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
     logits_TV = model.logits(model.hidden(ids, torch.arange(len(ids)), attend)) / temperature
     return logits_TV.log_softmax(-1)[first - 1:-1].gather(1, ids[first:, None])[:, 0]

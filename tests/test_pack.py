@@ -87,7 +87,7 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
     assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
     expected = []
     for n, g in KEEP_NG.nonzero().tolist():
-        sample, before = GROUPS[n].samples[g], GROUPS[n].prompt.ids[-1:] + GROUPS[n].samples[g].ids[:-1]
+        sample, before = GROUPS[n].samples[g], (GROUPS[n].prompt.ids[-1], *GROUPS[n].samples[g].ids[:-1])
         numbers = ADV_NG[n, g].item(), WEIGHT_NG[n, g].item()
         expected += [(b, t, *numbers, x) for b, t, x in zip(before, sample.ids, sample.logp, strict=True)]
     assert trained_tokens([row for rows in by_rank for row in rows]) == sorted(expected)

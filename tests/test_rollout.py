@@ -68,7 +68,7 @@ def test_a_sample_depends_on_its_seed_alone(tiny):
 
 def test_equal_prompts_with_different_seeds_differ(tiny):
     samples = engine(tiny).generate([prompts()[0]] * 16, list(range(16)), 20, 1.0)
-    assert len({s.ids for s in samples}) == 16
+    assert len({tuple(s.ids) for s in samples}) == 16
 
 
 def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):

@@ -79,7 +79,7 @@ def largest_gap(engine, policy, temperature: float) -> float:
 def assert_greedy(engine, policy) -> None:
     """Every token is the largest logit of a full forward of what stands before it."""
     for prompt, sample in zip(prompts(), engine.generate(prompts(), [0] * 8, 20, 0.0), strict=True):
-        ids = torch.tensor(prompt + sample.ids)
+        ids = torch.tensor([*prompt, *sample.ids])
         with torch.no_grad():
             hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
         assert policy.logits(hidden_TD[len(prompt) - 1:-1]).argmax(dim=-1).tolist() == list(sample.ids)
@@ -170,7 +170,7 @@ def test_a_sample_depends_on_its_seed_alone(engine, policy):
     assert [s.ids for s in engine.generate(prompts()[::-1], seeds[::-1], 20, 1.0)[::-1]] == whole
     assert [s.ids for i in range(8) for s in engine.generate([prompts()[i]], [seeds[i]], 20, 1.0)] == whole
     same = engine.generate([prompts()[0]] * 16, [dist.seed_for(1, i) for i in range(16)], 20, 1.0)
-    assert len({s.ids for s in same}) == 16
+    assert len({tuple(s.ids) for s in same}) == 16
 
 
 def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, monkeypatch):
