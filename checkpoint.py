@@ -119,12 +119,12 @@ class Checkpoints:
         return torch.load(path / "extra.pt", weights_only=True)
 
 
-def tensors(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, Tensor]:
-    """What a role consists of, by names that do not depend on the number of ranks: its own tensors, not copies."""
-    found = {}
+def tensors(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
+    """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not copies."""
+    found = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for name, p in model.named_parameters():
-        found[f"weights.{name}"] = p.detach()
-        found |= {f"{key}.{name}": t for key, t in (optimizer.state[p] if optimizer else {}).items()}
+        for kind, t in (optimizer.state[p] if optimizer else {}).items():
+            found.setdefault(kind, {})[name] = t
     return found
 
 
@@ -180,8 +180,9 @@ def newest(folder: Path) -> Path | None:
     return None
 
 
-def restore(path: Path, wanted: dict[str, Tensor]) -> None:
+def restore(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or shape."""
+    wanted = {f"{kind}.{name}": t for kind, part in state.items() for name, t in part.items()}
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found = {name: (tuple(t.size), t.properties.dtype) for name, t in stored.items()}
     differing = sorted(name for name, t in wanted.items() if found.get(name) != (tuple(t.shape), t.dtype))
@@ -191,7 +192,7 @@ def restore(path: Path, wanted: dict[str, Tensor]) -> None:
         raise ConfigError(f"{path} is of another model: {name} is {found.get(name, 'missing')} there and "
                           f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} differ); "
                           "resume with the model that wrote it")
-    dcp.load(wanted, checkpoint_id=path)
+    dcp.load(state, checkpoint_id=path)
 
 
 def main() -> int:

@@ -13,6 +13,7 @@ QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_ac
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
     "10M": (384, 1024, 6, 6, 2, 2048),
+    "50M": (512, 1536, 15, 8, 2, 8192),
     "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
 }

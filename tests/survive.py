@@ -81,8 +81,8 @@ def record(out: Path) -> tuple:
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}
                for line in runfolder.read(out / "metrics.jsonl")]
-    return (step, [t.numpy().tobytes() for t in state.values()], repr(extra["history"]), json.dumps(metrics),
-            (out / "decisions.jsonl").read_bytes(), (out / "samples.jsonl").read_bytes())
+    bits = [t.numpy().tobytes() for part in state.values() for t in part.values()]
+    return (step, bits, repr(extra["history"]), json.dumps(metrics), (out / "decisions.jsonl").read_bytes(), (out / "samples.jsonl").read_bytes())
 
 
 def main() -> None:
