@@ -74,8 +74,9 @@ class Checkpoints:
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
             reason = next(iter(failures.values()))[0] if failures else error
-            raise ConfigError(f"{fresh} could not be written: {reason}; the checkpoint before it is whole: make room "
-                              "and go on with --resume") from error
+            free = shutil.disk_usage(self.folder).free / 2**20  # torch's writer may hide what it met
+            raise ConfigError(f"{fresh} could not be written, with {free:,.0f} MiB free there: {reason}; the "
+                              "checkpoint before it is whole: make room and go on with --resume") from error
 
     def wait_for_copies(self) -> None:
         """Until the weights may change. Raises ConfigError when an earlier save has failed."""

@@ -29,7 +29,7 @@ class Model:
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # of the computation; auto: bfloat16 on CUDA
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # model.BACKENDS
     checkpoint_blocks: bool = False  # recompute activations in backward: less memory, a third more time
-    logp_chunk: int = 4096         # positions whose [V] logits are in memory at once
+    logp_chunk: int = 1024         # positions whose [V] logits are in memory at once
 
 
 @dataclass(frozen=True, slots=True)

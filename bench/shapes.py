@@ -8,7 +8,7 @@ import torch
 from model import Decoder, empty_model
 
 QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 32768, "tie_word_embeddings": True, "torch_dtype": "bfloat16",
+        "rope_theta": 1e6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
         "eos_token_id": 2}
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
@@ -16,6 +16,7 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "50M": (512, 1536, 15, 8, 2, 8192),
     "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
+    "7B": (3584, 18944, 28, 28, 4, 152_064),           # Qwen2.5-7B
 }
 
 
@@ -23,7 +24,8 @@ def write_config(shape: str, folder: Path) -> Path:
     """A model folder that holds config.json alone."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
             "vocab_size")
-    (folder / "config.json").write_text(json.dumps(QWEN | dict(zip(keys, SHAPES[shape], strict=True))))
+    sizes = dict(zip(keys, SHAPES[shape], strict=True)) | {"tie_word_embeddings": shape != "7B"}
+    (folder / "config.json").write_text(json.dumps(QWEN | sizes))
     return folder
 
 

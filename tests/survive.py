@@ -82,7 +82,8 @@ def record(out: Path) -> tuple:
     metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}
                for line in runfolder.read(out / "metrics.jsonl")]
     bits = [t.numpy().tobytes() for part in state.values() for t in part.values()]
-    return (step, bits, repr(extra["history"]), json.dumps(metrics), (out / "decisions.jsonl").read_bytes(), (out / "samples.jsonl").read_bytes())
+    return (step, bits, repr(extra["history"]), json.dumps(metrics),
+            (out / "decisions.jsonl").read_bytes(), (out / "samples.jsonl").read_bytes())
 
 
 def main() -> None:

@@ -134,7 +134,7 @@ def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(before, role
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(*target, die)
-    with pytest.raises(ConfigError, match=r"step_000002.unfinished could not be written: .*No space left.*--resume"):
+    with pytest.raises(ConfigError, match=r"step_000002.unfinished could not be written.*No space left.*--resume"):
         saved(tmp_path, role, 2, keep=1)
     monkeypatch.undo()
     assert checkpoints.load()["step"] == (2 if before == "the removal" else 1)

@@ -3,6 +3,8 @@
 import json
 import math
 import os
+import re
+import resource
 import shutil
 import signal
 import subprocess
@@ -293,6 +295,64 @@ def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same(tmp_path):
     one, other = weights(expected), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_a_second_run_is_kept_out_of_the_folder(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=100", "rollout.group_size=16", "checkpoint.every=1")
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    process = subprocess.Popen([sys.executable, "train.py", "--config", str(tmp_path / "test.yaml")], cwd=ROOT,
+                               stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert any("step 1:" in line for line in process.stderr)
+    other = run("--config", str(tmp_path / "test.yaml"), "--resume")
+    process.kill()
+    process.communicate()
+    assert other.returncode == 2 and f"is in use by process {process.pid} on" in other.stderr, other.stderr
+    log = runfolder.Log(tmp_path / "run")
+    log.lock()  # it is free when the process has gone, however it went
+    log.held.close()
+
+
+def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
+    """Files may grow to 4 MB, so logs can be written and the second checkpoint cannot: the run stops, and goes on
+    from the first when there is room."""
+    cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=2")
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    whole = weights(train.train(replace(cfg, out=str(tmp_path / "whole"))))
+    true_update = train.update
+
+    def dying(learner, batch, step, clock):
+        if step == 1:
+            raise Killed
+        return true_update(learner, batch, step, clock)
+
+    monkeypatch.setattr(train, "update", dying)
+    with pytest.raises(Killed):
+        train.train(cfg)
+    monkeypatch.undo()
+    resume = [sys.executable, "train.py", "--config", str(tmp_path / "test.yaml"), "--resume"]
+    done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
+                          preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000)))
+    assert done.returncode == 2
+    assert re.search(r"error: .*step_000002.unfinished could not be written, with [\d,]+ MiB free there: .*; the "
+                     "checkpoint before it is whole: make room and go on with --resume", done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+    resumed = weights(train.train(cfg, resume="always"))
+    assert all(torch.equal(resumed[name], p) for name, p in whole.items())
+    assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
+
+
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
+    (tmp_path / "test.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=1")))
+
+    def full(self, name, line):
+        raise OSError(28, "No space left on device", f"{self.folder / name}")
+
+    monkeypatch.setattr(runfolder.Log, "write", full)
+    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "test.yaml")])
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    assert train.main() == 2
+    assert "No space left on device: '" in (said := capsys.readouterr().err) and "go on with --resume" in said
 
 
 def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capsys):
