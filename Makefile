@@ -10,8 +10,9 @@ demo: .venv/run      ## train the toy model with CPPO and print accuracy before 
 test: .venv/dev      ## the suite, without whole training runs
 	$(VENV)/python -m pytest
 
-test-slow: .venv/dev ## whole training runs: the toy learns on 1 and on 2 ranks
+test-slow: .venv/dev ## whole training runs: the toy learns, and runs that are killed are the same runs
 	$(VENV)/python -m pytest -m slow
+	$(VENV)/python tests/survive.py --kills 3
 
 test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; one engine per process, so one process per model
 	for model in qwen2 qwen2-untied qwen3 llama; do \

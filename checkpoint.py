@@ -12,6 +12,7 @@ old ones are removed: whatever dies on the way, the checkpoint before is whole a
 """
 
 import argparse
+import io
 import json
 import os
 import shutil
@@ -54,22 +55,24 @@ class Checkpoints:
         """Begin to save. The weights must not change before `wait_for_copies`; the copies are written meanwhile."""
         with self.standing_still():
             self.wait()
-            fresh = self.folder / f"step_{step:06d}.unfinished"
-            if dist.rank() == 0:
-                fresh.mkdir(parents=True, exist_ok=True)  # another rank may have been here first
-                torch.save({"step": step} | extra, fresh / "extra.pt")
-            saves = [dcp.async_save(tensors(*role), checkpoint_id=fresh / name, process_group=self.groups[name],
-                                    async_checkpointer_type=AsyncCheckpointerType.THREAD, async_stager=self.stager)
+            fresh, rest = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
+            torch.save({"step": step} | extra, rest)
+            saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
+                                    # Without copies ahead the writer does not touch the GPU, which is another's here.
+                                    storage_writer=dcp.FileSystemWriter(fresh / name, per_thread_copy_ahead=0),
+                                    async_checkpointer_type=AsyncCheckpointerType.THREAD)
                      for name, role in self.roles.items()]
             self.copied = [save.staging_completion for save in saves]
-            self.written = self.worker.submit(self.finish, fresh, [save.upload_completion for save in saves])
+            self.written = self.worker.submit(self.finish, fresh, rest.getvalue(),
+                                              [save.upload_completion for save in saves])
 
-    def finish(self, fresh: Path, uploads: list[Future]) -> None:
+    def finish(self, fresh: Path, extra: bytes, uploads: list[Future]) -> None:
         """Wait for all ranks' files; then rank 0 makes the checkpoint the newest."""
         try:
             for upload in uploads:
                 upload.result()
             if dist.rank() == 0:
+                (fresh / "extra.pt").write_bytes(extra)
                 publish(fresh, self.keep)
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
@@ -106,13 +109,15 @@ class Checkpoints:
     def load(self) -> dict | None:
         """Restore the newest whole checkpoint and return its extra object; None where there is none.
 
-        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when it is another
-        model's.
+        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when none is, and
+        when it is another model's.
         """
-        if dist.rank() == 0:
+        found = []
+        if dist.rank() == 0:  # which decides for all
             for leftover in self.folder.glob("*.unfinished"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        path = newest(self.folder)
+            found = [newest(self.folder)]
+        path, = dist.gather(found)
         if path is None:
             return None
         for name, role in self.roles.items():
@@ -132,6 +137,10 @@ def tensors(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str
 def publish(fresh: Path, keep: int) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
+    for role in (path for path in fresh.iterdir() if path.is_dir()):
+        parts = len(list(role.glob("*.distcp")))
+        if parts < dist.world_size():
+            raise OSError(f"{role} has parts of {parts} of {dist.world_size()} ranks; all machines must share `out`")
     (fresh / "files.json").write_text(json.dumps(sizes(fresh)))
     for path in (fresh / "extra.pt", fresh / "files.json"):
         flush(path)
@@ -143,7 +152,7 @@ def publish(fresh: Path, keep: int) -> None:
     flush(pointer)
     os.replace(pointer, folder / "latest")
     for old in [path for path in steps(folder) if path.name <= name][:-keep]:
-        shutil.rmtree(old)
+        shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
 
 
 def flush(path: Path) -> None:
@@ -169,15 +178,20 @@ def whole(path: Path) -> bool:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or the newest before it that is whole."""
+    """The checkpoint that `latest` names, or the newest before it that is whole; None where nothing was ever saved.
+
+    Raises ConfigError where there are some, and none is whole: what they were of is not to be begun again unasked.
+    """
     pointer = folder / "latest"
     named = pointer.read_text() if pointer.is_file() else None
     for path in reversed(steps(folder)):
         if named is None or path.name <= named:
             if whole(path):
                 return path
-            if dist.rank() == 0:
-                print(f"{path} is not whole: files are missing or cut off; trying the one before it", file=sys.stderr)
+            print(f"{path} is not whole: files are missing or cut off", file=sys.stderr)
+    if steps(folder):
+        raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; restore "
+                          "the missing files, or begin another run with --set out=...")
     return None
 
 

@@ -64,7 +64,8 @@ def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: C
             progress: str | None) -> tuple[list[Group], dict[str, Tensor]]:
     """o_1..o_G ~ pi_old(.|q) for these turns, and their rewards. Each rank samples and scores its share.
 
-    Returns their groups in order, on every rank, and each reward component as a float64 [N, G].
+    Returns their groups in order, on every rank as far as exchange.gather brings them, and each reward component as a
+    float64 [N, G].
     """
     G, weights = cfg.rollout.group_size, asdict(cfg.reward)
     share = dist.mine([(turn, g) for turn in turns for g in range(G)])

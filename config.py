@@ -214,7 +214,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("update.epochs", cfg.update.epochs >= 1, "at least 1"),
         ("update.minibatches", cfg.update.minibatches >= 1 and roll.prompts_per_step % cfg.update.minibatches == 0,
          f"a divisor of {roll.prompts_per_step} (rollout.prompts_per_step): a mini-batch holds whole groups"),
-        ("rollout.gather_limit", cfg.rollout.gather_limit >= 0, "at least 0 (0: never all)"),
+        ("rollout.gather_limit", roll.gather_limit >= 0, "at least 0 (0: never all)"),
         ("optim.lr", cfg.optim.lr > 0, "above 0"),
         ("optim.warmup_steps", cfg.optim.warmup_steps >= 0, "at least 0"),
         ("optim.beta1", 0 <= cfg.optim.beta1 < 1, "in [0, 1)"),

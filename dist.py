@@ -32,7 +32,8 @@ def init(device: str) -> torch.device:
     elif "OMP_NUM_THREADS" not in os.environ:
         # As torchrun does. Spinning OpenMP threads lose a factor of 2 to 10 as soon as anything else runs.
         torch.set_num_threads(1)
-    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and os.environ["TORCHELASTIC_USE_AGENT_STORE"] == "True":
+    shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # pytorch #135712: it still has the addresses of the workers before the restart.
         raise ConfigError("torchrun --max-restarts keeps one store over all restarts, in which restarted workers find "
                           "dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
@@ -78,12 +79,12 @@ def gather(items: list) -> list:
     return [item for part in parts for item in part]
 
 
-def gather_rows(mine: Tensor) -> list[Tensor]:
+def gather_rows(rows: Tensor) -> list[Tensor]:
     """Every rank's array, in rank order, on every rank. They may differ in their first dimension alone."""
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
-    td.all_gather(counts, torch.tensor([len(mine)]))
-    padded = mine.new_zeros(int(max(counts)), *mine.shape[1:])  # all must be as long
-    padded[:len(mine)] = mine
+    td.all_gather(counts, torch.tensor([len(rows)]))
+    padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # all must be as long
+    padded[:len(rows)] = rows
     parts = [torch.empty_like(padded) for _ in counts]
     td.all_gather(parts, padded)
     return [part[:count] for part, count in zip(parts, counts, strict=True)]

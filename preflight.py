@@ -27,8 +27,9 @@ from update import Learner
 
 PROBES, COPIES, NEW_TOKENS = 4, 4, 32  # prompts, samples of each and tokens per sample that a rank tries
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
-LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=true, or train on "
-               "more ranks; for the rollout lower rollout.slots or rollout.cache_gib")
+LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=true or "
+               "optim.offload=true (CUDA), or train on more ranks; for the rollout lower rollout.slots or "
+               "rollout.cache_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,7 +235,9 @@ def peak_of_update(learner: Learner) -> float:
         raise ConfigError(f"out of memory on a full row of {cfg.pack.capacity} tokens; {LESS_MEMORY}") from error
     finally:
         policy.zero_grad()
-    return in_use(device)
+    # On the CPU the copy that a checkpoint is written from lies in the same memory: weights and two moments.
+    copies = 0 if device.type == "cuda" else 3 * sum(dist.local(p).nbytes for p in policy.parameters())
+    return in_use(device) + copies
 
 
 def peak_of_rollout(learner: Learner) -> float:

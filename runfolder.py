@@ -6,6 +6,7 @@ metrics.jsonl is the source of truth: a line per step and a line per evaluation,
 decisions.jsonl says what was offered and kept, with which probability and weight (metrics.decisions).
 """
 
+import errno
 import fcntl
 import importlib.metadata
 import json
@@ -75,6 +76,9 @@ class Log:
         try:
             fcntl.lockf(self.held, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
+            if error.errno not in (errno.EAGAIN, errno.EACCES):
+                raise ConfigError(f"out={self.folder} lies where files cannot be locked ({error.strerror}); set `out` "
+                                  "to another file system") from error
             self.held.seek(0)
             raise ConfigError(f"out={self.folder} is in use by {self.held.read()}; wait for its end or stop it "
                               "(workers outlive a torchrun that is killed), or set another `out`") from error

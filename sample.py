@@ -62,7 +62,6 @@ class Sample:
             raise ValueError(f"a Sample needs at least one token and one logp each, "
                              f"not {len(self.ids)} ids and {len(self.logp)} logp")
 
-
     @property
     def length(self) -> int:
         return len(self.ids)
@@ -97,7 +96,7 @@ def lengths(groups: list[Group], G: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """All that came up in a step, the same on every rank."""
+    """All that came up in a step, the same on every rank but for tokens that lie elsewhere."""
 
     turns: list[Turn]           # in order, those skipped included
     groups: list[Group]         # of the turns kept, `kept`
@@ -119,7 +118,8 @@ class Rolled:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on, the same on every rank. Its N may be fewer than were rolled out."""
+    """What a step trains on, the same on every rank but for tokens that lie elsewhere. Its N may be fewer than were
+    rolled out."""
 
     turns: list[Turn]
     groups: list[Group]

@@ -30,7 +30,7 @@ from config import Config, ConfigError, Optim
 from model import Decoder, check_positions, choose_backend, empty_model, export, find_model, load_weights
 from rollout import Engine, start_engine
 from runfolder import Resume
-from sample import Problem, Prompt, Rolled, Sample
+from sample import Batch, Problem, Prompt, Rolled, Sample
 from update import Learner, NotFinite, update
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -92,14 +92,14 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         with clock.phase("sync"):
             engine.sleep()
         checkpoints.wait_for_copies()
-        measured = update(learner, batch, step, clock)
+        try:
+            measured = update(learner, batch, step, clock)
+        except NotFinite:
+            checkpoints.wait()
+            raise
         with clock.phase("sync"):
             engine.sync(learner.policy)
-        log.step(step + 1, measured | metrics.of_rollout(rolled, batch) | clock.metrics()
-                 | checkpoints.metrics())
-        log.write("decisions.jsonl", {"step": step + 1} | metrics.decisions(rolled, batch))
-        if rolled.groups:
-            log.sample(step + 1, first_group(rolled, tokenizer))
+        write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
         if due(cfg.eval.every, step + 1, cfg.steps):
             evaluate(step + 1)
         stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
@@ -117,7 +117,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
 def restore(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
     """What the newest checkpoint holds beside the weights and moments; None to begin a run, or to begin it again."""
-    if resume == "never" or not checkpoints.folder.parent.exists():
+    if resume == "never":
         return None
     log.lock()
     saved = checkpoints.load()
@@ -186,6 +186,15 @@ def adam(model: Decoder, opt: Optim) -> torch.optim.Optimizer:
     return optimizer
 
 
+def write_down(log: runfolder.Log, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
+               tokenizer: data.Tokenizer) -> None:
+    """What a step leaves in the logs."""
+    log.step(step, measured | metrics.of_rollout(rolled, batch))
+    log.write("decisions.jsonl", {"step": step} | metrics.decisions(rolled, batch))
+    if rolled.groups:
+        log.sample(step, first_group(rolled, tokenizer))
+
+
 def first_group(rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
     """The first group rolled out, as people read it; of its texts those that this rank holds."""
     group = rolled.groups[0]
@@ -199,16 +208,17 @@ def main() -> int:
     parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     parser.add_argument("--resume", nargs="?", choices=get_args(Resume), default="never", const="always",
-                        help="go on from the run folder's newest checkpoint; auto: or begin where there is none, as a "
-                             "worker that torchrun restarts does by itself")
+                        help="go on from the run folder's newest checkpoint; auto: or begin where there is none")
     parser.add_argument("--check", action="store_true", help="try everything that a run needs, print what was found, "
                                                              "and stop; status 2 when something fails")
     args = parser.parse_args()
     try:
         cfg = config.load(args.config, args.set)
         if not args.check:
-            restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-            train(cfg, "auto" if restarted else args.resume, Stop())
+            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
+                raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on after a "
+                                  "restart")
+            train(cfg, args.resume, Stop())
             return 0
         checks = check(cfg)
         if dist.rank() == 0:

@@ -70,15 +70,15 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock) -> d
         for epoch in range(cfg.update.epochs):
             for rows, before_B, ref_B in zip(batches, before, ref, strict=True):
                 accumulate(learner, rows, before_B, ref_B, sums, first_pass=epoch == 0, unmoved=not norms)
-                norms.append(dist.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm)))
+                norms.append(dist.full(torch.nn.utils.clip_grad_norm_(policy.parameters(), cfg.optim.clip_norm)).item())
                 finite = math.isfinite(float(sums.sums["loss"]))
-                if dist.max_over_ranks(not finite) or not norms[-1].isfinite():
+                if dist.max_over_ranks(not finite) or not math.isfinite(norms[-1]):
                     raise NotFinite("the gradient" if finite else "the loss", step + 1, batch)
                 if norms[-1] > 0:
                     optimizer.step()
                 optimizer.zero_grad()
     return sums.metrics(cfg.pack.capacity, len(norms)) | {
-        "train/grad_norm": torch.stack(norms).mean().item(), "train/lr": optimizer.param_groups[0]["lr"]}
+        "train/grad_norm": sum(norms) / len(norms), "train/lr": optimizer.param_groups[0]["lr"]}
 
 
 @torch.no_grad()

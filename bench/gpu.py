@@ -158,9 +158,7 @@ def updates(policy: Decoder, device: torch.device, dtype: torch.dtype, peak: flo
         except torch.OutOfMemoryError:
             print(f"{capacity:>8} {keep:>5} out of memory")
             rows.append(row | {"seconds": None})
-            policy.zero_grad()
-            torch.cuda.empty_cache()
-            continue
+            break  # in the middle of a pass, so the policy cannot be used again
         kept = [100 + len(groups[n].samples[g].ids) for n, g in batch.pruned.keep_NG.nonzero().tolist()]
         speed = flop(policy.shape, parameters, kept, measured["train/tokens"]) / median(seconds)
         gib = torch.cuda.max_memory_allocated() / 2**30 if cuda else float("nan")
@@ -193,6 +191,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(size, Path(temporary))
         shape, policy = read_shape(folder), random_model(folder, torch.float32, device)
+        dist.shard(policy, policy.layers, device, dtype)
         print(f"\n== {size}: {sum(p.numel() for p in policy.parameters()) / 1e6:,.0f}M parameters")
         result = {"shape": size, "attention": attention(shape, device, dtype, 16384 if cuda else 256),
                   "rollout": rollout_and_sync(folder, policy, device, dtype, 256 if cuda else 16),

@@ -2,9 +2,10 @@
 
     python bench/memory.py [--measure 10M 50M]
 
-First the loss over a vocabulary of 151,936 at the width of Qwen2.5-0.5B, forward and backward: log-probs from all
-logits at once, as `log_softmax` gives them, against the model's, which holds those of one chunk. Dense, 16,384 tokens
-do not fit here, so that line is extended from the two sizes before it, and marked so.
+First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as `log_softmax`
+gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU has done in minutes; one
+line has that of Qwen2.5-0.5B, where the head's gradient counts too, and few tokens, on which chunks do not depend.
+Dense, 16,384 tokens do not fit here, so that line is extended from the two sizes before it, and marked so.
 
 Then the peak of a training step by model and tokens per row, by the count of `peak_bytes`, and for the models of
 --measure beside what one step took here, in float32. Each measurement runs in a process of its own, whose peak resident
@@ -14,9 +15,11 @@ memory above that before the work is taken.
 import argparse
 import json
 import multiprocessing
+import os
 import resource
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -30,16 +33,16 @@ from config import Optim
 from model import ChunkedLogProb, Shape, empty_model, read_shape, sdpa_padded
 from train import adam
 
-GIB, VOCAB, WIDTH, SEQUENCE, CHUNK = 2**30, 151_936, 896, 1024, 1024
+GIB, VOCAB, SEQUENCE, CHUNK = 2**30, 151_936, 1024, 1024
 
 
 def resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
-def loss(tokens: int, chunk: int | None) -> None:
-    hidden_CD = torch.randn(tokens, WIDTH, requires_grad=True)
-    head_VD = torch.randn(VOCAB, WIDTH, requires_grad=True)
+def loss(width: int, tokens: int, chunk: int | None) -> None:
+    hidden_CD = torch.randn(tokens, width, requires_grad=True)
+    head_VD = torch.randn(VOCAB, width, requires_grad=True)
     target_C = torch.randint(VOCAB, (tokens,))
     if chunk is None:
         logp_C = (hidden_CD @ head_VD.T).log_softmax(-1).gather(1, target_C[:, None])[:, 0]
@@ -69,7 +72,8 @@ def peak_bytes(shape: Shape, parameters: int, tokens: int, ranks: int, recompute
 
     state     weights, gradients and two moments in float32, spread over the ranks
     gathered  the embedding (and head), one block, and the gradients of both, in the computation's dtype and as float32
-    blocks    what backward needs: of each block its input alone, and of one the rest, with `recompute`; else of all
+    blocks    what backward needs of each block, and one block's gradients; with `recompute` the input of each alone,
+              and all of one
     loss      logits of a chunk, as float32, and again as their gradient
     """
     root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
@@ -77,41 +81,40 @@ def peak_bytes(shape: Shape, parameters: int, tokens: int, ranks: int, recompute
     state = 16 * parameters // ranks
     gathered = (root + block) * (2 * element + 4)
     heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    # Residuals and norms; queries, keys, values and what attention gives; the three products of the MLP and one more.
-    inside = 4 * shape.hidden_size + 2 * heads + 2 * shape.heads * shape.head_dim + 4 * shape.intermediate_size
-    kept = shape.layers * shape.hidden_size + inside if recompute else shape.layers * inside
+    # What autograd keeps of a block, per token: of each norm its input and two stages; queries, keys and values as they
+    # are and padded; what attention gives, likewise; four products of the MLP.
+    inside = 6 * shape.hidden_size + 2 * heads + 2 * shape.heads * shape.head_dim + 4 * shape.intermediate_size
+    kept = shape.layers * shape.hidden_size + 2 * inside if recompute else (shape.layers + 1) * inside
     return state + gathered + tokens * kept * element + 2 * CHUNK * shape.vocab_size * 4
 
 
 def apart(function, *arguments) -> int:
     """Peak bytes of one call, in a process of its own."""
-    context = multiprocessing.get_context("spawn")
-    queue = context.Queue()
-    process = context.Process(target=measured, args=(queue, function, *arguments))
-    process.start()
-    found = queue.get()
-    process.join()
-    return found
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return pool.submit(measured, function, *arguments).result()
 
 
-def measured(queue, function, *arguments) -> None:
+def measured(function, *arguments) -> int:
     torch.set_num_threads(1)
+    step("1M", SEQUENCE, True)  # what any run loads
     before = resident()
     function(*arguments)
-    queue.put(resident() - before)
+    return resident() - before
 
 
 def losses() -> dict[str, int]:
     """Bytes by way and tokens; those of the last dense line are extended, not measured."""
     found = {}
-    for tokens, chunk in tqdm([(2048, None), (4096, None), (4096, 1024), (16384, 1024), (16384, 4096)], "loss"):
-        found["dense" if chunk is None else f"chunks of {chunk}", tokens] = apart(loss, tokens, chunk)
-    small, large = found["dense", 2048], found["dense", 4096]
-    found["dense, extended linearly", 16384] = large + (large - small) * (16384 - 4096) // 2048
-    most = found["dense, extended linearly", 16384]
+    for width, tokens, chunk in tqdm([(64, 2048, None), (64, 4096, None), (64, 16384, 1024), (64, 16384, 4096),
+                                      (896, 2048, 1024)], "loss"):
+        way = f"width {width}, " + ("dense" if chunk is None else f"chunks of {chunk}")
+        found[way, tokens] = apart(loss, width, tokens, chunk)
+    small, large = found["width 64, dense", 2048], found["width 64, dense", 4096]
+    most = large + (large - small) * (16384 - 4096) // 2048
+    found["width 64, dense, extended linearly", 16384] = most
     print(f"{'loss at a vocabulary of ' + format(VOCAB, ','):<40} {'tokens':>7} {'GiB':>6} {'of dense':>9}")
     for (how, tokens), size in found.items():
-        share = f"1 / {most / size:.1f}" if tokens == 16384 and size != most else ""
+        share = f"1 / {most / size:.1f}" if "chunks" in how else ""
         print(f"{how:<40} {tokens:>7,} {size / GIB:>6.2f} {share:>9}")
     return {f"{how} {tokens}": size for (how, tokens), size in found.items()}
 
@@ -148,6 +151,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", default=["10M", "50M"], choices=SHAPES)
     args = parser.parse_args()
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back at once: bytes in use, not the heap's holes
     print(json.dumps({"bench": "memory", "loss": losses(), "models": models(args.measure)}))
 
 

@@ -110,8 +110,6 @@ def by_transformers(folder: Path, dtype: torch.dtype, device: torch.device, want
 
 def sync(kind: str, sharded: bool) -> dict:
     """In a process of its own: seconds of a few syncs, and the largest extra memory of one."""
-    from torch.distributed.fsdp import fully_shard
-
     device = dist.init("auto")
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as temporary:
@@ -120,9 +118,7 @@ def sync(kind: str, sharded: bool) -> dict:
         engine = start_engine(kind, folder, dtype, device, choose_backend("auto", device, dtype), frozenset(), 4, 256)
         largest = max(p.numel() for p in policy.parameters()) * 4 / 2**30
         if sharded:
-            for block in policy.layers:
-                fully_shard(block)
-            fully_shard(policy)
+            dist.shard(policy, policy.layers, device, torch.float32)
         engine.sync(policy)
         seconds, extra = [], []
         for _ in range(TIMINGS):

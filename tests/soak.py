@@ -35,11 +35,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--every", type=int, default=10)
     args = parser.parse_args()
-    sizes, log_step = [], runfolder.Log.step
+    sizes, open_files, log_step = [], [], runfolder.Log.step
 
     def watched(log, *given) -> None:
         log_step(log, *given)
         sizes.append(resident())
+        open_files.append(len(os.listdir("/proc/self/fd")) + threading.active_count())
 
     runfolder.Log.step = watched
     with tempfile.TemporaryDirectory() as temporary:
@@ -47,16 +48,15 @@ def main() -> int:
         train.train(config.load("dppo_toy.yaml", [*SETTINGS, f"steps={args.steps}", f"out={out}",
                                                   f"checkpoint.every={args.every}"]))
         left = sorted(path.name for path in (out / "checkpoints").iterdir())
-        files = len(os.listdir("/proc/self/fd"))
     dist.close()
     fifth = args.steps // 5
     early, late = (median(part) / 2**20 for part in (sizes[fifth:2 * fifth], sizes[-fifth:]))
     kept = [f"step_{step:06d}" for step in (args.steps - args.every, args.steps)]
-    threads = [thread.name for thread in threading.enumerate()]
+    handles = [median(part) for part in (open_files[fifth:2 * fifth], open_files[-fifth:])]
     print(f"{args.steps} steps, {args.steps // args.every} checkpoints: {early:.1f} MiB in the second fifth, "
-          f"{late:.1f} in the last ({late / early - 1:+.1%}); {len(threads)} threads, {files} open files; "
-          f"kept {', '.join(left)}")
-    return 0 if late <= 1.05 * early and left == ["latest", *kept] else 1
+          f"{late:.1f} in the last ({late / early - 1:+.1%}); open files and threads {handles[0]:.0f} and "
+          f"{handles[1]:.0f}; kept {', '.join(left)}")
+    return 0 if late <= 1.05 * early and handles[1] <= handles[0] and left == ["latest", *kept] else 1
 
 
 if __name__ == "__main__":

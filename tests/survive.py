@@ -92,7 +92,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
-    rng, steps = random.Random(args.seed), 4 * args.kills
+    rng, steps = random.Random(args.seed), 8 * args.kills
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         for ranks in args.ranks:

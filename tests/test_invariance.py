@@ -166,7 +166,7 @@ def step_metrics(folder) -> dict[str, float]:
 
 
 PRUNED = {
-    "cppo": ["prune.completions.scope=batch", "prune.completions.keep=1"],
+    "cppo": ["steps=5", "prune.completions.scope=batch", "prune.completions.keep=1"],
     # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
     "dppo": ["data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
@@ -176,7 +176,7 @@ PRUNED = {
 
 @pytest.mark.parametrize("name", PRUNED)
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
-    """Three whole steps in float64: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
+    """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
     cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
                      "pack.capacity=200", *PRUNED[name])
     alone = trained(cfg)
@@ -198,13 +198,13 @@ def resumed(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg, resume="always"))
 
 
-@pytest.mark.parametrize("name", ["dppo", "greso"])
-def test_a_run_begun_on_one_rank_goes_on_on_two_with_the_same_prompts_and_masks(name, tmp_path):
+@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("greso", 2, 3)])
+def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2", *PRUNED[name])
-    alone, folder = trained(cfg), tmp_path / "run"
+    alone, folder = on_ranks(before, tmp_path, trained, cfg)[0], tmp_path / "run"
     decisions, measured = (folder / "decisions.jsonl").read_text(), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
-    for other in on_ranks(2, tmp_path, resumed, cfg):
+    for other in on_ranks(after, tmp_path, resumed, cfg):
         for key, expected in alone.items():
             torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
     assert (folder / "decisions.jsonl").read_text() == decisions

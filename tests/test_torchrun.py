@@ -21,7 +21,7 @@ STEPS = 25  # a run says something of every fifth
 
 
 def launch(out, *options: str, resume: tuple[str, ...] = ()) -> subprocess.Popen:
-    """A small run under torchrun, without --resume unless it is given."""
+    """A small run under torchrun."""
     path = out.parent / "test.yaml"
     path.write_text(config.dump(toy_config(out, f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2",
                                            "model.dtype=float32", "prune.prompts={kind: bernoulli, drop_prob: 0.5}",
@@ -76,7 +76,8 @@ def test_restarts_want_a_store_of_their_own(monkeypatch):
 
 @pytest.mark.slow
 def test_a_worker_that_dies_is_restarted_and_resumes_by_itself(tmp_path, whole):
-    process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+    process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
+                     resume=("--resume", "auto"))
     wait_for(process, "step 10:")
     os.kill(workers(process)[1], signal.SIGKILL)
     said = process.communicate()[1]

@@ -373,13 +373,15 @@ def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monke
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_a_step_on_cuda(dtype, tmp_path):
-    """Sampling, both kinds of kernel, autocast, update and export on the device; engine and learner agree."""
+@pytest.mark.parametrize(("dtype", "offload"), [("float32", False), ("bfloat16", False), ("bfloat16", True)])
+def test_a_step_on_cuda(dtype, offload, tmp_path):
+    """Sampling, both kinds of kernel, mixed precision, update, checkpoint and export on the device; engine and learner
+    agree."""
     dist.close()  # the suite's group is gloo alone
     try:
         train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",
-                               "update.epochs=2", "model.checkpoint_blocks=true"))
+                               f"optim.offload={str(offload).lower()}", "checkpoint.every=1", "update.epochs=2",
+                               "model.checkpoint_blocks=true"))
     finally:
         dist.close()
         dist.init("cpu")
