@@ -80,11 +80,12 @@ rollout.import_vllm = as_shipped
 
 
 LATE = """
-import copy
+from model import Decoder
 sync = rollout.VLLMEngine.sync
 def late(self, policy):
     sync(self, getattr(self, "last", policy))
-    self.last = copy.deepcopy(policy)
+    self.last = Decoder(policy.shape)
+    self.last.load_state_dict({name: rollout.dist.full(p.detach()).clone() for name, p in policy.named_parameters()})
 rollout.VLLMEngine.sync = late
 """
 
