@@ -10,7 +10,7 @@ demo: .venv/run      ## train the toy model with CPPO and print accuracy before 
 test: .venv/dev      ## the suite, without whole training runs
 	$(VENV)/python -m pytest
 
-test-slow: .venv/dev ## whole training runs: the toy learns, and runs that are killed are the same runs
+test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, and killed runs are the same runs
 	$(VENV)/python -m pytest -m slow
 	$(VENV)/python tests/survive.py --kills 3
 

@@ -19,7 +19,7 @@ import shutil
 import sys
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
 
@@ -95,6 +95,17 @@ class Checkpoints:
         if self.written is not None:
             written, self.written = self.written, None
             written.result()
+
+    @contextmanager
+    def finished(self) -> Iterator[None]:
+        """A save on its way is written first, whatever ends the run but a second signal."""
+        try:
+            yield
+        except Exception:
+            with suppress(ConfigError):
+                self.wait()
+            raise
+        self.wait()
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:

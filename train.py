@@ -86,29 +86,25 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
     if first == 0:
         evaluate(step=0)
-    for step in log.steps(first, cfg.steps):
-        clock = metrics.Clock()
-        rolled, batch = collect(engine, tokenizer, prompts, history, cfg, step, clock, log)
-        with clock.phase("sync"):
-            engine.sleep()
-        checkpoints.wait_for_copies()
-        try:
+    with checkpoints.finished():
+        for step in log.steps(first, cfg.steps):
+            clock = metrics.Clock()
+            rolled, batch = collect(engine, tokenizer, prompts, history, cfg, step, clock, log)
+            with clock.phase("sync"):
+                engine.sleep()
+            checkpoints.wait_for_copies()
             measured = update(learner, batch, step, clock)
-        except NotFinite:
-            checkpoints.wait()
-            raise
-        with clock.phase("sync"):
-            engine.sync(learner.policy)
-        write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
-        if due(cfg.eval.every, step + 1, cfg.steps):
-            evaluate(step + 1)
-        stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
-        if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-            checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state()})
-        if stopping and step + 1 < cfg.steps:
-            checkpoints.wait()
-            raise KeyboardInterrupt
-    checkpoints.wait()
+            with clock.phase("sync"):
+                engine.sync(learner.policy)
+            write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
+            if due(cfg.eval.every, step + 1, cfg.steps):
+                evaluate(step + 1)
+            stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
+            if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
+                checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state()})
+            if stopping and step + 1 < cfg.steps:
+                checkpoints.wait()
+                raise KeyboardInterrupt
     export(learner.policy, source, folder / "hf")
     if dist.rank() == 0:
         print(runfolder.summary(folder), flush=True)

@@ -161,6 +161,16 @@ def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatc
         saved(tmp_path, role, 1)
 
 
+def test_a_save_on_its_way_is_written_before_a_run_ends_by_an_error(role, tmp_path):
+    checkpoints, waited = Checkpoints(tmp_path, 1, {"policy": role}, CPU), []
+    with pytest.raises(RuntimeError), checkpoints.finished():
+        checkpoints.save(1, {})
+        written = checkpoints.written
+        checkpoints.written = SimpleNamespace(result=lambda: waited.append(written.result()))
+        raise RuntimeError
+    assert waited and checkpoint.newest(tmp_path).name == "step_000001"
+
+
 def test_a_first_checkpoint_without_its_pointer_counts(role, tmp_path):
     checkpoints = saved(tmp_path, role, 1)
     (tmp_path / "latest").unlink()

@@ -74,6 +74,15 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
+def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
+    order = []
+    for owner, name in ((train.Checkpoints, "save"), (train.Checkpoints, "wait_for_copies"), (train, "update")):
+        true = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *given, name=name, true=true: order.append(name) or true(*given))
+    train.train(toy_config(tmp_path / "run", "checkpoint.every=1"))
+    assert order == ["wait_for_copies", "update", "save"] * 2
+
+
 def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
     assert runfolder.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
@@ -157,6 +166,7 @@ GSM8K = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["grpo_gsm8k", "cppo_gsm8k", "dppo_gsm8k", "pps_gsm8k",
                                   "grpo_math", "cppo_math", "dppo_math", "greso_math"])
 def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
