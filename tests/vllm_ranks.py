@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import torch
-from torch.distributed.fsdp import fully_shard
 
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -25,9 +24,7 @@ def main() -> None:
     born, other, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
     engine = VLLMEngine(born, torch.float32, device, frozenset({2}), 4, 256, tensor_parallel=ranks)
     policy, plain = load(other), load(other)
-    for block in policy.layers:
-        fully_shard(block)
-    fully_shard(policy)
+    dist.shard(policy, policy.layers, device, torch.float32)
     gaps, tokens = [], []
     for _ in range(2):  # again after the sharded weights have changed
         engine.sleep()
@@ -38,7 +35,7 @@ def main() -> None:
         samples = engine.generate(prompts, [10 * dist.rank() + i for i in range(len(prompts))], 12, 0.7)
         gaps += [float((torch.tensor(s.logp) - trainer_logp(plain, p, s, 0.7)).abs().max())
                  for p, s in zip(prompts, samples, strict=True)]
-        tokens += [s.ids for s in samples]
+        tokens += [list(s.ids) for s in samples]
         with torch.no_grad():
             for p, q in zip(policy.parameters(), plain.parameters(), strict=True):
                 p.mul_(0.9)
