@@ -39,6 +39,21 @@ class Killed(Exception):
     pass
 
 
+def die_in(last: int, cfg: config.Config, monkeypatch) -> None:
+    """Run until the update of a step, counted from 0, and die there."""
+    true_update = train.update
+
+    def dying(learner, batch, step, clock):
+        if step == last:
+            raise Killed
+        return true_update(learner, batch, step, clock)
+
+    monkeypatch.setattr(train, "update", dying)
+    with pytest.raises(Killed):
+        train.train(cfg)
+    monkeypatch.undo()
+
+
 RESUMED = {
     "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2"],
     "dppo": ["data.limit=6", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
@@ -54,17 +69,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     more = ["steps=4", "checkpoint.every=2", "eval.every=1", *RESUMED[name]]
     whole = train.train(toy_config(tmp_path / "whole", *more))
     cfg = toy_config(tmp_path / "cut", *more)
-    true_update = train.update
-
-    def dying(learner, batch, step, clock):
-        if step == 3:
-            raise Killed
-        return true_update(learner, batch, step, clock)
-
-    monkeypatch.setattr(train, "update", dying)
-    with pytest.raises(Killed):
-        train.train(cfg)
-    monkeypatch.undo()
+    die_in(3, cfg, monkeypatch)
     assert [line["step"] for line in without_times(tmp_path / "cut")][-1] == 3
     resumed = train.train(cfg, resume="always")
     one, other = weights(whole), weights(resumed)
@@ -328,17 +333,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=2")
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     whole = weights(train.train(replace(cfg, out=str(tmp_path / "whole"))))
-    true_update = train.update
-
-    def dying(learner, batch, step, clock):
-        if step == 1:
-            raise Killed
-        return true_update(learner, batch, step, clock)
-
-    monkeypatch.setattr(train, "update", dying)
-    with pytest.raises(Killed):
-        train.train(cfg)
-    monkeypatch.undo()
+    die_in(1, cfg, monkeypatch)
     resume = [sys.executable, "train.py", "--config", str(tmp_path / "test.yaml"), "--resume"]
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000)))
