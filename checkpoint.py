@@ -1,6 +1,6 @@
 """Checkpoints on torch.distributed.checkpoint: written in the background, loaded on any number of ranks.
 
-    checkpoints/step_000123/policy/     weights and moments, each rank's part in a file of its own
+    checkpoints/step_000123/policy/     weights and moments, each rank's part in a file of its own; the same in critic/
     checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, the memory of prompts
     checkpoints/step_000123/files.json  every file above with its size
     checkpoints/latest                  name of the newest
@@ -25,15 +25,15 @@ from time import perf_counter
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 import dist
 from config import ConfigError
-from model import Decoder, export, find_model, load_model
+from model import export, find_model, load_model
 
-Role = tuple[Decoder, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
+Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 
 
 class Checkpoints:
@@ -136,7 +136,7 @@ class Checkpoints:
         return torch.load(path / "extra.pt", weights_only=True)
 
 
-def tensors(model: Decoder, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
+def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
     """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not copies."""
     found = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for name, p in model.named_parameters():

@@ -51,6 +51,10 @@ class Rollout:
     # dropped and replaced (DAPO's dynamic sampling). full: when what is kept fills pack.budget, N prompts at a time.
     until: Literal["offered", "informative", "full"] = "offered"
     max_rounds: int = 10           # informative, full: rollouts after which a step goes on with what it has
+    # informative: what must differ within a group. accuracy: whatever the other components add (DAPO)
+    differ_in: Literal["reward", "accuracy"] = "reward"
+    oversample: float = 1.5        # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
+    window: int | None = None      # new tokens of a completion per step; the rest comes in the next (T-PPO); null: all
     engine: Literal["torch", "vllm"] = "torch"
     temperature: float = 1.0       # divides the logits here and in every training pass
     slots: int = 256               # sequences decoded at once, per engine; decides the size of the KV cache
@@ -67,12 +71,43 @@ class Reward:
     format: float = 0.0
     tag_exact: float = 0.0
     tag_number: float = 0.0
+    overlong: float = 0.0          # from 0 to -1 over the last overlong_tokens before rollout.max_new_tokens (DAPO)
+    overlong_tokens: int | None = None
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """Of the components that count."""
+        return {f.name: getattr(self, f.name) for f in fields(self)
+                if f.name != "overlong_tokens" and getattr(self, f.name)}
 
 
 @dataclass(frozen=True, slots=True)
 class Advantage:
+    # GRPO; Dr. GRPO; RLOO; REINFORCE; GDPO; A*-PO; PPO, VAPO and T-PPO, with a critic. See advantage.ESTIMATORS
+    kind: Literal["group_norm", "centred", "leave_one_out", "reward", "decoupled", "soft_value", "gae"] = "group_norm"
     correction: Literal[0, 1] = 1  # of the group's standard deviation: 1 in the released codes, 0 in the papers
     eps: float = 1e-4              # added to it; verl has 1e-6
+    lam: float = 0.95              # gae: lambda of the policy's advantage
+    alpha: float | None = None     # gae: in place of lam, 1 - 1 / (alpha x length); VAPO: 0.05, at thousands of tokens
+    lam_min: float = 0.0           # gae: where alpha gives less
+    lam_critic: float = 1.0        # gae: lambda of the critic's target; 1: the reward itself
+    bootstrap: Literal["prev", "true"] = "prev"  # gae: value behind a cut: of the state before (EGAE), or its own
+    beta: float = 0.5              # soft_value: KL weight that V* is of
+    samples: int = 8               # soft_value: of the initial policy per training prompt, before the first step
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """Of advantage.kind=gae: a value head on a copy of the policy's backbone. What is not here is as in `optim`."""
+
+    lr: float | None = None
+    warmup_steps: int = 0          # then constant
+    epochs: int = 1                # passes over each rollout
+    minibatches: int = 1           # optimizer steps per pass
+    bounded: bool = False          # values within the range of rewards, by a sigmoid
+    min_samples: int = 1           # no step on fewer completions that are done
+    pretrain_steps: int = 0        # first steps of the run, in which the critic alone learns
+    pretrain_until: float | None = None  # explained variance that ends them sooner
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +134,7 @@ class Prompts:
 class Prune:
     completions: Completions = field(default_factory=Completions)
     prompts: Prompts = field(default_factory=Prompts)
+    truncated: bool = False        # drop completions cut at rollout.max_new_tokens (DAPO's overlong filtering)
     unpruned_steps: int = 0        # at the end of the run, without pruning at either level; rollout.until stays
 
 
@@ -111,12 +147,18 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    per: Literal["token", "sequence", "constant"] = "sequence"  # what counts the same, see loss.token_weight
+    per: Literal["token", "sequence", "constant", "sum"] = "sequence"  # what counts the same, see loss.token_weight
     count: Literal["all", "kept"] = "all"     # divide by all that was offered, or by what pruning kept
+    # How far the policy may move: PPO, GRPO, DAPO; GSPO; CISPO; Divergence PPO twice; without bound. See loss.TRUST
+    trust: Literal["clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"] = "clip"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
+    divergence: float | None = None  # total_variation: 0.15, binary_kl: 0.05 in the paper
+    ratio_cap: float = 20.0        # total_variation, binary_kl: upper bound on the ratio
     kl: float = 0.0                # beta, weight of the k3 KL to the initial model
+    residual: float | None = None  # beta of A*-PO's squared loss, see loss.residual; 1e-3 in the paper
+    likelihood: float = 0.0        # weight of -log pi of correct completions; VAPO has 0.1
     old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
     tis_cap: float | None = None   # weigh each token by min(pi_old / pi_engine, cap); 2 is usual
     mask_ratio: float | None = None  # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
@@ -166,10 +208,14 @@ class Config:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     reward: Reward = field(default_factory=Reward)
     advantage: Advantage = field(default_factory=Advantage)
+    critic: Critic = field(default_factory=Critic)
     prune: Prune = field(default_factory=Prune)
     loss: Loss = field(default_factory=Loss)
     update: Update = field(default_factory=Update)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
+
+
+ALONE = ("reward", "soft_value", "gae")  # kinds of advantage.kind that do with one completion per prompt
 
 
 def rules(cfg: Config) -> list[tuple[str, bool, str]]:
@@ -181,7 +227,8 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("model.logp_chunk", cfg.model.logp_chunk >= 1, "at least 1"),
         ("data.max_prompt_tokens", cfg.data.max_prompt_tokens >= 1, "at least 1"),
         ("data.limit", cfg.data.limit is None or cfg.data.limit >= 1, "at least 1, or null"),
-        ("rollout.group_size", roll.group_size >= 2, "at least 2: an advantage compares completions of one prompt"),
+        ("rollout.group_size", roll.group_size >= (1 if cfg.advantage.kind in ALONE else 2),
+         f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt"),
         ("rollout.prompts_per_step", roll.prompts_per_step >= 1, "at least 1"),
         ("rollout.max_new_tokens", roll.max_new_tokens >= 1, "at least 1"),
         ("rollout.temperature", roll.temperature > 0, "above 0: greedy groups have no advantage"),
@@ -194,19 +241,21 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("rollout.cache_gib", roll.engine == "vllm" or roll.cache_gib is None, "null unless rollout.engine=vllm"),
         ("model.dtype", roll.engine == "torch" or cfg.model.dtype != "float64",
          "other than float64 with rollout.engine=vllm, which does not compute in it"),
-        ("reward", any(dataclasses.asdict(cfg.reward).values()), "given at least one weight other than 0"),
+        ("reward", bool(cfg.reward.weights), "given at least one weight other than 0"),
+        ("reward.overlong_tokens", (cfg.reward.overlong_tokens is not None) == (cfg.reward.overlong != 0),
+         "set with reward.overlong, and null without"),
+        ("reward.overlong_tokens", 1 <= (cfg.reward.overlong_tokens or 1) <= roll.max_new_tokens,
+         f"in 1..{roll.max_new_tokens} (rollout.max_new_tokens)"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         *completion_rules(cfg),
         *prompt_rules(cfg),
+        *critic_rules(cfg),
+        *window_rules(cfg),
+        *objective_rules(cfg),
         ("pack.capacity", cfg.pack.capacity >= trained,
          f"at least {trained} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
          f"rollout.max_new_tokens={roll.max_new_tokens}); raise it or lower those"),
         ("pack.window", cfg.pack.window is None or cfg.pack.window >= 1, "at least 1, or null"),
-        ("loss.clip_low", 0 <= cfg.loss.clip_low <= 1, "in [0, 1]"),
-        ("loss.clip_high", cfg.loss.clip_high >= 0, "at least 0"),
-        ("loss.dual_clip", cfg.loss.dual_clip is None or cfg.loss.dual_clip > 1 + cfg.loss.clip_high,
-         "above 1 + loss.clip_high, or none"),
-        ("loss.kl", cfg.loss.kl >= 0, "at least 0"),
         ("loss.tis_cap", cfg.loss.tis_cap is None or cfg.loss.tis_cap >= 1, "at least 1, or null"),
         ("loss.mask_ratio", cfg.loss.mask_ratio is None or cfg.loss.mask_ratio > 1, "above 1, or null"),
         ("loss.old_logp", cfg.loss.old_logp == "recompute" or (cfg.loss.tis_cap or cfg.loss.mask_ratio) is None,
@@ -247,6 +296,8 @@ def completion_rules(cfg: Config) -> list[tuple[str, bool, str]]:
          f"null while prune.completions.kind={done.kind}; it belongs to bernoulli and bottom"),
         ("loss.count", cfg.loss.count == "all" or done.kind not in ("bernoulli", "pps"),
          f"all with prune.completions.kind={done.kind}: its weights restore the full batch, not a mean over the kept"),
+        ("prune.completions.kind", done.kind == "none" or roll.group_size >= 2,
+         "none with rollout.group_size=1: there is nothing to compare a completion with"),
     ]
 
 
@@ -267,6 +318,8 @@ def prompt_rules(cfg: Config) -> list[tuple[str, bool, str]]:
          "at least 1 with prune.prompts.kind=rank: a prompt that is never rolled out is never measured again"),
         ("prune.prompts.max_skips", done.kind == "rank" or done.max_skips is None,
          f"null while prune.prompts.kind={done.kind}; it belongs to rank"),
+        ("prune.prompts.kind", done.kind == "none" or roll.group_size >= 2,
+         "none with rollout.group_size=1: one completion has no |advantage| to remember a prompt by"),
         ("prune.prompts.explore", 0.05 <= done.explore <= 0.95, "in [0.05, 0.95], where it is kept"),
         ("prune.prompts.target", 0 < done.target < 1, "in (0, 1)"),
         *((f"prune.prompts.{name}", done.kind == "greso" or getattr(done, name) == getattr(Prompts(), name),
@@ -274,15 +327,93 @@ def prompt_rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("prune.unpruned_steps", 0 <= cfg.prune.unpruned_steps <= cfg.steps, f"in 0..{cfg.steps} (steps)"),
         ("loss.count", cfg.loss.count == "all" or done.kind != "bernoulli",
          "all with prune.prompts.kind=bernoulli: its weights restore the full batch, not a mean over the kept"),
-        ("loss.per", cfg.loss.per != "token" or cfg.loss.count == "kept" or not rated or roll.until == "informative",
-         f"sequence or constant with prune.prompts.kind={done.kind} and loss.count=all: a mean over all tokens needs "
-         "the length of what a prompt that is skipped would have got"),
+        *((key, mean or cfg.loss.count == "kept" or not rated or roll.until == "informative",
+           f"{other} with prune.prompts.kind={done.kind} and loss.count=all: a mean over all tokens needs the length "
+           "of what a prompt that is skipped would have got")
+          for key, mean, other in (("loss.per", cfg.loss.per != "token", "sequence or constant"),
+                                   ("loss.likelihood", not cfg.loss.likelihood, "0"))),
         ("rollout.until", roll.until != "informative" or done.kind != "bernoulli",
          "offered (or full) with prune.prompts.kind=bernoulli: a prompt that is replaced must not be weighed for too"),
         ("rollout.max_rounds", roll.max_rounds >= 1, "at least 1"),
+        ("rollout.oversample", roll.oversample >= 1, "at least 1"),
+        ("rollout.differ_in", roll.differ_in == "reward" or (roll.until == "informative" and cfg.reward.accuracy != 0),
+         "reward unless rollout.until=informative and reward.accuracy has a weight"),
         ("pack.budget", (cfg.pack.budget is not None) == full, "set with rollout.until=full, and null without"),
         ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
          f"in 1..{most} tokens, all that rollout.max_rounds rounds can give"),
+    ]
+
+
+def critic_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    adv, critic, used = cfg.advantage, cfg.critic, cfg.advantage.kind == "gae"
+    others = {"lam": "gae", "alpha": "gae", "lam_min": "gae", "lam_critic": "gae", "bootstrap": "gae",
+              "beta": "soft_value", "samples": "soft_value"}
+    return [
+        ("critic", used or critic == Critic(), "left out unless advantage.kind=gae, which alone has a critic"),
+        ("critic.lr", not used or (critic.lr is not None and critic.lr > 0), "above 0 with advantage.kind=gae"),
+        ("critic.warmup_steps", critic.warmup_steps >= 0, "at least 0"),
+        ("critic.epochs", critic.epochs >= 1, "at least 1"),
+        ("critic.minibatches", critic.minibatches >= 1, "at least 1"),
+        ("critic.min_samples", critic.min_samples >= 1, "at least 1"),
+        ("critic.pretrain_steps", 0 <= critic.pretrain_steps < cfg.steps, f"in 0..{cfg.steps - 1}, below steps"),
+        ("critic.pretrain_until", critic.pretrain_until is None or
+         (critic.pretrain_steps > 0 and 0 < critic.pretrain_until < 1),
+         "in (0, 1), with critic.pretrain_steps as the most that it may take; or null"),
+        *((f"advantage.{name}", adv.kind == kind or getattr(adv, name) == getattr(Advantage(), name),
+           f"left out while advantage.kind={adv.kind}; it belongs to {kind}") for name, kind in others.items()),
+        *((f"advantage.{name}", 0 <= getattr(adv, name) <= 1, "in [0, 1]")
+          for name in ("lam", "lam_min", "lam_critic")),
+        ("advantage.alpha", adv.alpha is None or adv.alpha > 0, "above 0, or null"),
+        ("advantage.lam", adv.alpha is None or adv.lam == Advantage().lam, "left out with advantage.alpha"),
+        ("advantage.lam_min", adv.alpha is not None or adv.lam_min == 0, "left out without advantage.alpha"),
+        ("advantage.beta", adv.beta > 0, "above 0"),
+        ("advantage.samples", adv.samples >= 1, "at least 1"),
+    ]
+
+
+def window_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    roll, windowed = cfg.rollout, cfg.rollout.window is not None
+    return [
+        ("rollout.window", not windowed or 1 <= roll.window <= roll.max_new_tokens,
+         f"in 1..{roll.max_new_tokens} (rollout.max_new_tokens), or null"),
+        ("advantage.kind", not windowed or cfg.advantage.kind == "gae",
+         "gae with rollout.window: completions of one prompt end in different steps, so no group is whole to compare"),
+        ("advantage.bootstrap", windowed or cfg.advantage.bootstrap == "prev",
+         "left out without rollout.window: nothing is cut"),
+        ("prune.completions.kind", not windowed or cfg.prune.completions.kind == "none",
+         "none with rollout.window: what is cut has no |advantage| in a group yet to be pruned by"),
+        ("prune.prompts.kind", not windowed or cfg.prune.prompts.kind == "none",
+         "none with rollout.window: a prompt's group is never in one step, so there is nothing to remember of it"),
+        ("rollout.until", not windowed or roll.until == "offered", "offered with rollout.window"),
+        ("loss.trust", not windowed or cfg.loss.trust != "clip_sequence",
+         "other than clip_sequence with rollout.window: a step has only a part of a sequence"),
+    ]
+
+
+def objective_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    loss, divergent = cfg.loss, cfg.loss.trust in ("total_variation", "binary_kl")
+    return [
+        ("loss.clip_low", 0 <= loss.clip_low <= 1, "in [0, 1]"),
+        ("loss.clip_high", loss.clip_high >= 0, "at least 0"),
+        ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
+         "above 1 + loss.clip_high, or none"),
+        ("loss.dual_clip", loss.dual_clip is None or loss.trust in ("clip", "clip_sequence"),
+         f"null with loss.trust={loss.trust}; it belongs to clip and clip_sequence"),
+        *((f"loss.{name}", loss.trust in ("clip", "clip_sequence", "clamp") or getattr(loss, name) == 0.2,
+           f"left out with loss.trust={loss.trust}") for name in ("clip_low", "clip_high")),
+        ("loss.divergence", divergent == (loss.divergence is not None) and (loss.divergence or 1) > 0,
+         "above 0 with loss.trust=total_variation or binary_kl, and null without"),
+        ("loss.ratio_cap", loss.ratio_cap > 1 and (divergent or loss.ratio_cap == 20),
+         "above 1, and left out unless loss.trust is total_variation or binary_kl"),
+        ("loss.kl", loss.kl >= 0, "at least 0"),
+        ("loss.likelihood", loss.likelihood >= 0, "at least 0"),
+        ("loss.likelihood", not loss.likelihood or cfg.reward.accuracy != 0,
+         "0 unless reward.accuracy has a weight, which tells what is correct"),
+        ("loss.residual", loss.residual is None or loss.residual > 0, "above 0, or null"),
+        ("loss.residual", loss.residual is None or cfg.advantage.kind == "soft_value",
+         "null unless advantage.kind=soft_value: the squared loss is of r - V*"),
+        ("loss.residual", loss.residual is None or (loss.trust, loss.per) == ("none", "sum"),
+         "null unless loss.trust=none and loss.per=sum, which make its gradient that of the squared loss"),
     ]
 
 
@@ -392,8 +523,9 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         with contextlib.suppress(ConfigError):  # the error below says that null is allowed too
             return None if value is None else convert(value, get_args(kind)[0], path)
     elif get_origin(kind) is Literal:
-        if value in get_args(kind) and not isinstance(value, bool):
-            return value
+        word = str(value).lower() if isinstance(value, bool) else value  # yaml reads true as no word
+        if word in get_args(kind):
+            return word
     elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         with contextlib.suppress(ValueError):  # what is no number meets the error below
             number = float(value)

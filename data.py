@@ -21,7 +21,7 @@ from config import ConfigError, Prompts, read_json
 from dist import seed_for
 from prune import PROMPTS, REFILLING, Memory, adapt
 from reward import last_boxed
-from sample import Problem, Prompt, Turn
+from sample import Problem, Prompt, Sample, Turn
 
 # name -> (file in data.dir, hub data set, its configuration, split)
 SETS = {
@@ -259,7 +259,8 @@ def easy_and_hard(reward_NG: torch.Tensor, middle: float) -> tuple[torch.Tensor,
 
 
 class PromptHistory:
-    """The one state that drawing prompts has: where the row of epochs stands and what earlier rollouts showed.
+    """The one state that drawing prompts has: where the row of epochs stands, what earlier rollouts showed, and with
+    rollout.window what they left unfinished.
 
     The same on every rank, and independent of their number: it is kept from records that all ranks hold.
     """
@@ -268,6 +269,8 @@ class PromptHistory:
         self.place = 0
         self.visits: dict[str, Visit] = {}
         self.explore = (explore, explore)  # prune.adapt
+        self.values: dict[str, float] = {}  # V* (advantage.kind=soft_value)
+        self.pool: list[tuple[Turn, Sample]] = []  # completions that go on in the next step
 
     def draw(self, prompts: list[Prompt], pruning: Prompts, seed: int, count: int) -> list[Turn]:
         """The turns of the next `count` prompts, kept or skipped; with a kind that refills (REFILLING) of as many as it
@@ -319,9 +322,16 @@ class PromptHistory:
 
     def state(self) -> dict:
         """For a checkpoint: plain values only."""
-        return {"place": self.place, "explore": self.explore,
-                "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()}}
+        return {"place": self.place, "explore": self.explore, "values": self.values,
+                "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()},
+                "pool": [(turn.epoch, turn.prompt.id, turn.copy,
+                          *(torch.from_numpy(np.array(x)) for x in (sample.ids, sample.logp)))
+                         for turn, sample in self.pool]}
 
-    def restore(self, state: dict) -> None:
-        self.place, self.explore = state["place"], state["explore"]
+    def restore(self, state: dict, prompts: list[Prompt]) -> None:
+        self.place, self.explore, self.values = state["place"], state["explore"], state["values"]
         self.visits = {prompt_id: Visit(*values) for prompt_id, values in state["visits"].items()}
+        by_id = {prompt.id: prompt for prompt in prompts}
+        self.pool = [(Turn(by_id[prompt_id], epoch, copy=copy),
+                      Sample(ids.tolist(), logp.tolist(), finished=False, pending=True))
+                     for epoch, prompt_id, copy, ids, logp in state["pool"]]

@@ -4,8 +4,11 @@ Every objective has the gradient  - sum_t  w_t * f_t * A_t * grad logp_t  (+ the
 advantage A. So a trust region returns f, as a constant, and the textbook surrogates live in the tests that compare
 gradients. Pure functions.
 
-Dimension key:  N groups in one mini-batch,  G completions per group,  C completion tokens in one packed row.
+Dimension key:  N groups in one mini-batch,  G completions per group,  C completion tokens in one packed row, which are
+those of  S completions.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -19,6 +22,7 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
     per     "token"    every token counts the same             (DAPO, arXiv:2503.14476)
             "sequence" every completion counts the same        (GRPO, arXiv:2402.03300)
             "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
+            "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
     count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
             "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
     offered prompts of this mini-batch, those skipped before rollout included
@@ -29,7 +33,26 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
     tokens = (kept_NG * len_NG).sum() if count == "kept" else len_NG.sum()
     # Pruning may leave a mini-batch with nothing: its weights are 0, not 0/0.
     items, tokens = items.clamp(min=1), tokens.clamp(min=1)
-    return pruned.weight_NG / {"token": tokens, "sequence": len_NG * items, "constant": max_len * items}[per]
+    over = {"token": tokens, "sequence": len_NG * items, "constant": max_len * items, "sum": items}
+    return pruned.weight_NG / over[per]
+
+
+def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float, count: str) -> Tensor:
+    """Weight of every token of each completion in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu times the
+    mean of -log pi over the tokens of all correct completions of the mini-batch; 0 where none is correct.
+    """
+    counted_NG = correct_NG & pruned.keep_NG if count == "kept" else correct_NG
+    return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """How the policy has moved on the tokens of one row."""
+
+    logp_C: Tensor      # log-probs in nats under the current policy
+    old_logp_C: Tensor  # and under the one before the update, or under the engine (loss.old_logp)
+    adv_C: Tensor
+    segment_C: Tensor   # which completion each token belongs to: 0, 1, ...
 
 
 def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None) -> Tensor:
@@ -45,6 +68,63 @@ def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: fl
     if dual is not None:
         stopped_C |= (adv_C < 0) & (ratio_C > dual)
     return torch.where(stopped_C, 0.0, ratio_C)
+
+
+def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Tensor:
+    """GSPO (arXiv:2507.18071): `clip` by the ratio of the whole completion, its tokens' geometric mean.
+
+    With loss.per=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
+    """
+    gap_C = segment_mean(move.logp_C - move.old_logp_C, move.segment_C)[move.segment_C]
+    return clip(gap_C, torch.zeros_like(gap_C), move.adv_C, low, high, dual)
+
+
+def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor:
+    """CISPO (arXiv:2506.13585): the ratio within [1 - low, 1 + high]; no token's gradient is stopped. low 1 is no lower
+    bound."""
+    return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
+
+
+def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
+    """Divergence PPO (arXiv:2602.04879), binary total variation: min(ratio, cap), or 0 where the token's probability
+    has moved by more than `divergence` in the advantage's direction. Rare tokens may double, frequent ones may not.
+    """
+    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
+    return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
+
+
+def binary_kl(move: Move, divergence: float, cap: float) -> Tensor:
+    """Divergence PPO (arXiv:2602.04879), binary KL(old, new) in nats in place of the total variation."""
+    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
+    kl_C = sum(torch.xlogy(p, p) - torch.xlogy(p, q) for p, q in ((old_C, new_C), (1 - old_C, 1 - new_C)))
+    return capped(move, (kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0), cap)
+
+
+def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
+    return torch.where(stopped_C, 0.0, (move.logp_C - move.old_logp_C).detach().exp().clamp(max=cap))
+
+
+# loss.trust -> f, of the move and of that section of the config
+TRUST = {
+    "clip": lambda move, settings: clip(move.logp_C, move.old_logp_C, move.adv_C, settings.clip_low,
+                                        settings.clip_high, settings.dual_clip),
+    "clip_sequence": lambda move, settings: clip_sequence(move, settings.clip_low, settings.clip_high,
+                                                          settings.dual_clip),
+    "clamp": lambda move, settings: clamp(move.logp_C, move.old_logp_C, settings.clip_low, settings.clip_high),
+    "total_variation": lambda move, settings: total_variation(move, settings.divergence, settings.ratio_cap),
+    "binary_kl": lambda move, settings: binary_kl(move, settings.divergence, settings.ratio_cap),
+    "none": lambda move, settings: torch.ones_like(move.adv_C),  # REINFORCE, A*-PO
+}
+
+
+def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
+    """A*-PO (arXiv:2505.20686): the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+
+    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all but logp,
+    where adv_C is r - V* and the log-ratio is the sum over the completion.
+    """
+    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
+    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
@@ -63,10 +143,18 @@ def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, 
     weight_C = torch.ones_like(gap_C) if cap is None else gap_C.exp().clamp(max=cap)
     if mask_ratio is None:
         return weight_C
-    count_S = segment_C.bincount()
-    sum_S = torch.zeros_like(count_S, dtype=gap_C.dtype).index_add(0, segment_C, gap_C)
-    ratio_S = (sum_S / count_S.clamp(min=1)).exp()
+    ratio_S = segment_mean(gap_C, segment_C).exp()
     return weight_C * ((ratio_S <= mask_ratio) & (ratio_S * mask_ratio >= 1))[segment_C]
+
+
+def segment_sum(x_C: Tensor, segment_C: Tensor) -> Tensor:
+    """[S] sums of x over the tokens of each completion."""
+    count = int(segment_C.max()) + 1
+    return torch.zeros(count, dtype=x_C.dtype, device=x_C.device).index_add(0, segment_C, x_C)
+
+
+def segment_mean(x_C: Tensor, segment_C: Tensor) -> Tensor:
+    return segment_sum(x_C, segment_C) / segment_C.bincount().clamp(min=1)
 
 
 def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
@@ -76,3 +164,8 @@ def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
     """
     d_C = ref_logp_C - logp_C
     return d_C.exp() - d_C - 1
+
+
+def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
+    """Half the weighted sum of squared errors of a critic."""
+    return (weight_C * (value_C - target_C).square()).sum() / 2

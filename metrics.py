@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 import dist
+from advantage import flat
 from pack import Row, cost
-from sample import Batch, Rolled
+from sample import Batch, Rolled, pending
 
 
 class Clock:
@@ -37,26 +38,31 @@ class Clock:
 def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
     """Metrics of records that every rank holds. Where nothing was rolled out, no mean of it is given."""
     samples = [s for group in rolled.groups for s in group.samples]
-    tokens = sum(s.length for s in samples)
+    done = [s for s in samples if not s.pending]
+    done_NG = ~pending(rolled.groups, rolled.reward_NG.shape[1])
+    tokens = sum(s.fresh for s in samples)
     weight_NG = batch.pruned.weight_NG
     counts = {
         "rollout/rounds": rolled.rounds,
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
+        "rollout/pending": len(samples) - len(done),
         "prune/skipped": len(rolled.turns) - len(rolled.groups),
         "prune/offered": batch.offered * weight_NG.shape[1],
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
         "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
     }
-    return counts if not samples else counts | {
-        "reward/mean": rolled.reward_NG.mean().item(),
-        "reward/std": rolled.reward_NG.std(correction=0).item(),
-        **{f"reward/{name}": part_NG.mean().item() for name, part_NG in rolled.parts.items()},
-        "rollout/length": tokens / len(samples),
-        "rollout/truncated": sum(not s.finished for s in samples) / len(samples),
-        "rollout/entropy": -sum(s.logp_sum for s in samples) / tokens,
-        "advantage/flat_groups": (rolled.adv_NG == 0).all(dim=1).double().mean().item(),
+    if samples:
+        counts["rollout/entropy"] = -sum(s.logp_sum for s in samples) / tokens
+    if samples and rolled.reward_NG.shape[1] > 1:
+        counts["advantage/flat_groups"] = flat(rolled.reward_NG).double().mean().item()
+    return counts if not done else counts | {
+        "reward/mean": rolled.reward_NG[done_NG].mean().item(),
+        "reward/std": rolled.reward_NG[done_NG].std(correction=0).item(),
+        **{f"reward/{name}": part_NG[done_NG].mean().item() for name, part_NG in rolled.parts.items()},
+        "rollout/length": sum(s.length for s in done) / len(done),
+        "rollout/truncated": sum(not s.finished for s in done) / len(done),
     }
 
 
@@ -66,14 +72,15 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
 
     {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained on also "slot": which
     of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's are those of both levels
-    together, and its weight is 0 where it is dropped.
+    together, and its weight is 0 where it is dropped. "copy" is Turn.copy, where it is not 0.
     """
-    trained = {(turn.epoch, turn.prompt.id): {
+    trained = {(turn.epoch, turn.prompt.id, turn.copy): {
         "slot": slot, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
         for turn, slot, prob_G, weight_G in zip(
             batch.turns, batch.slots, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)}
     prompts = [{"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
-               | trained.get((turn.epoch, turn.prompt.id), {}) for turn in rolled.turns]
+               | ({"copy": turn.copy} if turn.copy else {})
+               | trained.get((turn.epoch, turn.prompt.id, turn.copy), {}) for turn in rolled.turns]
     return {"seed": batch.seed, "offered": batch.offered, "prompts": prompts}
 
 
@@ -81,7 +88,7 @@ class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
     NAMES = ("loss", "tokens", "seen", "clipped", "k3", "packed", "rows", "cost", "corrected", "masked",
-             "compared", "mismatch", "engine_kl", "ratio", "ratio_squared")
+             "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
 
     def __init__(self, quadratic: float = 0.0):
         self.quadratic = quadratic  # pack.cost
@@ -108,6 +115,7 @@ class PassSums:
             self.sums["cost"] += cost(row.offsets.diff().tolist(), self.quadratic)
             self.sums["corrected"] += correction_C[on_C].sum()
             self.sums["masked"] += (on_C & (correction_C == 0)).sum()
+            self.sums["probability"] += row.sampled_logp_C[on_C].exp().sum()
             if before_C is not None:
                 self.compare((before_C - row.sampled_logp_C)[on_C].double())
 
@@ -131,6 +139,7 @@ class PassSums:
             "train/tokens": int(total["tokens"]),
             "train/clipped": total["clipped"] / seen,
             "train/kl": total["k3"] / seen,
+            "train/probability": total["probability"] / tokens,
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": dist.max_over_ranks(float(self.mismatch_max)),
             "mismatch/kl": total["engine_kl"] / compared,
@@ -142,3 +151,37 @@ class PassSums:
             "pack/density": total["packed"] / max(total["rows"] * capacity, 1),
             "pack/imbalance": most * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
         }
+
+
+class ValueSums:
+    """Sums over the rows that this rank passed through the critic in one step."""
+
+    NAMES = ("loss", "tokens", "target", "target_squared", "error", "error_squared")
+
+    def __init__(self):
+        self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
+
+    def add(self, loss: Tensor, value_C: Tensor, target_C: Tensor, on_C: Tensor, first_pass: bool) -> None:
+        """One row in one pass; tokens off only keep the ranks in step."""
+        self.sums["loss"] += loss
+        if first_pass:
+            target_C = target_C[on_C].double()
+            error_C = target_C - value_C[on_C].double()
+            self.sums["tokens"] += len(target_C)
+            for name, x_C in (("target", target_C), ("error", error_C)):
+                self.sums[name] += x_C.sum()
+                self.sums[f"{name}_squared"] += x_C.square().sum()
+
+    def metrics(self, norms: list[float], rate: float) -> dict[str, float]:
+        """Collective. No mean is given of a step without any token, nor a share of a variance that is 0."""
+        total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
+        counts = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
+        if not norms:
+            return counts
+        means = {name: value / total["tokens"] for name, value in total.items()}
+        spread, left = (means[f"{name}_squared"] - means[name] ** 2 for name in ("target", "error"))
+        counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
+                   "critic/value": means["target"] - means["error"]}
+        # Equal targets leave a variance that is all rounding.
+        return counts if spread <= 1e-12 * means["target_squared"] else counts | {
+            "critic/explained_variance": 1 - left / spread}

@@ -13,7 +13,7 @@ import inspect
 import math
 import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -238,6 +238,28 @@ class Decoder(nn.Module):
         """Every parameter under its Hugging Face name."""
         for name, tensor in self.named_parameters():
             yield hf_name(name), tensor.detach()
+
+
+class Critic(nn.Module):
+    """V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
+
+    The head starts at 0, so that every value is at first the middle of the rewards' range [low, high] (inferred: VAPO,
+    arXiv:2504.05118, starts from a reward model). `bounded` keeps values within it, by a sigmoid.
+    """
+
+    def __init__(self, shape: Shape, low: float, high: float, bounded: bool):
+        super().__init__()
+        self.low, self.high, self.bounded = low, high, bounded
+        self.backbone = Decoder(replace(shape, tied=True))  # has no head of its own, then
+        self.value = nn.Linear(shape.hidden_size, 1)
+
+    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
+        """[C] values of the states after the tokens at predict_C."""
+        hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
+        x_C = F.linear(*map(at_least_float32, (hidden_CD, self.value.weight, self.value.bias)))[:, 0]
+        if self.bounded:
+            return self.low + (self.high - self.low) * x_C.sigmoid()
+        return (self.low + self.high) / 2 + x_C
 
 
 class ChunkedLogProb(torch.autograd.Function):

@@ -27,8 +27,12 @@ class Row:
     predict_C: Tensor   # where in T the token before each completion token stands
     target_C: Tensor    # the completion token itself, EOS included
     sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
-    adv_C: Tensor
+    adv_C: Tensor       # what is known of it before a critic's values
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
+    likelihood_C: Tensor  # loss.likelihood_weight
+    reward_S: Tensor    # of each sequence; 0 where it goes on
+    pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
+    length_S: Tensor    # tokens of its completion so far
 
     @property
     def segment_C(self) -> Tensor:
@@ -158,26 +162,37 @@ def pack(groups: list[Group], keep_NG: Tensor, capacity: int, window: int | None
     return [hand if len(hand) == most else [*hand, Plan(plans[shortest].members, counts=False)] for hand in hands]
 
 
-def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, plan: Plan) -> Row:
-    """Lay a row's completions out."""
+def build(groups: list[Group], adv_NG: Tensor, weight_NG: Tensor, plan: Plan, reward_NG: Tensor | None = None,
+          likelihood_NG: Tensor | None = None) -> Row:
+    """Lay a row's completions out. The tokens scored are those that this step has sampled; what a loss has no use for,
+    rewards or likelihood weights, is 0."""
     members = plan.members
     prompts = [groups[n].prompt.ids for n, _ in members]
     samples = [groups[n].samples[g] for n, g in members]
-    lengths = [len(p) + len(s.ids) for p, s in zip(prompts, samples, strict=True)]
+    lengths = [len(p) + s.length for p, s in zip(prompts, samples, strict=True)]
     starts = [0, *accumulate(lengths)]
-    first = [start + len(p) - 1 for start, p in zip(starts, prompts, strict=False)]
-    tokens_S = torch.tensor([len(s.ids) for s in samples])
+    ends = [end - 1 for end in starts[1:]]  # nothing is predicted after the last token
+    tokens_S = torch.tensor([s.fresh for s in samples])
     n_S, g_S = torch.tensor(members).T
+
+    def per_token(x_NG: Tensor) -> Tensor:
+        return x_NG[n_S, g_S].repeat_interleave(tokens_S)
+
+    none_NG = torch.zeros_like(weight_NG)
     return Row(
         ids_T=joined([part for p, s in zip(prompts, samples, strict=True) for part in (p, s.ids)]).long(),
         position_T=torch.cat([torch.arange(length) for length in lengths]),
         offsets=torch.tensor(starts),
         max_len=max(lengths),
-        predict_C=torch.cat([torch.arange(f, f + len(s.ids)) for f, s in zip(first, samples, strict=True)]),
-        target_C=joined([s.ids for s in samples]).long(),
-        sampled_logp_C=joined([s.logp for s in samples]),
-        adv_C=adv_NG[n_S, g_S].repeat_interleave(tokens_S),
-        weight_C=weight_NG[n_S, g_S].repeat_interleave(tokens_S) * plan.counts,
+        predict_C=torch.cat([torch.arange(end - s.fresh, end) for end, s in zip(ends, samples, strict=True)]),
+        target_C=joined([s.ids[s.start:] for s in samples]).long(),
+        sampled_logp_C=joined([s.logp[s.start:] for s in samples]),
+        adv_C=per_token(adv_NG),
+        weight_C=per_token(weight_NG) * plan.counts,
+        likelihood_C=per_token(none_NG if likelihood_NG is None else likelihood_NG) * plan.counts,
+        reward_S=(none_NG if reward_NG is None else reward_NG)[n_S, g_S],
+        pending_S=torch.tensor([s.pending for s in samples]),
+        length_S=torch.tensor([s.length for s in samples]),
     )
 
 

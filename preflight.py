@@ -224,19 +224,24 @@ def peak_of_update(learner: Learner) -> float:
 
     Raises ConfigError where that is too much: the other ranks then wait in vain for this one's part.
     """
-    cfg, policy, device = learner.cfg, learner.policy, learner.device
+    cfg, device = learner.cfg, learner.device
+    models = [model for model in (learner.policy, learner.critic) if model]
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     lengths = [longest] * (cfg.pack.capacity // longest) + [cfg.pack.capacity % longest]
     groups = [Group(Prompt("", (0,), ""), (Sample((0,) * (n - 1), (0.0,) * (n - 1), True),)) for n in lengths if n > 1]
     row, = in_rows(groups, learner, cfg.pack.capacity)
     try:
-        (learner.log_probs(policy, row) * 0).sum().backward()
+        (learner.log_probs(learner.policy, row) * 0).sum().backward()
+        if learner.critic:
+            (learner.values(row)[0] * 0).sum().backward()
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"out of memory on a full row of {cfg.pack.capacity} tokens; {LESS_MEMORY}") from error
     finally:
-        policy.zero_grad()
+        for model in models:
+            model.zero_grad()
     # On the CPU the copy that a checkpoint is written from lies in the same memory: weights and two moments.
-    copies = 0 if device.type == "cuda" else 3 * sum(dist.local(p).nbytes for p in policy.parameters())
+    weights = sum(dist.local(p).nbytes for model in models for p in model.parameters())
+    copies = 0 if device.type == "cuda" else 3 * weights
     return in_use(device) + copies
 
 

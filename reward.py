@@ -149,9 +149,23 @@ def tag_number(text: str, gold: str) -> float:
     return float(all(len(found) == 1 for found in numbers) and float(numbers[0][0]) == float(numbers[1][0]))
 
 
-COMPONENTS = {"accuracy": accuracy, "format": think_format, "tag_exact": tag_exact, "tag_number": tag_number}
+def soft_overlong(tokens: int, longest: int, cache: int) -> float:
+    """DAPO's punishment of length (arXiv:2503.14476, eq. 13): 0 up to longest - cache tokens, then falling to -1."""
+    return min(max((longest - cache - tokens) / cache, -1.0), 0.0)
 
 
-def score(text: str, gold: str, weights: dict[str, float]) -> dict[str, float]:
-    """Every component that has a weight, unweighted."""
-    return {name: COMPONENTS[name](text, gold) for name, weight in weights.items() if weight}
+TEXT = {"accuracy": accuracy, "format": think_format, "tag_exact": tag_exact, "tag_number": tag_number}
+LENGTH = {"overlong": soft_overlong}
+COMPONENTS = TEXT | LENGTH
+
+
+def score(text: str, gold: str, tokens: int, weights: dict[str, float], longest: int,
+          cache: int | None) -> dict[str, float]:
+    """Each of these components, unweighted, of a completion of so many tokens; `longest` are allowed."""
+    return {name: TEXT[name](text, gold) if name in TEXT else LENGTH[name](tokens, longest, cache) for name in weights}
+
+
+def span(weights: dict[str, float]) -> tuple[float, float]:
+    """The least and the most that a reward can be: components of the text are in [0, 1], of the length in [-1, 0]."""
+    ends = [(-weight, 0.0) if name in LENGTH else (0.0, weight) for name, weight in weights.items()]
+    return sum(map(min, ends)), sum(map(max, ends))

@@ -31,6 +31,7 @@ from model import BACKENDS, Decoder, empty_model
 from sample import Sample
 
 VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
+PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, computed at once
 
 
 def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
@@ -127,12 +128,13 @@ class Cache:
 class Decoding:
     """Which sample each slot works on and how far it has come, and every sample's tokens so far."""
 
-    def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], max_new_tokens: int):
-        device, count = model.embed_tokens.weight.device, len(prompts)
+    def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], limits: list[int]):
+        device, count, max_new_tokens = model.embed_tokens.weight.device, len(prompts), max(limits)
         self.model, self.count = model, count
-        self.cache = Cache(model, slots, max(map(len, prompts)) + max_new_tokens)
+        self.cache = Cache(model, slots, max(len(p) + limit for p, limit in zip(prompts, limits, strict=True)))
         self.owner_S = torch.full((slots,), count, device=device)  # `count`: the slot is idle
         self.token_S, self.step_S = torch.zeros(2, slots, dtype=torch.long, device=device)
+        self.limit_N = torch.tensor([*limits, max_new_tokens], device=device)
         self.uniform_SM = torch.zeros(slots, max_new_tokens, dtype=torch.float64, device=device)
         # One row more than there are samples: idle slots decode on, and write there.
         self.ids_NM = torch.zeros(count + 1, max_new_tokens, dtype=torch.long, device=device)
@@ -147,7 +149,8 @@ class Decoding:
               attention: str) -> None:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
-        self.cache.prefill(self.model, [prompts[i] for i in samples], slots, attention)
+        for part in runs([prompts[i] for i in samples], PREFILL_TOKENS):
+            self.cache.prefill(self.model, [prompts[samples[i]] for i in part], [slots[i] for i in part], attention)
         self.owner_S[slots] = torch.tensor(samples, device=device)
         self.token_S[slots] = torch.tensor([prompts[i][-1] for i in samples], device=device)
         self.step_S[slots] = 0
@@ -171,7 +174,7 @@ class Decoding:
         self.step_S += 1
         eos_S = torch.isin(self.token_S, eos)
         self.made_N[self.owner_S], self.ended_N[self.owner_S] = self.step_S, eos_S
-        over_S = eos_S | (self.step_S == self.ids_NM.shape[1])
+        over_S = eos_S | (self.step_S == self.limit_N[self.owner_S])
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
         # Idle slots stay at their first token: their place in the cache must not run over.
         working_S = self.owner_S < self.count
@@ -209,10 +212,11 @@ class TorchEngine:
         self.model.to("meta")
 
     @torch.inference_mode()
-    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int,
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
                  temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
         """One completion per prompt, in order. A finished slot takes the next prompt at once.
 
+        max_new_tokens is one for all or one for each.
         Several completions of one prompt are that prompt several times, each with a seed of its own.
         top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar of the samples done,
         with tokens per second; none is shown without it. Raises RuntimeError before the first `sync` and after `sleep`.
@@ -223,7 +227,7 @@ class TorchEngine:
             return []
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
         count, started, tokens, begun = len(prompts), 0, 0, perf_counter()
-        state = Decoding(self.model, min(self.slots, count), prompts, max_new_tokens)
+        state = Decoding(self.model, min(self.slots, count), prompts, for_each(max_new_tokens, count))
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=progress is None) as bar:
             while True:
                 idle = state.idle()
@@ -239,6 +243,24 @@ class TorchEngine:
                 tokens += len(state.owner_S) - len(idle) + len(slots)
                 state.step(temperature, top_p, eos)
                 bar.set_postfix_str(f"{tokens / (perf_counter() - begun):,.0f} tok/s", refresh=False)
+
+
+def runs(prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
+    """Places of the prompts, cut into runs of at most so many tokens, or of one prompt; copies behind each other count
+    once."""
+    found, room, before = [], 0, None
+    for i, prompt in enumerate(prompts):
+        size = 0 if prompt == before and found else len(prompt)
+        if not found or size > room:
+            found.append([])
+            size, room = len(prompt), tokens
+        found[-1].append(i)
+        room, before = room - size, prompt
+    return found
+
+
+def for_each(max_new_tokens: int | list[int], count: int) -> list[int]:
+    return [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
@@ -311,7 +333,7 @@ class VLLMEngine:
         self.llm.sleep(level=2)
         self.asleep = True
 
-    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int,
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
                  temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
         """One completion per prompt, in order, as TorchEngine.generate.
 
@@ -320,16 +342,16 @@ class VLLMEngine:
         if self.asleep:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
-        parts = [list(zip(prompts, seeds, strict=True))]
+        parts = [list(zip(prompts, seeds, for_each(max_new_tokens, len(prompts)), strict=True))]
         if self.tensor_parallel > 1:
             parts = dist.gather(parts)[dist.rank() - first:][:self.tensor_parallel]
         wanted = [request for part in parts for request in part]
-        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=max_new_tokens,
+        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
                               stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
-                              logprobs=0, flat_logprobs=True) for _, seed in wanted]
+                              logprobs=0, flat_logprobs=True) for _, seed, limit in wanted]
         bar = partial(tqdm, leave=False) if progress else False
         try:
-            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, _ in wanted], params, use_tqdm=bar)
+            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, *_ in wanted], params, use_tqdm=bar)
         except Exception as error:  # vLLM's errors have nothing else in common
             raise RuntimeError(f"vLLM failed while sampling: {error}") from error
         done = [output.outputs[0] for output in outputs]

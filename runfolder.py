@@ -108,10 +108,7 @@ class Log:
         if self.folder is None:
             return
         for name in LOGS:
-            lines = [line for line in read(self.folder / name) if line["step"] <= step]
-            fresh = self.folder / f"{name}.unfinished"
-            fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
-            fresh.replace(self.folder / name)
+            rewrite(self.folder / name, [line for line in read(self.folder / name) if line["step"] <= step])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """The steps still to do, behind a bar."""
@@ -168,6 +165,20 @@ def read(path: Path) -> list[dict]:
     """The lines of a log. A last line without its end was torn by a dying process and is left out."""
     whole = path.read_text().rpartition("\n")[0] if path.is_file() else ""
     return [json.loads(line) for line in whole.split("\n")] if whole else []
+
+
+def rewrite(path: Path, lines: list[dict]) -> None:
+    """Replace a log at once."""
+    fresh = path.with_name(f"{path.name}.unfinished")
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fresh.replace(path)
+
+
+def mended(path: Path) -> list[dict]:
+    """The lines of a log that may be written on."""
+    lines = read(path)
+    rewrite(path, lines)
+    return lines
 
 
 def summary(folder: Path) -> str:

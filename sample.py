@@ -40,6 +40,7 @@ class Turn:
     epoch: int
     prob: float = 1.0     # with which it is rolled out
     weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where it is skipped
+    copy: int = 0         # which of the prompt's completions, where each is a group of its own (rollout.window)
 
     @property
     def kept(self) -> bool:
@@ -53,6 +54,8 @@ class Sample:
     ids: Sequence[int]     # sampled tokens, including EOS when `finished`
     logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]) in nats at the sampling temperature, before any top-p
     finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens
+    start: int = 0         # tokens sampled, and trained on, in earlier steps (rollout.window)
+    pending: bool = False  # cut at rollout.window, to go on in the next step
 
     def __post_init__(self):
         # Flat, as they travel and are packed: lists of Python's numbers take five times the room and the time.
@@ -67,8 +70,18 @@ class Sample:
         return len(self.ids)
 
     @property
+    def fresh(self) -> int:
+        """Tokens that this step has sampled."""
+        return len(self.ids) - self.start
+
+    @property
     def logp_sum(self) -> float:
-        return sum(self.logp)
+        """Of the fresh tokens."""
+        return sum(self.logp[self.start:])
+
+    def joined(self, piece: "Sample", pending: bool) -> "Sample":
+        """This unfinished completion and what was sampled after it."""
+        return Sample(self.ids + piece.ids, self.logp + piece.logp, piece.finished, len(self.ids), pending)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +91,11 @@ class Elsewhere:
     length: int
     finished: bool
     logp_sum: float
+    pending: bool = False  # with rollout.window all ranks hold all tokens
+
+    @property
+    def fresh(self) -> int:
+        return self.length
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,8 +108,13 @@ class Group:
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
-    """[N, G] tokens of each completion; N may be 0."""
-    return torch.tensor([[s.length for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+    """[N, G] tokens of each completion that this step has sampled; N may be 0."""
+    return torch.tensor([[s.fresh for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+
+
+def pending(groups: list[Group], G: int) -> Tensor:
+    """bool [N, G]: completions that go on in the next step, and have no reward yet."""
+    return torch.tensor([[s.pending for s in group.samples] for group in groups], dtype=torch.bool).view(-1, G)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +123,7 @@ class Rolled:
 
     turns: list[Turn]           # in order, those skipped included
     groups: list[Group]         # of the turns kept, `kept`
-    parts: dict[str, Tensor]    # each reward component, [N, G]
+    parts: dict[str, Tensor]    # each reward component, [N, G]; 0 of completions that go on
     reward_NG: Tensor           # their weighted sum
     adv_NG: Tensor
     rounds: int = 1
@@ -123,7 +146,9 @@ class Batch:
 
     turns: list[Turn]
     groups: list[Group]
-    adv_NG: Tensor
+    reward_NG: Tensor
+    correct_NG: Tensor   # bool; all False where reward.accuracy has no weight
+    adv_NG: Tensor       # with a critic that of the rewards alone, which pruning goes by
     pruned: Pruned       # weight and probability are those of both levels together
     slots: list[int]     # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included

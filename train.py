@@ -11,6 +11,7 @@ import errno
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 from typing import get_args
@@ -18,6 +19,7 @@ from typing import get_args
 import torch
 
 import config
+import critic
 import data
 import dist
 import eval as evaluation
@@ -25,9 +27,20 @@ import metrics
 import preflight
 import runfolder
 from checkpoint import Checkpoints
-from collect import collect
+from collect import collect, soft_values
 from config import Config, ConfigError, Optim
-from model import Decoder, check_positions, choose_backend, empty_model, export, find_model, load_weights
+from model import (
+    Critic,
+    Decoder,
+    check_positions,
+    choose_backend,
+    empty_model,
+    export,
+    find_model,
+    load_weights,
+    read_shape,
+)
+from reward import span
 from rollout import Engine, start_engine
 from runfolder import Resume
 from sample import Batch, Problem, Prompt, Rolled, Sample
@@ -65,8 +78,9 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
     history = data.PromptHistory(cfg.prune.prompts.explore)
+    roles = {"policy": (learner.policy, learner.optimizer), "critic": (learner.critic, learner.critic_optimizer)}
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep,
-                              {"policy": (learner.policy, learner.optimizer)}, learner.device)
+                              {name: role for name, role in roles.items() if role[0]}, learner.device)
     log = runfolder.Log(folder if dist.rank() == 0 else None)
     saved = restore(resume, checkpoints, log)
     if saved is None:
@@ -74,10 +88,11 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, learner.device)
     else:
-        history.restore(saved["history"])
+        history.restore(saved["history"], prompts)
         engine.sync(learner.policy)
         log.resume(saved["step"])
     first = saved["step"] if saved else 0
+    begun = saved["begun"] if saved else pretrained(cfg, 0, {})  # the first step in which the policy learns
 
     def evaluate(step: int) -> None:
         log.evaluated(step, {name: evaluation.evaluate(
@@ -86,6 +101,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
     if first == 0:
         evaluate(step=0)
+        if cfg.advantage.kind == "soft_value":
+            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log)
     with checkpoints.finished():
         for step in log.steps(first, cfg.steps):
             clock = metrics.Clock()
@@ -93,7 +110,10 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             with clock.phase("sync"):
                 engine.sleep()
             checkpoints.wait_for_copies()
-            measured = update(learner, batch, step, clock)
+            measured = {} if begun is None else update(learner, batch, step, clock, begun)
+            if learner.critic:
+                measured |= critic.fit(learner, rolled, batch, step, clock)
+                begun = pretrained(cfg, step + 1, measured) if begun is None else begun
             with clock.phase("sync"):
                 engine.sync(learner.policy)
             write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
@@ -101,7 +121,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 evaluate(step + 1)
             stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state()})
+                checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state(), "begun": begun})
             if stopping and step + 1 < cfg.steps:
                 checkpoints.wait()
                 raise KeyboardInterrupt
@@ -109,6 +129,13 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     if dist.rank() == 0:
         print(runfolder.summary(folder), flush=True)
     return learner.policy
+
+
+def pretrained(cfg: Config, step: int, measured: dict[str, float]) -> int | None:
+    """The number of steps done if with them the critic is ready for the policy to learn, else None."""
+    explained = measured.get("critic/explained_variance", 0.0)
+    enough = cfg.critic.pretrain_until is not None and explained >= cfg.critic.pretrain_until
+    return step if step >= cfg.critic.pretrain_steps or enough else None
 
 
 def restore(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
@@ -154,25 +181,46 @@ def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Learne
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
-    policy = load_sharded(source, dtype, device, cfg.optim.offload)
-    policy.checkpoint_blocks = cfg.model.checkpoint_blocks
-    reference = load_sharded(source, dtype, device, cfg.optim.offload).requires_grad_(False) if cfg.loss.kl else None
+    policy = load_sharded(cfg, source, dtype, device)
+    referred = cfg.loss.kl or cfg.loss.residual
+    reference = load_sharded(cfg, source, dtype, device).requires_grad_(False) if referred else None
     engine = start_engine(cfg.rollout.engine, source, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots,
                           longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
-    return Learner(cfg, device, dtype, backend, policy, reference, adam(policy, cfg.optim)), engine
+    learner = Learner(cfg, device, dtype, backend, policy, reference, adam(policy, cfg.optim))
+    if cfg.advantage.kind == "gae":
+        values = load_critic(cfg, source, dtype, device)
+        learner = replace(learner, critic=values, critic_optimizer=adam(values, critic.optim(cfg)))
+    return learner, engine
 
 
-def load_sharded(source: Path, dtype: torch.dtype, device: torch.device, offload: bool) -> Decoder:
+def load_sharded(cfg: Config, source: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     """The model spread over the ranks, with weights of at least float32, computing in `dtype`. No rank ever holds the
     whole."""
     model = empty_model(source, torch.promote_types(dtype, torch.float32))
-    dist.shard(model, model.layers, device, dtype, offload)
-    model.to_empty(device="cpu" if offload else device)
+    spread(model, model, cfg, dtype, device)
     load_weights(model, source)
     return model
 
 
-def adam(model: Decoder, opt: Optim) -> torch.optim.Optimizer:
+def load_critic(cfg: Config, source: Path, dtype: torch.dtype, device: torch.device) -> Critic:
+    """A critic on the model's backbone, spread likewise."""
+    with torch.device("meta"):
+        shape, weights = read_shape(source), cfg.reward.weights
+        model = Critic(shape, *span(weights), cfg.critic.bounded).to(torch.promote_types(dtype, torch.float32))
+    spread(model, model.backbone, cfg, dtype, device)
+    load_weights(model.backbone, source)
+    for p in model.value.parameters():
+        torch.nn.init.zeros_(p)
+    return model
+
+
+def spread(model: torch.nn.Module, backbone: Decoder, cfg: Config, dtype: torch.dtype, device: torch.device) -> None:
+    dist.shard(model, backbone.layers, device, dtype, cfg.optim.offload)
+    model.to_empty(device="cpu" if cfg.optim.offload else device)
+    backbone.checkpoint_blocks = cfg.model.checkpoint_blocks
+
+
+def adam(model: torch.nn.Module, opt: Optim) -> torch.optim.Optimizer:
     """With its moments in place, which a checkpoint may be loaded into before the first step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
                                   weight_decay=opt.weight_decay, fused=True)

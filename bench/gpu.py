@@ -144,7 +144,8 @@ def updates(policy: Decoder, device: torch.device, dtype: torch.dtype, peak: flo
             "data.max_prompt_tokens=100", f"rollout.max_new_tokens={longest}", "optim.warmup_steps=0"])
         learner = update.Learner(cfg, device, dtype, choose_backend("auto", device, dtype), policy, None, optimizer)
         policy.checkpoint_blocks = again
-        batch = Batch([], groups, adv_NG, keep_largest(adv_NG, keep, "group"), list(range(count)), count, seed=0)
+        batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, keep_largest(adv_NG, keep, "group"), list(range(count)),
+                      count, seed=0)
         measured: dict = {}
 
         def work(learner=learner, batch=batch, measured=measured):

@@ -87,9 +87,11 @@ def inner_products(learner: update.Learner, groups: list, adv_NG: Tensor) -> Ten
             continue
         only_NG = torch.zeros_like(one_NG, dtype=torch.bool)
         only_NG[n, g] = True
-        alone = Batch([], groups, adv_NG, Pruned(only_NG, only_NG.to(one_NG), one_NG), list(range(N)), N, seed=0)
+        pruned = Pruned(only_NG, only_NG.to(one_NG), one_NG)
+        alone = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
         rows = update.pack_batch(learner, alone, list(range(N)))
-        update.accumulate(learner, rows, [None] * len(rows), [None] * len(rows), metrics.PassSums(), True, unmoved=True)
+        update.accumulate(learner, rows, [None] * len(rows), [None] * len(rows), [row.adv_C for row in rows],
+                          metrics.PassSums(), True, unmoved=True)
         parts.append(torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()]))
         learner.policy.zero_grad()
     some = next(part for part in parts if part is not None)

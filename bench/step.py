@@ -60,7 +60,7 @@ def main() -> None:
         clock = metrics.Clock()
         offer = Offer(adv_NG, lengths(groups, cfg.rollout.group_size), cfg.loss.per, cfg.loss.kl == 0, seed=0)
         pruned = COMPLETIONS[settings.kind](offer, settings)
-        batch = Batch([], groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+        batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
         measured = update.update(learner, batch, 0, clock)
         return measured | clock.metrics()
 

@@ -100,7 +100,7 @@ def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int =
 def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch:
     """A step in which every prompt offered was rolled out."""
     turns = [Turn(group.prompt, 0) for group in groups]
-    return Batch(turns, groups, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+    return Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
 
 
 __all__ = ["ROOT", "TOY", "as_batch", "load", "make_groups", "toy_config", "write_tiny"]

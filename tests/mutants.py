@@ -139,7 +139,7 @@ MUTANTS = [
     ("preflight", "closing is None or closing in ids", "True", "preflight"),
     ("preflight", "max(ids) < policy.shape.vocab_size", "True", "preflight"),
     ("preflight", "if not accuracy(text, p.answer)", "if accuracy(text, p.answer) is None", "preflight"),
-    ("preflight", "policy.zero_grad()", "pass", "preflight"),
+    ("preflight", "model.zero_grad()", "pass", "preflight"),
     ("data", "if not self.decode([i])", "if True", "data"),
     ("prune", "1 - drop_prob * small_NG", "1 - drop_prob * ~small_NG", "prune"),
     ("prune", "memory.size_K < memory.mean * SLACK", "memory.size_K < memory.mean / SLACK", "prune"),

@@ -36,8 +36,9 @@ def learn(model, optimizer) -> None:
 
 
 def sharded():
-    model = train.load_sharded(TOY, torch.float32, CPU, offload=False)
-    return model, train.adam(model, toy_config(ROOT / "runs" / "unused").optim)
+    cfg = toy_config(ROOT / "runs" / "unused")
+    model = train.load_sharded(cfg, TOY, torch.float32, CPU)
+    return model, train.adam(model, cfg.optim)
 
 
 @pytest.fixture

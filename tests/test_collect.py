@@ -80,7 +80,7 @@ def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tm
     assert rounds == ["eiheeh", "hieeei", "ieiehh"] and after == ["iiiihh"] and said == ""
     assert [group.prompt.id for group in batch.groups] == ["i1", "i7", "i11", "i12"]
     assert (batch.slots, batch.offered, rolled.rounds, len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 18)
-    assert collect.informative(batch.adv_NG).all() and batch.pruned.weight_NG.unique().tolist() == [1]
+    assert (batch.adv_NG != 0).any(dim=1).all() and batch.pruned.weight_NG.unique().tolist() == [1]
 
 
 def test_after_the_last_round_a_step_goes_on_with_what_it_has_and_says_so(in_order, tmp_path):
@@ -213,8 +213,9 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
-    batch = Batch(turns, groups, adv_NG, Pruned(weight_NG > 0, weight_NG, prob_NG), [p["slot"] for p in used],
-                  line["offered"], line["seed"])
+    pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
+    batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["slot"] for p in used], line["offered"],
+                  line["seed"])
     update.update(learner, batch, 2, metrics.Clock())
     expected, again = weights(trained), weights(learner.policy)
     assert all(torch.equal(expected[name], again[name]) for name in expected)

@@ -13,7 +13,7 @@ from conftest import ROOT, TOY, write_tiny
 
 import data
 from config import ConfigError, Prompts
-from sample import Problem, Prompt, Turn
+from sample import Problem, Prompt, Sample, Turn
 
 QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
 
@@ -261,12 +261,13 @@ def test_a_history_survives_a_checkpoint():
     history = data.PromptHistory(0.5)
     remember(history, [1, 1], [0, 1])
     history.draw(PROMPTS, Prompts("rank", drop_prob=0.5, max_skips=2), 0, 4)
-    history.explore = (0.3, 0.4)
+    history.explore, history.values = (0.3, 0.4), {"a": 0.25}
+    history.pool = [(Turn(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
     file = io.BytesIO()
     torch.save(history.state(), file)
     file.seek(0)
     other = data.PromptHistory(0.5)
-    other.restore(torch.load(file, weights_only=True))
+    other.restore(torch.load(file, weights_only=True), PROMPTS)
     assert vars(other) == vars(history)
 
 

@@ -62,7 +62,8 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     ref_B = update.score_rows(learner, learner.reference, rows)
     nudge(learner.policy, 0.02)
     sums = metrics.PassSums()
-    update.accumulate(learner, rows, old_B, ref_B, sums, first_pass=True, unmoved=False)
+    adv_B = update.advantages(learner, rows)
+    update.accumulate(learner, rows, old_B, ref_B, adv_B, sums, first_pass=True, unmoved=False)
     measured = sums.metrics(cfg.pack.capacity, updates=1)
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1
     return measured["train/loss"], gradients(learner.policy)

@@ -150,7 +150,7 @@ def test_rewards_stand_beside_their_completions_and_seeds_change_with_epoch_and_
         groups, parts = collect.rollout(scribe, tokenizer, turns, settings, metrics.Clock(), None)
         assert parts["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
     assert len({seed for seeds, _, _ in scribe.asked for seed in seeds}) == 18
-    assert scribe.asked[-1][1:] == (cfg.rollout.max_new_tokens, 0.7)
+    assert scribe.asked[-1][1:] == ([cfg.rollout.max_new_tokens] * 6, 0.7)
     assert [tokenizer.decode(s.ids) for s in groups[1].samples] == scribe.texts[3:]
 
 
@@ -178,7 +178,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
     assert all("gsm8k_test" in text for text in before[0] + after[0])
-    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), (48, 1.0), (9, 0.0))
+    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 1.0), (9, 0.0))
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(data.order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
     line, = runfolder.read(tmp_path / "run" / "samples.jsonl")
@@ -295,8 +295,9 @@ def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_o
         chance_C = engine_C.view(-1, length).sum(dim=1).exp().repeat_interleave(length)
         model.zero_grad()
         logp_C = log_probs()
-        update.row_loss(logp_C, logp_C.detach(), None, replace(row, weight_C=chance_C, sampled_logp_C=engine_C),
-                       toy_config(tmp_path / "run", *how))[0].backward()
+        drawn = replace(row, weight_C=chance_C, sampled_logp_C=engine_C)
+        cfg = toy_config(tmp_path / "run", *how)
+        update.row_loss(logp_C, logp_C.detach(), None, row.adv_C, drawn, cfg)[0].backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     stale_C = log_probs().detach()

@@ -23,9 +23,9 @@ def test_rollout_metrics_by_hand():
     turns = [Turn(prompt, 0), Turn(prompt, 0, 0.5, 0.0), Turn(prompt, 0, 0.5, 2.0)]
     for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
         rolled = Rolled(turns, groups, {"format": reward_NG * 2}, reward_NG, adv_NG, rounds=2)
-        batch = Batch(rolled.kept, groups, adv_NG, pruned, [0, 2], 3, seed=0)
+        batch = Batch(rolled.kept, groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
         assert metrics.of_rollout(rolled, batch) == pytest.approx({
-            "rollout/rounds": 2, "rollout/prompts": 2, "prune/skipped": 1,
+            "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "prune/skipped": 1,
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,
             "rollout/length": 1.75, "rollout/truncated": 0.75, "rollout/entropy": 8 / 7, "advantage/flat_groups": 0.5,
             "prune/offered": 6, "prune/kept": 3, "prune/weight_max": 2.0, "prune/ess": 16 / 6})

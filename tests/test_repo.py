@@ -30,15 +30,16 @@ IMPORTS = {
     "exchange": {"dist", "sample"},
     "collect": {"advantage", "config", "data", "dist", "exchange", "metrics", "prune", "reward", "rollout",
                 "runfolder", "sample"},
-    "update": {"config", "dist", "exchange", "loss", "metrics", "model", "pack", "prune", "sample"},
+    "update": {"advantage", "config", "dist", "exchange", "loss", "metrics", "model", "pack", "prune", "sample"},
+    "critic": {"advantage", "config", "dist", "loss", "metrics", "pack", "sample", "update"},
     "preflight": {"config", "data", "dist", "model", "pack", "reward", "rollout", "sample", "update"},
-    "metrics": {"dist", "pack", "sample"},
+    "metrics": {"advantage", "dist", "pack", "sample"},
     "checkpoint": {"config", "dist", "model"},
     "runfolder": {"config"},
     "report": {"config", "runfolder"},
     "eval": {"config", "data", "dist", "model", "reward", "rollout", "sample"},
-    "train": {"checkpoint", "collect", "config", "data", "dist", "eval", "metrics", "model", "preflight", "rollout",
-              "runfolder", "sample", "update"},
+    "train": {"checkpoint", "collect", "config", "critic", "data", "dist", "eval", "metrics", "model", "preflight",
+              "reward", "rollout", "runfolder", "sample", "update"},
 }
 
 
@@ -65,9 +66,9 @@ def leaves(cls, prefix=""):
 def test_every_setting_is_read_somewhere():
     code = [path.read_text() for name, path in FILES.items() if name != "config"]
     read = {node.attr for text in code for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Attribute)}
-    dead = [key for key in leaves(config.Config) if not key.startswith("reward.") and key.split(".")[-1] not in read]
+    dead = [key for key in leaves(config.Config) if key.split(".")[-1] not in read | reward.COMPONENTS.keys()]
     assert not dead, f"settings that nobody reads: {dead}. Delete them or use them."
-    assert set(get_type_hints(config.Reward)) == set(reward.COMPONENTS)
+    assert set(get_type_hints(config.Reward)) == {*reward.COMPONENTS, "overlong_tokens"}
 
 
 def test_messages_name_only_real_settings():
@@ -76,6 +77,7 @@ def test_messages_name_only_real_settings():
     sections = {key.split(".")[0] for key in known if "." in key}
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
     attributes = {"model.BACKENDS", "reward.COMPONENTS", "loss.token_weight", "loss.engine_weight",
+                  "advantage.ESTIMATORS", "advantage.gae", "loss.TRUST", "loss.likelihood_weight",
                   *(path.name for path in FILES.values())}
     texts = [node.value for path in FILES.values() for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)]
@@ -103,8 +105,10 @@ def test_functions_are_short():
 def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     train.train(toy_config(tmp_path / "run", "steps=1", "reward.format=0.1", "reward.tag_exact=0.1",
                            "reward.tag_number=0.1"))
-    logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")
-              for key in line}
+    train.train(toy_config(tmp_path / "with_critic", "steps=2", "critic.pretrain_steps=0", "critic.minibatches=1",
+                           "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
+    logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in ("run", "with_critic")
+              for line in runfolder.read(tmp_path / run / "metrics.jsonl") for key in line}
     logged = {f"{'reward/<component>' if key.removeprefix('reward/') in reward.COMPONENTS else key}" for key in logged}
     glossary = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
     keys = re.findall(r"^\| (`.*?) \|", glossary, re.MULTILINE)

@@ -63,9 +63,9 @@ FULL = "<think>6*7</think>\n<answer>42</answer>"
 ])
 def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, total):
     """2 for the exact answer, 1.5 for the same single number, 1 for the format: spec of arXiv:2503.22342's code."""
-    weights = {"accuracy": 0.0, "tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
-    parts = score(text, gold, weights)
-    assert "accuracy" not in parts
+    weights = {"tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
+    parts = score(text, gold, 1, weights, 1, None)
+    assert parts.keys() == weights.keys()
     assert sum(weights[name] * value for name, value in parts.items()) == total
 
 
@@ -73,8 +73,21 @@ def test_edges_of_the_components():
     assert reward.last_tag("<answer>1</answer> no <answer>2</answer>") == "2"
     assert reward.think_format("so\n<think>a</think>\n<answer>b</answer>", "") == 0
     assert reward.tag_number("<answer>42 or 6</answer>", "42") == 0
-    assert score("x", "1", {"accuracy": -1.0}) == {"accuracy": 0.0}
+    assert score("x", "1", 1, {"accuracy": -1.0}, 1, None) == {"accuracy": 0.0}
     assert accuracy(r"\boxed{(1,2)}", "1<x<2") == 1  # math-verify is not symmetric: the gold answer comes first
+
+
+def test_the_soft_punishment_of_length_by_hand():
+    """DAPO's own lengths: nothing up to 16,384 tokens, half of it at 18,432, all of it from 20,480 on."""
+    punished = [reward.soft_overlong(tokens, 20_480, 4_096) for tokens in (1, 16_384, 18_432, 20_480, 20_481, 40_000)]
+    assert punished == [0, 0, -0.5, -1, -1, -1]
+    parts = score("#### 2", "2", 9, {"accuracy": 1.0, "overlong": 0.5}, longest=10, cache=4)
+    assert parts == {"accuracy": 1.0, "overlong": -0.75}
+
+
+def test_the_span_of_rewards():
+    assert reward.span({"accuracy": 2.0, "overlong": 1.0}) == (-1, 2)
+    assert reward.span({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
 
 
 def test_nested_boxes_and_escaped_braces():

@@ -43,10 +43,10 @@ def die_in(last: int, cfg: config.Config, monkeypatch) -> None:
     """Run until the update of a step, counted from 0, and die there."""
     true_update = train.update
 
-    def dying(learner, batch, step, clock):
+    def dying(learner, batch, step, *rest):
         if step == last:
             raise Killed
-        return true_update(learner, batch, step, clock)
+        return true_update(learner, batch, step, *rest)
 
     monkeypatch.setattr(train, "update", dying)
     with pytest.raises(Killed):
@@ -121,10 +121,10 @@ def test_the_run_folder_tells_what_ran(tmp_path):
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=10", "optim.lr=1", "optim.warmup_steps=4")
-    assert [update.learning_rate(step, cfg) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
+    assert [update.learning_rate(step, cfg.optim, 10) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
     cosine = change(cfg, optim={"schedule": "cosine"})
     expected = [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
-    assert [update.learning_rate(step, cosine) for step in range(10)] == pytest.approx(expected)
+    assert [update.learning_rate(step, cosine.optim, 10) for step in range(10)] == pytest.approx(expected)
 
 
 def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
@@ -275,13 +275,13 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
     """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
     cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192")
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
-    true, seen = update.clip, []
+    true, seen = update.TRUST["clip"], []
 
     def spoil(*given):
         seen.append(None)
         return true(*given) * (float("inf") if len(seen) > 1 else 1.0)
 
-    monkeypatch.setattr(update, "clip", spoil)
+    monkeypatch.setitem(update.TRUST, "clip", spoil)
     monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "test.yaml")])
     monkeypatch.setattr(dist, "close", lambda: None)
     monkeypatch.setattr(train, "Stop", lambda: None)

@@ -62,7 +62,8 @@ class Step:
         before_B = update.score_rows(learner, self.before, rows)
         learner.policy.zero_grad()
         sums = metrics.PassSums()
-        update.accumulate(learner, rows, before_B, before_B, sums, first_pass=True, unmoved=False)
+        adv_B = update.advantages(learner, rows)
+        update.accumulate(learner, rows, before_B, before_B, adv_B, sums, first_pass=True, unmoved=False)
         assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1, 1)["train/clipped"] < 1
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 

@@ -1,0 +1,266 @@
+"""Each objective of the mission against its textbook loss, written out completion by completion and token by token.
+
+Both gradients are of the policy's weights, in float64: by the functions of the training step, on packed rows, and by
+autograd of the formula, on completions that run through the model alone. The policy has moved since the rollout.
+"""
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import as_batch, gradients, load, make_groups, nudge, toy_config
+from torch import Tensor
+
+import data
+import metrics
+import model as decoder
+import train
+import update
+from advantage import ESTIMATORS, Scores
+from config import Config
+from prune import keep_all
+from sample import Group, Sample
+
+LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3], 4
+CORRECT_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
+SHORT_NG = torch.tensor([[0.0, -1.0, -0.5, 0.0], [0.0, 0.0, -0.75, -1.0]], dtype=torch.float64)
+VALUE_N1 = torch.tensor([[0.6], [0.8]], dtype=torch.float64)
+
+
+@dataclass
+class Answer:
+    """One completion under the policy now and before, the engine and the reference; values with a critic."""
+
+    now_T: Tensor
+    old_T: Tensor
+    beh_T: Tensor
+    ref_T: Tensor
+    value_T: Tensor     # of the states before each token
+    after: Tensor       # and behind the last
+    reward: float
+    rewards_G: Tensor   # of its group
+    correct: bool
+    start: int
+    pending: bool
+    n: int
+    g: int
+
+    @property
+    def ratio_T(self) -> Tensor:
+        return (self.now_T - self.old_T).exp()
+
+    @property
+    def group_norm(self) -> float:
+        return float((self.reward - self.rewards_G.mean()) / (self.rewards_G.std() + 1e-4))
+
+    @property
+    def centred(self) -> float:
+        return float(self.reward - self.rewards_G.mean())
+
+
+def clipped(ratio_T: Tensor, A, low: float, high: float) -> Tensor:
+    return torch.minimum(ratio_T * A, ratio_T.clamp(1 - low, 1 + high) * A)
+
+
+def tokens(answers: list[Answer]) -> int:
+    return sum(len(x.now_T) - x.start for x in answers)
+
+
+def grpo(answers: list[Answer], cfg: Config) -> Tensor:
+    return -sum(clipped(x.ratio_T, x.group_norm, 0.2, 0.2).mean() for x in answers) / len(answers)
+
+
+def dapo(answers, cfg):
+    return -sum(clipped(x.ratio_T, x.group_norm, 0.2, 0.28).sum() for x in answers) / tokens(answers)
+
+
+def drgrpo(answers, cfg):
+    total = -sum(clipped(x.ratio_T, x.centred, 0.2, 0.2).sum() for x in answers)
+    return total / len(answers) / cfg.rollout.max_new_tokens
+
+
+def gspo(answers, cfg):
+    return -sum(clipped(x.ratio_T.log().mean().exp(), x.group_norm, 0.01, 0.02) for x in answers) / len(answers)
+
+
+def cispo(answers, cfg):
+    return -sum((x.ratio_T.clamp(0, 1.2).detach() * x.group_norm * x.now_T).sum() for x in answers) / tokens(answers)
+
+
+def divppo(answers, cfg):
+    """The ratio is to the engine, and a token drops out where its probability has moved too far the way of A."""
+    total, limit = 0.0, cfg.loss.divergence
+    for x in answers:
+        for now, beh in zip(x.now_T, x.beh_T, strict=True):
+            p, q = beh.exp().item(), now.exp().item()
+            kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
+            far = abs(q - p) > limit if cfg.loss.trust == "total_variation" else kl > limit
+            if not (far and (q - p) * x.centred > 0):
+                total -= (now - beh).exp() * x.centred
+    return total / len(answers) / cfg.rollout.max_new_tokens
+
+
+def gdpo(answers, cfg):
+    def norm(part_NG: Tensor) -> Tensor:
+        return (part_NG - part_NG.mean(1, keepdim=True)) / (part_NG.std(1, keepdim=True) + 1e-4)
+
+    adv_NG = norm(CORRECT_NG) + norm(SHORT_NG)
+    adv_NG = adv_NG / (adv_NG.std(correction=0) + 1e-4)
+    return -sum(clipped(x.ratio_T, adv_NG[x.n, x.g], 0.2, 0.2).mean() for x in answers) / len(answers)
+
+
+def estimated(x: Answer, lam: float, bootstrap: str) -> Tensor:
+    """Sums of deltas, each written out: A_t = sum_k lam^k (r + V(s_{t+k+1}) - V(s_{t+k}))."""
+    last, values = len(x.now_T), [*x.value_T.tolist()]
+    end = {"prev": values[-1], "true": float(x.after)}[bootstrap] if x.pending else x.reward
+    deltas = [(values[t + 1] if t + 1 < last else end) - values[t] for t in range(last)]
+    return torch.tensor([sum(lam ** k * deltas[t + k] for k in range(last - t)) for t in range(last)],
+                        dtype=torch.float64)
+
+
+def ppo(answers, cfg):
+    return -sum(clipped(x.ratio_T, estimated(x, 0.95, "prev"), 0.2, 0.2).mean() for x in answers) / len(answers)
+
+
+def vapo(answers, cfg):
+    right = [x for x in answers if x.correct]
+    policy = -sum(clipped(x.ratio_T, estimated(x, 1 - 1 / (cfg.advantage.alpha * len(x.now_T)), "prev"),
+                          0.2, 0.28).sum() for x in answers) / tokens(answers)
+    return policy - 0.1 * sum(x.now_T.sum() for x in right) / tokens(right)
+
+
+def tppo(answers, cfg):
+    """Of every completion the tokens of this window alone."""
+    total = -sum(clipped(x.ratio_T, estimated(x, 0.95, cfg.advantage.bootstrap), 0.2, 0.2)[x.start:].sum()
+                 for x in answers)
+    return total / tokens(answers)
+
+
+def apo(answers, cfg):
+    return sum((1e-3 * (x.now_T - x.ref_T).sum() + VALUE_N1[x.n, 0] - x.reward) ** 2 for x in answers) / len(answers)
+
+
+def reinforce(answers, cfg):
+    return -sum((x.reward * x.now_T).sum() for x in answers) / len(answers)
+
+
+def rloo(answers, cfg):
+    def others(x: Answer) -> float:
+        return float((x.rewards_G.sum() - x.reward) / (G - 1))
+
+    return -sum(clipped(x.ratio_T, x.reward - others(x), 0.2, 0.2).mean() for x in answers) / len(answers)
+
+
+# name -> (textbook loss, toy config, changes to it)
+OBJECTIVES = {
+    "grpo": (grpo, "grpo_toy", []), "dapo": (dapo, "dapo_toy", []), "drgrpo": (drgrpo, "drgrpo_toy", []),
+    "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []), "divppo": (divppo, "divppo_toy", ["loss.divergence=1e-3"]),
+    "divppo-kl": (divppo, "divppo_toy", ["loss.trust=binary_kl", "loss.divergence=1e-5"]),
+    "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
+    "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
+    "apo": (apo, "apo_toy", []),
+    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=reward", "loss.trust=none", "loss.per=sum"]),
+    "rloo": (rloo, "grpo_toy", ["advantage.kind=leave_one_out"]),
+}
+
+
+def windowed(groups: list[Group]) -> list[Group]:
+    """Some completions begun in earlier steps, some that go on."""
+    def cut(sample: Sample, g: int) -> Sample:
+        return replace(sample, start=sample.length // 2 if g % 2 else 0, pending=g > 1, finished=g < 2)
+
+    return [Group(group.prompt, tuple(cut(s, g) for g, s in enumerate(group.samples))) for group in groups]
+
+
+class Case:
+    """A learner in the middle of an update by one objective, and the completions that it is on."""
+
+    def __init__(self, name: str, folder, out):
+        self.textbook, toy, changes = OBJECTIVES[name]
+        self.cfg = cfg = toy_config(out, f"model.path={folder}", f"rollout.group_size={G}",
+                                    "rollout.prompts_per_step=2", "steps=50", *changes, name=f"{toy}.yaml")
+        self.learner, _ = train.set_up(cfg, folder, data.Tokenizer(folder))
+        if self.learner.critic:
+            nudge(self.learner.critic, 0.3)
+        self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
+        nudge(self.old, 0.02)
+        groups = self.with_engine(make_groups(LENGTHS, PROMPTS))
+        self.groups = windowed(groups) if cfg.rollout.window else groups
+        self.parts = {"accuracy": CORRECT_NG, "overlong": SHORT_NG}
+        weights = cfg.reward.weights
+        pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
+        self.reward_NG = sum(weights[part] * self.parts[part] for part in weights) * ~pending_NG
+        adv_NG = ESTIMATORS[cfg.advantage.kind](
+            Scores(self.reward_NG, {part: self.parts[part] for part in weights}, weights, VALUE_N1), cfg.advantage)
+        correct_NG = (CORRECT_NG == 1) & ~pending_NG
+        self.batch = replace(as_batch(self.groups, adv_NG, keep_all(adv_NG)), reward_NG=self.reward_NG,
+                             correct_NG=correct_NG)
+
+    def with_engine(self, groups: list[Group]) -> list[Group]:
+        """The groups with log-probs that an engine near the policy before the update would give."""
+        generator = torch.Generator().manual_seed(1)
+
+        def noisy(group: Group, sample: Sample) -> Sample:
+            logp_T = self.alone(self.old, group, sample)
+            noise_T = 0.1 * torch.randn(sample.length, dtype=torch.float64, generator=generator)
+            return replace(sample, logp=(logp_T + noise_T).clamp(max=0).tolist())
+
+        return [Group(group.prompt, tuple(noisy(group, s) for s in group.samples)) for group in groups]
+
+    @staticmethod
+    def alone(model, group: Group, sample: Sample, grad: bool = False) -> Tensor:
+        ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
+        attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
+        with torch.set_grad_enabled(grad):
+            return model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:], 1.0, 64)
+
+    def values(self, group: Group, sample: Sample) -> Tensor:
+        """Before each token and behind the last; nothing without a critic."""
+        if self.learner.critic is None:
+            return torch.zeros(sample.length + 1)
+        ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
+        attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
+        with torch.no_grad():
+            return self.learner.critic(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids)))
+
+    def by_formula(self) -> dict[str, Tensor]:
+        with torch.no_grad():
+            for mine, theirs in zip(self.now.parameters(), self.old.parameters(), strict=True):
+                mine.copy_(theirs)
+        nudge(self.now, 0.03)
+        answers = []
+        for n, group in enumerate(self.groups):
+            for g, s in enumerate(group.samples):
+                value_T = self.values(group, s)
+                answers.append(Answer(
+                    self.alone(self.now, group, s, grad=True), self.alone(self.old, group, s), torch.tensor(s.logp),
+                    self.alone(self.ref, group, s), value_T[:-1], value_T[-1], float(self.reward_NG[n, g]),
+                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), s.start, s.pending, n, g))
+                answers[-1].beh_T = torch.tensor(s.logp.tolist(), dtype=torch.float64)
+        self.textbook(answers, self.cfg).backward()
+        return gradients(self.now)
+
+    def by_training(self) -> dict[str, Tensor]:
+        learner = self.learner
+        nudge(learner.policy, 0.02)
+        rows = update.pack_batch(learner, self.batch, [0, 1])
+        before_B = update.score_rows(learner, learner.policy, rows)
+        ref_B = update.score_rows(learner, learner.reference, rows)
+        adv_B = update.advantages(learner, rows)
+        nudge(learner.policy, 0.03)
+        sums = metrics.PassSums()
+        update.accumulate(learner, rows, before_B, ref_B, adv_B, sums, first_pass=True, unmoved=False)
+        self.stopped = sums.metrics(1, 1)["train/clipped"]
+        return gradients(learner.policy)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_that_of_the_textbook_loss(name, tiny, tmp_path):
+    case = Case(name, tiny, tmp_path / "run")
+    expected, ours = case.by_formula(), case.by_training()
+    assert (0 < case.stopped < 1) == (name not in ("cispo", "apo", "reinforce"))
+    for key, grad in expected.items():
+        size = float(grad.abs().max())
+        assert size > 1e-8
+        torch.testing.assert_close(ours[key], grad, rtol=0, atol=1e-6 * size, msg=key)
