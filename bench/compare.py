@@ -10,21 +10,15 @@ the test problems, round by round, so that a machine that slows down slows all m
 
 import argparse
 import json
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from statistics import mean
 
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-import config
 import report
 import runfolder
+from runs import ROOT, run
 
-ROOT = Path(__file__).parent.parent
 METHODS = {
     "grpo": ["grpo_toy.yaml"],
     "cppo": ["cppo_toy.yaml"],
@@ -36,23 +30,6 @@ METHODS = {
 RATES, TUNING_SEED, SEEDS = ("5e-5", "1e-4", "2e-4"), 100, range(5)
 STEPS = 20
 COMMON = [f"steps={STEPS}", "eval.every=1", "data.limit=160", "checkpoint.every=0"]
-
-
-def run(out: Path, method: str, *settings: str) -> Path:
-    """Train, unless a whole run of the same settings is there; one that was cut off starts anew, it takes a minute."""
-    name, *rest = METHODS[method]
-    settings = (*rest, *COMMON, *settings, f"out={out}")
-    stored = out / "config.yaml"
-    same = stored.is_file() and config.load(stored) == config.load(name, settings)
-    if not same or not (out / "finished").is_file():
-        shutil.rmtree(out, ignore_errors=True)
-        sets = [word for setting in settings for word in ("--set", setting)]
-        done = subprocess.run([sys.executable, "train.py", "--config", name, *sets], cwd=ROOT, capture_output=True,
-                              text=True)
-        if done.returncode:
-            raise RuntimeError(f"{method} failed:\n{done.stderr}")
-        (out / "finished").touch()
-    return out
 
 
 def score(folder: Path, name: str) -> float:
@@ -73,7 +50,7 @@ def main() -> None:
     for rate in RATES:
         for method in METHODS:
             bar.set_description(f"{method}, rate {rate}")
-            folder = run(out / "rates" / f"{method}-{rate}", method, f"optim.lr={rate}", f"seed={TUNING_SEED}",
+            folder = run(out / "rates" / f"{method}-{rate}", *METHODS[method], *COMMON, f"optim.lr={rate}", f"seed={TUNING_SEED}",
                          f"data.eval={validation}")
             scores[method][rate] = score(folder, "validation")
             bar.update()
@@ -85,7 +62,7 @@ def main() -> None:
     for seed in SEEDS:
         for method in METHODS:
             bar.set_description(f"{method}, seed {seed}")
-            folders[method].append(run(out / f"{method}-seed{seed}", method, f"optim.lr={best[method]}",
+            folders[method].append(run(out / f"{method}-seed{seed}", *METHODS[method], *COMMON, f"optim.lr={best[method]}",
                                        f"seed={seed}"))
             bar.update()
     bar.close()

@@ -155,7 +155,8 @@ def rloo(answers, cfg):
 # name -> (textbook loss, toy config, changes to it)
 OBJECTIVES = {
     "grpo": (grpo, "grpo_toy", []), "dapo": (dapo, "dapo_toy", []), "drgrpo": (drgrpo, "drgrpo_toy", []),
-    "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []), "divppo": (divppo, "divppo_toy", ["loss.divergence=1e-3"]),
+    "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []),
+    "divppo": (divppo, "divppo_toy", ["loss.divergence=1e-3"]),
     "divppo-kl": (divppo, "divppo_toy", ["loss.trust=binary_kl", "loss.divergence=1e-5"]),
     "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
     "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
@@ -213,7 +214,8 @@ class Case:
         ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
         attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
         with torch.set_grad_enabled(grad):
-            return model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:], 1.0, 64)
+            return model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
+                         temperature=1.0, chunk=64)
 
     def values(self, group: Group, sample: Sample) -> Tensor:
         """Before each token and behind the last; nothing without a critic."""
