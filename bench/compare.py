@@ -10,14 +10,18 @@ the test problems, round by round, so that a machine that slows down slows all m
 
 import argparse
 import json
+import sys
 from pathlib import Path
 from statistics import mean
 
 from tqdm import tqdm
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from runs import ROOT, run
+
 import report
 import runfolder
-from runs import ROOT, run
 
 METHODS = {
     "grpo": ["grpo_toy.yaml"],
@@ -50,8 +54,8 @@ def main() -> None:
     for rate in RATES:
         for method in METHODS:
             bar.set_description(f"{method}, rate {rate}")
-            folder = run(out / "rates" / f"{method}-{rate}", *METHODS[method], *COMMON, f"optim.lr={rate}", f"seed={TUNING_SEED}",
-                         f"data.eval={validation}")
+            folder = run(out / "rates" / f"{method}-{rate}", *METHODS[method], *COMMON, f"optim.lr={rate}",
+                         f"seed={TUNING_SEED}", f"data.eval={validation}")
             scores[method][rate] = score(folder, "validation")
             bar.update()
     best = {method: max(by_rate, key=by_rate.get) for method, by_rate in scores.items()}
@@ -62,8 +66,8 @@ def main() -> None:
     for seed in SEEDS:
         for method in METHODS:
             bar.set_description(f"{method}, seed {seed}")
-            folders[method].append(run(out / f"{method}-seed{seed}", *METHODS[method], *COMMON, f"optim.lr={best[method]}",
-                                       f"seed={seed}"))
+            folders[method].append(run(out / f"{method}-seed{seed}", *METHODS[method], *COMMON,
+                                       f"optim.lr={best[method]}", f"seed={seed}"))
             bar.update()
     bar.close()
     print(report.report([folder for runs in folders.values() for folder in runs], out / "report"))

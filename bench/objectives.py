@@ -9,12 +9,16 @@ critic's explained variance; the runs without pretraining have as many steps of 
 
 import argparse
 import json
+import sys
 from pathlib import Path
 
 from tqdm import tqdm
 
-import runfolder
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from runs import ROOT, run
+
+import runfolder
 
 METHODS = {name: [f"{name}_toy.yaml"] for name in (
     "grpo", "cppo", "dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo")} | {
