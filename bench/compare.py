@@ -18,7 +18,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from runs import ROOT, run
+from training import ROOT, run
 
 import report
 import runfolder

@@ -2,30 +2,44 @@
 
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 import torch.multiprocessing as mp
 from conftest import TOY, as_batch, gradients, load, nudge, toy_config, weights
+from test_objectives import windowed
 
 import collect
 import config
+import critic
 import data
 import dist
 import metrics
+import reward
 import runfolder
 import train
 import update
 from advantage import group_norm
+from loss import value_loss
 from prune import COMPLETIONS, Offer
-from sample import lengths
+from sample import lengths, pending
 
 CONFIGS = {
     "cppo": [],
     "cppo-kl-batch": ["loss.kl=0.1", "loss.per=token", "prune.completions.scope=batch"],
     "grpo": ["prune.completions.kind=none", "prune.completions.keep=null", "loss.count=all", "loss.per=constant"],
 }
+# Every objective, each on the same rollouts of the toy model.
+OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo")
 Gradient = dict[str, torch.Tensor]
+
+
+def objective(name: str, out, *settings: str) -> config.Config:
+    """A toy config of an objective at a test's size; its completions in windows are those of test_objectives."""
+    pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
+    more = ["divergence=1e-3"] if name == "divppo" else []
+    return toy_config(out, *pretrained, *(f"loss.{setting}" for setting in more), *settings, name=f"{name}_toy.yaml")
 
 
 def change(cfg: config.Config, *overrides: str) -> config.Config:
@@ -54,19 +68,37 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
 
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
-    learner, _ = train.set_up(cfg, TOY, data.Tokenizer(TOY))
+    learner, _ = train.set_up(cfg, Path(cfg.model.path), data.Tokenizer(TOY))
+    if learner.critic:
+        nudge(learner.critic, 0.1)
+    if cfg.rollout.window:
+        groups = windowed(groups)
     offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
     rows = update.pack_batch(learner, as_batch(groups, adv_NG, pruned), list(range(len(groups))))
     old_B = update.score_rows(learner, learner.policy, rows)
     ref_B = update.score_rows(learner, learner.reference, rows)
+    adv_B = update.advantages(learner, rows)
     nudge(learner.policy, 0.02)
     sums = metrics.PassSums()
-    adv_B = update.advantages(learner, rows)
     update.accumulate(learner, rows, old_B, ref_B, adv_B, sums, first_pass=True, unmoved=False)
     measured = sums.metrics(cfg.pack.capacity, updates=1)
-    assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1
+    free = cfg.loss.trust in ("clamp", "none")
+    assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1 or free
     return measured["train/loss"], gradients(learner.policy)
+
+
+def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
+    """Of the critic's loss on what is done."""
+    learner, _ = train.set_up(cfg, Path(cfg.model.path), data.Tokenizer(TOY))
+    nudge(learner.critic, 0.1)
+    done_NG = ~pending(groups, adv_NG.shape[1])
+    total = 0.0
+    for row in critic.rows_of(learner, groups, done_NG, adv_NG):
+        loss = value_loss(learner.values(row)[0], critic.target(learner, row), row.weight_C)
+        loss.backward()
+        total += loss.item()
+    return dist.sum_over_ranks({"loss": total})["loss"], gradients(learner.critic)
 
 
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
@@ -91,6 +123,28 @@ def cfg(request, tmp_path):
                                  "model.checkpoint_blocks=true"])
 def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, rolled):
     assert_same(gradient(cfg, *rolled), gradient(change(cfg, how), *rolled), rtol=1e-10)
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, tiny, tmp_path):
+    cfg = objective(name, tmp_path / "run", f"model.path={tiny}")
+    groups, adv_NG = rolled
+    alone = gradient(cfg, groups, adv_NG)
+    for how in ("pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7", "model.checkpoint_blocks=true"):
+        assert_same(alone, gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
+    order = [2, 0, 3, 1]
+    assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+
+
+@pytest.mark.parametrize("lam", [1, 0.9])
+def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(lam, rolled, tiny, tmp_path):
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", f"advantage.lam_critic={lam}")
+    groups, adv_NG = rolled
+    alone = critics_gradient(cfg, groups, adv_NG)
+    for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=true"):
+        assert_same(alone, critics_gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
+    order = [2, 0, 3, 1]
+    assert_same(alone, critics_gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
 
 
 def test_gradient_does_not_depend_on_the_order_of_groups(cfg, rolled):
@@ -172,14 +226,20 @@ PRUNED = {
     "dppo": ["data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
+    # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
+    "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2"],
 }
 
 
-@pytest.mark.parametrize("name", PRUNED)
+def pruned_config(name: str, out, *settings: str) -> config.Config:
+    return toy_config(out, *settings, *PRUNED[name], name="tppo_toy.yaml" if name == "tppo" else "cppo_toy.yaml")
+
+
+@pytest.mark.parametrize("name", [*list(PRUNED)[:3], pytest.param("tppo", marks=pytest.mark.slow)])
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
-    cfg = toy_config(tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
-                     "pack.capacity=200", *PRUNED[name])
+    cfg = pruned_config(name, tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
+                        "pack.capacity=200")
     alone = trained(cfg)
     for ranks in (2, 4) if name == "cppo" else (3,):
         # Four ranks send their tokens only where they are trained on, the others gather them all.
@@ -199,9 +259,9 @@ def resumed(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg, resume="always"))
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("greso", 2, 3)])
+@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("greso", 2, 3), ("tppo", 2, 3)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2", *PRUNED[name])
+    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained, cfg)[0], tmp_path / "run"
     decisions, measured = (folder / "decisions.jsonl").read_text(), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
@@ -218,3 +278,55 @@ def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, 
     for ranks in (2, 4):
         for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
             assert_same(alone, other, rtol=1e-5)
+
+
+def trained_by_each(folder: str) -> dict[str, Gradient]:
+    return {name: trained(objective(name, Path(folder) / f"{dist.world_size()}" / name, "update.epochs=2",
+                                    "update.minibatches=2", "pack.capacity=200")) for name in OBJECTIVES}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_any_number_of_ranks_gives_the_same_parameters_by_every_objective(ranks, tmp_path):
+    """Two whole steps of two epochs of two mini-batches. DAPO's dynamic sampling takes the same decisions."""
+    alone = trained_by_each(str(tmp_path))
+    for other in on_ranks(ranks, tmp_path, trained_by_each, str(tmp_path)):
+        for name, found in other.items():
+            for key, expected in alone[name].items():
+                torch.testing.assert_close(found[key], expected, rtol=0, atol=1e-9, msg=f"{name} {key}")
+    for name in OBJECTIVES:
+        one, many = (tmp_path / f"{count}" / name for count in (1, ranks))
+        assert step_metrics(many) == pytest.approx(step_metrics(one), rel=1e-9, abs=1e-12)
+        assert (one / "decisions.jsonl").read_text() == (many / "decisions.jsonl").read_text()
+
+
+def trained_on_what_is_solved(cfg: config.Config, solved: int) -> Gradient:
+    """Of every group so many problems are such that all completions are right, the others by what they are."""
+    true = reward.TEXT["accuracy"]
+    hard = {p.answer for p in data.load_problems(cfg.data.train)[:cfg.data.limit][solved:]}
+    reward.TEXT["accuracy"] = lambda text, gold: true(text, gold) if gold in hard else 1.0
+    try:
+        return trained(cfg)
+    finally:
+        reward.TEXT["accuracy"] = true
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("solved", [6, 12])
+def test_a_data_set_that_is_solved_ends_in_a_partial_batch_on_any_number_of_ranks(solved, tmp_path, capfd):
+    """Of 12 problems 6 or all: after 2 rounds a step trains on the groups there are, or on none, and goes on."""
+    cfg = objective("dapo", tmp_path / "one", "data.limit=12", "rollout.prompts_per_step=8", "rollout.max_rounds=2",
+                    "rollout.max_new_tokens=24", "reward.overlong_tokens=20", "rollout.oversample=1")
+    alone = trained_on_what_is_solved(cfg, solved)
+    assert "groups short after 2 rounds; training on the" in capfd.readouterr().err
+    lines = [line for line in runfolder.read(tmp_path / "one" / "metrics.jsonl") if "prune/kept" in line]
+    assert all((line["prune/kept"] == 0) == (solved == 12) and line["prune/kept"] < 64 for line in lines)
+    for ranks in (2, 4) if solved == 6 else (2,):
+        spread = replace(cfg, out=str(tmp_path / f"{ranks}"))
+        for other in on_ranks(ranks, tmp_path, trained_on_what_is_solved, spread, solved):
+            for key, expected in alone.items():
+                torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
+        decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
+        assert decisions[0] == decisions[1]
+    before = weights(load(TOY, torch.float64))
+    assert all(torch.equal(alone[name], p) for name, p in before.items()) == (solved == 12)

@@ -5,7 +5,20 @@ import itertools
 import pytest
 import torch
 
-from loss import clip, engine_weight, k3, token_weight
+from loss import (
+    Move,
+    binary_kl,
+    clamp,
+    clip,
+    clip_sequence,
+    engine_weight,
+    k3,
+    likelihood_weight,
+    residual,
+    token_weight,
+    total_variation,
+    value_loss,
+)
 from prune import Pruned, keep_all, keep_largest
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
@@ -90,3 +103,88 @@ def test_the_engines_weight_by_hand():
             (1.1, 1.3, [1.1, 0.5, 1.1, 1.1, 1.1, 0])):
         weight_C = engine_weight(old_C, engine_C, segment_C, cap, mask_ratio)
         assert weight_C.tolist() == pytest.approx(expected) and not weight_C.requires_grad
+
+
+def test_a_completions_tokens_may_add_up():
+    weight_NG = token_weight(LEN_NG, keep_all(ADV_NG), "sum", "all", 64, 2)
+    assert weight_NG.tolist() == [[1 / 8] * 4] * 2
+
+
+def test_the_likelihood_of_what_is_correct_is_a_mean_over_its_tokens():
+    """0.1 over the tokens of the correct (300, 20 and 7), those pruned in or out of the denominator; 0 for none."""
+    correct_NG = torch.tensor([[False, True, True, False], [True, False, False, False]])
+    none_NG = torch.zeros_like(correct_NG)
+    whole = likelihood_weight(LEN_NG, keep_all(ADV_NG), correct_NG, 0.1, "all")
+    torch.testing.assert_close(whole, 0.1 / 327 * correct_NG.double())
+    keep_NG = torch.tensor([[True, True, False, True], [True] * 4])
+    pruned = Pruned(keep_NG, 2 * keep_NG.double(), keep_NG.double())
+    kept_NG = correct_NG & keep_NG
+    torch.testing.assert_close(likelihood_weight(LEN_NG, pruned, correct_NG, 0.1, "all"), 0.2 / 327 * kept_NG.double())
+    torch.testing.assert_close(likelihood_weight(LEN_NG, pruned, correct_NG, 0.1, "kept"), 0.2 / 307 * kept_NG.double())
+    assert not likelihood_weight(LEN_NG, pruned, none_NG, 0.1, "all").any()
+
+
+def move(ratios: list[float], old: list[float], adv: list[float], lengths: list[int]) -> Move:
+    """Tokens of these ratios and old probabilities."""
+    old_C = torch.tensor(old, dtype=torch.float64).log()
+    return Move(old_C + torch.tensor(ratios, dtype=torch.float64).log(), old_C, torch.tensor(adv, dtype=torch.float64),
+                torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
+
+
+def test_the_sequence_ratio_of_one_token_is_the_tokens():
+    ratios = [0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5]
+    one = move(ratios, [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
+    by_token = clip(one.logp_C, one.old_logp_C, one.adv_C, 0.2, 0.3, None)
+    torch.testing.assert_close(clip_sequence(one, 0.2, 0.3, None), by_token)
+
+
+def test_the_sequence_ratio_is_the_geometric_mean_and_stops_all_or_none():
+    """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone."""
+    three = move([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
+    root = (1.2 * 1.8) ** 0.5
+    assert clip_sequence(three, 0.2, 0.3, None).tolist() == pytest.approx([1, 1, 0, 0, root, root])
+
+
+def test_clamp_stops_no_token_and_without_a_bound_is_the_ratio():
+    ratio_C = torch.tensor([0.1, 0.9, 1.1, 5.0], dtype=torch.float64)
+    old_C = torch.full((4,), -1.5, dtype=torch.float64)
+    assert clamp(old_C + ratio_C.log(), old_C, 0.2, 0.2).tolist() == pytest.approx([0.8, 0.9, 1.1, 1.2])
+    torch.testing.assert_close(clamp(old_C + ratio_C.log(), old_C, 1.0, 1e9), ratio_C)
+
+
+def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_one():
+    """0.01 -> 0.02 is kept, 0.80 -> 0.96 is dropped though PPO's clip lets it through; so is what falls under A < 0;
+    a move against the advantage is never stopped, and the ratio is held at the cap."""
+    ratios, old = [2, 1.2, 1.2, 0.75, 0.75, 30], [0.01, 0.8, 0.8, 0.8, 0.8, 1e-4]
+    adv = [1, 1, -1, -1, 1, 1]
+    f_C = total_variation(move(ratios, old, adv, [6]), 0.15, 20.0)
+    assert f_C.tolist() == pytest.approx([2, 0, 1.2, 0, 0.75, 20])
+    assert clip(*(getattr(move(ratios, old, adv, [6]), name) for name in ("logp_C", "old_logp_C", "adv_C")),
+                0.2, 0.21, None)[1] > 0
+
+
+def test_binary_kl_by_hand():
+    """0.5 -> 0.6 has 0.0204 nats, 0.8 -> 0.96 has 0.1731; a certain token stays certain, and one that was not and now
+    is has moved by infinitely many."""
+    m = move([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
+    assert binary_kl(m, 0.05, 20.0).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
+    assert binary_kl(m, 0.0203, 20.0)[0] == 0 and binary_kl(m, 0.0205, 20.0)[0] > 0
+
+
+def test_the_residual_has_the_gradient_of_the_squared_loss():
+    old_C = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
+    logp_C = torch.tensor([-0.7, -2.2, -0.4, -3.5], dtype=torch.float64, requires_grad=True)
+    segment_C, adv_S, beta = torch.tensor([0, 0, 1, 1]), torch.tensor([0.3, -0.8], dtype=torch.float64), 0.1
+    gap_C = logp_C - old_C
+    squared = sum((beta * part.sum() - A) ** 2 for part, A in zip(gap_C.split(2), adv_S, strict=True))
+    expected, = torch.autograd.grad(squared, logp_C)
+    adv_C = residual(logp_C, old_C, adv_S[segment_C], segment_C, beta)
+    ours, = torch.autograd.grad(-(adv_C * logp_C).sum(), logp_C)
+    torch.testing.assert_close(ours, expected)
+
+
+def test_the_value_loss_is_half_the_weighted_squared_error():
+    value_C = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    loss = value_loss(value_C, torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.5, 0.5, 0.25]))
+    assert loss.item() == 0.5 * (0.5 * 1 + 0.25 * 9)
+    assert torch.autograd.grad(loss, value_C)[0].tolist() == [0.5, 0, 0.75]

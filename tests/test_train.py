@@ -60,15 +60,19 @@ RESUMED = {
              "prune.completions={kind: bernoulli, keep: null, drop_prob: 0.7}"],
     "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}"],
     "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
+    # A critic, a pool of completions that go on, and pretraining; a table of V*.
+    "tppo": ["critic.pretrain_steps=2", "rollout.window=12", "update.minibatches=2", "critic.epochs=2"],
+    "apo": ["data.limit=8", "update.minibatches=2"],
 }
 
 
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
+    base = f"{name}_toy.yaml" if name in ("tppo", "apo") else "cppo_toy.yaml"
     more = ["steps=4", "checkpoint.every=2", "eval.every=1", *RESUMED[name]]
-    whole = train.train(toy_config(tmp_path / "whole", *more))
-    cfg = toy_config(tmp_path / "cut", *more)
+    whole = train.train(toy_config(tmp_path / "whole", *more, name=base))
+    cfg = toy_config(tmp_path / "cut", *more, name=base)
     die_in(3, cfg, monkeypatch)
     assert [line["step"] for line in without_times(tmp_path / "cut")][-1] == 3
     resumed = train.train(cfg, resume="always")
