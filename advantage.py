@@ -69,7 +69,7 @@ def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
     The value that the best policy under a KL of weight beta has: the largest reward as beta goes to 0, the mean as it
     grows.
     """
-    return beta * (torch.logsumexp(reward_NK / beta, dim=1) - torch.tensor(float(reward_NK.shape[1])).log())
+    return beta * (torch.logsumexp(reward_NK / beta, dim=1) - reward_NK.new_tensor(reward_NK.shape[1]).log())
 
 
 # advantage.kind -> function of the scores and of that section of the config, [N, G]

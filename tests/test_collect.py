@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -223,3 +224,66 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
         assert batch.slots == [i for i, p in enumerate(line["prompts"]) if p["weight"]] != list(range(len(groups)))
         torch.testing.assert_close(weight_NG[weight_NG > 0], 1 / prob_NG[weight_NG > 0])
     assert json.dumps(line)
+
+
+def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_path):
+    """By the reward, punishment of length included, every group differs; by accuracy those neither right nor wrong."""
+    sections = ["rollout.until=informative", "rollout.max_rounds=1", "reward={accuracy: 2, overlong: 1, "
+                "overlong_tokens: 48}", "rollout.oversample=2"]
+    found = {}
+    for what in ("reward", "accuracy"):
+        (rounds, rolled, batch, _), = steps(tmp_path, "ieiieiee", 1, *sections, f"rollout.differ_in={what}")
+        found[what] = [group.prompt.id[0] for group in batch.groups]
+        assert rounds == ["ieiieiee"]
+        if what == "accuracy":  # the fixture's answers are of one length; make the solved groups differ in it
+            rolled.reward_NG[1, 0] -= 0.25
+            cfg = toy_config(tmp_path / "run", *sections, "rollout.differ_in=accuracy", name="grpo_toy.yaml")
+            other = replace(cfg, rollout=replace(cfg.rollout, differ_in="reward"))
+            assert collect.informative(rolled, cfg).tolist() == [k == "i" for k in "ieiieiee"]
+            assert collect.informative(rolled, other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
+    assert found["accuracy"] == list("iiii")
+
+
+def test_the_first_round_offers_what_oversample_says(in_order, tmp_path):
+    (rounds, *_), = steps(tmp_path, "iiiieeee" * 2, 1, "rollout.until=informative", "rollout.oversample=3")
+    assert rounds == ["iiiieeeeiiii"]
+
+
+def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path):
+    """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not."""
+    cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
+                     name="apo_toy.yaml")
+    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate("eihiie")]
+    script, folder = Script(prompts), tmp_path / "table"
+    folder.mkdir()
+    log = runfolder.Log(folder)
+    table = collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log)
+    assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]
+    some = 0.25 * math.log((math.exp(4) + 3) / 4)
+    assert [table[p.id] for p in prompts] == pytest.approx([1, some, 0, some, some, 1])
+    file = folder / "soft_values.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:4]) + lines[4][:9])
+    script.rounds = []
+    assert collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log) == table
+    assert ["".join(kinds) for kinds in script.rounds] == ["ie"] and file.read_text() == "".join(lines)
+
+
+def test_the_soft_value_is_taken_off_the_reward(in_order, tmp_path):
+    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate("eihi")]
+    cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "rollout.prompts_per_step=4", name="apo_toy.yaml")
+    history = data.PromptHistory(0.5)
+    history.values = {prompt.id: 0.125 * n for n, prompt in enumerate(prompts)}
+    rolled, batch = collect.collect(Script(prompts), TOKENIZER, prompts, history, cfg, 0, metrics.Clock(), Saying(None))
+    value_N1 = 0.125 * torch.arange(4, dtype=torch.float64)[:, None]
+    torch.testing.assert_close(rolled.adv_NG, rolled.reward_NG - value_N1)
+    assert torch.equal(batch.correct_NG, rolled.reward_NG == 1)
+
+
+def test_nothing_is_inert_where_something_but_the_advantage_has_a_gradient(in_order, tmp_path):
+    """A flat group's completions have probability 0 under PPS only where their advantage is all there is."""
+    keep = "prune.completions={kind: pps, keep: 2, scope: batch}"
+    for settings, inert in (([], True), (["loss.likelihood=0.1"], False), (["loss.kl=0.1"], False),
+                            (["advantage.kind=gae", "critic.lr=1e-4"], False)):
+        (_, _, batch, _), = steps(tmp_path, "eiih", 1, keep, *settings)
+        assert bool((batch.pruned.prob_NG[0] == 0).all()) == inert
