@@ -204,3 +204,29 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
 def test_nothing_to_do_is_nothing_done(engine, policy):
     engine.sync(policy)
     assert engine.generate([], [], 5, 1.0) == []
+
+
+def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_own(engine, policy, folder):
+    """What a window left, some of it longer than a cached block, is read again with the new weights."""
+    engine.sync(load(folder))
+    limits = [5, 1, 20, 30, 9, 2, 12, 40]
+    begun = engine.generate(prompts(), list(range(8)), limits, 1.0)
+    assert all(s.length == limit or s.finished for s, limit in zip(begun, limits, strict=True))
+    so_far = [(*p, *s.ids) for p, s in zip(prompts(), begun, strict=True)]
+    engine.sync(policy)
+    rest = engine.generate(so_far, list(range(8, 16)), limits[::-1], 1.0)
+    for prompt, sample in zip(so_far, rest, strict=True):
+        gap = (torch.tensor(sample.logp) - trainer_logp(policy, prompt, sample, 1.0)).abs().max()
+        assert float(gap) < 1e-4
+
+
+def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy):
+    engine.sync(policy)
+    whole = engine.generate(prompts(), [0] * 8, 24, 0.0)
+    ids, done = [()] * 8, [False] * 8
+    for _ in range(4):
+        going = [i for i in range(8) if not done[i]]
+        pieces = engine.generate([(*prompts()[i], *ids[i]) for i in going], [0] * len(going), [6] * len(going), 0.0)
+        for i, piece in zip(going, pieces, strict=True):
+            ids[i], done[i] = (*ids[i], *piece.ids), piece.finished
+    assert ids == [tuple(s.ids) for s in whole]

@@ -144,3 +144,14 @@ def test_evaluation_by_vllm_is_that_of_the_embedded_engine(tmp_path):
         assert done.returncode == 0, done.stderr
         scores.append(json.loads(out.read_text())["results"]["test"])
     assert scores[0] == scores[1]
+
+
+def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
+    """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
+    settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
+                "rollout.window=10", f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
+    done = run(*TORCHRUN, "train.py", "--config", "tppo_toy.yaml", *(w for s in settings for w in ("--set", s)))
+    assert done.returncode == 0, done.stderr
+    lines = steps_of(tmp_path / "run")
+    assert len(lines) == 5 and sum(line["rollout/pending"] for line in lines) > 0
+    assert all(line["mismatch/logp_abs_max"] < 1e-3 for line in lines)
