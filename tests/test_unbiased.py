@@ -51,6 +51,8 @@ class Step:
         self.before = load(folder, torch.float64)
         self.groups = make_groups(LENGTHS, [5, 3])
         nudge(self.learner.policy, 0.03)
+        if self.learner.critic:
+            nudge(self.learner.critic, 0.3)
 
     def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
         return self.gradient_of(as_batch(self.groups, adv_NG, pruned), [0, 1])
@@ -128,6 +130,15 @@ def renormalised(per: str) -> Outcomes:
             if keep_G.sum() > 1:
                 adv_NG[n, keep_G] = group_norm(REWARD_NG[n, keep_G][None], 1, 1e-4)[0]
         yield chance, pruned, adv_NG
+
+
+@pytest.mark.parametrize("settings", [
+    ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.clip_high=0.28"],
+    ["loss={trust: clip_sequence, clip_low: 0.01, clip_high: 0.01}"],
+], ids=["vapo", "gspo"])
+def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(settings, tiny, tmp_path):
+    """Probabilities may come from rewards alone, before a critic's values are known."""
+    assert Step(tiny, tmp_path / "run", "loss.per=token", *settings).bias(by_bernoulli("token")) < 1e-12
 
 
 @pytest.mark.parametrize("per", ["sequence", "constant", "token"])
