@@ -56,7 +56,8 @@ class Checkpoints:
         with self.standing_still():
             self.wait()
             fresh, rest = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
-            torch.save({"step": step} | extra, rest)
+            if dist.rank() == 0:  # which writes it
+                torch.save({"step": step} | extra, rest)
             saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
                                     # Without copies ahead the writer does not touch the GPU, which is another's here.
                                     storage_writer=dcp.FileSystemWriter(fresh / name, per_thread_copy_ahead=0),

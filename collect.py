@@ -4,6 +4,7 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 """
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -19,10 +20,12 @@ from advantage import ESTIMATORS, Scores, adaptive_lambda, flat, soft_value
 from config import Config, Prune, Rollout
 from exchange import gather
 from prune import COMPLETIONS, REFILLING, Offer, Pruned, next_round
-from reward import score, span
+from reward import LENGTH, score, span
 from rollout import Engine
 from runfolder import Log
 from sample import Batch, Group, Prompt, Rolled, Sample, Turn, lengths, pending
+
+ROUNDS_OF_SLOTS = 8  # how often the slots are filled between two writes of the table of V*
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +82,7 @@ def collect(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], hi
     if step == 0 and cfg.advantage.alpha:
         warn_of_short(batch, cfg, log)
     if pruning.prompts.kind in REFILLING and rolled.turns[-1].epoch > 0:
-        history.adapt(rolled.reward_NG, middle(cfg), pruning.prompts.target)
+        history.adapt(compared(rolled, cfg), middle(cfg), pruning.prompts.target)
     return rolled, batch
 
 
@@ -93,8 +96,9 @@ def whole(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], history:
     value_N1 = torch.tensor([[history.values.get(turn.prompt.id, torch.nan)] for turn in kept], dtype=torch.float64)
     scores = Scores(reward_NG, parts, weights, value_N1.view(-1, 1))
     adv_NG = ESTIMATORS[cfg.advantage.kind](scores, cfg.advantage)  # from all G, before pruning
-    history.record(kept, reward_NG, adv_NG, middle(cfg))
-    return Rolled(turns, groups, parts, reward_NG, adv_NG)
+    rolled = Rolled(turns, groups, parts, reward_NG, adv_NG)
+    history.record(kept, compared(rolled, cfg), adv_NG, middle(cfg))
+    return rolled
 
 
 def windowed(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], history: data.PromptHistory,
@@ -108,10 +112,10 @@ def windowed(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], h
     begun = history.pool
     drawn = history.draw(prompts, cfg.prune.prompts, cfg.seed,
                          (cfg.rollout.prompts_per_step * G - len(begun)) // G)
-    turns = [turn for turn, _ in begun] + [replace(turn, copy=copy) for turn in drawn for copy in range(G)]
-    so_far = [sample for _, sample in begun] + [None] * (len(turns) - len(begun))
+    fresh = [(replace(turn, copy=copy), None) for turn in drawn for copy in range(G)]
     requests = [Request(turn, data.sample_seed(cfg.seed, turn.epoch, turn.prompt.id, turn.copy), sample)
-                for turn, sample in zip(turns, so_far, strict=True)]
+                for turn, sample in interleaved(begun, fresh)]
+    turns = [request.turn for request in requests]
     samples, _, parts = sample_and_score(engine, tokenizer, requests, cfg, clock, log.bar("rollout"))
     groups = [Group(turn.prompt, (sample,)) for turn, sample in zip(turns, samples, strict=True)]
     history.pool = [(turn, sample) for turn, sample in zip(turns, samples, strict=True) if sample.pending]
@@ -130,9 +134,17 @@ def warn_of_short(batch: Batch, cfg: Config, log: Log) -> None:
                 f"{lowest}: they are too short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
+def interleaved(one: list, other: list) -> list:
+    """Both lists, each in its order and spread evenly: ranks share out long prefixes and new prompts alike."""
+    places = [((i + 0.5) / len(part), item) for part in (one, other) for i, item in enumerate(part)]
+    return [item for _, item in sorted(places, key=lambda pair: pair[0])]
+
+
 def middle(cfg: Config) -> float:
-    """Of the scale of rewards: equal ones above it are those of an easy prompt, below it of a hard one."""
-    return sum(span(cfg.reward.weights)) / 2
+    """Of the scale that groups are compared on: equal values above it are those of an easy prompt, below it of a hard
+    one. How long an answer may be has no part in it."""
+    by_text = {name: weight for name, weight in cfg.reward.weights.items() if name not in LENGTH}
+    return sum(span(by_text if cfg.rollout.differ_in == "reward" else {"accuracy": 1.0})) / 2
 
 
 def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: Config, clock: metrics.Clock,
@@ -184,9 +196,14 @@ def continued(request: Request, piece: Sample, cfg: Config) -> Sample:
     return request.begun.joined(piece, goes_on) if request.begun else replace(piece, pending=goes_on)
 
 
+def compared(rolled: Rolled, cfg: Config) -> Tensor:
+    """[N, G] what rollout.differ_in names."""
+    return rolled.reward_NG if cfg.rollout.differ_in == "reward" else rolled.parts["accuracy"]
+
+
 def informative(rolled: Rolled, cfg: Config) -> Tensor:
-    """bool [N]: groups whose completions differ in what rollout.differ_in names."""
-    return ~flat(rolled.reward_NG if cfg.rollout.differ_in == "reward" else rolled.parts["accuracy"])
+    """bool [N]: groups whose completions differ in it."""
+    return ~flat(compared(rolled, cfg))
 
 
 def choose(rolled: Rolled, cfg: Config, pruning: Prune, seed: int) -> Batch:
@@ -231,18 +248,21 @@ def shortfall(batch: Batch, cfg: Config) -> int:
 
 
 def soft_values(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], cfg: Config, folder: Path,
-                log: Log) -> dict[str, float]:
+                log: Log, asked_to_stop: Callable[[], bool]) -> dict[str, float]:
     """A*-PO's V* of every training prompt (arXiv:2505.20686), from advantage.samples completions by the policy that the
     engine holds: the initial one, before the first step.
 
-    Rewards are written to soft_values.jsonl as they come, so that an interrupted run goes on with the rest.
+    Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted (KeyboardInterrupt, where
+    it is asked to stop) goes on with the rest.
     """
     K, path = cfg.advantage.samples, folder / "soft_values.jsonl"
     known, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])
     known = {line["id"]: line["rewards"] for line in known}
     rest = [prompt for prompt in prompts if prompt.id not in known]
-    chunk = max(1, cfg.rollout.slots * dist.world_size() // K)
+    chunk = max(1, ROUNDS_OF_SLOTS * cfg.rollout.slots * dist.world_size() // K)
     for start in tqdm(range(0, len(rest), chunk), "soft values", unit="batch", disable=log.bar("") is None):
+        if asked_to_stop():
+            raise KeyboardInterrupt
         part = rest[start:start + chunk]
         requests = [Request(Turn(prompt, 0), dist.seed_for(cfg.seed, prompt.id, k, "reference"))
                     for prompt in part for k in range(K)]

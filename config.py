@@ -39,6 +39,7 @@ class Data:
     dir: str | None = None         # folder that holds the named sets; none: from the hub
     system_prompt: str | None = None
     max_prompt_tokens: int = 512   # a longer prompt is an error, never cut
+    drop_longer: bool = False      # training prompts that are longer are left out, and their number is printed
     limit: int | None = None       # train on the first so many problems; null: on all
 
 
@@ -60,7 +61,8 @@ class Rollout:
     slots: int = 256               # sequences decoded at once, per engine; decides the size of the KV cache
     tensor_parallel: int = 1       # vllm: neighbouring ranks that hold one engine together
     cache_gib: float | None = None  # vllm: KV cache per rank; null: room for every slot at full length
-    gather_limit: int = 4_000_000  # tokens of a round up to which each rank gets all; above, those it trains on alone
+    # Tokens of a round up to which each rank gets all; above, those it trains on alone. With a window always all.
+    gather_limit: int = 4_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,7 +246,8 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("reward", bool(cfg.reward.weights), "given at least one weight other than 0"),
         ("reward.overlong_tokens", (cfg.reward.overlong_tokens is not None) == (cfg.reward.overlong != 0),
          "set with reward.overlong, and null without"),
-        ("reward.overlong_tokens", 1 <= (cfg.reward.overlong_tokens or 1) <= roll.max_new_tokens,
+        ("reward.overlong_tokens", cfg.reward.overlong_tokens is None or
+         1 <= cfg.reward.overlong_tokens <= roll.max_new_tokens,
          f"in 1..{roll.max_new_tokens} (rollout.max_new_tokens)"),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         *completion_rules(cfg),
@@ -335,7 +338,8 @@ def prompt_rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("rollout.until", roll.until != "informative" or done.kind != "bernoulli",
          "offered (or full) with prune.prompts.kind=bernoulli: a prompt that is replaced must not be weighed for too"),
         ("rollout.max_rounds", roll.max_rounds >= 1, "at least 1"),
-        ("rollout.oversample", roll.oversample >= 1, "at least 1"),
+        ("rollout.oversample", roll.oversample >= 1 and (roll.until == "informative" or roll.oversample == 1.5),
+         "at least 1, and left out unless rollout.until=informative"),
         ("rollout.differ_in", roll.differ_in == "reward" or (roll.until == "informative" and cfg.reward.accuracy != 0),
          "reward unless rollout.until=informative and reward.accuracy has a weight"),
         ("pack.budget", (cfg.pack.budget is not None) == full, "set with rollout.until=full, and null without"),
@@ -385,6 +389,8 @@ def window_rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("prune.prompts.kind", not windowed or cfg.prune.prompts.kind == "none",
          "none with rollout.window: a prompt's group is never in one step, so there is nothing to remember of it"),
         ("rollout.until", not windowed or roll.until == "offered", "offered with rollout.window"),
+        ("loss.per", not windowed or cfg.loss.per != "sequence",
+         "token, constant or sum with rollout.window: a step has only a part of a sequence"),
         ("loss.trust", not windowed or cfg.loss.trust != "clip_sequence",
          "other than clip_sequence with rollout.window: a step has only a part of a sequence"),
     ]
@@ -393,6 +399,8 @@ def window_rules(cfg: Config) -> list[tuple[str, bool, str]]:
 def objective_rules(cfg: Config) -> list[tuple[str, bool, str]]:
     loss, divergent = cfg.loss, cfg.loss.trust in ("total_variation", "binary_kl")
     return [
+        ("advantage.kind", cfg.advantage.kind != "decoupled" or cfg.rollout.until == "offered",
+         "another than decoupled unless rollout.until=offered: its scale is that of one round"),
         ("loss.clip_low", 0 <= loss.clip_low <= 1, "in [0, 1]"),
         ("loss.clip_high", loss.clip_high >= 0, "at least 0"),
         ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
@@ -401,7 +409,7 @@ def objective_rules(cfg: Config) -> list[tuple[str, bool, str]]:
          f"null with loss.trust={loss.trust}; it belongs to clip and clip_sequence"),
         *((f"loss.{name}", loss.trust in ("clip", "clip_sequence", "clamp") or getattr(loss, name) == 0.2,
            f"left out with loss.trust={loss.trust}") for name in ("clip_low", "clip_high")),
-        ("loss.divergence", divergent == (loss.divergence is not None) and (loss.divergence or 1) > 0,
+        ("loss.divergence", loss.divergence > 0 and divergent if loss.divergence is not None else not divergent,
          "above 0 with loss.trust=total_variation or binary_kl, and null without"),
         ("loss.ratio_cap", loss.ratio_cap > 1 and (divergent or loss.ratio_cap == 20),
          "above 1, and left out unless loss.trust is total_variation or binary_kl"),

@@ -1,7 +1,8 @@
 """The critic's steps on one rollout: targets, rows of its own, epochs of mini-batches.
 
-It learns from completions that are done, from all of their tokens and whatever the policy is trained on: pruning does
-not touch them, and with rollout.window they were sampled over several steps (T-PPO, arXiv:2506.15050, as reported).
+It learns from completions that are done, from all of their tokens and whatever the policy is trained on: pruning of
+completions does not touch them, and with rollout.window they were sampled over several steps (T-PPO, arXiv:2506.15050,
+as reported).
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row,  B rows of one
 mini-batch on this rank.
@@ -18,7 +19,7 @@ from advantage import gae
 from config import Config, Optim
 from loss import value_loss
 from pack import Row
-from sample import Batch, Group, Rolled, Sample, lengths, pending
+from sample import Elsewhere, Group, Rolled, Sample, lengths, pending
 from update import Learner, descend, laid_out, learning_rate
 
 
@@ -27,15 +28,15 @@ def optim(cfg: Config) -> Optim:
     return replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
 
 
-def fit(learner: Learner, rolled: Rolled, batch: Batch, step: int, clock: metrics.Clock) -> dict[str, float]:
+def fit(learner: Learner, rolled: Rolled, step: int, clock: metrics.Clock) -> dict[str, float]:
     """All optimizer steps of the critic on one rollout: half the mean squared error over the tokens of a mini-batch.
 
-    None where fewer than critic.min_samples completions are done. The explained variance, 1 - Var(target - V) /
-    Var(target) over tokens, is of the values before a mini-batch was learnt from. Raises NotFinite.
+    None where fewer than critic.min_samples completions are done. The explained variance, 1 - Var(R - V) / Var(R) over
+    tokens, is of the values before a mini-batch was learnt from, and of rewards whatever the target is. Raises
+    NotFinite.
     """
     cfg, critic, optimizer = learner.cfg, learner.critic, learner.critic_optimizer
-    groups = [Group(group.prompt, tuple(replace(s, start=0) if isinstance(s, Sample) else s for s in group.samples),
-                    group.owners) for group in rolled.groups]
+    groups = [Group(group.prompt, tuple(map(from_its_start, group.samples)), group.owners) for group in rolled.groups]
     done_NG = ~pending(groups, rolled.reward_NG.shape[1])
     count, sums, norms = int(done_NG.sum()), metrics.ValueSums(), []
     for group in optimizer.param_groups:
@@ -53,10 +54,17 @@ def fit(learner: Learner, rolled: Rolled, batch: Batch, step: int, clock: metric
                     value_C, _ = learner.values(row)
                     loss = value_loss(value_C, target_C, row.weight_C)
                     loss.backward()
-                    sums.add(loss.detach(), value_C.detach(), target_C, row.weight_C > 0, first_pass=epoch == 0)
+                    sums.add(loss.detach(), value_C.detach(), row.reward_S[row.segment_C], row.weight_C > 0,
+                             first_pass=epoch == 0)
                 norms.append(descend(critic, optimizer, cfg.optim.clip_norm, sums.sums["loss"], "critic's ", step,
-                                     batch))
+                                     rolled))
     return sums.metrics(norms, optimizer.param_groups[0]["lr"])
+
+
+def from_its_start(sample: Sample | Elsewhere) -> Sample | Elsewhere:
+    """A completion that is done as one whose tokens are all to be learnt from."""
+    begun = isinstance(sample, Sample) and sample.start and not sample.pending
+    return replace(sample, start=0) if begun else sample
 
 
 def split(done_NG: Tensor, cfg: Config, step: int) -> list[Tensor]:
@@ -73,7 +81,8 @@ def rows_of(learner: Learner, groups: list[Group], keep_NG: Tensor, reward_NG: T
     """This rank's rows of one mini-batch; every token weighs one over their number."""
     tokens = (lengths(groups, keep_NG.shape[1]) * keep_NG).sum()
     weight_NG = keep_NG.to(reward_NG.dtype) / tokens
-    return laid_out(learner, groups, keep_NG, reward_NG, weight_NG, reward_NG)
+    none_NG = torch.zeros_like(reward_NG)
+    return laid_out(learner, groups, keep_NG, none_NG, weight_NG, reward_NG, none_NG)
 
 
 @torch.no_grad()

@@ -210,16 +210,21 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
     return env
 
 
-def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None, max_tokens: int) -> list[Prompt]:
-    """Render and tokenize. Raises ConfigError for a prompt of more than `max_tokens`: none is cut or left out."""
+def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None, max_tokens: int,
+               drop_longer: bool = False) -> list[Prompt]:
+    """Render and tokenize. A prompt of more than `max_tokens` is never cut: it raises ConfigError, or is left out where
+    that is asked for."""
     ids = tokenizer.encode([tokenizer.render(p.question, system) for p in problems])
     longest = max(range(len(ids)), key=lambda i: len(ids[i]))
-    if len(ids[longest]) > max_tokens:
-        over = sum(len(x) > max_tokens for x in ids)
+    over = sum(len(x) > max_tokens for x in ids)
+    if over and (over == len(ids) or not drop_longer):
         raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
                           f"data.max_prompt_tokens={max_tokens} ({over} of {len(ids)} prompts do); "
-                          "raise the setting or remove the problems")
-    return [Prompt(p.id, x, p.answer) for p, x in zip(problems, ids, strict=True)]
+                          "raise the setting, remove the problems, or leave those of training out by data.drop_longer")
+    if over:
+        print(f"{over} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} and are left out",
+              file=sys.stderr)
+    return [Prompt(p.id, x, p.answer) for p, x in zip(problems, ids, strict=True) if len(x) <= max_tokens]
 
 
 def order(count: int, seed: int, epoch: int) -> np.ndarray:

@@ -156,19 +156,19 @@ class PassSums:
 class ValueSums:
     """Sums over the rows that this rank passed through the critic in one step."""
 
-    NAMES = ("loss", "tokens", "target", "target_squared", "error", "error_squared")
+    NAMES = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
 
     def __init__(self):
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
 
-    def add(self, loss: Tensor, value_C: Tensor, target_C: Tensor, on_C: Tensor, first_pass: bool) -> None:
+    def add(self, loss: Tensor, value_C: Tensor, reward_C: Tensor, on_C: Tensor, first_pass: bool) -> None:
         """One row in one pass; tokens off only keep the ranks in step."""
         self.sums["loss"] += loss
         if first_pass:
-            target_C = target_C[on_C].double()
-            error_C = target_C - value_C[on_C].double()
-            self.sums["tokens"] += len(target_C)
-            for name, x_C in (("target", target_C), ("error", error_C)):
+            reward_C = reward_C[on_C].double()
+            error_C = reward_C - value_C[on_C].double()
+            self.sums["tokens"] += len(reward_C)
+            for name, x_C in (("reward", reward_C), ("error", error_C)):
                 self.sums[name] += x_C.sum()
                 self.sums[f"{name}_squared"] += x_C.square().sum()
 
@@ -179,9 +179,9 @@ class ValueSums:
         if not norms:
             return counts
         means = {name: value / total["tokens"] for name, value in total.items()}
-        spread, left = (means[f"{name}_squared"] - means[name] ** 2 for name in ("target", "error"))
+        spread, left = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
         counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
-                   "critic/value": means["target"] - means["error"]}
-        # Equal targets leave a variance that is all rounding.
-        return counts if spread <= 1e-12 * means["target_squared"] else counts | {
+                   "critic/value": means["reward"] - means["error"]}
+        # Equal rewards leave a variance that is all rounding.
+        return counts if spread <= 1e-12 * means["reward_squared"] else counts | {
             "critic/explained_variance": 1 - left / spread}

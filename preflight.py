@@ -232,6 +232,7 @@ def peak_of_update(learner: Learner) -> float:
     row, = in_rows(groups, learner, cfg.pack.capacity)
     try:
         (learner.log_probs(learner.policy, row) * 0).sum().backward()
+        learner.policy.zero_grad()  # training never holds both gradients
         if learner.critic:
             (learner.values(row)[0] * 0).sum().backward()
     except torch.OutOfMemoryError as error:

@@ -62,7 +62,8 @@ def read_run(folder: Path) -> Run:
     evals = [line for line in lines if any(key.startswith("eval/") for key in line)]
     if len(evals) < 2:
         raise ConfigError(f"{folder} has {len(evals)} evaluations, and a curve needs two; let the run go on")
-    spent = {kind: np.array([sum(1 if key is None else step[key] for step in steps if step["step"] <= e["step"])
+    # A step in which a critic alone learns trains the policy on no tokens.
+    spent = {kind: np.array([sum(1 if key is None else step.get(key, 0) for step in steps if step["step"] <= e["step"])
                              for e in evals], dtype=float) for kind, key in SPENT.items()}
     names = [key.split("/")[1] for key in evals[0] if key.endswith("/accuracy")]
     phases = dict.fromkeys((key[5:] for step in steps for key in step if key.startswith("time/")), 0.0)

@@ -31,7 +31,7 @@ from model import BACKENDS, Decoder, empty_model
 from sample import Sample
 
 VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
-PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, computed at once
+PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, padded, computed at once
 
 
 def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
@@ -246,16 +246,17 @@ class TorchEngine:
 
 
 def runs(prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
-    """Places of the prompts, cut into runs of at most so many tokens, or of one prompt; copies behind each other count
-    once."""
-    found, room, before = [], 0, None
+    """Places of the prompts, cut into runs that take at most so many tokens when padded to their longest, or are one
+    prompt; copies behind each other count once."""
+    found, count, longest, before = [], 0, 0, None
     for i, prompt in enumerate(prompts):
-        size = 0 if prompt == before and found else len(prompt)
-        if not found or size > room:
-            found.append([])
-            size, room = len(prompt), tokens
+        if prompt != before or not found:
+            count, longest = count + 1, max(longest, len(prompt))
+            if not found or count * longest > tokens:
+                found.append([])
+                count, longest = 1, len(prompt)
         found[-1].append(i)
-        room, before = room - size, prompt
+        before = prompt
     return found
 
 

@@ -53,8 +53,8 @@ class Sample:
 
     ids: Sequence[int]     # sampled tokens, including EOS when `finished`
     logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]) in nats at the sampling temperature, before any top-p
-    finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens
-    start: int = 0         # tokens sampled, and trained on, in earlier steps (rollout.window)
+    finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens, or pending
+    start: int = 0         # tokens sampled in earlier steps, which they were for (rollout.window)
     pending: bool = False  # cut at rollout.window, to go on in the next step
 
     def __post_init__(self):

@@ -26,7 +26,7 @@ import eval as evaluation
 import metrics
 import preflight
 import runfolder
-from checkpoint import Checkpoints
+from checkpoint import Checkpoints, Role
 from collect import collect, soft_values
 from config import Config, ConfigError, Optim
 from model import (
@@ -78,9 +78,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     source, tokenizer, problems, prompts, sets = load(cfg)
     learner, engine = set_up(cfg, source, tokenizer)
     history = data.PromptHistory(cfg.prune.prompts.explore)
-    roles = {"policy": (learner.policy, learner.optimizer), "critic": (learner.critic, learner.critic_optimizer)}
-    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep,
-                              {name: role for name, role in roles.items() if role[0]}, learner.device)
+    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     log = runfolder.Log(folder if dist.rank() == 0 else None)
     saved = restore(resume, checkpoints, log)
     if saved is None:
@@ -94,6 +92,9 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     first = saved["step"] if saved else 0
     begun = saved["begun"] if saved else pretrained(cfg, 0, {})  # the first step in which the policy learns
 
+    def asked_to_stop() -> bool:
+        return stop is not None and dist.max_over_ranks(stop.signal) > 0
+
     def evaluate(step: int) -> None:
         log.evaluated(step, {name: evaluation.evaluate(
             engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
@@ -102,7 +103,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     if first == 0:
         evaluate(step=0)
         if cfg.advantage.kind == "soft_value":
-            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log)
+            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log, asked_to_stop)
     with checkpoints.finished():
         for step in log.steps(first, cfg.steps):
             clock = metrics.Clock()
@@ -112,16 +113,16 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             checkpoints.wait_for_copies()
             measured = {} if begun is None else update(learner, batch, step, clock, begun)
             if learner.critic:
-                measured |= critic.fit(learner, rolled, batch, step, clock)
+                measured |= critic.fit(learner, rolled, step, clock)
                 begun = pretrained(cfg, step + 1, measured) if begun is None else begun
             with clock.phase("sync"):
                 engine.sync(learner.policy)
             write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
             if due(cfg.eval.every, step + 1, cfg.steps):
                 evaluate(step + 1)
-            stopping = stop is not None and dist.max_over_ranks(stop.signal) > 0
+            stopping = asked_to_stop()
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                checkpoints.save(step + 1, {"config": config.flatten(cfg), "history": history.state(), "begun": begun})
+                checkpoints.save(step + 1, beside_weights(cfg, history, begun))
             if stopping and step + 1 < cfg.steps:
                 checkpoints.wait()
                 raise KeyboardInterrupt
@@ -129,6 +130,19 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     if dist.rank() == 0:
         print(runfolder.summary(folder), flush=True)
     return learner.policy
+
+
+def roles(learner: Learner) -> dict[str, Role]:
+    """What is saved and loaded."""
+    found = {"policy": (learner.policy, learner.optimizer), "critic": (learner.critic, learner.critic_optimizer)}
+    return {name: role for name, role in found.items() if role[0]}
+
+
+def beside_weights(cfg: Config, history: data.PromptHistory, begun: int | None) -> dict:
+    """What a checkpoint holds beside them; rank 0 writes it."""
+    if dist.rank() > 0:
+        return {}
+    return {"config": config.flatten(cfg), "history": history.state(), "begun": begun}
 
 
 def pretrained(cfg: Config, step: int, measured: dict[str, float]) -> int | None:
@@ -162,7 +176,8 @@ def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt]
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
     problems = data.load_problems(cfg.data.train, cfg.data.dir)[:cfg.data.limit]
-    prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens,
+                              cfg.data.drop_longer)
     sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
                                 cfg.data.system_prompt, cfg.data.max_prompt_tokens)
     return source, tokenizer, problems, prompts, sets
@@ -235,16 +250,18 @@ def write_down(log: runfolder.Log, step: int, rolled: Rolled, batch: Batch, meas
     """What a step leaves in the logs."""
     log.step(step, measured | metrics.of_rollout(rolled, batch))
     log.write("decisions.jsonl", {"step": step} | metrics.decisions(rolled, batch))
-    if rolled.groups:
-        log.sample(step, first_group(rolled, tokenizer))
+    done = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]
+    if done:
+        log.sample(step, as_read(done[0], rolled, tokenizer))
 
 
-def first_group(rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
-    """The first group rolled out, as people read it; of its texts those that this rank holds."""
-    group = rolled.groups[0]
+def as_read(n: int, rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
+    """A group as people read it; of its texts those that this rank holds. The advantage is that of the rewards, before
+    what a critic or a reference adds to it."""
+    group = rolled.groups[n]
     texts = [tokenizer.decode(s.ids) for s in group.samples if isinstance(s, Sample)]
     return {"id": group.prompt.id, "gold": group.prompt.answer, "prompt": tokenizer.decode(group.prompt.ids),
-            "texts": texts, "reward": rolled.reward_NG[0].tolist(), "advantage": rolled.adv_NG[0].tolist()}
+            "texts": texts, "reward": rolled.reward_NG[n].tolist(), "advantage": rolled.adv_NG[n].tolist()}
 
 
 def main() -> int:
@@ -272,10 +289,10 @@ def main() -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except NotFinite as error:
-        spread = any(group.owners for group in error.batch.groups)
-        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}{f'_rank{dist.rank()}' if spread else ''}.pt"
-        if spread or dist.rank() == 0:
-            torch.save(error.batch, path)
+        apart = any(group.owners for group in error.records.groups)
+        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}{f'_rank{dist.rank()}' if apart else ''}.pt"
+        if apart or dist.rank() == 0:
+            torch.save(error.records, path)
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest checkpoint",
                   file=sys.stderr)
         return 1

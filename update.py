@@ -19,15 +19,15 @@ from loss import TRUST, Move, engine_weight, k3, likelihood_weight, residual, to
 from model import BACKENDS, Critic, Decoder
 from pack import Row, build, pack
 from prune import Pruned
-from sample import Batch, Group, lengths
+from sample import Batch, Group, Rolled, lengths
 
 
 class NotFinite(Exception):
     """A loss or a gradient that is no finite number, before the optimizer step that it would have spoilt."""
 
-    def __init__(self, what: str, step: int, batch: Batch):
+    def __init__(self, what: str, step: int, records: Batch | Rolled):
         super().__init__(f"{what} in step {step} is not finite")
-        self.step, self.batch = step, batch
+        self.step, self.records = step, records
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock, begu
         ref = [score_rows(learner, learner.reference, rows) for rows in batches]
         adv = [advantages(learner, rows) for rows in batches]
         # With one batch its first pass itself runs under the policy before the update, so no extra pass is needed.
-        extra = len(batches) > 1 and cfg.loss.old_logp == "recompute"
+        extra = len(batches) > 1 and cfg.loss.old_logp == "recompute" and needs_old(cfg)
         before = [score_rows(learner, policy if extra else None, rows) for rows in batches]
     sums, norms = metrics.PassSums(policy.quadratic), []
     for group in optimizer.param_groups:
@@ -87,7 +87,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: metrics.Clock, begu
 
 
 def descend(model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float, loss: Tensor | float,
-            whose: str, step: int, batch: Batch) -> float:
+            whose: str, step: int, records: Batch | Rolled) -> float:
     """One optimizer step on the gradient that has come together; returns its norm before clipping.
 
     Collective. Raises NotFinite on every rank before a step that would spoil the model.
@@ -95,7 +95,7 @@ def descend(model: torch.nn.Module, optimizer: torch.optim.Optimizer, clip_norm:
     norm = dist.full(torch.nn.utils.clip_grad_norm_(model.parameters(), clip_norm)).item()
     finite = math.isfinite(float(loss))
     if dist.max_over_ranks(not finite) or not math.isfinite(norm):
-        raise NotFinite(f"the {whose}gradient" if finite else f"the {whose}loss", step + 1, batch)
+        raise NotFinite(f"the {whose}gradient" if finite else f"the {whose}loss", step + 1, records)
     if norm > 0:
         optimizer.step()
     optimizer.zero_grad()
@@ -150,16 +150,23 @@ def row_loss(logp_C: Tensor, before_C: Tensor | None, ref_C: Tensor | None, adv_
     """The row's part of the loss: -w f A logp - likelihood logp, plus w beta k3. Also returns, for the metrics, the
     engine's part of w, f, and k3 (or none)."""
     old_C = row.sampled_logp_C if cfg.loss.old_logp == "engine" else before_C
-    correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, cfg.loss.tis_cap, cfg.loss.mask_ratio)
+    corrected = needs_old(cfg) and (cfg.loss.tis_cap or cfg.loss.mask_ratio)
+    correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, cfg.loss.tis_cap, cfg.loss.mask_ratio
+                                 ) if corrected else torch.ones_like(logp_C.detach())
     if cfg.loss.residual:
         adv_C = residual(logp_C, ref_C, adv_C, row.segment_C, cfg.loss.residual)
     f_C = TRUST[cfg.loss.trust](Move(logp_C, old_C, adv_C, row.segment_C), cfg.loss)
     weight_C = row.weight_C * correction_C
     loss = -((weight_C * f_C * adv_C + row.likelihood_C * correction_C) * logp_C).sum()
-    if ref_C is None:
+    if not cfg.loss.kl:
         return loss, correction_C, f_C, None
     k3_C = k3(logp_C, ref_C)
     return loss + cfg.loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach()
+
+
+def needs_old(cfg: Config) -> bool:
+    """Whether the loss takes a ratio to the policy before the update, or to the engine."""
+    return cfg.loss.trust != "none" or cfg.loss.tis_cap is not None or cfg.loss.mask_ratio is not None
 
 
 def minibatches(step: int, cfg: Config, offered: int) -> list[list[int]]:
@@ -185,13 +192,14 @@ def pack_batch(learner: Learner, batch: Batch, slots: list[int]) -> list[Row]:
     return laid_out(learner, groups, part.keep_NG, adv_NG, weight_NG, batch.reward_NG[members], likely_NG)
 
 
-def laid_out(learner: Learner, groups: list[Group], keep_NG: Tensor, *per_completion: Tensor) -> list[Row]:
-    """This rank's rows, on the device: those kept, packed, dealt and built, with what `build` wants of each."""
+def laid_out(learner: Learner, groups: list[Group], keep_NG: Tensor, adv_NG: Tensor, weight_NG: Tensor,
+             reward_NG: Tensor, likelihood_NG: Tensor) -> list[Row]:
+    """This rank's rows, on the device: the completions kept are packed, dealt and built."""
     cfg, dtype = learner.cfg, learner.policy.embed_tokens.weight.dtype
-    adv_NG, weight_NG, *rest = per_completion
     hands = pack(groups, keep_NG, cfg.pack.capacity, cfg.pack.window, dist.world_size(), learner.policy.quadratic)
     groups = fetch(groups, [[member for plan in hand for member in plan.members] for hand in hands])
-    return [build(groups, adv_NG, weight_NG, plan, *rest).to(learner.device, dtype) for plan in hands[dist.rank()]]
+    return [build(groups, adv_NG, weight_NG, plan, reward_NG, likelihood_NG).to(learner.device, dtype)
+            for plan in hands[dist.rank()]]
 
 
 def learning_rate(step: int, opt: Optim, steps: int) -> float:

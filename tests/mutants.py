@@ -246,7 +246,7 @@ MUTANTS = [
     ("data", '"pool": [(turn.epoch, turn.prompt.id, turn.copy,', '"pool": [(turn.epoch, turn.prompt.id, 0,', "data"),
     ("train", "begun = pretrained(cfg, step + 1, measured) if begun is None else begun", "pass", "critic"),
     ("train", "explained >= cfg.critic.pretrain_until", "False", "critic"),
-    ("train", "for name, role in roles.items() if role[0]}", 'for name, role in roles.items() if name == "policy"}',
+    ("train", "for name, role in found.items() if role[0]}", 'for name, role in found.items() if name == "policy"}',
      "train"),
     ("sample", "finished, len(self.ids), pending)", "finished, 0, pending)", "window"),
     ("rollout", "self.step_S == self.limit_N[self.owner_S]", "self.step_S == self.ids_NM.shape[1]", "window"),

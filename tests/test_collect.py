@@ -249,15 +249,16 @@ def test_the_first_round_offers_what_oversample_says(in_order, tmp_path):
     assert rounds == ["iiiieeeeiiii"]
 
 
-def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path):
+def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not."""
+    monkeypatch.setattr(collect, "ROUNDS_OF_SLOTS", 1)
     cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
                      name="apo_toy.yaml")
     prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate("eihiie")]
     script, folder = Script(prompts), tmp_path / "table"
     folder.mkdir()
     log = runfolder.Log(folder)
-    table = collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log)
+    table = collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: False)
     assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]
     some = 0.25 * math.log((math.exp(4) + 3) / 4)
     assert [table[p.id] for p in prompts] == pytest.approx([1, some, 0, some, some, 1])
@@ -265,7 +266,10 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:4]) + lines[4][:9])
     script.rounds = []
-    assert collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log) == table
+    with pytest.raises(KeyboardInterrupt):
+        collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: True)
+    assert script.rounds == []
+    assert collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: False) == table
     assert ["".join(kinds) for kinds in script.rounds] == ["ie"] and file.read_text() == "".join(lines)
 
 

@@ -16,7 +16,7 @@ import model as decoder
 import runfolder
 import train
 import update
-from prune import keep_all, keep_largest
+from prune import keep_all
 from sample import Rolled
 
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
@@ -35,8 +35,7 @@ def rolled_out() -> Rolled:
 
 
 def fit(learner: update.Learner, rolled: Rolled, step: int = 0) -> dict[str, float]:
-    batch = as_batch(rolled.groups, rolled.adv_NG, keep_all(rolled.adv_NG))
-    return critic.fit(learner, rolled, batch, step, metrics.Clock())
+    return critic.fit(learner, rolled, step, metrics.Clock())
 
 
 def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
@@ -90,9 +89,8 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
     norm = torch.cat([g.flatten() for g in grads.values()]).norm().item()
     error_C = (target_C - value_C).detach()
     explained = 1 - (error_C.var(correction=0) / target_C.var(correction=0)).item()
-    batch = as_batch(rolled.groups, rolled.adv_NG, keep_largest(REWARD_NG, 1, "group"))
     before = {name: dist.full(p).clone() for name, p in learner.critic.named_parameters()}
-    measured = critic.fit(learner, rolled, batch, 0, metrics.Clock())
+    measured = fit(learner, rolled)
     assert measured == pytest.approx({"critic/tokens": 39, "critic/lr": 3e-4, "critic/loss": expected.item(),
                                       "critic/grad_norm": norm, "critic/value": value_C.mean().item(),
                                       "critic/explained_variance": explained})

@@ -288,3 +288,14 @@ def test_real_sets_load_whole_and_pass_through_the_toy_tokenizer(name, count):
     texts = [p.question for p in problems[::50]]
     for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
         assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
+
+
+def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
+    tokenizer = data.Tokenizer(TOY)
+    problems = [Problem("a", "One?", "1"), Problem("b", "One and " * 40, "2"), Problem("c", "Two?", "2")]
+    with pytest.raises(ConfigError, match=r"prompt b has \d+ tokens, more than data.max_prompt_tokens=40 \(1 of 3"):
+        data.to_prompts(problems, tokenizer, None, 40)
+    assert [p.id for p in data.to_prompts(problems, tokenizer, None, 40, drop_longer=True)] == ["a", "c"]
+    assert "1 of 3 prompts have more than data.max_prompt_tokens=40 and are left out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="1 of 1 prompts do"):
+        data.to_prompts(problems[1:2], tokenizer, None, 40, drop_longer=True)

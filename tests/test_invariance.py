@@ -227,7 +227,8 @@ PRUNED = {
              "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
-    "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2"],
+    "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
+             "optim.warmup_steps=4"],
 }
 
 

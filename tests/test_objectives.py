@@ -105,7 +105,7 @@ def gdpo(answers, cfg):
     def norm(part_NG: Tensor) -> Tensor:
         return (part_NG - part_NG.mean(1, keepdim=True)) / (part_NG.std(1, keepdim=True) + 1e-4)
 
-    adv_NG = norm(CORRECT_NG) + norm(SHORT_NG)
+    adv_NG = norm(CORRECT_NG) + 0.5 * norm(SHORT_NG)
     adv_NG = adv_NG / (adv_NG.std(correction=0) + 1e-4)
     return -sum(clipped(x.ratio_T, adv_NG[x.n, x.g], 0.2, 0.2).mean() for x in answers) / len(answers)
 

@@ -7,6 +7,7 @@ from conftest import toy_config
 
 import config
 import report
+import runfolder
 from config import ConfigError
 
 
@@ -74,3 +75,11 @@ def test_labels_are_the_names_without_seeds_and_never_hide_a_run(tmp_path):
         ("run", 2), (str(runs[2]), 2), ("s5", 1), ("wide", 2)]
     with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
         report.report([runs[0], runs[0]], tmp_path / "out")
+
+
+def test_steps_in_which_a_critic_learns_alone_train_the_policy_on_nothing(tmp_path):
+    folder = write_run(tmp_path / "run", 0, 4, [0.1, 0.5, 0.9])
+    lines = runfolder.read(folder / "metrics.jsonl")
+    del lines[1]["train/tokens"]
+    runfolder.rewrite(folder / "metrics.jsonl", lines)
+    assert report.read_run(folder).spent["trained tokens"].tolist() == [0, 0, 50]

@@ -116,10 +116,11 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
         rolled = collect.windowed(engine, tokenizer, prompts, history, cfg, metrics.Clock(), runfolder.Log(None))
         rounds.append((engine.asked, [(g.samples[0].start, g.samples[0].length) for g in rolled.groups]))
         seeds += engine.seeds
-    assert rounds[0] == ([(17, 4), *[(1, 8)] * 3], [(16, 20), *[(0, 8)] * 3])
-    assert rounds[1] == ([(9, 8)] * 3 + [(1, 8)] * 3, [(8, 16)] * 3 + [(0, 8)] * 3)
-    assert rounds[2][0] == [(17, 4)] * 3 + [(9, 8)] * 3
-    assert rolled.parts["overlong"].tolist() == [[-1.0]] * 3 + [[0.0]] * 3
+    # What was begun stands between what is new, so that ranks share out both.
+    assert rounds[0] == ([(1, 8), (17, 4), (1, 8), (1, 8)], [(0, 8), (16, 20), (0, 8), (0, 8)])
+    assert rounds[1] == ([(9, 8), (1, 8)] * 3, [(8, 16), (0, 8)] * 3)
+    assert rounds[2][0] == [(17, 4), (9, 8)] * 3
+    assert sorted(rolled.parts["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
     assert len(set(seeds)) == len(seeds)
     batch = collect.choose(rolled, cfg, cfg.prune, 0)
     measured = metrics.of_rollout(rolled, batch)
@@ -144,7 +145,8 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     import rollout
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
-    assert rollout.runs(prompts, 12) == [[0, 1, 2], [3], [4]]
+    assert rollout.runs(prompts, 18) == [[0, 1, 2], [3], [4]]
+    assert rollout.runs([(4,) * 30, (4,) * 30, (5,)], 18) == [[0, 1], [2]]
     assert rollout.runs(prompts, 1000) == [[0, 1, 2, 3, 4]]
 
     def answers() -> list[Sample]:
@@ -153,7 +155,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
         return engine.generate(prompts, [1, 2, 3, 4, 5], [4, 9, 1, 12, 6], 1.0)
 
     whole = answers()
-    monkeypatch.setattr(rollout, "PREFILL_TOKENS", 12)
+    monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
     parts = answers()
     assert [s.ids for s in whole] == [s.ids for s in parts]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))
