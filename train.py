@@ -12,6 +12,7 @@ import os
 import signal
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from typing import get_args
@@ -69,6 +70,11 @@ class Stop:
             raise KeyboardInterrupt
 
 
+def asked_to_stop(stop: Stop | None) -> bool:
+    """Whether any rank was."""
+    return stop is not None and dist.max_over_ranks(stop.signal) > 0
+
+
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
     """Run a config to its end and return the trained model, sharded over the ranks.
 
@@ -92,9 +98,6 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     first = saved["step"] if saved else 0
     begun = saved["begun"] if saved else pretrained(cfg, 0, {})  # the first step in which the policy learns
 
-    def asked_to_stop() -> bool:
-        return stop is not None and dist.max_over_ranks(stop.signal) > 0
-
     def evaluate(step: int) -> None:
         log.evaluated(step, {name: evaluation.evaluate(
             engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
@@ -103,7 +106,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     if first == 0:
         evaluate(step=0)
         if cfg.advantage.kind == "soft_value":
-            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log, asked_to_stop)
+            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log,
+                                         partial(asked_to_stop, stop))
     with checkpoints.finished():
         for step in log.steps(first, cfg.steps):
             clock = metrics.Clock()
@@ -120,7 +124,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
             if due(cfg.eval.every, step + 1, cfg.steps):
                 evaluate(step + 1)
-            stopping = asked_to_stop()
+            stopping = asked_to_stop(stop)
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
                 checkpoints.save(step + 1, beside_weights(cfg, history, begun))
             if stopping and step + 1 < cfg.steps:
