@@ -260,7 +260,8 @@ def resumed(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg, resume="always"))
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("greso", 2, 3), ("tppo", 2, 3)])
+@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("tppo", 2, 3),
+                                                      pytest.param("greso", 2, 3, marks=pytest.mark.slow)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained, cfg)[0], tmp_path / "run"

@@ -67,7 +67,8 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", RESUMED)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("rank", "apo") else ())
+                                  for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
     base = f"{name}_toy.yaml" if name in ("tppo", "apo") else "cppo_toy.yaml"
