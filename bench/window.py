@@ -99,7 +99,7 @@ def steps(tailed: Tailed, policy, tokenizer, prompts, cfg, log) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py, separated by commas")
+    parser.add_argument("--shapes", default="1M", help="of bench/shapes.py, separated by commas")
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
