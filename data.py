@@ -249,7 +249,7 @@ class Visit:
     """What is remembered of a prompt: its newest rollout, from all of its completions."""
 
     epoch: int
-    rewards: tuple[float, ...]
+    rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
     size: float       # mean |A|
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low

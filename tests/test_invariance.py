@@ -38,8 +38,8 @@ Gradient = dict[str, torch.Tensor]
 def objective(name: str, out, *settings: str) -> config.Config:
     """A toy config of an objective at a test's size; its completions in windows are those of test_objectives."""
     pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
-    more = ["divergence=1e-3"] if name == "divppo" else []
-    return toy_config(out, *pretrained, *(f"loss.{setting}" for setting in more), *settings, name=f"{name}_toy.yaml")
+    more = {"divppo": ["loss.divergence=1e-3"], "apo": ["data.limit=16"]}.get(name, [])
+    return toy_config(out, *pretrained, *more, *settings, name=f"{name}_toy.yaml")
 
 
 def change(cfg: config.Config, *overrides: str) -> config.Config:
