@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 
@@ -13,6 +14,7 @@ def lines(*command: str) -> list[str]:
     return done.stdout.splitlines()
 
 
+@pytest.mark.slow
 def test_the_gpu_bench_runs_every_part_and_says_when_there_is_no_device():
     printed = lines("bench/gpu.py", "--shapes", "1M")
     result = json.loads(printed[-1])

@@ -171,6 +171,7 @@ def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(setti
         assert any(line["rollout/prompts"] == 0 for line in found) and any(still) and not all(still)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("count", ["all", "kept"])
 def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
     base = ["data.limit=6", "steps=3", "loss.kl=0.1", "update.minibatches=2", f"loss.count={count}"]

@@ -45,8 +45,8 @@ def test_of_a_large_step_each_rank_gets_what_it_trains_on(tmp_path):
                 assert sample == (whole if here else described)
 
 
-@pytest.mark.parametrize("name", ["vapo_toy.yaml", *(pytest.param(name, marks=pytest.mark.slow)
-                                                     for name in ("cppo_toy.yaml", "greso_toy.yaml"))])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cppo_toy.yaml", "vapo_toy.yaml", "greso_toy.yaml"])
 def test_how_tokens_travel_changes_nothing(name, tmp_path):
     """Bit for bit, with several mini-batches and rounds, on two ranks and on one that always has all."""
     found, more = [], ["critic.pretrain_steps=0"] if name == "vapo_toy.yaml" else []

@@ -236,7 +236,8 @@ def pruned_config(name: str, out, *settings: str) -> config.Config:
     return toy_config(out, *settings, *PRUNED[name], name="tppo_toy.yaml" if name == "tppo" else "cppo_toy.yaml")
 
 
-@pytest.mark.parametrize("name", [*list(PRUNED)[:3], pytest.param("tppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "dppo" else pytest.mark.slow)
+                                  for name in PRUNED])
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
     cfg = pruned_config(name, tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
@@ -260,8 +261,8 @@ def resumed(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg, resume="always"))
 
 
-@pytest.mark.parametrize(("name", "before", "after"), [("dppo", 1, 2), ("tppo", 2, 3),
-                                                      pytest.param("greso", 2, 3, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("name", "before", "after"), [
+    ("tppo", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dppo", 1, 2), ("greso", 2, 3)))])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained, cfg)[0], tmp_path / "run"

@@ -67,7 +67,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in ("rank", "apo") else ())
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "tppo") else pytest.mark.slow)
                                   for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
@@ -338,6 +338,7 @@ def test_a_second_run_is_kept_out_of_the_folder(tmp_path):
     log.held.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     """Files may grow to 4 MB, so logs can be written and the second checkpoint cannot: the run stops, and goes on
     from the first when there is room."""
