@@ -20,7 +20,7 @@ from advantage import ESTIMATORS, Scores, adaptive_lambda, flat, soft_value
 from config import Config, Prune, Rollout
 from exchange import gather
 from prune import COMPLETIONS, REFILLING, Offer, Pruned, next_round
-from reward import LENGTH, score, span
+from reward import OF_LENGTH, measured, score, span
 from rollout import Engine
 from runfolder import Log
 from sample import Batch, Group, Prompt, Rolled, Sample, Turn, lengths, pending
@@ -92,7 +92,7 @@ def whole(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], history:
     kept = [turn for turn in turns if turn.kept]
     groups, parts = rollout(engine, tokenizer, kept, cfg, clock, log.bar("rollout"))
     weights = cfg.reward.weights
-    reward_NG = sum(weights[name] * part_NG for name, part_NG in parts.items())
+    reward_NG = weighted(parts, weights)
     value_N1 = torch.tensor([[history.values.get(turn.prompt.id, torch.nan)] for turn in kept], dtype=torch.float64)
     scores = Scores(reward_NG, parts, weights, value_N1.view(-1, 1))
     adv_NG = ESTIMATORS[cfg.advantage.kind](scores, cfg.advantage)  # from all G, before pruning
@@ -120,7 +120,7 @@ def windowed(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt], h
     groups = [Group(turn.prompt, (sample,)) for turn, sample in zip(turns, samples, strict=True)]
     history.pool = [(turn, sample) for turn, sample in zip(turns, samples, strict=True) if sample.pending]
     parts = {name: part_R[:, None] for name, part_R in parts.items()}
-    reward_N1 = sum(cfg.reward.weights[name] * part_N1 for name, part_N1 in parts.items())
+    reward_N1 = weighted(parts, cfg.reward.weights)
     return Rolled(turns, groups, parts, reward_N1, torch.zeros_like(reward_N1))
 
 
@@ -143,7 +143,7 @@ def interleaved(one: list, other: list) -> list:
 def middle(cfg: Config) -> float:
     """Of the scale that groups are compared on: equal values above it are those of an easy prompt, below it of a hard
     one. How long an answer may be has no part in it."""
-    by_text = {name: weight for name, weight in cfg.reward.weights.items() if name not in LENGTH}
+    by_text = {name: weight for name, weight in cfg.reward.weights.items() if name not in OF_LENGTH}
     return sum(span(by_text if cfg.rollout.differ_in == "reward" else {"accuracy": 1.0})) / 2
 
 
@@ -152,7 +152,7 @@ def rollout(engine: Engine, tokenizer: data.Tokenizer, turns: list[Turn], cfg: C
     """o_1..o_G ~ pi_old(.|q) for these turns, and their rewards.
 
     Returns their groups in order, on every rank as far as exchange.gather brings them, and each reward component as a
-    float64 [N, G].
+    float64 [N, G] (reward.measured).
     """
     G = cfg.rollout.group_size
     requests = [Request(turn, data.sample_seed(cfg.seed, turn.epoch, turn.prompt.id, g))
@@ -175,18 +175,22 @@ def sample_and_score(engine: Engine, tokenizer: data.Tokenizer, requests: list[R
                                  [r.room(roll) for r in share], roll.temperature, progress=progress)
         samples = [continued(*pair, cfg) for pair in zip(share, pieces, strict=True)]
     with clock.phase("reward"):
-        weights = cfg.reward.weights
-        scores = [dict.fromkeys(weights, 0.0) if sample.pending else
-                  score(tokenizer.decode(sample.ids), request.turn.prompt.answer, sample.length, weights,
-                        roll.max_new_tokens, cfg.reward.overlong_tokens)
-                  for sample, request in zip(samples, share, strict=True)]
-        mine = torch.tensor([[part[name] for name in weights] for part in scores], dtype=torch.float64)
-        part_R = torch.cat(dist.gather_rows(mine.view(-1, len(weights)))).T
+        names, done = measured(cfg.reward), [i for i, sample in enumerate(samples) if not sample.pending]
+        mine = torch.zeros(len(samples), len(names), dtype=torch.float64)
+        found = score([(tokenizer.decode(samples[i].ids), share[i].turn.prompt.answer,
+                        samples[i].length) for i in done],
+                      roll.max_new_tokens, cfg.reward)
+        mine[done] = torch.tensor(found, dtype=torch.float64).view(-1, len(names))
+        parts = dict(zip(names, torch.cat(dist.gather_rows(mine)).T, strict=True))
         if roll.window:  # all ranks keep the pool, so what is new travels to all
             pieces, _ = gather(pieces, sys.maxsize)
-            return [continued(*pair, cfg) for pair in zip(requests, pieces, strict=True)], None, dict(
-                zip(weights, part_R, strict=True))
-        return *gather(samples, roll.gather_limit), dict(zip(weights, part_R, strict=True))
+            return [continued(*pair, cfg) for pair in zip(requests, pieces, strict=True)], None, parts
+        return *gather(samples, roll.gather_limit), parts
+
+
+def weighted(parts: dict[str, Tensor], weights: dict[str, float]) -> Tensor:
+    """The reward."""
+    return sum(weight * parts[name] for name, weight in weights.items())
 
 
 def continued(request: Request, piece: Sample, cfg: Config) -> Sample:
@@ -209,7 +213,7 @@ def informative(rolled: Rolled, cfg: Config) -> Tensor:
 def choose(rolled: Rolled, cfg: Config, pruning: Prune, seed: int) -> Batch:
     """The groups that the step trains on, pruned, with the weights of both levels multiplied."""
     turns, groups, reward_NG, adv_NG = rolled.kept, rolled.groups, rolled.reward_NG, rolled.adv_NG
-    correct_NG = rolled.parts.get("accuracy", torch.zeros_like(reward_NG)) == 1
+    correct_NG = rolled.parts["accuracy"] == 1
     if cfg.rollout.until == "informative":
         chosen = informative(rolled, cfg).nonzero()[:, 0].tolist()[:cfg.rollout.prompts_per_step]
         turns, groups = [turns[n] for n in chosen], [groups[n] for n in chosen]
@@ -267,7 +271,7 @@ def soft_values(engine: Engine, tokenizer: data.Tokenizer, prompts: list[Prompt]
         requests = [Request(Turn(prompt, 0), dist.seed_for(cfg.seed, prompt.id, k, "reference"))
                     for prompt in part for k in range(K)]
         parts = sample_and_score(engine, tokenizer, requests, cfg, metrics.Clock(), log.bar("rollout"))[2]
-        reward_NK = sum(cfg.reward.weights[name] * part_R for name, part_R in parts.items()).view(-1, K)
+        reward_NK = weighted(parts, cfg.reward.weights).view(-1, K)
         for prompt, rewards in zip(part, reward_NK.tolist(), strict=True):
             known[prompt.id] = rewards
             log.write(path.name, {"id": prompt.id, "rewards": rewards})

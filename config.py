@@ -72,15 +72,23 @@ class Reward:
     accuracy: float = 1.0
     format: float = 0.0
     tag_exact: float = 0.0
+    wrong: float = 0.0
+    boxed: float = 0.0
     tag_number: float = 0.0
+    tag_count: float = 0.0
+    length: float = 0.0            # 1 for no more than length_tokens
+    length_tokens: int | None = None
     overlong: float = 0.0          # from 0 to -1 over the last overlong_tokens before rollout.max_new_tokens (DAPO)
     overlong_tokens: int | None = None
+    repetition: float = 0.0        # from 0 to -1
+    custom: float = 0.0            # what reward(text, gold, tokens) of custom_file returns, in [-1, 1]
+    custom_file: str | None = None
 
     @property
     def weights(self) -> dict[str, float]:
         """Of the components that count."""
         return {f.name: getattr(self, f.name) for f in fields(self)
-                if f.name != "overlong_tokens" and getattr(self, f.name)}
+                if f.type is float and getattr(self, f.name)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +196,9 @@ class Optim:
 class Eval:
     max_new_tokens: int
     every: int = 0                 # steps between evaluations; 0: only before and after
+    n: int = 1                     # answers to each problem: accuracy is their mean (avg@n)
+    temperature: float = 0.0       # 0: greedy
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -243,12 +254,7 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("rollout.cache_gib", roll.engine == "vllm" or roll.cache_gib is None, "null unless rollout.engine=vllm"),
         ("model.dtype", roll.engine == "torch" or cfg.model.dtype != "float64",
          "other than float64 with rollout.engine=vllm, which does not compute in it"),
-        ("reward", bool(cfg.reward.weights), "given at least one weight other than 0"),
-        ("reward.overlong_tokens", (cfg.reward.overlong_tokens is not None) == (cfg.reward.overlong != 0),
-         "set with reward.overlong, and null without"),
-        ("reward.overlong_tokens", cfg.reward.overlong_tokens is None or
-         1 <= cfg.reward.overlong_tokens <= roll.max_new_tokens,
-         f"in 1..{roll.max_new_tokens} (rollout.max_new_tokens)"),
+        *reward_rules(cfg),
         ("advantage.eps", cfg.advantage.eps >= 0, "at least 0"),
         *completion_rules(cfg),
         *prompt_rules(cfg),
@@ -274,9 +280,32 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("optim.weight_decay", cfg.optim.weight_decay >= 0, "at least 0"),
         ("optim.clip_norm", cfg.optim.clip_norm > 0, "above 0"),
         ("eval.max_new_tokens", cfg.eval.max_new_tokens >= 1, "at least 1"),
+        ("eval.n", cfg.eval.n >= 1 and (cfg.eval.n == 1 or cfg.eval.temperature > 0),
+         "at least 1, and 1 at eval.temperature=0: greedy answers are all the same"),
+        ("eval.temperature", cfg.eval.temperature >= 0, "at least 0"),
+        ("eval.top_p", 0 < cfg.eval.top_p <= 1, "in (0, 1]"),
         ("eval.every", cfg.eval.every >= 0, "at least 0 (0: only before and after)"),
         ("checkpoint.every", cfg.checkpoint.every >= 0, "at least 0 (0: only at the end)"),
         ("checkpoint.keep", cfg.checkpoint.keep >= 1, "at least 1"),
+    ]
+
+
+def reward_rules(cfg: Config) -> list[tuple[str, bool, str]]:
+    done = cfg.reward
+    return [
+        ("reward", bool(done.weights), "given at least one weight other than 0"),
+        ("reward.overlong_tokens", (done.overlong_tokens is not None) == (done.overlong != 0),
+         "set with reward.overlong, and null without"),
+        ("reward.overlong_tokens", done.overlong_tokens is None or
+         1 <= done.overlong_tokens <= cfg.rollout.max_new_tokens,
+         f"in 1..{cfg.rollout.max_new_tokens} (rollout.max_new_tokens)"),
+        ("reward.length_tokens", (done.length_tokens is not None) == (done.length != 0),
+         "set with reward.length, and null without"),
+        ("reward.length_tokens", done.length_tokens is None or done.length_tokens >= 1, "at least 1"),
+        ("reward.custom_file", (done.custom_file is not None) == (done.custom != 0),
+         "set with reward.custom, and null without"),
+        ("reward.custom_file", done.custom_file is None or Path(done.custom_file).is_file(),
+         "a Python file with a function reward(text, gold, tokens)"),
     ]
 
 

@@ -19,39 +19,57 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError, Prompts, read_json
 from dist import seed_for
+from extract import last_boxed
 from prune import PROMPTS, REFILLING, Memory, adapt
-from reward import last_boxed
+from reward import unreadable
 from sample import Problem, Prompt, Sample, Turn
 
-# name -> (file in data.dir, hub data set, its configuration, split)
+# name -> (problems, file in data.dir, hub data set, its configuration, split)
 SETS = {
-    "gsm8k_train": ("gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
-    "gsm8k": ("gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
-    "math_train": ("math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
-    "math500": ("math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
+    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
+    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
+    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
+    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
+    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
+    "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
+    "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
+    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
+    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),  # hub: 674
 }
+# Marks of rows that nobody should train on, and why.
+DOUBTS = {"overlaps_eval": "are problems of an evaluation set",
+          "all_boxed": "have a solution that boxes several answers"}
 CHOICES = (f"give a .jsonl or .parquet file, one of {', '.join(SETS)}, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
-def load_problems(name: str, folder: str | None = None) -> list[Problem]:
+def load_problems(name: str, folder: str | None = None, training: bool = False) -> list[Problem]:
     """All problems of a .jsonl or .parquet file, of a named set (SETS), or of a hub name "user/set:config:split".
 
-    `folder` (data.dir) is where the files of named sets lie; without it they come from the hub.
+    `folder` (data.dir) is where the files of named sets lie; without it they come from the hub. For `training` rows
+    with a mark of DOUBTS are left out, and counted on stderr, as is a named set that is not whole.
     Raises ConfigError with file and line for a malformed row, and for ids that repeat.
     """
-    path = Path(folder, SETS[name][0]) if folder and name in SETS else Path(name)
+    path = Path(folder, SETS[name][1]) if folder and name in SETS else Path(name)
     if path.suffix in (".jsonl", ".parquet"):
         if not path.is_file():
             raise ConfigError(f"data file {path} not found; {CHOICES}")
         rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif name in SETS:
-        rows = read_hub(*SETS[name][1:])
+        rows = read_hub(*SETS[name][2:])
     elif name.count(":") == 2 and "/" in name:
         rows = read_hub(*name.split(":"))
     else:
         raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
-    problems = [to_problem(row, place, f"{path.stem}/{i}") for i, (place, row) in enumerate(rows)]
+    rows = [(f"{path.stem}/{i}", place, row) for i, (place, row) in enumerate(rows)]
+    if name in SETS and len(rows) != SETS[name][0]:
+        print(f"{name} holds {len(rows)} problems here, not {SETS[name][0]}", file=sys.stderr)
+    for mark, why in DOUBTS.items() if training else ():
+        doubted = [row for _, _, row in rows if isinstance(row, dict) and row.get(mark)]
+        if doubted:
+            print(f"{name}: {len(doubted)} of {len(rows)} problems {why} and are left out", file=sys.stderr)
+            rows = [row for row in rows if row[2] not in doubted]
+    problems = [to_problem(row, place, default_id) for default_id, place, row in rows]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
     seen: set[str] = set()
@@ -106,7 +124,9 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: a line must be an object with 'question' and 'answer', not {type(row).__name__}")
     question = row.get("question", row.get("problem"))
-    answer, solution = row.get("answer"), row.get("solution") or ""
+    answer, solution = row.get("answer", row.get("final_answer")), row.get("solution") or ""
+    if isinstance(answer, list):  # OlympiadBench's several answers
+        answer = ", ".join(map(str, answer))
     if isinstance(answer, str) and "####" in answer:
         solution, answer = answer, answer.rpartition("####")[2].strip()
     elif answer is None and isinstance(solution, str):
@@ -117,7 +137,33 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
         if not isinstance(value, str) or not (value.strip() or key == "solution"):
             raise ConfigError(f"{place}: {key!r} must be a non-empty text, not {value!r}; mend or remove the line")
     own_id = row.get("id")
-    return Problem(default_id if own_id is None else str(own_id), question, answer, solution)
+    level, subject = (None if value is None else str(value).removeprefix("Level ") for value in (
+        row.get("level"), row.get("subject", row.get("type"))))
+    return Problem(default_id if own_id is None else str(own_id), question, answer, solution, level, subject)
+
+
+def without_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Problem]:
+    """Those whose question is not one that is evaluated on, spaces and case aside; how many are is said on stderr."""
+    def same(problem: Problem) -> str:
+        return "".join(problem.question.lower().split())
+
+    known = set(map(same, evaluated))
+    left = [p for p in problems if same(p) not in known]
+    if len(left) < len(problems):
+        print(f"{len(problems) - len(left)} of {len(problems)} training problems are evaluated on, and left out",
+              file=sys.stderr)
+    if not left:
+        raise ConfigError("data.train holds no problem that data.eval does not hold too; set one of them to another")
+    return left
+
+
+def name_unreadable(name: str, problems: list[Problem]) -> None:
+    """Say which gold answers cannot be read: only their very spelling is ever rewarded."""
+    unread = unreadable(p.answer for p in problems)
+    ids = [p.id for p in problems if p.answer in unread]
+    if ids:
+        print(f"{name}: {len(ids)} of {len(problems)} gold answers cannot be read, and only the same spelling counts "
+              f"as right: {', '.join(ids[:10])}{' ...' if len(ids) > 10 else ''}", file=sys.stderr)
 
 
 class Tokenizer:
@@ -137,7 +183,7 @@ class Tokenizer:
             raise ConfigError(f"{folder} has a tokenizer without a chat template; add chat_template.jinja or a "
                               "'chat_template' in tokenizer_config.json (base models have none: use an instruct model)")
         try:
-            self.template = chat_environment().from_string(source)
+            self.source, self.template = source, chat_environment().from_string(source)
         except jinja2.TemplateError as error:
             raise ConfigError(f"{folder}: the chat template is not valid: {error}") from None
         tokens = {key: value["content"] if isinstance(value, dict) else value
@@ -220,7 +266,8 @@ def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None
     if over and (over == len(ids) or not drop_longer):
         raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
                           f"data.max_prompt_tokens={max_tokens} ({over} of {len(ids)} prompts do); "
-                          "raise the setting, remove the problems, or leave those of training out by data.drop_longer")
+                          "raise the setting (of eval.py: --max-prompt-tokens), remove the problems, or leave those of "
+                          "training out by data.drop_longer")
     if over:
         print(f"{over} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} and are left out",
               file=sys.stderr)

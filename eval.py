@@ -1,126 +1,473 @@
-"""Evaluation in one file: accuracy on one or several sets, with intervals. train.py calls the same function.
+"""Evaluation in one file: sample, grade, count; intervals, comparisons, files that can be graded again.
 
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
+    python eval.py --model DIR_or_name --protocol NAME          # as a paper does it; see PROTOCOLS
+    python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it
+    python eval.py --rescore results.json                       # grade the same responses again
+    python eval.py --compare a.json b.json                      # paired: difference with interval, McNemar's test
+
+train.py calls the same functions. With --out the responses are kept as they come, and an interrupted evaluation goes on
+where it stopped.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import sys
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass
+from importlib.metadata import version
 from pathlib import Path
 
+import numpy as np
 import torch
 
+import config
 import dist
+from answer import normalise, number
 from config import ConfigError
-from data import Tokenizer, load_problems, to_prompts
+from data import Tokenizer, load_problems, name_unreadable, to_prompts
 from model import check_positions, choose_backend, find_model, load_model
-from reward import accuracy
+from reward import grade
 from rollout import Engine, start_engine
-from sample import Prompt, Sample
+from sample import Problem, Prompt
+
+# What the papers and their releases do; `config` gives the system prompt and the longest prompt.
+PROTOCOLS = {
+    # CPPO (arXiv:2503.22342). Its GSM8K figures are of the last number, and of 1,312 of the 1,319 problems.
+    "cppo_gsm8k": {"config": "grpo_gsm8k.yaml", "data": "gsm8k", "max_new_tokens": 1024},
+    "cppo_math": {"config": "grpo_math.yaml", "data": "math500", "max_new_tokens": 1024},
+    "cppo_amc_aime": {"config": "grpo_math.yaml", "data": "amc23,aime24", "n": 4, "temperature": 0.6, "top_p": 0.95,
+                      "max_new_tokens": 3072},
+    # DAPO (arXiv:2503.14476)
+    "dapo": {"config": "dapo_math.yaml", "data": "aime24", "n": 32, "temperature": 1.0, "top_p": 0.7,
+             "max_new_tokens": 20480},
+}
+ROUNDS_OF_SLOTS = 4   # how often the slots are filled between two writes of the responses
+RESAMPLES = 10_000
 
 
-def wilson(correct: int, count: int, z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval for a proportion (95% at z = 1.96); right also near 0 and 1 and for small counts."""
-    share, spread = correct / count, z * z / count
-    centre = (share + spread / 2) / (1 + spread)
-    half = z * math.sqrt(share * (1 - share) / count + spread / (4 * count)) / (1 + spread)
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How answers are drawn: n to every problem, greedy at temperature 0."""
+
+    max_new_tokens: int
+    n: int = 1
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Set:
+    """Problems, and the prompts that they become, in the same order."""
+
+    name: str
+    problems: list[Problem]
+    prompts: list[Prompt]
+
+
+# ---- statistics
+
+def wilson(value_N: Iterable[float], z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval (95% at z = 1.96) for the mean of N values in [0, 1], one per problem.
+
+    Where values are not 0 or 1, as means over several answers are, their spread tells how many independent yes-or-no
+    answers they are worth; for yes-or-no answers this is Wilson's own interval.
+    """
+    value_N = np.asarray(value_N, dtype=np.float64)
+    share, spread = value_N.mean(), value_N.var()
+    count = len(value_N) * (share * (1 - share) / spread if spread > 0 and 0 < share < 1 else 1.0)
+    centre = (share + z * z / count / 2) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def evaluate(engine: Engine, tokenizer: Tokenizer, prompts: list[Prompt], max_new_tokens: int,
-             temperature: float = 0.0, top_p: float = 1.0, seed: int = 0, progress: str | None = None) -> dict:
-    """One answer to every prompt, greedy at temperature 0, shared out over the ranks; all return the same result.
+def pass_at(k: int, right: int, n: int) -> float:
+    """Chance that one of k answers is right, from n of which `right` are; unbiased (arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
-    Returns accuracy with its 95% Wilson interval (low, high), count, mean length in tokens, share truncated, and
-    `responses`: id, gold, text, tokens, finished and correct of each problem in order.
+
+def majority(responses: list[dict]) -> float:
+    """Whether the most frequent answer is right; of several equally frequent ones the share that is.
+
+    All right answers are one; others are one where their number or spelling is the same. No answer is no vote.
     """
-    share = dist.mine(prompts)
-    seeds = [dist.seed_for(seed, p.id, "eval") for p in share]
-    samples = engine.generate([p.ids for p in share], seeds, max_new_tokens, temperature, top_p, progress)
-    responses = dist.gather([judge(p, s, tokenizer) for p, s in zip(share, samples, strict=True)])
-    count, correct = len(responses), sum(r["correct"] for r in responses)
-    low, high = wilson(correct, count)
+    votes = Counter("right" if r["verdict"] == "right" else str((number(x := normalise(r["answer"])) or [x])[0])
+                    for r in responses if r["answer"] and r["answer"].strip())
+    most = [vote for vote, count in votes.items() if count == max(votes.values())]
+    return ("right" in most) / len(most) if most else 0.0
+
+
+def majority_at(k: int, responses: list[dict]) -> float:
+    """The same of k responses, over as many blocks of k as there are."""
+    return mean(majority(responses[i:i + k]) for i in range(0, len(responses) - k + 1, k))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """p-value of McNemar's exact test: chance of a split as uneven, were both equally good."""
+    count = only_first + only_second
+    tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / 2 ** count)
+
+
+def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
+    """95% interval of a mean difference, by a bootstrap over problems with a fixed seed."""
+    draw = np.random.default_rng(0)
+    means = [difference_N[draw.integers(0, len(difference_N), len(difference_N))].mean() for _ in range(RESAMPLES)]
+    return tuple(np.percentile(means, (2.5, 97.5)).tolist())
+
+
+# ---- sampling and grading
+
+def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling, progress: str | None = None,
+             store: "Store | None" = None, sizes: list[int] | None = None) -> dict:
+    """Sample and grade sampling.n answers to every problem, shared out over the ranks; all return the same `scores`.
+    With a `store`, what it holds is not sampled again, and what is new is kept in it as it comes."""
+    known = store.responses.setdefault(held_out.name, {}) if store else {}
+    wanted = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
+    rest = [(i, k) for i, k in wanted if (held_out.problems[i].id, k) not in known]
+    chunk = store.chunk if store else len(wanted)
+    for start in range(0, len(rest), chunk):
+        done = len(wanted) - len(rest) + start
+        label = progress and progress + (f" from {done}/{len(wanted)}" if done or chunk < len(rest) else "")
+        responses = respond(engine, tokenizer, held_out, rest[start:start + chunk], sampling, label)
+        known |= {(r["id"], r["k"]): r for r in responses}
+        if store:
+            store.write(held_out.name, responses)
+    return scores([{"id": p.id, "gold": p.answer, "level": p.level, "subject": p.subject,
+                    "responses": [known[p.id, k] for k in range(sampling.n)]} for p in held_out.problems], sizes)
+
+
+def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, wanted: list[tuple[int, int]], sampling: Sampling,
+            progress: str | None) -> list[dict]:
+    """The k-th answers to the i-th prompts, graded, on all ranks. Each has a seed of its own, so neither the number of
+    ranks nor what is sampled beside it changes it."""
+    share = [(held_out.prompts[i], k) for i, k in dist.mine(wanted)]
+    seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in share]
+    samples = engine.generate([prompt.ids for prompt, _ in share], seeds, sampling.max_new_tokens,
+                              sampling.temperature, sampling.top_p, progress)
+    texts = [tokenizer.decode(sample.ids) for sample in samples]
+    grades = grade([(prompt.answer, text) for (prompt, _), text in zip(share, texts, strict=True)])
+    return dist.gather([
+        {"id": prompt.id, "k": k, "tokens": len(sample.ids), "finished": sample.finished, "text": text} | graded
+        for (prompt, k), text, sample, graded in zip(share, texts, samples, grades, strict=True)])
+
+
+def scores(problems: list[dict], sizes: list[int] | None = None) -> dict:
+    """What n graded responses to each problem come to.
+
+    accuracy is the mean over responses (avg@n) with its interval (low, high); lenient counts a response also where its
+    last number is right, last_number only there; pass and majority are {k: value} for these sizes, or powers of 2 up
+    to n, and for n, majority over blocks of k responses; length is in tokens; groups holds accuracy by level and by
+    subject. Raises ConfigError for a size above n. """
+    n, responses = len(problems[0]["responses"]), [r for p in problems for r in p["responses"]]
+    right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in problems]
+    value_N = [sum(right_K) / n for right_K in right_NK]
+    sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
+    if not 1 <= sizes[0] <= sizes[-1] <= n:  # of a file that is graded again
+        raise ConfigError(f"--k must hold numbers in 1..{n}, the answers to each problem (--n), not {sizes}")
     return {
-        "accuracy": correct / count, "low": low, "high": high, "count": count,
-        "length": sum(r["tokens"] for r in responses) / count,
-        "truncated": sum(not r["finished"] for r in responses) / count,
-        "responses": responses,
+        "accuracy": mean(value_N), **interval(value_N), "n": n,
+        **{key: mean(r[key] for r in responses) for key in ("lenient", "last_number")},
+        "pass": {str(k): mean(pass_at(k, sum(right_K), n) for right_K in right_NK) for k in sizes},
+        "majority": {str(k): mean(majority_at(k, p["responses"]) for p in problems) for k in sizes},
+        "length": mean(r["tokens"] for r in responses),
+        "truncated": mean(not r["finished"] for r in responses),
+        **{key: mean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")},
+        "groups": {kind: groups([p.get(kind) for p in problems], value_N) for kind in ("level", "subject")
+                   if any(p.get(kind) for p in problems)},
+        "problems": problems,
     }
 
 
-def judge(prompt: Prompt, sample: Sample, tokenizer: Tokenizer) -> dict:
-    text = tokenizer.decode(sample.ids)
-    return {"id": prompt.id, "gold": prompt.answer, "text": text, "tokens": len(sample.ids),
-            "finished": sample.finished, "correct": bool(accuracy(text, prompt.answer))}
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values)
 
+
+def interval(value_N: list[float]) -> dict:
+    low, high = wilson(value_N)
+    return {"low": low, "high": high, "count": len(value_N)}
+
+
+def groups(labels: list[str | None], value_N: list[float]) -> dict[str, dict]:
+    found: dict[str, list[float]] = {}
+    for label, value in zip(labels, value_N, strict=True):
+        found.setdefault(label or "none", []).append(value)
+    return {label: {"accuracy": mean(values), **interval(values)} for label, values in sorted(found.items())}
+
+
+# ---- files
+
+class Store:
+    """The responses of an evaluation with --out as they come, in a file beside it; its first line tells the
+    settings."""
+
+    def __init__(self, out: Path, head: dict, chunk: int):
+        self.path, self.chunk = out.with_suffix(".partial.jsonl"), chunk
+        self.responses: dict[str, dict[tuple[str, int], dict]] = {}
+        lines, = dist.gather([self.read(head)] if dist.rank() == 0 else [])
+        for line in lines:
+            self.responses.setdefault(line["set"], {})[line["response"]["id"], line["response"]["k"]] = line["response"]
+
+    def read(self, head: dict) -> list[dict]:
+        text = self.path.read_text() if self.path.is_file() else ""
+        first, *lines = text[:text.rfind("\n") + 1].split("\n")[:-1] or [json.dumps(head)]
+        require_same(self.path, json.loads(first), head)
+        self.path.write_text("\n".join([first, *lines, ""]))  # a line that was being written is sampled again
+        return list(map(json.loads, lines))
+
+    def write(self, name: str, responses: list[dict]) -> None:
+        if dist.rank() == 0:
+            with self.path.open("a") as file:
+                file.write("".join(json.dumps({"set": name, "response": r}) + "\n" for r in responses))
+
+
+def require_same(path: Path, old: dict, new: dict) -> None:
+    """Raises ConfigError where a file's responses are those of other settings."""
+    difference = next(differences(old, json.loads(json.dumps(new))), None)
+    if difference:
+        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, or remove it "
+                          "to begin again")
+
+
+def differences(old: object, new: object, path: str = "") -> Iterable[str]:
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in [*new, *(k for k in old if k not in new)]:
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield f"{path} was {old!r} and is {new!r}"
+
+
+def sha256(*parts: object) -> str:
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+
+def file_hash(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def verifier_version() -> str:
+    """Changes whenever a grade might."""
+    code = [file_hash(Path(__file__).parent / name) for name in ("answer.py", "algebra.py", "reward.py")]
+    return f"{sha256(code)[:16]} math-verify {version('math-verify')} sympy {version('sympy')}"
+
+
+def head_of(args: argparse.Namespace, sampling: Sampling, folder: Path, tokenizer: Tokenizer, sets: list[Set]) -> dict:
+    """What a result is a result of. A hash of the model is one of all its weights."""
+    return {
+        "model": {"path": args.model, "weights": sha256(*(
+            (path.name, file_hash(path)) for path in sorted(folder.glob("*.safetensors"))))},
+        "template": sha256(tokenizer.source), "system_prompt": args.system_prompt, "engine": args.engine,
+        "sampling": asdict(sampling),
+        "verifier": verifier_version(),
+        "sets": {s.name: {"count": len(s.problems),
+                          "data": sha256([(p.id, p.question, p.answer) for p in s.problems]),
+                          "prompts": sha256([p.ids for p in s.prompts])} for s in sets},
+    }
+
+
+def read_result(path: Path) -> dict:
+    if not path.is_file():
+        raise ConfigError(f"result file {path} not found")
+    try:
+        found = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error})") from None
+    if not isinstance(found, dict) or not {"head", "results"} <= found.keys():
+        raise ConfigError(f"{path} is not a result of eval.py --out")
+    return found
+
+
+def write_result(path: Path, result: dict) -> None:
+    """Whole or not at all."""
+    written = path.with_suffix(".tmp")
+    written.write_text(json.dumps(result, indent=1) + "\n")
+    written.replace(path)
+
+
+def rescore(result: dict, sizes: list[int] | None = None) -> dict:
+    """The same responses, graded by the verifier of now."""
+    results = {}
+    for name, old in result["results"].items():
+        grades = iter(grade([(p["gold"], r["text"]) for p in old["problems"] for r in p["responses"]]))
+        results[name] = scores([p | {"responses": [r | next(grades) for r in p["responses"]]} for p in old["problems"]],
+                               sizes or list(map(int, old["pass"])))
+    return {"head": result["head"] | {"verifier": verifier_version()}, "results": results}
+
+
+# ---- what people read
+
+def table(results: dict[str, dict]) -> str:
+    lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'accuracy':>9} {'95% interval':<16} {'lenient':>8} "
+             f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"]
+    for name, r in results.items():
+        n, bounds = str(r["n"]), f"[{r['low']:.1%}, {r['high']:.1%}]"
+        lines.append(f"{name:<16} {r['count']:>8} {n:>3} {r['accuracy']:>9.1%} {bounds:<16} {r['lenient']:>8.1%} "
+                     f"{r['last_number']:>11.1%} {r['pass'][n]:>7.1%} {r['majority'][n]:>7.1%} {r['length']:>8.1f} "
+                     f"{r['truncated']:>9.1%} {r['unparsed']:>9.1%}")
+    for name, r in results.items():
+        for kind, found in r["groups"].items():
+            lines.append(f"{name} by {kind}: " + ", ".join(f"{label} {x['accuracy']:.1%} of {x['count']}"
+                                                            for label, x in found.items()))
+    return "\n".join(lines)
+
+
+def compared(first: dict, second: dict) -> str:
+    """Accuracy of the second less that of the first on the problems that both have. Raises ConfigError without any."""
+    lines = [f"{'set':<16} {'problems':>8} {'first':>7} {'second':>7} {'difference':>10} {'95% interval':<18} "
+             "McNemar's p"]
+    for name in first["results"].keys() & second["results"].keys():
+        if first["head"]["sets"][name]["data"] != second["head"]["sets"][name]["data"]:
+            raise ConfigError(f"--compare: {name} holds other problems in the two results")
+        a, b = first["results"][name], second["results"][name]
+        value_2N = np.array([[mean(r["verdict"] == "right" for r in p["responses"]) for p in x["problems"]]
+                             for x in (a, b)])
+        difference_N = value_2N[1] - value_2N[0]
+        low, high = paired_interval(difference_N)
+        worse, better = int((difference_N < 0).sum()), int((difference_N > 0).sum())
+        p = f"{mcnemar(worse, better):.3g}" if a["n"] == b["n"] == 1 else "-"
+        bounds = f"[{low:+.1%}, {high:+.1%}]"
+        lines.append(f"{name:<16} {a['count']:>8} {a['accuracy']:>7.1%} {b['accuracy']:>7.1%} "
+                     f"{difference_N.mean():>+10.1%} {bounds:<18} {p}")
+    if len(lines) == 1:
+        raise ConfigError(f"--compare: the results have no set in common: {', '.join(first['results'])} and "
+                          f"{', '.join(second['results'])}")
+    return "\n".join(lines)
+
+
+# ---- the command
 
 def load_sets(names: str, folder: str | None, tokenizer: Tokenizer, system: str | None,
-              max_prompt_tokens: int) -> dict[str, list[Prompt]]:
-    """Evaluation sets by short name: "a.jsonl,gsm8k" -> {"a": [...], "gsm8k": [...]}. Raises ConfigError."""
-    sets: dict[str, list[Prompt]] = {}
+              max_prompt_tokens: int) -> list[Set]:
+    """Evaluation sets: "a.jsonl,gsm8k" -> [a, gsm8k]. Raises ConfigError."""
+    sets: list[Set] = []
     for name in map(str.strip, names.split(",")):
         short = Path(name).stem
-        if short in sets:
+        if any(short == s.name for s in sets):
             raise ConfigError(f"evaluation set {short!r} is named twice in {names!r}")
-        sets[short] = to_prompts(load_problems(name, folder), tokenizer, system, max_prompt_tokens)
+        problems = load_problems(name, folder)
+        name_unreadable(short, problems)
+        sets.append(Set(short, problems, to_prompts(problems, tokenizer, system, max_prompt_tokens)))
     return sets
 
 
-def row(name: str, result: dict) -> str:
-    return (f"{name:<16} {result['accuracy']:>8.1%}  [{result['low']:.1%}, {result['high']:.1%}]  "
-            f"{result['count']:>5} problems  {result['length']:>7.1f} tokens  {result['truncated']:>6.1%} truncated")
+def whole_numbers(text: str) -> list[int]:
+    return list(map(int, text.split(",")))
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
+    """What was given; what was not comes from --protocol, then from --config, then from here."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="Hugging Face folder or hub name")
-    parser.add_argument("--data", required=True, help="sets separated by commas")
+    parser.add_argument("--model", help="Hugging Face folder or hub name")
+    parser.add_argument("--data", help="sets separated by commas")
     parser.add_argument("--data-dir", help="folder with the files of named sets")
+    parser.add_argument("--config", help="a training config: its sets, prompt and sampling")
+    parser.add_argument("--protocol", choices=PROTOCOLS, help="how a paper evaluates")
     parser.add_argument("--system-prompt", help="as in training (data.system_prompt)")
-    parser.add_argument("--max-prompt-tokens", type=int, default=2048)
-    parser.add_argument("--max-new-tokens", type=int, default=1024)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
-    parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument("--max-prompt-tokens", type=int, help="2048")
+    parser.add_argument("--max-new-tokens", type=int, help="1024")
+    parser.add_argument("--n", type=int, help="answers to each problem (1)")
+    parser.add_argument("--k", type=whole_numbers, help="of pass@k and majority@k, separated by commas (1,2,4,...,n)")
+    parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
+    parser.add_argument("--top-p", type=float, help="1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="as rollout.engine in training")
     parser.add_argument("--slots", type=int, default=256, help="sequences decoded at once")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, help="JSON with settings, scores and every response")
+    parser.add_argument("--rescore", type=Path, help="a result: grade its responses again")
+    parser.add_argument("--compare", type=Path, nargs=2, help="two results on the same problems")
     args = parser.parse_args()
+    preset = dict(PROTOCOLS.get(args.protocol, {}))
+    filled = {"max_prompt_tokens": 2048, "max_new_tokens": 1024, "n": 1, "temperature": 0.0, "top_p": 1.0}
+    if args.config:
+        cfg = config.load(args.config, [])
+        filled |= {"data": cfg.data.eval, "data_dir": cfg.data.dir} | {
+            key: getattr(cfg.eval, key) for key in ("max_new_tokens", "n", "temperature", "top_p")}
+    if args.config or preset:
+        cfg = config.load(preset.pop("config", args.config), [])
+        filled |= {"system_prompt": cfg.data.system_prompt, "max_prompt_tokens": cfg.data.max_prompt_tokens}
+    for key, value in (filled | preset).items():
+        if getattr(args, key, None) is None:
+            setattr(args, key, value)
+    return args
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    for name, fine, allowed in (
+            ("--model", args.model is not None, "given: a Hugging Face folder or a hub name"),
+            ("--data", args.data is not None,
+             "given: sets separated by commas, or a --protocol or --config that has some"),
+            ("--temperature", args.temperature >= 0, "at least 0"),
+            ("--n", args.n >= 1, "at least 1"),
+            ("--n", args.n == 1 or args.temperature > 0, "1 at --temperature 0: greedy answers are all the same"),
+            ("--k", not args.k or 1 <= min(args.k) <= max(args.k) <= args.n, f"of numbers in 1..{args.n} (--n)"),
+            ("--top-p", 0 < args.top_p <= 1, "in (0, 1]"),
+            ("--max-new-tokens", args.max_new_tokens >= 1, "at least 1"),
+            ("--slots", args.slots >= 1, "at least 1")):
+        if not fine:
+            raise ConfigError(f"{name} must be {allowed}")
+
+
+def run(args: argparse.Namespace) -> dict:
+    """Evaluate as the arguments say; what --out holds already is not sampled again."""
+    check_arguments(args)
     device = dist.init(args.device)
     folder = find_model(args.model)
     tokenizer = Tokenizer(folder)
-    for name, fine, allowed in (("--temperature", args.temperature >= 0, "at least 0"),
-                                ("--top-p", 0 < args.top_p <= 1, "in (0, 1]"),
-                                ("--max-new-tokens", args.max_new_tokens >= 1, "at least 1"),
-                                ("--slots", args.slots >= 1, "at least 1")):
-        if not fine:
-            raise ConfigError(f"{name} must be {allowed}")
-    if args.out and not args.out.parent.is_dir():
-        raise ConfigError(f"--out: folder {args.out.parent} not found; create it first")
     sets = load_sets(args.data, args.data_dir, tokenizer, args.system_prompt, args.max_prompt_tokens)
-    longest = max(len(p.ids) for prompts in sets.values() for p in prompts) + args.max_new_tokens
+    longest = max(len(p.ids) for s in sets for p in s.prompts) + args.max_new_tokens
     check_positions(folder, longest, "the prompts and --max-new-tokens")
+    sampling = Sampling(args.max_new_tokens, args.n, args.temperature, args.top_p, args.seed)
+    head = head_of(args, sampling, folder, tokenizer, sets)
+    if args.out and args.out.is_file():
+        found = read_result(args.out)
+        require_same(args.out, found["head"], head)
+        return found
+    store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size()) if args.out else None
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     engine = start_engine(args.engine, folder, dtype, device, choose_backend("auto", device, dtype),
                           tokenizer.eos_ids, args.slots, longest)
     engine.sync(load_model(folder, dtype, torch.device("cpu")))
-    results = {}
-    for name, prompts in sets.items():
-        results[name] = evaluate(engine, tokenizer, prompts, args.max_new_tokens, args.temperature,
-                                 args.top_p, args.seed, progress=name if dist.rank() == 0 else None)
-        if dist.rank() == 0:
-            print(row(name, results[name]), flush=True)
-    if args.out and dist.rank() == 0:
-        settings = {key: str(value) for key, value in vars(args).items() if value is not None}
-        args.out.write_text(json.dumps({"settings": settings, "results": results}, indent=1) + "\n")
-    dist.close()
+    results = {s.name: evaluate(engine, tokenizer, s, sampling, s.name if dist.rank() == 0 else None, store, args.k)
+               for s in sets}
+    if store and dist.rank() == 0:
+        write_result(args.out, {"head": head, "results": results})
+        store.path.unlink()
+    return {"head": head, "results": results}
+
+
+def show(args: argparse.Namespace) -> None:
+    if args.out and not args.out.parent.is_dir():
+        raise ConfigError(f"--out: folder {args.out.parent} not found; create it first")
+    if args.compare:
+        print(compared(*map(read_result, args.compare)))
+        return
+    result = rescore(read_result(args.rescore), args.k) if args.rescore else run(args)
+    if args.rescore and args.out:
+        write_result(args.out, result)
+    if args.rescore or dist.rank() == 0:
+        print(table(result["results"]), flush=True)
+
+
+def main() -> int:
+    try:
+        show(arguments())
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on where it stopped, if it has --out", file=sys.stderr)
+        return 130
+    finally:
+        dist.close()
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    sys.exit(main())

@@ -18,9 +18,10 @@ import data
 import dist
 from config import Config, ConfigError
 from data import Tokenizer
+from extract import extract
 from model import Decoder
 from pack import Plan, Row, build
-from reward import accuracy, extract
+from reward import grade
 from rollout import Engine, cache_bytes
 from sample import Group, Problem, Prompt, Sample
 from update import Learner
@@ -212,7 +213,8 @@ def verifier(problems: list[Problem]) -> Check:
     """Gold solutions, or gold answers in a box where the data has no solution that marks one, must earn the reward."""
     tried = problems[:SOLUTIONS]
     texts = [p.solution if extract(p.solution) is not None else f"\\boxed{{{p.answer}}}" for p in tried]
-    wrong = [p.id for p, text in zip(tried, texts, strict=True) if not accuracy(text, p.answer)]
+    grades = grade([(p.answer, text) for p, text in zip(tried, texts, strict=True)])
+    wrong = [p.id for p, graded in zip(tried, grades, strict=True) if graded["verdict"] != "right"]
     found = f"{len(tried) - len(wrong)} of {len(tried)} gold solutions" + (f"; not {wrong[0]}" if wrong else "")
     return Check("verifier accepts the gold", not wrong, found,
                  "the answer of that line is not what its solution marks, or has a form that reward.py cannot read; "

@@ -1,171 +1,389 @@
-"""Rewards: named components of a completion's text, summed by weight (`reward.<component>` in the config).
+"""Rewards: named components of a completion, summed by weight (`reward.<component>` in the config).
 
-Verification goes from cheap to costly: equal texts, equal numbers, then math-verify in a process of its own, which the
-kernel kills when it takes longer than VERIFY_SECONDS. So no text can hang or crash the trainer, nor outlive it.
+    python reward.py --cases FILE.jsonl     # {"gold", "completion", "correct"} per line: how often the verifier is
+    right
+
+Verification goes from cheap to costly: equal spelling, structure and numbers here (answer.py), expressions in a process
+of its own (algebra.py), which the kernel ends when it takes longer than VERIFY_SECONDS or more than VERIFY_BYTES. So no
+text can hang or crash the trainer, nor outlive it. What a model writes behind an end-of-sequence token does not count.
 """
 
+import argparse
 import functools
-import logging
+import json
 import multiprocessing
+import os
 import re
+import resource
 import signal
-from fractions import Fraction
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
 
-VERIFY_SECONDS = 5.0
+from answer import equal, number, readable, same_numbers
+from config import ConfigError, Reward
+from extract import extract, last_boxed, last_number, last_tag, until_end
+
+VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
+VERIFY_BYTES = 4 << 30   # of address space, for a number of billions of digits
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
-BRACES = re.compile(r"\\boxed\s*\{|\\boxed\s+(?P<bare>[^\s{}$\\.,]+)|\\.|[{}]", re.DOTALL)
-ANSWER_TAG = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# CPPO's pattern. MULTILINE lets text after a closing line through, as in the released code.
-THINK_FORMAT = re.compile(r"^<think>.*?</think>\n<answer>.*?</answer>$", re.DOTALL | re.MULTILINE)
+NGRAM = 3                # words in a row that should not come again (repetition)
 
 
-def last_boxed(text: str) -> str | None:
-    r"""Content of the last complete \boxed{...}, braces nested, escaped ones apart, or of \boxed 7; else None."""
-    open_at, found = [], (-1, None)  # a brace's start of content if it is a box's, else -1
-    for mark in BRACES.finditer(text):
-        if mark[0] == "}":
-            start = open_at.pop() if open_at else -1
-            if start > found[0]:
-                found = start, text[start:mark.start()]
-        elif mark["bare"]:
-            found = mark.start(), mark["bare"]
-        elif mark[0][-1] == "{" and mark[0] != "\\{":
-            open_at.append(mark.end() if len(mark[0]) > 1 else -1)
-    return found[1]
+# ---- verification
 
-
-def last_tag(text: str) -> str | None:
-    """Content of the last <answer>...</answer>."""
-    tags = ANSWER_TAG.findall(text)
-    return tags[-1].strip() if tags else None
-
-
-def extract(text: str) -> str | None:
-    r"""The final answer a completion marks: its last \boxed{}, else what stands behind "####", else its answer tag."""
-    boxed = last_boxed(text)
-    if boxed is not None:
-        return boxed
-    if "####" in text:
-        return text.rpartition("####")[2].strip().partition("\n")[0]
-    return last_tag(text)
-
-
-def normalise(answer: str) -> str:
-    """Spelling that never changes the value: outer $, a final full stop, text wrappers, spaces but between digits.
-
-    Thousands commas go only where the whole answer is one number: (1,234) is a pair.
-    """
-    answer = answer.strip().strip("$").strip().removesuffix(".")
-    answer = re.sub(r"\\(?:text|mathrm|mbox)\{([^{}]*)\}", r"\1", answer)
-    answer = answer.replace("\\$", "").replace("\\!", "").replace("\\left", "").replace("\\right", "")
-    answer = answer.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")
-    if re.fullmatch(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?", answer):
-        answer = answer.replace(",", "")
-    return re.sub(r"(?<!\d)\s+|\s+(?!\d)", "", answer)
-
-
-def to_number(answer: str) -> Fraction | None:
-    r"""The value of a plain decimal, a/b or \frac{a}{b}; None for anything else. Never evaluates an expression."""
-    match = re.fullmatch(r"(-?)\$?(?:\\frac\{(-?\d+)\}\{(\d+)\}|(-?\d+)/(\d+)|([-+]?\d*\.?\d+|[-+]?\d+\.))", answer)
-    if match is None or len(answer) > 100:
-        return None
-    sign, top, bottom, over, under, decimal = match.groups()
-    if decimal is None and int(bottom or under) == 0:
-        return None
-    value = Fraction(decimal) if decimal else Fraction(int(top or over), int(bottom or under))
-    return -value if sign else value
-
-
-def accuracy_one(answer: str | None, gold: str) -> bool | None:
-    """Whether the answers are equal, or None where only math-verify can tell."""
-    if answer is None or not answer.strip():
-        return False
-    left, right = normalise(answer), normalise(gold)
-    if left == right:
-        return True
-    a, b = to_number(left), to_number(right)
-    return None if a is None or b is None else a == b
-
-
-def load_math_verify() -> None:
-    """Import at the worker's start, so that these seconds are not counted as verification."""
-    import math_verify
-
+def start_worker() -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is meant for the trainer, which ends its step first
-    # It warns at every call that its own time-outs are off.
-    logging.getLogger(math_verify.__name__).setLevel(logging.ERROR)
+    resource.setrlimit(resource.RLIMIT_AS, (VERIFY_BYTES, VERIFY_BYTES))
 
 
-def run_math_verify(gold: str, answer: str, seconds: float) -> bool:
-    from math_verify import parse, verify
-
-    # math-verify's own time-outs raise in Python, which a long integer power never returns to. An alarm without a
-    # handler ends the process at once, also when the trainer has died and nobody is left to kill it.
-    signal.setitimer(signal.ITIMER_REAL, seconds)
+def limited(function: Callable, seconds: float, *args: object) -> object:
+    """Call it in the worker. An alarm without a handler ends the process at once, in the middle of a power of integers
+    too, and also when the trainer has died and nobody is left to kill it."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     try:
-        parsed = [parse(f"\\boxed{{{text}}}", parsing_timeout=None) for text in (gold, answer)]
-        return bool(verify(*parsed, timeout_seconds=None))
+        return function(*args)
     finally:
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+def verify_slowly(gold: str, answer: str) -> str:
+    from algebra import compare
+
+    failed = []
+
+    def compare_or_note(a: str, b: str) -> bool:
+        try:
+            return compare(a, b)
+        except Exception as error:  # of whatever kind math-verify and sympy raise on texts that are no mathematics
+            failed.append(error)
+            return False
+
+    return "right" if equal(gold, answer, compare_or_note) else "unparsed" if failed else "wrong"
+
+
+def reads(expression: str) -> bool:
+    from algebra import read
+
+    try:
+        read(expression)
+        return True
+    except Exception:  # as above
+        return False
 
 
 @functools.cache
-def verifiers() -> ProcessPool:
-    return ProcessPool(max_workers=1, initializer=load_math_verify, context=multiprocessing.get_context("spawn"))
+def workers() -> ProcessPool:
+    # A process that had to be killed is replaced by a fork of one that has imported everything, within milliseconds.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["algebra", *({"torch"} & sys.modules.keys())])
+    return ProcessPool(max_workers=WORKERS, initializer=start_worker, context=context)
 
 
-@functools.lru_cache(maxsize=100_000)
-def verify_slowly(gold: str, answer: str) -> bool:
-    """math-verify's judgement; a time-out or a crash of its process counts as wrong."""
+class Task:
+    """A call in a worker."""
+
+    def __init__(self, function: Callable, *args: object):
+        self.args = function, VERIFY_SECONDS, *args
+        self.begin()
+
+    def begin(self) -> None:
+        try:
+            self.future = workers().schedule(limited, args=self.args)
+        except RuntimeError:  # an idle worker was killed from outside: pebble gives up on the whole pool
+            workers.cache_clear()
+            self.future = workers().schedule(limited, args=self.args)
+
+    def result(self) -> object:
+        """Raises ProcessExpired where the worker had to be killed, MemoryError where it asked for too much, and what
+        the function raises."""
+        try:
+            return self.future.result()
+        except BrokenProcessPool:
+            self.begin()
+            return self.future.result()
+
+
+class Undecided(Exception):
+    """Only algebra can tell."""
+
+
+def undecided(gold: str, answer: str) -> bool:
+    raise Undecided
+
+
+@functools.lru_cache(maxsize=20_000)
+def verification(gold: str, answer: str | None) -> str | Task:
+    """Begin to compare an answer with the gold one."""
+    if answer is None or not answer.strip():
+        return "unparsed"
     try:
-        return verifiers().schedule(run_math_verify, args=[gold, answer, VERIFY_SECONDS]).result()
-    except ProcessExpired:
-        return False
+        return "right" if equal(gold, answer, undecided) else "wrong"
+    except Undecided:
+        return Task(verify_slowly, gold, answer)
+    except Exception:  # a text that nobody thought of must not end a run of days
+        return "unparsed"
 
 
-def accuracy(text: str, gold: str) -> float:
+def verdict(gold: str, answer: str | None) -> str:
+    """"right", "wrong", "unparsed" (no answer, or one that cannot be read), or "timed_out"."""
+    known = verification(gold, answer)
+    if isinstance(known, str):
+        return known
+    try:
+        return known.result()
+    except (ProcessExpired, MemoryError):
+        return "timed_out"
+    except Exception:  # as in `verification`
+        return "unparsed"
+
+
+def unreadable(golds: Iterable[str]) -> set[str]:
+    """Those of which only the very spelling can ever be rewarded."""
+    found = {gold: Task(readable, gold, reads) for gold in dict.fromkeys(golds) if number(gold) is None}
+
+    def unread(gold: str) -> bool:
+        try:
+            return not found[gold].result()
+        except (ProcessExpired, MemoryError):
+            return True
+
+    return set(filter(unread, found))
+
+
+def last_number_equal(gold: str, text: str) -> bool:
+    """CPPO's lenient grading: the text, or its last number, is the gold answer; where it has an answer tag, what is in
+    it."""
+    found, tag = last_number(text), last_tag(text)
+    plain = (text if tag is None else tag).strip() == gold
+    return plain or bool(found and same_numbers(gold.replace(",", ""), found))
+
+
+def grade(pairs: list[tuple[str, str]]) -> list[dict]:
+    """Of gold answers and completions: the marked answer, its verdict, whether the last number is right (lenient) and
+    whether either is."""
+    texts = [until_end(text) for _, text in pairs]
+    answers = [extract(text) for text in texts]
+    for (gold, _), answer in zip(pairs, answers, strict=True):
+        verification(gold, answer)  # all begin before one is waited for
+    found = []
+    for (gold, _), text, answer in zip(pairs, texts, answers, strict=True):
+        judged, last = verdict(gold, answer), last_number_equal(gold, text)
+        found.append({"answer": answer, "verdict": judged, "last_number": last, "lenient": last or judged == "right"})
+    return found
+
+
+# ---- components
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What components look at."""
+
+    text: str      # up to the first end-of-sequence token that is spelled out
+    gold: str
+    tokens: int    # sampled, the EOS among them
+    longest: int   # tokens that were allowed
+    right: bool    # the marked final answer equals the gold one
+
+
+def accuracy(c: Completion, cfg: Reward) -> float:
     """1 if the marked final answer equals the gold one, else 0."""
-    answer = extract(text)
-    known = accuracy_one(answer, gold)
-    return float(verify_slowly(gold, answer) if known is None else known)
+    return float(c.right)
 
 
-def think_format(text: str, gold: str) -> float:
-    """1 for <think>...</think>, a new line, <answer>...</answer>, as CPPO (arXiv:2503.22342) asks for."""
-    return float(THINK_FORMAT.match(text) is not None)
+def wrong(c: Completion, cfg: Reward) -> float:
+    """1 where accuracy is 0: with weight -1 beside accuracy's 1 it is DAPO's reward of 1 and -1 (arXiv:2503.14476)."""
+    return float(not c.right)
 
 
-def tag_exact(text: str, gold: str) -> float:
+def boxed(c: Completion, cfg: Reward) -> float:
+    """1 for an answer in a box, right or not: GRESO's release pays 0.1 for it (arXiv:2506.02177)."""
+    return float(bool((last_boxed(c.text) or "").strip()))
+
+
+def think_format(c: Completion, cfg: Reward) -> float:
+    """1 for <think>...</think>, a new line, <answer>...</answer> and the end of a line, as CPPO (arXiv:2503.22342)
+    asks for: text on further lines passes, as in the released code. The pattern there is quadratic in hostile
+    texts."""
+    middle = c.text.find("</think>\n<answer>", len("<think>"))
+    return float(c.text.startswith("<think>") and middle > 0
+                 and re.search(r"</answer>$", c.text[middle + 9:], re.MULTILINE) is not None)
+
+
+def tag_exact(c: Completion, cfg: Reward) -> float:
     """1 if the last answer tag holds the gold answer to the letter, commas aside (CPPO's GSM8K reward)."""
-    answer = last_tag(text)
-    return float(answer is not None and answer.replace(",", "") == gold.replace(",", ""))
+    answer = last_tag(c.text)
+    return float(answer is not None and answer.replace(",", "") == c.gold.replace(",", ""))
 
 
-def tag_number(text: str, gold: str) -> float:
+def tag_number(c: Completion, cfg: Reward) -> float:
     """1 if the last answer tag and the gold answer each hold exactly one number, and the same (CPPO's GSM8K reward)."""
-    numbers = [NUMBER.findall(x.replace(",", "")) for x in (last_tag(text) or "", gold)]
+    numbers = [NUMBER.findall(x.replace(",", "")) for x in (last_tag(c.text) or "", c.gold)]
     return float(all(len(found) == 1 for found in numbers) and float(numbers[0][0]) == float(numbers[1][0]))
 
 
-def soft_overlong(tokens: int, longest: int, cache: int) -> float:
-    """DAPO's punishment of length (arXiv:2503.14476, eq. 13): 0 up to longest - cache tokens, then falling to -1."""
-    return min(max((longest - cache - tokens) / cache, -1.0), 0.0)
+def tag_count(c: Completion, cfg: Reward) -> float:
+    """A quarter for each of the four tags that stands there exactly once, on its line: as open-r1's
+    tag_count_reward."""
+    return sum(c.text.count(tag) == 1 for tag in ("<think>\n", "\n</think>\n", "\n<answer>\n", "\n</answer>")) / 4
 
 
-TEXT = {"accuracy": accuracy, "format": think_format, "tag_exact": tag_exact, "tag_number": tag_number}
-LENGTH = {"overlong": soft_overlong}
-COMPONENTS = TEXT | LENGTH
+def length(c: Completion, cfg: Reward) -> float:
+    """1 for no more than reward.length_tokens."""
+    return float(c.tokens <= cfg.length_tokens)
 
 
-def score(text: str, gold: str, tokens: int, weights: dict[str, float], longest: int,
-          cache: int | None) -> dict[str, float]:
-    """Each of these components, unweighted, of a completion of so many tokens; `longest` are allowed."""
-    return {name: TEXT[name](text, gold) if name in TEXT else LENGTH[name](tokens, longest, cache) for name in weights}
+def overlong(c: Completion, cfg: Reward) -> float:
+    """DAPO's punishment of length (arXiv:2503.14476, eq. 13): 0 up to longest - overlong_tokens, then falling to -1."""
+    return min(max((c.longest - cfg.overlong_tokens - c.tokens) / cfg.overlong_tokens, -1.0), 0.0)
+
+
+def repetition(c: Completion, cfg: Reward) -> float:
+    """Minus the share of NGRAM words in a row that stood there before (arXiv:2502.03373, appendix)."""
+    words = c.text.lower().split()
+    grams = list(zip(*(words[i:] for i in range(NGRAM)), strict=False))
+    return len(set(grams)) / len(grams) - 1.0 if grams else 0.0
+
+
+def custom(c: Completion, cfg: Reward) -> float:
+    """reward(text, gold, tokens) of the file reward.custom_file, a number in [-1, 1]. It runs in a worker; where it is
+    not done within VERIFY_SECONDS it is 0, which counts as timed out. Raises ConfigError for whatever else it does."""
+    value = custom_call(cfg.custom_file, c.text, c.gold, c.tokens)
+    return 0.0 if value is None else value
+
+
+@functools.lru_cache(maxsize=1000)
+def custom_call(path: str, *args: object) -> float | None:
+    try:
+        value = Task(call_file, path, *args).result()
+    except ProcessExpired:
+        return None
+    except Exception as error:  # a user's code may raise anything
+        raise ConfigError(f"reward.custom_file={path}: reward() raises {type(error).__name__}: {error}") from error
+    if not isinstance(value, int | float) or not -1 <= value <= 1:
+        raise ConfigError(f"reward.custom_file={path}: reward() returns {value!r}; it must be a number in [-1, 1], and "
+                          "reward.custom is its weight")
+    return float(value)
+
+
+@functools.cache
+def load_file(path: str) -> Callable[[str, str, int], float]:
+    scope: dict = {"__name__": Path(path).stem, "__file__": path}
+    exec(compile(Path(path).read_text(), path, "exec"), scope)
+    return scope["reward"]
+
+
+def call_file(path: str, text: str, gold: str, tokens: int) -> float:
+    return load_file(path)(text, gold, tokens)
+
+
+# name -> (function, least value, largest value)
+COMPONENTS = {"accuracy": (accuracy, 0, 1), "wrong": (wrong, 0, 1), "boxed": (boxed, 0, 1),
+              "format": (think_format, 0, 1), "tag_exact": (tag_exact, 0, 1), "tag_number": (tag_number, 0, 1),
+              "tag_count": (tag_count, 0, 1), "length": (length, 0, 1), "overlong": (overlong, -1, 0),
+              "repetition": (repetition, -1, 0), "custom": (custom, -1, 1)}
+OF_LENGTH = ("length", "overlong")
+NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
+
+
+def measured(cfg: Reward) -> list[str]:
+    """What `score` tells of every completion: accuracy always."""
+    return [*dict.fromkeys(("accuracy", *cfg.weights)), *NOTES]
+
+
+def score(completions: list[tuple[str, str, int]], longest: int, cfg: Reward) -> list[list[float]]:
+    """What `measured` names, of each (text, gold answer, tokens), of `longest` tokens that were allowed.
+
+    The components are unweighted. NOTES are 1 or 0: an answer that is missing or cannot be read, a verifier that had to
+    be killed, and a strict and a lenient grader that disagree, where the gold answer is a number.
+    """
+    grades = grade([(gold, text) for text, gold, _ in completions])
+    return [score_one(Completion(until_end(text), gold, tokens, longest, graded["verdict"] == "right"), graded, cfg)
+            for (text, gold, tokens), graded in zip(completions, grades, strict=True)]
+
+
+def score_one(c: Completion, graded: dict, cfg: Reward) -> list[float]:
+    parts = {name: COMPONENTS[name][0](c, cfg) for name in measured(cfg) if name not in NOTES}
+    late = graded["verdict"] == "timed_out" or (
+        "custom" in parts and custom_call(cfg.custom_file, c.text, c.gold, c.tokens) is None)
+    disagree = number(c.gold) is not None and graded["last_number"] != c.right
+    return [*parts.values(), float(graded["verdict"] == "unparsed"), float(late), float(disagree)]
 
 
 def span(weights: dict[str, float]) -> tuple[float, float]:
-    """The least and the most that a reward can be: components of the text are in [0, 1], of the length in [-1, 0]."""
-    ends = [(-weight, 0.0) if name in LENGTH else (0.0, weight) for name, weight in weights.items()]
-    return sum(map(min, ends)), sum(map(max, ends))
+    """The least and the most that a reward can be."""
+    ends = [(weight * low, weight * high) for name, weight in weights.items() for _, low, high in [COMPONENTS[name]]]
+    return float(sum(map(min, ends))), float(sum(map(max, ends)))
+
+
+# ---- the verifier on labelled cases
+
+def read_cases(path: Path) -> list[dict]:
+    """Raises ConfigError with the line of a malformed case."""
+    if not path.is_file():
+        raise ConfigError(f"--cases: file {path} not found")
+    cases = []
+    for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if not line.strip():
+            continue
+        try:
+            case = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{path}:{i}: not valid JSON ({error})") from None
+        kinds = {"gold": str, "completion": str, "correct": bool}
+        wrong = next((key for key, kind in kinds.items() if not isinstance(case, dict) or
+                      not isinstance(case.get(key), kind)), None)
+        if wrong:
+            raise ConfigError(f"{path}:{i}: a case needs {wrong!r}, a {kinds[wrong].__name__}")
+        cases.append(case)
+    if not cases:
+        raise ConfigError(f"{path} holds no cases")
+    return cases
+
+
+def shorten(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else f"{text[:width // 2]} ... {text[-width // 2:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=Path, required=True, help="labelled completions, one JSON object per line")
+    try:
+        cases = read_cases(parser.parse_args().cases)
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    began = time.perf_counter()
+    grades = grade([(case["gold"], case["completion"]) for case in cases])
+    seconds = time.perf_counter() - began
+    table: dict[str, Counter] = {}
+    for case, graded in zip(cases, grades, strict=True):
+        judged = graded["verdict"]
+        kind = ("false" if case["correct"] != (judged == "right") else "true") + (
+            " positive" if judged == "right" else " negative")
+        for name in (case.get("category", "all"), "total"):
+            table.setdefault(name, Counter())[kind] += 1
+        if kind.startswith("false"):
+            print(f"{kind}: {case.get('category', '')}: gold {shorten(case['gold'])!r}, answer "
+                  f"{shorten(graded['answer'] or '')!r}, judged {judged}")
+    table["total"] = table.pop("total")
+    print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")
+    for name, counts in table.items():
+        right = counts["true positive"] + counts["true negative"]
+        print(f"{name:<24} {counts.total():>6} {right / counts.total():>9.1%} {counts['false positive']:>16} "
+              f"{counts['false negative']:>16}")
+    killed = sum(graded["verdict"] == "timed_out" for graded in grades)
+    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took the verifier more than {VERIFY_SECONDS:g} s, and "
+          "count as wrong")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -127,9 +127,13 @@ class Log:
 
     def evaluated(self, step: int, results: dict[str, dict]) -> None:
         """Log the scores of every set in one line."""
-        keys = ("accuracy", "low", "high", "length", "truncated")
-        self.write("metrics.jsonl", {"step": step} | {
-            f"eval/{name}/{key}": result[key] for name, result in results.items() for key in keys})
+        keys = ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed")
+        line: dict = {"step": step}
+        for name, result in results.items():
+            line |= {f"eval/{name}/{key}": result[key] for key in keys}
+            if (n := result["n"]) > 1:
+                line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
+        self.write("metrics.jsonl", line)
         for name, result in results.items():
             self.say(f"step {step}: {name} {result['accuracy']:.1%} [{result['low']:.1%}, {result['high']:.1%}], "
                      f"{result['length']:.1f} tokens")

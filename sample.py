@@ -21,6 +21,8 @@ class Problem:
     question: str
     answer: str          # the gold final answer alone
     solution: str = ""   # worked gold solution where the data has one
+    level: str | None = None
+    subject: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +125,7 @@ class Rolled:
 
     turns: list[Turn]           # in order, those skipped included
     groups: list[Group]         # of the turns kept, `kept`
-    parts: dict[str, Tensor]    # each reward component, [N, G]; 0 of completions that go on
+    parts: dict[str, Tensor]    # what reward.measured names, [N, G]; 0 of completions that go on
     reward_NG: Tensor           # their weighted sum
     adv_NG: Tensor
     rounds: int = 1

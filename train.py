@@ -23,13 +23,13 @@ import config
 import critic
 import data
 import dist
-import eval as evaluation
 import metrics
 import preflight
 import runfolder
 from checkpoint import Checkpoints, Role
 from collect import collect, soft_values
 from config import Config, ConfigError, Optim
+from eval import Sampling, Set, evaluate, load_sets
 from model import (
     Critic,
     Decoder,
@@ -98,13 +98,13 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     first = saved["step"] if saved else 0
     begun = saved["begun"] if saved else pretrained(cfg, 0, {})  # the first step in which the policy learns
 
-    def evaluate(step: int) -> None:
-        log.evaluated(step, {name: evaluation.evaluate(
-            engine, tokenizer, held_out, cfg.eval.max_new_tokens, progress=log.bar(f"eval {name}"))
-            for name, held_out in sets.items()})
+    def evaluate_all(step: int) -> None:
+        sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p)
+        log.evaluated(step, {held_out.name: evaluate(engine, tokenizer, held_out, sampling,
+                                                                log.bar(f"eval {held_out.name}")) for held_out in sets})
 
     if first == 0:
-        evaluate(step=0)
+        evaluate_all(step=0)
         if cfg.advantage.kind == "soft_value":
             history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log,
                                          partial(asked_to_stop, stop))
@@ -123,7 +123,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 engine.sync(learner.policy)
             write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
             if due(cfg.eval.every, step + 1, cfg.steps):
-                evaluate(step + 1)
+                evaluate_all(step + 1)
             stopping = asked_to_stop(stop)
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
                 checkpoints.save(step + 1, beside_weights(cfg, history, begun))
@@ -175,15 +175,17 @@ def check(cfg: Config) -> list[preflight.Check]:
     return preflight.run(learner, engine, tokenizer, problems, prompts)
 
 
-def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt], dict[str, list[Prompt]]]:
+def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt], list[Set]]:
     """The model's folder and tokenizer, the problems to train on, those as prompts, and the evaluation sets."""
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
-    problems = data.load_problems(cfg.data.train, cfg.data.dir)[:cfg.data.limit]
+    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
+                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    problems = data.load_problems(cfg.data.train, cfg.data.dir, training=True)
+    problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:cfg.data.limit]
+    data.name_unreadable(cfg.data.train, problems)
     prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens,
                               cfg.data.drop_longer)
-    sets = evaluation.load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
-                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
     return source, tokenizer, problems, prompts, sets
 
 

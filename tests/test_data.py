@@ -2,6 +2,7 @@
 
 import io
 import json
+from pathlib import Path
 
 import datasets
 import pyarrow
@@ -12,6 +13,7 @@ import transformers
 from conftest import ROOT, TOY, write_tiny
 
 import data
+import reward
 from config import ConfigError, Prompts
 from sample import Problem, Prompt, Sample, Turn
 
@@ -35,7 +37,7 @@ def test_the_columns_of_gsm8k_and_math_are_understood(tmp_path):
     assert data.load_problems(str(path)) == [
         Problem("mine", "q", "2,125", "s"),
         Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
-        Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}."),
+        Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", level="1"),
         Problem("mixed/3", "q\u2028\x85", "7"),
     ]
 
@@ -299,3 +301,65 @@ def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
     assert "1 of 3 prompts have more than data.max_prompt_tokens=40 and are left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="1 of 1 prompts do"):
         data.to_prompts(problems[1:2], tokenizer, None, 40, drop_longer=True)
+
+
+SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
+@pytest.mark.parametrize("name", data.SETS)
+def test_every_named_set_is_whole(name, capsys):
+    problems = data.load_problems(name, str(SHARED))
+    assert len(problems) == data.SETS[name][0] and not capsys.readouterr().err
+    assert all(p.level in ("1", "2", "3", "4", "5", "none", None) for p in problems)
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
+def test_what_nobody_should_train_on_is_left_out_and_counted(capsys):
+    """The marks of the data, and none of math500's questions in what is left."""
+    problems = data.load_problems("math_train", str(SHARED), training=True)
+    assert len(problems) == 7500 - 9 - 25
+    said = capsys.readouterr().err
+    assert "9 of 7500 problems are problems of an evaluation set" in said
+    assert "25 of 7491 problems have a solution that boxes several answers" in said
+    assert len(data.without_overlap(problems, data.load_problems("math500", str(SHARED)))) == len(problems)
+
+
+def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
+    rows = [{"question": f"q{i}", "answer": "1"} for i in range(4)]
+    rows[1]["overlaps_eval"], rows[2]["all_boxed"], rows[3]["all_boxed"] = ["other"], ["1", "2"], None
+    path = str(write(tmp_path / "marked.jsonl", *rows))
+    assert [p.id for p in data.load_problems(path, training=True)] == ["marked/0", "marked/3"]
+    assert "1 of 4 problems are problems of an evaluation set and are left out" in capsys.readouterr().err
+    assert len(data.load_problems(path)) == 4
+
+
+def test_problems_that_are_evaluated_on_are_not_trained_on(capsys):
+    problems = [Problem("a", "How many?", "1"), Problem("b", "Why?", "2"), Problem("c", "how  MANY?", "1")]
+    assert data.without_overlap(problems, [Problem("x", "how many? ", "1")]) == problems[1:2]
+    assert "2 of 3 training problems are evaluated on, and left out" in capsys.readouterr().err
+    with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
+        data.without_overlap(problems[:1], problems)
+
+
+def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):
+    write(tmp_path / "aime24.jsonl", {"question": "q", "answer": "1"})
+    assert len(data.load_problems("aime24", str(tmp_path))) == 1
+    assert "aime24 holds 1 problems here, not 30" in capsys.readouterr().err
+
+
+def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_right(capsys):
+    problems = [Problem("fine", "q", r"\frac{1}{2}"), Problem("odd", "q", r"\frac{1}{"), Problem("n", "q", "7"),
+                Problem("text", "q", "east"), Problem("code", "q", "1,2,?!")]
+    data.name_unreadable("few", problems)
+    assert capsys.readouterr().err == ("few: 2 of 5 gold answers cannot be read, and only the same spelling counts as "
+                                       "right: odd, code\n")
+    assert reward.verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
+    assert reward.verdict(r"\frac{1}{", "1") != "right" and reward.verdict(r"\frac{1}{", "") != "right"
+
+
+def test_columns_of_the_hubs_evaluation_sets(tmp_path):
+    path = write(tmp_path / "hub.jsonl", {"problem": "p", "answer": 27.0, "type": "Algebra", "level": "Level ?"},
+                 {"question": "p", "final_answer": ["$1$", "$2$"], "subfield": "x"})
+    first, second = data.load_problems(str(path))
+    assert (first.answer, first.subject, second.answer) == ("27.0", "Algebra", "$1$, $2$")

@@ -1,10 +1,14 @@
-"""Intervals, and that evaluation alone and inside training give the same numbers."""
+"""Statistics, files that are resumed and graded again, and that evaluation alone and inside training give the same
+numbers."""
 
+import itertools
 import json
 import random
 import subprocess
 import sys
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
@@ -16,14 +20,18 @@ import runfolder
 import train
 from config import ConfigError
 from rollout import TorchEngine
-from sample import Prompt, Sample
+from sample import Problem, Prompt, Sample
+
+
+def answers(right: int, n: int) -> list[float]:
+    return [1.0] * right + [0.0] * (n - right)
 
 
 @pytest.mark.parametrize(("correct", "count", "low", "high"), [
     (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 1319, 0.000134, 0.004280)])
 def test_wilson_by_the_published_table(correct, count, low, high):
     """Values of the closed form; the first rows stand in Brown, Cai and DasGupta (2001)."""
-    assert evaluation.wilson(correct, count) == pytest.approx((low, high), abs=5e-5)
+    assert evaluation.wilson(answers(correct, count)) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.7])
@@ -33,30 +41,167 @@ def test_wilson_covers_the_truth_at_its_rate(share):
         n = torch.tensor(200.0, dtype=torch.float64)
         return torch.distributions.Binomial(n, torch.tensor(share, dtype=torch.float64)).log_prob(
             torch.tensor(float(k), dtype=torch.float64)).exp().item()
-    intervals = [evaluation.wilson(k, 200) for k in range(201)]
+    intervals = [evaluation.wilson(answers(k, 200)) for k in range(201)]
     covered = sum(chance(k) for k, (low, high) in enumerate(intervals) if low <= share <= high)
     assert 0.92 < covered < 0.98
 
 
-def test_training_and_the_command_give_identical_numbers(tmp_path):
-    """The exported model, evaluated by eval.py, repeats the closing evaluation of the run that made it."""
-    cfg = toy_config(tmp_path / "run", "model.dtype=float32", "steps=1")
+@pytest.mark.parametrize(("count", "a", "b"), [(30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0)])
+def test_intervals_of_several_answers_cover_the_truth_at_their_rate(count, a, b):
+    """A simulation: problems of Beta-distributed difficulty, 16 answers each; the answers of one are not independent,
+    and an interval that took them to be would cover 40 to 80%."""
+    draw = np.random.default_rng(0)
+    covered = naive = 0
+    for _ in range(3000):
+        mean_N = draw.binomial(16, draw.beta(a, b, count)) / 16
+        low, high = evaluation.wilson(mean_N)
+        covered += low <= a / (a + b) <= high
+        low, high = evaluation.wilson(answers(round(mean_N.sum() * 16), count * 16))
+        naive += low <= a / (a + b) <= high
+    assert 0.93 < covered / 3000 < 0.975 and naive / 3000 < 0.85
+
+
+@pytest.mark.parametrize("n", [1, 5, 8])
+def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
+    for right in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(answers(right, n), k))
+            assert evaluation.pass_at(k, right, n) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+
+
+def voted(*given: str, gold: str = "7") -> list[dict]:
+    return [{"answer": a or None, "verdict": "right" if a == gold else "wrong"} for a in given]
+
+
+@pytest.mark.parametrize(("given", "value"), [
+    (["7", "7", "8"], 1), (["7", "8", "8"], 0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3), (["8", "8.0", "7"], 0),
+    (["", "", "7"], 1), (["", ""], 0), (["x", "$x$", "7"], 0)])
+def test_majority(given, value):
+    assert evaluation.majority(voted(*given)) == pytest.approx(value)
+
+
+def test_majority_at_k_is_over_blocks():
+    assert evaluation.majority_at(2, voted("7", "7", "8", "7", "8", "8", "7")) == pytest.approx((1 + 0.5 + 0) / 3)
+
+
+@pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1), (5, 5, 1), (0, 6, 2 / 64), (1, 8, 20 / 512),
+                                                    (10, 2, 158 / 4096)])
+def test_mcnemar_by_hand(first, second, p):
+    assert evaluation.mcnemar(first, second) == evaluation.mcnemar(second, first) == pytest.approx(p)
+
+
+def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
+    monkeypatch.setattr(evaluation, "RESAMPLES", 400)
+    draw = np.random.default_rng(1)
+    bounds = [evaluation.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
+    assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98
+
+
+def held_out(path, count: int) -> str:
     rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
-    held_out = tmp_path / "held_out.jsonl"
-    held_out.write_text("".join(random.Random(0).sample(rows, 40)))
-    train.train(train.config.build(train.Config, train.config.merge(
-        train.config.yaml.safe_load(train.config.dump(cfg)), {"data": {"eval": str(held_out)}})))
-    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
-    command = [sys.executable, "eval.py", "--model", str(tmp_path / "run" / "hf"), "--data", str(held_out),
-               "--max-new-tokens", str(cfg.eval.max_new_tokens), "--out", str(tmp_path / "out.json")]
+    path.write_text("".join(random.Random(0).sample(rows, count)))
+    return str(path)
+
+
+def evaluated(tmp_path, *arguments: str) -> tuple[dict, str]:
+    command = [sys.executable, "eval.py", *arguments, "--out", str(tmp_path / "out.json")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    result = json.loads((tmp_path / "out.json").read_text())["results"]["held_out"]
-    for key in ("accuracy", "low", "high", "length", "truncated"):
+    return json.loads((tmp_path / "out.json").read_text()), done.stdout
+
+
+@pytest.mark.parametrize("sampled", [[], ["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"]])
+def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
+    """The exported model, evaluated by eval.py with the run's config, repeats the closing evaluation of the run."""
+    data_file = held_out(tmp_path / "held_out.jsonl", 40)
+    prompt = "Only the number."
+    train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
+                           f"data.system_prompt={prompt}", *sampled))
+    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    result, printed = evaluated(tmp_path, "--model", str(tmp_path / "run" / "hf"), "--config",
+                                str(tmp_path / "run" / "config.yaml"))
+    assert result["head"]["system_prompt"] == prompt
+    result = result["results"]["held_out"]
+    for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
         assert result[key] == last[f"eval/held_out/{key}"]
-    assert len(result["responses"]) == 40
-    assert result["accuracy"] == sum(r["correct"] for r in result["responses"]) / 40
-    assert f"{result['accuracy']:.1%}" in done.stdout
+    if sampled:
+        assert (result["pass"]["4"], result["majority"]["4"]) == (last["eval/held_out/pass"],
+                                                                  last["eval/held_out/majority"])
+    assert f"{result['accuracy']:.1%}" in printed
+
+
+def test_sixteen_answers_to_each_problem(tmp_path):
+    """pass@k of the file is the share of all subsets of the responses in it; graded again it is the same file; and
+    accuracy by level is that of the problems of each level."""
+    rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
+    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row | {"level": f"Level {i % 2}"}) + "\n"
+                                                for i, row in enumerate(rows)))
+    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--n", "16",
+                                "--temperature", "1", "--max-new-tokens", "48")
+    found = result["results"]["few"]
+    right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
+    assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
+    for k in (1, 2, 4, 8, 16):
+        subsets = [[any(s) for s in itertools.combinations(right_K, k)] for right_K in right_NK]
+        assert found["pass"][str(k)] == pytest.approx(sum(sum(x) / len(x) for x in subsets) / 12, abs=1e-12)
+    assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
+    assert (found["low"], found["high"]) == evaluation.wilson([sum(right_K) / 16 for right_K in right_NK])
+    assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
+    again, _ = evaluated(tmp_path, "--rescore", str(tmp_path / "out.json"))
+    assert again == result and "few by level: 0 " in printed
+    compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2], cwd=ROOT,
+                              capture_output=True, text=True)
+    assert "+0.0%" in compared.stdout and compared.returncode == 0
+
+
+def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
+    result, _ = evaluated(tmp_path, "--model", str(TOY), "--data", held_out(tmp_path / "few.jsonl", 3))
+    for problem in result["results"]["few"]["problems"]:
+        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}", "verdict": "wrong"}
+    again = evaluation.rescore(result)
+    assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
+
+
+class Interrupted(Exception):
+    pass
+
+
+def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+    """Killed in its third chunk of five, with a line half written."""
+    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
+    monkeypatch.setattr(evaluation, "ROUNDS_OF_SLOTS", 1)
+    data_file, generate, calls = held_out(tmp_path / "few.jsonl", 10), TorchEngine.generate, []
+
+    def dies(self, prompts, *rest):
+        calls.append(len(prompts))
+        if len(calls) == 3:
+            raise Interrupted
+        return generate(self, prompts, *rest)
+
+    def run(name: str, *more: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(TOY), "--data", data_file, "--n", "2", "--slots",
+                                          "4",
+                                          "--temperature", "1", "--out", str(tmp_path / name), *more])
+        return evaluation.main()
+
+    run("whole.json")
+    monkeypatch.setattr(TorchEngine, "generate", dies)
+    with pytest.raises(Interrupted):
+        run("cut.json")
+    partial = tmp_path / "cut.partial.jsonl"
+    partial.write_text(partial.read_text() + '{"set": "few", "resp')
+    assert run("cut.json", "--seed", "1") == 2
+    said = capsys.readouterr().err
+    assert "cut.partial.jsonl holds responses of other settings: sampling.seed was 0 and is 1" in said
+    calls.clear()
+    calls.extend([0] * 3)
+    run("cut.json")
+    assert sum(calls) == 12 and not partial.exists()
+    assert (tmp_path / "cut.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
+    run("cut.json")
+    assert sum(calls) == 12
+    assert run("cut.json", "--top-p", "0.5") == 2
+    assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in capsys.readouterr().err
 
 
 def test_scores_count_what_the_engine_wrote():
@@ -67,12 +212,13 @@ def test_scores_count_what_the_engine_wrote():
             asked.extend(seeds)
             return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(tokenizer.encode(texts))]
 
-    prompts = [Prompt(str(i), (5,), "1") for i in range(3)]
-    result = evaluation.evaluate(Scribe(), tokenizer, prompts, 7)
+    problems = [Problem(str(i), "q", "1") for i in range(3)]
+    few = evaluation.Set("few", problems, [Prompt(p.id, (5,), p.answer) for p in problems])
+    result = evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7))
     lengths = [len(x) for x in tokenizer.encode(texts)]
     scores = [result[key] for key in ("accuracy", "truncated", "length")]
     assert scores == pytest.approx([2 / 3, 1 / 3, sum(lengths) / 3])
-    evaluation.evaluate(Scribe(), tokenizer, prompts, 7, seed=1)
+    evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7, seed=1))
     assert len(set(asked)) == 6  # a seed for each problem and run
 
 
@@ -95,6 +241,22 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
     assert asked[0][3] != asked[1][3]
 
 
+@pytest.mark.parametrize(("name", "expected"), [
+    ("cppo_gsm8k", ("gsm8k", 1, 0.0, 1.0, 1024, "<answer> answer here </answer>")),
+    ("cppo_math", ("math500", 1, 0.0, 1.0, 1024, "I hope it is correct'")),
+    ("cppo_amc_aime", ("amc23,aime24", 4, 0.6, 0.95, 3072, "I hope it is correct'")),
+    ("dapo", ("aime24", 32, 1.0, 0.7, 20480, "within \\boxed{}."))])
+def test_protocols_are_presets_that_arguments_change(name, expected, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "m", "--protocol", name, "--slots", "7"])
+    args = evaluation.arguments()
+    assert (args.data, args.n, args.temperature, args.top_p, args.max_new_tokens) == expected[:5]
+    assert expected[5] in args.system_prompt and args.slots == 7
+    monkeypatch.setattr(sys, "argv", [*sys.argv, "--n", "2", "--temperature", "0.5", "--system-prompt", "S"])
+    args = evaluation.arguments()
+    assert (args.data, args.n, args.temperature, args.top_p, args.system_prompt) == (expected[0], 2, 0.5, expected[3],
+                                                                                     "S")
+
+
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     """Two processes on a machine with one GPU: none takes it, and asking for it is an error on both."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -109,15 +271,25 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"], "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
     (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
+    (["--temperature", "-1"], "--temperature must be at least 0"), (["--n", "0"], "--n must be at least 1"),
+    (["--n", "4", "--temperature", "1", "--k", "2,8"], "--k must be of numbers in 1..4 (--n)"),
+    (["--n", "4"], "--n must be 1 at --temperature 0: greedy answers are all the same"),
+    (["--data", "gsm9k"], "data set 'gsm9k' is not known"), (["--data", "no.jsonl"], "data file no.jsonl not found"),
+    (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
+    (["--rescore", "no.json"], "result file no.json not found"),
+    (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
+    (["--compare", "README.md", "README.md"], "README.md is not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--top-p", "0"], "--top-p must be in (0, 1]"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
     (["--device", "cuda"], "device=cuda, but this machine shows"),
 ])
-def test_bad_input_is_one_line_and_status_2(changes, message):
+def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, capsys):
     if "cuda" in changes and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
-    command = [sys.executable, "eval.py", "--model", str(TOY), "--data", "toy/test.jsonl", *changes]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith(f"error: {message}")
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(TOY), "--data", "toy/test.jsonl", *changes])
+    assert evaluation.main() == 2
+    said = capsys.readouterr().err
+    assert said.startswith(f"error: {message}") and said.count("\n") == 1

@@ -311,13 +311,18 @@ def test_any_number_of_ranks_gives_the_same_parameters_by_every_objective(ranks,
 
 def trained_on_what_is_solved(cfg: config.Config, solved: int) -> Gradient:
     """Of every group so many problems are such that all completions are right, the others by what they are."""
-    true = reward.TEXT["accuracy"]
+    true = reward.grade
     hard = {p.answer for p in data.load_problems(cfg.data.train)[:cfg.data.limit][solved:]}
-    reward.TEXT["accuracy"] = lambda text, gold: true(text, gold) if gold in hard else 1.0
+
+    def easier(pairs: list[tuple[str, str]]) -> list[dict]:
+        return [graded if gold in hard else graded | {"verdict": "right"}
+                for (gold, _), graded in zip(pairs, true(pairs), strict=True)]
+
+    reward.grade = easier
     try:
         return trained(cfg)
     finally:
-        reward.TEXT["accuracy"] = true
+        reward.grade = true
 
 
 @pytest.mark.slow

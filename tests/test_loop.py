@@ -182,7 +182,9 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(data.order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
     line, = runfolder.read(tmp_path / "run" / "samples.jsonl")
-    total = [2 * reward.accuracy(t, line["gold"]) + 0.5 * reward.tag_exact(t, line["gold"]) for t in line["texts"]]
+    grades = reward.grade([(line["gold"], text) for text in line["texts"]])
+    total = [2 * (graded["verdict"] == "right") + 0.5 * (reward.last_tag(text) == line["gold"])
+             for graded, text in zip(grades, line["texts"], strict=True)]
     assert line["reward"] == total == [2, 0, 2.5, 0] * 2
     reward_G = torch.tensor(total, dtype=torch.float64)
     adv_G = (reward_G - reward_G.mean()) / (reward_G.std(correction=0) + 0.5)

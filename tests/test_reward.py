@@ -1,101 +1,191 @@
-"""Extraction, verification and components, on cases written out by hand."""
+"""Components by hand, verification in processes that are killed, a user's own function, and the command's table."""
+
+import json
+import math
+import os
+import subprocess
+import sys
 
 import pytest
+from conftest import ROOT
 
 import reward
-from reward import accuracy, extract, last_boxed, score
-
-
-@pytest.mark.parametrize(("text", "answer"), [
-    ("so it is #### 12", "12"),
-    ("#### 1\nno, wait\n#### 2,125\nthat is all", "2,125"),
-    (r"\boxed{\frac{1}{2}} and then \boxed{ x^{2} }", " x^{2} "),
-    (r"first \boxed{3}, then \boxed{4", "3"),
-    (r"#### 5, or \boxed{6}", "6"),
-    ("<think>2</think>\n<answer> 7 </answer>", "7"),
-    ("just 12", None),
-    ("", None),
-])
-def test_extract(text, answer):
-    assert extract(text) == answer
-
-
-@pytest.mark.parametrize(("text", "gold", "right"), [
-    ("#### 12", "12", True), ("#### 12.", "12", True), ("#### $12", "12", True), ("#### 12.0", "12", True),
-    ("#### 2,125", "2125", True), ("#### 2125", "2,125", True), ("#### -3", "3", False), ("#### 21", "12", False),
-    ("####", "12", False), ("#### ", "0", False), ("no mark 12", "12", False),
-    (r"\boxed{\frac{1}{2}}", "0.5", True), (r"\boxed{\dfrac12}", r"\frac{1}{2}", True), (r"\boxed{1/2}", "0.5", True),
-    (r"\boxed{\text{east}}", "east", True), (r"\boxed{west}", "east", False), (r"\boxed{}", "east", False),
-    (r"\boxed{x + 1}", "1+x", True), (r"\boxed{(1, 2)}", "(2, 1)", False), (r"\boxed{\sqrt{8}}", r"2\sqrt{2}", True),
-    (r"\boxed{3 4}", "34", False), (r"\boxed{1 1/2}", "11/2", False), (r"\boxed{(1,234)}", "(1234)", False),
-    (r"\boxed{-1,234.5}", "-1234.5", True), (r"\boxed{x = 5}", "x=5", True), (r"so $\boxed 7$.", "7", True),
-    (r"\boxed{1/0}", "1", False), (r"\boxed{\frac{1}{0}}", "1", False),
-])
-def test_accuracy(text, gold, right):
-    assert accuracy(text, gold) == right
-
-
-@pytest.mark.parametrize("answer", [
-    "99**98**97", "9^{9^{9^{9}}}", "((((" * 5000, "{" * 100_000, "9" * 5000, "\x00", "1e999999999"])
-def test_hostile_answers_are_wrong_and_end(answer, monkeypatch):
-    """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
-    assert accuracy(rf"\boxed{{{answer}}}", "1") == 0
-    monkeypatch.undo()
-    name = "abcdefgh"[len(answer) % 8]  # a question that is not in the cache
-    assert accuracy(rf"\boxed{{{name}+{len(answer)}}}", f"{len(answer)}+{name}") == 1  # a killed process is replaced
-
+from config import ConfigError, Reward
+from reward import COMPONENTS, Completion, grade, score, span
 
 FULL = "<think>6*7</think>\n<answer>42</answer>"
 
 
-@pytest.mark.parametrize(("text", "gold", "total"), [
-    (FULL, "42", 3.0),
-    ("<answer>42</answer>", "42", 2.0),
-    ("<answer>42 apples</answer>", "42", 1.5),
-    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5),
-    ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
-    ("<answer>6 or 42</answer>", "42", 0.0),
-    ("<answer>1,234</answer>", "1,234", 2.0),
-    ("42", "42", 0.0),
-    (FULL + "\nand more", "42", 3.0),
-    (FULL + " and more", "42", 2.0),
+def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10, **settings: object) -> dict[str, float]:
+    cfg = Reward(**({"accuracy": 0.0} | settings))
+    return dict(zip(reward.measured(cfg), score([(text, gold, tokens)], longest, cfg)[0], strict=True))
+
+
+def total(parts: dict[str, float], cfg: Reward) -> float:
+    return sum(weight * parts[name] for name, weight in cfg.weights.items())
+
+
+@pytest.mark.parametrize(("text", "gold", "right"), [
+    (FULL, "42", 3.0), ("<answer>42</answer>", "42", 2.0), ("<answer>42 apples</answer>", "42", 1.5),
+    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5), ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
+    ("<answer>6 or 42</answer>", "42", 0.0), ("<answer>1,234</answer>", "1,234", 2.0), ("42", "42", 0.0),
+    (FULL + "\nand more", "42", 3.0), (FULL + " and more", "42", 2.0),
 ])
-def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, total):
+def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, right):
     """2 for the exact answer, 1.5 for the same single number, 1 for the format: spec of arXiv:2503.22342's code."""
     weights = {"tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
-    parts = score(text, gold, 1, weights, 1, None)
-    assert parts.keys() == weights.keys()
-    assert sum(weights[name] * value for name, value in parts.items()) == total
+    assert total(parts_of(text, gold, **weights), Reward(accuracy=0, **weights)) == right
 
 
-def test_edges_of_the_components():
-    assert reward.last_tag("<answer>1</answer> no <answer>2</answer>") == "2"
-    assert reward.think_format("so\n<think>a</think>\n<answer>b</answer>", "") == 0
-    assert reward.tag_number("<answer>42 or 6</answer>", "42") == 0
-    assert score("x", "1", 1, {"accuracy": -1.0}, 1, None) == {"accuracy": 0.0}
-    assert accuracy(r"\boxed{(1,2)}", "1<x<2") == 1  # math-verify is not symmetric: the gold answer comes first
+@pytest.mark.parametrize(("settings", "text", "right"), [
+    ({"accuracy": 2, "format": 1}, r"<think>a</think>" "\n" r"<answer>It is $\boxed{\frac12}$.</answer>", 3),  # CPPO
+    ({"accuracy": 2, "format": 1}, r"so $\boxed{0.5}$", 2),
+    ({"accuracy": 0.9, "boxed": 0.1}, r"\boxed{1/2}", 1.0),
+    ({"accuracy": 0.9, "boxed": 0.1}, r"\boxed{2}", 0.1),  # GRESO
+    ({"accuracy": 0.9, "boxed": 0.1}, "Answer: 2", 0.0),
+    ({"accuracy": 1, "wrong": -1}, "Answer: 1/2", 1), ({"accuracy": 1, "wrong": -1}, "Answer: 2", -1),  # DAPO
+    ({"accuracy": 1, "wrong": -1}, "", -1),
+])
+def test_published_rewards_are_settings(settings, text, right):
+    assert total(parts_of(text, "1/2", **settings), Reward(**settings)) == pytest.approx(right)
 
 
-def test_the_soft_punishment_of_length_by_hand():
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("tag_count", "<think>\na\n</think>\n<answer>\nb\n</answer>", 1.0), ("tag_count", "<think>\na\n</think>\nb", 0.5),
+    ("tag_count", "<think>\n<think>\n\n</answer>", 0.25), ("tag_count", "", 0.0),
+    ("repetition", "a b c d e", 0.0), ("repetition", "a b c a b c a b c", 3 / 7 - 1), ("repetition", "a b", 0.0),
+    ("boxed", r"\boxed{}", 0.0), ("boxed", r"\boxed{1} \boxed{", 0.0), ("boxed", "#### 1", 0.0),
+    ("format", "so\n<think>a</think>\n<answer>b</answer>", 0.0), ("tag_number", "<answer>42 or 6</answer>", 0.0),
+    ("tag_exact", "<answer>1</answer> no <answer>42</answer>", 1.0), ("accuracy", "42", 0.0), ("wrong", "#### 42", 0.0),
+])
+def test_components_by_hand(name, text, value):
+    assert COMPONENTS[name][0](Completion(text, "42", 1, 10, "#### 42" in text), Reward()) == pytest.approx(value)
+
+
+def test_length_and_the_soft_punishment_of_it():
     """DAPO's own lengths: nothing up to 16,384 tokens, half of it at 18,432, all of it from 20,480 on."""
-    punished = [reward.soft_overlong(tokens, 20_480, 4_096) for tokens in (1, 16_384, 18_432, 20_480, 20_481, 40_000)]
-    assert punished == [0, 0, -0.5, -1, -1, -1]
-    parts = score("#### 2", "2", 9, {"accuracy": 1.0, "overlong": 0.5}, longest=10, cache=4)
-    assert parts == {"accuracy": 1.0, "overlong": -0.75}
+    cfg = {"overlong": 1.0, "overlong_tokens": 4096, "length": 1.0, "length_tokens": 18_432}
+    found = [parts_of("", tokens=t, longest=20_480, **cfg) for t in (1, 16_384, 18_432, 20_480, 20_481, 40_000)]
+    assert [parts["overlong"] for parts in found] == [0, 0, -0.5, -1, -1, -1]
+    assert [parts["length"] for parts in found] == [1, 1, 1, 0, 0, 0]
 
 
-def test_the_span_of_rewards():
-    assert reward.span({"accuracy": 2.0, "overlong": 1.0}) == (-1, 2)
-    assert reward.span({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
+def test_the_span_of_rewards_holds_every_component():
+    assert span({"accuracy": 2.0, "overlong": 1.0}) == (-1, 2)
+    assert span({"accuracy": 1.0, "wrong": -1.0}) == (-1, 1)
+    assert span({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
+    texts = ["", FULL, r"\boxed{42} a b c a b c", "<think>\na\n</think>\n<answer>\n42\n</answer>"]
+    for name, (_, low, high) in COMPONENTS.items():
+        if name != "custom":
+            settings = {name: 1.0} | {f"{name}_tokens": 5 for _ in "1" if f"{name}_tokens" in Reward.__slots__}
+            assert all(low <= parts_of(text, tokens=t, **settings)[name] <= high for text in texts for t in (1, 7, 99))
 
 
-def test_nested_boxes_and_escaped_braces():
-    assert last_boxed(r"\boxed{\{1, 2\}}") == r"\{1, 2\}"
-    assert last_boxed(r"\boxed{1 + \boxed{2}} }") == "2"
-    assert last_boxed(r"{ \boxed {3}") == "3"
+def test_what_is_written_behind_the_end_does_not_count():
+    assert parts_of("#### 41<|im_end|>#### 42", accuracy=1.0)["accuracy"] == 0
+    assert parts_of(f"<|endoftext|>{FULL}", format=1.0)["format"] == 0
+    assert parts_of("#### 42<|im_end|>\n#### 41", accuracy=1.0)["accuracy"] == 1
 
 
-def test_last_boxed_reads_its_text_once():
-    """Scanning once per brace would keep this test from ever ending."""
-    assert last_boxed("\\boxed{" * 200_000 + "{" * 1_000_000) is None
+@pytest.mark.parametrize(("text", "gold", "notes"), [
+    ("#### 42", "42", (0, 0, 0)), ("#### 41", "42", (0, 0, 0)), ("so 42", "42", (1, 0, 1)), ("", "42", (1, 0, 0)),
+    (r"\boxed{42} after 3 days", "42", (0, 0, 1)), (r"\boxed{x}", "x", (0, 0, 0)),
+    (r"\boxed{\frac{1}{}}", r"\frac{1}{2}", (1, 0, 0)), (r"\boxed{9^{9^{9^{9}}}}", "1", (0, 1, 0)),
+])
+def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
+    reward.verification.cache_clear()
+    parts = parts_of(text, gold, accuracy=1.0)
+    assert tuple(parts[name] for name in reward.NOTES) == notes
+
+
+def test_grades_are_strict_and_lenient():
+    found, = grade([("42", "I think 42")])
+    assert found == {"answer": None, "verdict": "unparsed", "last_number": True, "lenient": True}
+    found, = grade([("42", r"\boxed{42}, or 6 times 7")])
+    assert (found["verdict"], found["last_number"], found["lenient"]) == ("right", False, True)
+    found, = grade([("2,125", "<answer>2125 or so</answer> 7")])
+    assert (found["verdict"], found["last_number"]) == ("wrong", True)
+
+
+@pytest.mark.parametrize("answer", ["99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
+def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeypatch):
+    """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
+    reward.verification.cache_clear()
+    assert reward.verdict("1", answer) != "right"
+    assert reward.verdict("a+1", "1+a") == "right"
+
+
+def test_a_worker_that_dies_is_replaced():
+    before = reward.Task(os.getpid).result()
+    os.kill(before, 9)
+    reward.verification.cache_clear()
+    assert reward.verdict("b+1", "1+b") == "right"
+    assert reward.Task(os.getpid).result() != before
+
+
+def test_a_number_of_billions_of_digits_does_not_fill_the_memory(monkeypatch):
+    """The worker runs into its own limit, or out of time, and this process stays as it is."""
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 2.0)
+    reward.verification.cache_clear()
+    assert reward.verdict("0", r"\lfloor 10^{10^{10}} \rfloor + 0!") in ("wrong", "unparsed", "timed_out")
+
+
+def test_a_users_own_function(tmp_path):
+    path = tmp_path / "mine.py"
+    path.write_text("def reward(text, gold, tokens):\n"
+                    "    return -1 if 'bad' in text else tokens / 10 + (gold in text)\n")
+    cfg = {"custom": 0.5, "custom_file": str(path)}
+    assert parts_of("good", tokens=3, **cfg)["custom"] == 0.3
+    assert parts_of("bad 42<|im_end|>", tokens=3, **cfg)["custom"] == -1
+    assert span(Reward(**cfg).weights) == (-0.5, 1.5)
+
+
+@pytest.mark.parametrize(("body", "message"), [
+    ("return 2", r"returns 2; it must be a number in \[-1, 1\]"), ("return None", "returns None"),
+    ("return float('nan')", "returns nan"), ("return 1 / 0", "raises ZeroDivisionError"),
+    ("return (", "raises SyntaxError"),
+])
+def test_a_users_function_that_fails_is_named(body, message, tmp_path):
+    path = tmp_path / f"f{len(body)}{ord(body[-2])}.py"
+    path.write_text(f"def reward(text, gold, tokens):\n    {body}\n")
+    with pytest.raises(ConfigError, match=f"reward.custom_file={path}: .*{message}"):
+        parts_of("x", custom=1.0, custom_file=str(path))
+
+
+def test_a_users_function_that_hangs_is_killed_and_counted(tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 0.5)
+    path = tmp_path / "hangs.py"
+    path.write_text("def reward(text, gold, tokens):\n    while True:\n        pass\n")
+    parts = parts_of("x", custom=1.0, custom_file=str(path))
+    assert (parts["custom"], parts["timed_out"]) == (0.0, 1.0)
+
+
+def cases(path, *rows):
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    return subprocess.run([sys.executable, "reward.py", "--cases", str(path)], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_the_command_counts_by_category(tmp_path):
+    row = {"gold": "1", "completion": "#### 1", "correct": True, "category": "easy"}
+    done = cases(tmp_path / "c.jsonl", row, row | {"completion": "#### 2"}, row | {"correct": False, "category": "odd"},
+                 row | {"completion": "", "correct": False, "category": "odd"})
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    assert ["easy", "2", "50.0%", "0", "1"] in lines and ["odd", "2", "50.0%", "1", "0"] in lines
+    assert ["total", "4", "50.0%", "1", "1"] in lines
+    assert "false negative: easy: gold '1', answer '2', judged wrong" in done.stdout
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ("{", "c.jsonl:1: not valid JSON"), ("[]", "c.jsonl:1: a case needs 'gold', a str"), ("", "holds no cases"),
+    ({"gold": "1", "completion": "1", "correct": "yes"}, "c.jsonl:1: a case needs 'correct', a bool"),
+])
+def test_bad_cases_are_named(row, message, tmp_path):
+    done = cases(tmp_path / "c.jsonl", row)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr
+
+
+def test_no_weight_is_nan():
+    assert not any(map(math.isnan, parts_of("\ud800\x00", accuracy=1.0, repetition=1.0, tag_count=1.0).values()))

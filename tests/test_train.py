@@ -224,7 +224,7 @@ BROKEN = {
     "keep out of range": (["prune.completions.keep=9"], "prune.completions.keep=9 must be in 1..8"),
     "capacity below one sequence": (["pack.capacity=99"], "pack.capacity=99 must be at least 176 tokens"),
     "no such data": (["data.train=nowhere.jsonl", "out={new}"], "data file nowhere.jsonl not found"),
-    "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/train/"),
+    "prompt too long": (["data.max_prompt_tokens=20", "out={new}"], "prompt toy/"),
     "longer than the model": (["eval.max_new_tokens=9999", "out={new}"], "allow sequences of 10127 tokens, but"),
     "same run": ([], "already holds a run with this config; continue it with --resume, or"),
     "another run": (["seed=5"], "already holds a run with another config: seed (0 there, 5 now); start this one with"),

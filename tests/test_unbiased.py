@@ -160,8 +160,8 @@ def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
                  for group, prob, kept in zip(step.groups, (0.4, 0.7), bits, strict=True)]
         chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
         adv_NG = ADV_NG[list(bits)]
-        rolled = Rolled(turns, [group for group, kept in zip(step.groups, bits, strict=True) if kept], {},
-                        REWARD_NG[list(bits)], adv_NG)
+        rolled = Rolled(turns, [group for group, kept in zip(step.groups, bits, strict=True) if kept],
+                        {"accuracy": REWARD_NG[list(bits)]}, REWARD_NG[list(bits)], adv_NG)
         for part, keep_NG in masks(below_mean(adv_NG, 0.7)):
             monkeypatch.setitem(collect.COMPLETIONS, "bernoulli", lambda offer, settings, keep_NG=keep_NG: thin(
                 below_mean(offer.adv_NG, settings.drop_prob), keep_NG))
@@ -283,7 +283,8 @@ def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
     for seed in range(3000):
         turns = history.draw(prompts, cfg.prune.prompts, 7, 4)
         members = [places[turn.prompt.id] for turn in turns if turn.kept]
-        rolled = Rolled(turns, [groups[n] for n in members], {}, adv_NG[members], adv_NG[members])
+        rolled = Rolled(turns, [groups[n] for n in members], {"accuracy": adv_NG[members]}, adv_NG[members],
+                        adv_NG[members])
         batch = collect.choose(rolled, cfg, cfg.prune, seed)
         passed += 4 - len(members)
         estimates.append((batch.pruned.weight_NG * value_NG[members]).sum())

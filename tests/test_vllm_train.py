@@ -155,3 +155,19 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     lines = steps_of(tmp_path / "run")
     assert len(lines) == 5 and sum(line["rollout/pending"] for line in lines) > 0
     assert all(line["mismatch/logp_abs_max"] < 1e-3 for line in lines)
+
+
+def test_both_engines_evaluate_to_the_same_answers(tmp_path):
+    """eval.py, greedy: every text, grade and score; only the engine's name in the head differs."""
+    rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:60]
+    (tmp_path / "few.jsonl").write_text("".join(rows))
+    found = {}
+    for engine in ("torch", "vllm"):
+        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", tmp_path / "few.jsonl", "--engine",
+                   engine,
+                   "--max-new-tokens", "64", "--out", tmp_path / f"{engine}.json")
+        assert done.returncode == 0, done.stderr
+        found[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
+    assert found["vllm"]["results"] == found["torch"]["results"]
+    heads = [found[engine]["head"] for engine in ("torch", "vllm")]
+    assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
