@@ -29,6 +29,7 @@ CHARACTERS = str.maketrans({
 NUMERALS = {name: str(i) for i, name in enumerate("two three four five six seven eight nine ten".split(), start=2)}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
            "trillion": "10^{12}"}
+CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
 BRACED = r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z](?![a-zA-Z]))"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
@@ -55,7 +56,7 @@ SPELLING = [(re.compile(pattern), new) for pattern, new in (
              "small", "checkmark", "therefore", "underline"), ""),
     (r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", ""),
     # money and delimiters of formulas
-    (r"^\\\$\s*([\d.,]+)$", r'\1 "dollars"'),
+    (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"'),
     (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\])', lambda m: m[0].replace(",", "")),
     (r"(?<!\\)\\[()\[\]]|\\?\$|" + command("pounds", "euro") + "|[£€₹¥]", ""),
     # sizes and fonts; texts in quotes
@@ -89,7 +90,8 @@ SPELLING = [(re.compile(pattern), new) for pattern, new in (
     (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}"),
     (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}"),
     # units that are signs
-    (CIRCLE + r'\s*(?:"?\s*[CF]"?)?\s*\.?$', '"degrees"'),
+    (CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"'),
+    (CIRCLE + r"\s*\.?$", '"degrees"'),
     (CIRCLE + "|" + command("degree", "deg"), ""),
     (r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", ""),
     (r'\\mu\s*"(\w)"', r'"u\1"'),
@@ -111,7 +113,7 @@ SPELLING = [(re.compile(pattern), new) for pattern, new in (
     (command("div"), "/"),
     (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1"),
     (command("mid", "vert", "lvert", "rvert"), "|"),
-    (r"\s*\\pmod.*$", ""),
+    (r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"'),
     (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
     # as programs and words have it
     (r"\b(?:np|math|sympy)\.(?=[a-z])", ""),
@@ -158,7 +160,8 @@ UNITS = {name: i for i, names in enumerate((  # names of one unit; those of diff
     "year years", "cent cents", "dollar dollars", "gram grams g", "kg kilogram kilograms", "mg", "pound pounds lb lbs",
     "ounce ounces oz", "degree degrees", "radian radians rad", "liter liters litre litres l L", "gallon gallons",
     "ml mL", "mph", "N", "J", "W", "V", "A", "K", "C", "F", "T", "Hz", "kJ", "eV", "mol", "nm", "um", "ohm", "Pa",
-    "ton tons", "man men", "cup cups", "way ways")) for name in names.split()}
+    "ton tons", "man men", "cup cups", "way ways", "euro euros", "sterling", "yen",
+    "rupee rupees")) for name in names.split()}
 POWER = r"\^\s*\{?-?\d+\}?"
 UNIT = re.compile(r'\s?(?:"(?P<text>[^"]*)"|(?<=[\d)}\] ])(?P<word>[a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*\.?))\s?'
                   rf"(?:{POWER})?\.?$")
@@ -176,6 +179,8 @@ def without_unit(x: str) -> tuple[str, str]:
         return x, ""
     value, quoted = x[:found.start()].rstrip(), found["text"] is not None
     unit = re.sub(POWER, "", found["text"] if quoted else found["word"]).strip(" .")
+    if unit.startswith("modulo "):
+        return value, unit
     names = re.sub(r"\b(?:square|cubic|per|sq)\b\.? ?", "", unit)
     known = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
     apart = quoted or x[found.start("word") - 1] == " " or (known and len(unit) > 1)
@@ -399,7 +404,8 @@ def same(gold: str, answer: str, compare: Compare, labelled: bool = True) -> boo
     members, others = items(gold), items(answer)
     if len(members) == len(others) == 1:
         (gold, unit), (answer, other_unit) = bare(members[0]), bare(others[0])
-        if unit in UNITS and other_unit in UNITS and UNITS[unit] != UNITS[other_unit]:
+        if unit and other_unit and UNITS.get(unit, unit) != UNITS.get(other_unit, other_unit) and (
+                unit in UNITS and other_unit in UNITS or "modulo" in unit + other_unit):
             return False
         members, others = items(gold), items(answer)
     if not members or not others or gold == answer:

@@ -65,10 +65,10 @@ def load_problems(name: str, folder: str | None = None, training: bool = False) 
     if name in SETS and len(rows) != SETS[name][0]:
         print(f"{name} holds {len(rows)} problems here, not {SETS[name][0]}", file=sys.stderr)
     for mark, why in DOUBTS.items() if training else ():
-        doubted = [row for _, _, row in rows if isinstance(row, dict) and row.get(mark)]
-        if doubted:
-            print(f"{name}: {len(doubted)} of {len(rows)} problems {why} and are left out", file=sys.stderr)
-            rows = [row for row in rows if row[2] not in doubted]
+        left = [row for row in rows if not (isinstance(row[2], dict) and row[2].get(mark))]
+        if len(left) < len(rows):
+            print(f"{name}: {len(rows) - len(left)} of {len(rows)} problems {why} and are left out", file=sys.stderr)
+        rows = left
     problems = [to_problem(row, place, default_id) for default_id, place, row in rows]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
@@ -113,7 +113,8 @@ def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: {str(error).splitlines()[0]}. "
                           "Set data.dir to a folder with the files, or give a path.") from error
-    usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows) if "answer" in row or last_boxed(row["solution"])]
+    usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows)
+              if {"answer", "final_answer"} & row.keys() or last_boxed(row["solution"])]
     if len(usable) < len(rows):  # two of MATH's training rows box nothing, and nobody can mend a hub's rows
         print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out", file=sys.stderr)
     return usable
@@ -125,8 +126,10 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
         raise ConfigError(f"{place}: a line must be an object with 'question' and 'answer', not {type(row).__name__}")
     question = row.get("question", row.get("problem"))
     answer, solution = row.get("answer", row.get("final_answer")), row.get("solution") or ""
-    if isinstance(answer, list):  # OlympiadBench's several answers
+    if isinstance(answer, list):  # OlympiadBench's several answers, and solutions
         answer = ", ".join(map(str, answer))
+    if isinstance(solution, list):
+        solution = "\n".join(map(str, solution))
     if isinstance(answer, str) and "####" in answer:
         solution, answer = answer, answer.rpartition("####")[2].strip()
     elif answer is None and isinstance(solution, str):

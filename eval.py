@@ -26,12 +26,13 @@ import torch
 
 import config
 import dist
-from answer import normalise, number
+from answer import LONGEST, normalise, number
 from config import ConfigError
 from data import Tokenizer, load_problems, name_unreadable, to_prompts
 from model import check_positions, choose_backend, find_model, load_model
 from reward import grade
 from rollout import Engine, start_engine
+from runfolder import read, rewrite
 from sample import Problem, Prompt
 
 # What the papers and their releases do; `config` gives the system prompt and the longest prompt.
@@ -71,15 +72,17 @@ class Set:
 
 # ---- statistics
 
-def wilson(value_N: Iterable[float], z: float = 1.96) -> tuple[float, float]:
-    """Wilson's score interval (95% at z = 1.96) for the mean of N values in [0, 1], one per problem.
+def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float, float]:
+    """Wilson's score interval (95% at z = 1.96) for the mean of N problems' shares of right answers, of n each.
 
-    Where values are not 0 or 1, as means over several answers are, their spread tells how many independent yes-or-no
-    answers they are worth; for yes-or-no answers this is Wilson's own interval.
+    The spread of the shares tells how many independent answers they are worth, at most N x n, and z becomes Student's
+    quantile (the first terms of its expansion), since the spread is estimated. With n = 1 it is Wilson's own interval.
     """
     value_N = np.asarray(value_N, dtype=np.float64)
-    share, spread = value_N.mean(), value_N.var()
-    count = len(value_N) * (share * (1 - share) / spread if spread > 0 and 0 < share < 1 else 1.0)
+    N, share = len(value_N), value_N.mean()
+    spread = value_N.var(ddof=1) if n > 1 and N > 1 else 0.0
+    count = min(N * share * (1 - share) / spread, N * n) if spread > 0 else N
+    z *= 1 + (z * z + 1) / (4 * (N - 1)) if n > 1 and N > 1 else 1
     centre = (share + z * z / count / 2) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
@@ -90,20 +93,26 @@ def pass_at(k: int, right: int, n: int) -> float:
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
 
-def majority(responses: list[dict]) -> float:
-    """Whether the most frequent answer is right; of several equally frequent ones the share that is.
+def vote(response: dict) -> str | None:
+    """All right answers are one; others are one where their number or spelling is the same, so that wrong answers may
+    lose votes to spelling. No answer is no vote."""
+    given = (response["answer"] or "")[:LONGEST]
+    if response["verdict"] == "right" or not given.strip():
+        return "right" if given else None
+    spelled = normalise(given)
+    return str((number(spelled) or [spelled])[0])
 
-    All right answers are one; others are one where their number or spelling is the same. No answer is no vote.
-    """
-    votes = Counter("right" if r["verdict"] == "right" else str((number(x := normalise(r["answer"])) or [x])[0])
-                    for r in responses if r["answer"] and r["answer"].strip())
-    most = [vote for vote, count in votes.items() if count == max(votes.values())]
+
+def majority(votes: list[str | None]) -> float:
+    """Whether the most frequent answer is right; of several equally frequent ones the share that is."""
+    counts = Counter(filter(None, votes))
+    most = [vote for vote, count in counts.items() if count == max(counts.values())]
     return ("right" in most) / len(most) if most else 0.0
 
 
-def majority_at(k: int, responses: list[dict]) -> float:
-    """The same of k responses, over as many blocks of k as there are."""
-    return mean(majority(responses[i:i + k]) for i in range(0, len(responses) - k + 1, k))
+def majority_at(k: int, votes: list[str | None]) -> float:
+    """The same of k votes, over as many blocks of k as there are."""
+    return mean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
@@ -144,7 +153,7 @@ def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Samp
 def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, wanted: list[tuple[int, int]], sampling: Sampling,
             progress: str | None) -> list[dict]:
     """The k-th answers to the i-th prompts, graded, on all ranks. Each has a seed of its own, so neither the number of
-    ranks nor what is sampled beside it changes it."""
+    ranks nor what is sampled beside it changes it, up to rounding."""
     share = [(held_out.prompts[i], k) for i, k in dist.mine(wanted)]
     seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in share]
     samples = engine.generate([prompt.ids for prompt, _ in share], seeds, sampling.max_new_tokens,
@@ -165,19 +174,20 @@ def scores(problems: list[dict], sizes: list[int] | None = None) -> dict:
     subject. Raises ConfigError for a size above n. """
     n, responses = len(problems[0]["responses"]), [r for p in problems for r in p["responses"]]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in problems]
+    vote_NK = [list(map(vote, p["responses"])) for p in problems]
     value_N = [sum(right_K) / n for right_K in right_NK]
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
     if not 1 <= sizes[0] <= sizes[-1] <= n:  # of a file that is graded again
         raise ConfigError(f"--k must hold numbers in 1..{n}, the answers to each problem (--n), not {sizes}")
     return {
-        "accuracy": mean(value_N), **interval(value_N), "n": n,
+        "accuracy": mean(value_N), **interval(value_N, n), "n": n,
         **{key: mean(r[key] for r in responses) for key in ("lenient", "last_number")},
         "pass": {str(k): mean(pass_at(k, sum(right_K), n) for right_K in right_NK) for k in sizes},
-        "majority": {str(k): mean(majority_at(k, p["responses"]) for p in problems) for k in sizes},
+        "majority": {str(k): mean(majority_at(k, votes) for votes in vote_NK) for k in sizes},
         "length": mean(r["tokens"] for r in responses),
         "truncated": mean(not r["finished"] for r in responses),
         **{key: mean(r["verdict"] == key for r in responses) for key in ("unparsed", "timed_out")},
-        "groups": {kind: groups([p.get(kind) for p in problems], value_N) for kind in ("level", "subject")
+        "groups": {kind: groups([p.get(kind) for p in problems], value_N, n) for kind in ("level", "subject")
                    if any(p.get(kind) for p in problems)},
         "problems": problems,
     }
@@ -188,16 +198,16 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def interval(value_N: list[float]) -> dict:
-    low, high = wilson(value_N)
+def interval(value_N: list[float], n: int) -> dict:
+    low, high = wilson(value_N, n)
     return {"low": low, "high": high, "count": len(value_N)}
 
 
-def groups(labels: list[str | None], value_N: list[float]) -> dict[str, dict]:
+def groups(labels: list[str | None], value_N: list[float], n: int) -> dict[str, dict]:
     found: dict[str, list[float]] = {}
     for label, value in zip(labels, value_N, strict=True):
         found.setdefault(label or "none", []).append(value)
-    return {label: {"accuracy": mean(values), **interval(values)} for label, values in sorted(found.items())}
+    return {label: {"accuracy": mean(values), **interval(values, n)} for label, values in sorted(found.items())}
 
 
 # ---- files
@@ -207,18 +217,18 @@ class Store:
     settings."""
 
     def __init__(self, out: Path, head: dict, chunk: int):
-        self.path, self.chunk = out.with_suffix(".partial.jsonl"), chunk
+        self.path, self.chunk = out.with_name(f"{out.name}.partial"), chunk
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
-        lines, = dist.gather([self.read(head)] if dist.rank() == 0 else [])
+        (first, *lines), = dist.gather([self.begun(head)] if dist.rank() == 0 else [])
+        require_same(self.path, first, head)
         for line in lines:
             self.responses.setdefault(line["set"], {})[line["response"]["id"], line["response"]["k"]] = line["response"]
 
-    def read(self, head: dict) -> list[dict]:
-        text = self.path.read_text() if self.path.is_file() else ""
-        first, *lines = text[:text.rfind("\n") + 1].split("\n")[:-1] or [json.dumps(head)]
-        require_same(self.path, json.loads(first), head)
-        self.path.write_text("\n".join([first, *lines, ""]))  # a line that was being written is sampled again
-        return list(map(json.loads, lines))
+    def begun(self, head: dict) -> list[dict]:
+        """The lines there are; a last one that was being written is cut off, and its responses sampled again."""
+        lines = read(self.path) or [head]
+        rewrite(self.path, lines)
+        return lines
 
     def write(self, name: str, responses: list[dict]) -> None:
         if dist.rank() == 0:
@@ -230,8 +240,8 @@ def require_same(path: Path, old: dict, new: dict) -> None:
     """Raises ConfigError where a file's responses are those of other settings."""
     difference = next(differences(old, json.loads(json.dumps(new))), None)
     if difference:
-        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, or remove it "
-                          "to begin again")
+        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, remove it "
+                          "to begin again, or where only the verifier differs --rescore it")
 
 
 def differences(old: object, new: object, path: str = "") -> Iterable[str]:
@@ -253,18 +263,19 @@ def file_hash(path: Path) -> str:
 
 def verifier_version() -> str:
     """Changes whenever a grade might."""
-    code = [file_hash(Path(__file__).parent / name) for name in ("answer.py", "algebra.py", "reward.py")]
-    return f"{sha256(code)[:16]} math-verify {version('math-verify')} sympy {version('sympy')}"
+    code = [file_hash(Path(__file__).parent / f"{name}.py") for name in ("algebra", "answer", "extract", "reward")]
+    libraries = [f"{name} {version(name)}" for name in ("math-verify", "latex2sympy2_extended", "sympy")]
+    return " ".join([sha256(code)[:16], *libraries])
 
 
-def head_of(args: argparse.Namespace, sampling: Sampling, folder: Path, tokenizer: Tokenizer, sets: list[Set]) -> dict:
-    """What a result is a result of. A hash of the model is one of all its weights."""
+def head_of(args: argparse.Namespace, sampling: Sampling, folder: Path, dtype: torch.dtype, tokenizer: Tokenizer,
+            sets: list[Set]) -> dict:
+    """What a result is a result of. The hash of a model is one of its weights, configuration and tokenizer."""
+    files = sorted(path for path in folder.iterdir() if path.suffix in (".safetensors", ".json", ".jinja"))
     return {
-        "model": {"path": args.model, "weights": sha256(*(
-            (path.name, file_hash(path)) for path in sorted(folder.glob("*.safetensors"))))},
+        "model": {"path": args.model, "files": sha256([(path.name, file_hash(path)) for path in files])},
         "template": sha256(tokenizer.source), "system_prompt": args.system_prompt, "engine": args.engine,
-        "sampling": asdict(sampling),
-        "verifier": verifier_version(),
+        "dtype": str(dtype), "sampling": asdict(sampling), "verifier": verifier_version(),
         "sets": {s.name: {"count": len(s.problems),
                           "data": sha256([(p.id, p.question, p.answer) for p in s.problems]),
                           "prompts": sha256([p.ids for p in s.prompts])} for s in sets},
@@ -278,16 +289,16 @@ def read_result(path: Path) -> dict:
         found = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON ({error})") from None
-    if not isinstance(found, dict) or not {"head", "results"} <= found.keys():
+    if not isinstance(found, dict) or not {"head", "results"} <= found.keys() or "sets" not in found["head"]:
         raise ConfigError(f"{path} is not a result of eval.py --out")
     return found
 
 
 def write_result(path: Path, result: dict) -> None:
     """Whole or not at all."""
-    written = path.with_suffix(".tmp")
-    written.write_text(json.dumps(result, indent=1) + "\n")
-    written.replace(path)
+    fresh = path.with_name(f"{path.name}.unfinished")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.replace(path)
 
 
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
@@ -321,7 +332,9 @@ def compared(first: dict, second: dict) -> str:
     """Accuracy of the second less that of the first on the problems that both have. Raises ConfigError without any."""
     lines = [f"{'set':<16} {'problems':>8} {'first':>7} {'second':>7} {'difference':>10} {'95% interval':<18} "
              "McNemar's p"]
-    for name in first["results"].keys() & second["results"].keys():
+    for difference in differences(first["head"], second["head"]):
+        print(f"the results differ: {difference}", file=sys.stderr)
+    for name in (name for name in first["results"] if name in second["results"]):
         if first["head"]["sets"][name]["data"] != second["head"]["sets"][name]["data"]:
             raise ConfigError(f"--compare: {name} holds other problems in the two results")
         a, b = first["results"][name], second["results"][name]
@@ -371,24 +384,31 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--system-prompt", help="as in training (data.system_prompt)")
     parser.add_argument("--max-prompt-tokens", type=int, help="2048")
     parser.add_argument("--max-new-tokens", type=int, help="1024")
-    parser.add_argument("--n", type=int, help="answers to each problem (1)")
+    parser.add_argument("--n", "--samples", type=int,
+                        help="answers to each problem (1); torchrun takes the short form for its own")
     parser.add_argument("--k", type=whole_numbers, help="of pass@k and majority@k, separated by commas (1,2,4,...,n)")
     parser.add_argument("--temperature", type=float, help="0 is greedy (0)")
     parser.add_argument("--top-p", type=float, help="1")
     parser.add_argument("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
-    parser.add_argument("--engine", choices=["torch", "vllm"], default="torch", help="as rollout.engine in training")
-    parser.add_argument("--slots", type=int, default=256, help="sequences decoded at once")
+    parser.add_argument("--engine", choices=["torch", "vllm"], help="as rollout.engine in training (torch)")
+    parser.add_argument("--tensor-parallel", type=int, help="ranks that one vLLM engine is spread over (1)")
+    parser.add_argument("--cache-gib", type=float, help="as rollout.cache_gib")
+    parser.add_argument("--slots", type=int, help="sequences decoded at once (256)")
     parser.add_argument("--device", choices=["auto", "cpu", "cuda"], default="auto")
     parser.add_argument("--out", type=Path, help="JSON with settings, scores and every response")
     parser.add_argument("--rescore", type=Path, help="a result: grade its responses again")
     parser.add_argument("--compare", type=Path, nargs=2, help="two results on the same problems")
     args = parser.parse_args()
     preset = dict(PROTOCOLS.get(args.protocol, {}))
-    filled = {"max_prompt_tokens": 2048, "max_new_tokens": 1024, "n": 1, "temperature": 0.0, "top_p": 1.0}
+    filled = {"max_prompt_tokens": 2048, "max_new_tokens": 1024, "n": 1, "temperature": 0.0, "top_p": 1.0,
+              "engine": "torch", "slots": 256, "dtype": "auto", "attention": "auto", "tensor_parallel": 1,
+              "cache_gib": None, "system_prompt": None, "data_dir": None}
     if args.config:
         cfg = config.load(args.config, [])
-        filled |= {"data": cfg.data.eval, "data_dir": cfg.data.dir} | {
-            key: getattr(cfg.eval, key) for key in ("max_new_tokens", "n", "temperature", "top_p")}
+        filled |= {"data": cfg.data.eval, "data_dir": cfg.data.dir, "dtype": cfg.model.dtype,
+                   "attention": cfg.model.attention}
+        filled |= {key: getattr(cfg.eval, key) for key in ("max_new_tokens", "n", "temperature", "top_p")}
+        filled |= {key: getattr(cfg.rollout, key) for key in ("engine", "slots", "tensor_parallel", "cache_gib")}
     if args.config or preset:
         cfg = config.load(preset.pop("config", args.config), [])
         filled |= {"system_prompt": cfg.data.system_prompt, "max_prompt_tokens": cfg.data.max_prompt_tokens}
@@ -404,6 +424,8 @@ def check_arguments(args: argparse.Namespace) -> None:
             ("--data", args.data is not None,
              "given: sets separated by commas, or a --protocol or --config that has some"),
             ("--temperature", args.temperature >= 0, "at least 0"),
+            ("--temperature", args.engine == "torch" or not 0 < args.temperature < 0.01,
+             "0 or at least 0.01 with vLLM, which takes a lower one for 0.01"),
             ("--n", args.n >= 1, "at least 1"),
             ("--n", args.n == 1 or args.temperature > 0, "1 at --temperature 0: greedy answers are all the same"),
             ("--k", not args.k or 1 <= min(args.k) <= max(args.k) <= args.n, f"of numbers in 1..{args.n} (--n)"),
@@ -424,22 +446,27 @@ def run(args: argparse.Namespace) -> dict:
     longest = max(len(p.ids) for s in sets for p in s.prompts) + args.max_new_tokens
     check_positions(folder, longest, "the prompts and --max-new-tokens")
     sampling = Sampling(args.max_new_tokens, args.n, args.temperature, args.top_p, args.seed)
-    head = head_of(args, sampling, folder, tokenizer, sets)
-    if args.out and args.out.is_file():
-        found = read_result(args.out)
-        require_same(args.out, found["head"], head)
-        return found
-    store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size()) if args.out else None
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    engine = start_engine(args.engine, folder, dtype, device, choose_backend("auto", device, dtype),
-                          tokenizer.eos_ids, args.slots, longest)
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
+    store = None
+    if args.out:
+        head, found = dist.gather([head_of(args, sampling, folder, dtype, tokenizer, sets),
+                                   read_result(args.out) if args.out.is_file() else None] if dist.rank() == 0 else [])
+        if found:
+            require_same(args.out, found["head"], head)
+            print(f"{args.out} is complete; nothing is sampled again", file=sys.stderr)
+            return {"head": head, "results": {name: scores(r["problems"], args.k)
+                                              for name, r in found["results"].items()}}
+        store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size())
+    engine = start_engine(args.engine, folder, dtype, device, choose_backend(args.attention, device, dtype),
+                          tokenizer.eos_ids, args.slots, longest, args.tensor_parallel, args.cache_gib)
     engine.sync(load_model(folder, dtype, torch.device("cpu")))
     results = {s.name: evaluate(engine, tokenizer, s, sampling, s.name if dist.rank() == 0 else None, store, args.k)
                for s in sets}
     if store and dist.rank() == 0:
         write_result(args.out, {"head": head, "results": results})
         store.path.unlink()
-    return {"head": head, "results": results}
+    return {"results": results}
 
 
 def show(args: argparse.Namespace) -> None:

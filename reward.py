@@ -4,8 +4,8 @@
     right
 
 Verification goes from cheap to costly: equal spelling, structure and numbers here (answer.py), expressions in a process
-of its own (algebra.py), which the kernel ends when it takes longer than VERIFY_SECONDS or more than VERIFY_BYTES. So no
-text can hang or crash the trainer, nor outlive it. What a model writes behind an end-of-sequence token does not count.
+of its own (algebra.py), which the kernel ends after VERIFY_SECONDS and gives no more than VERIFY_BYTES. So no text can
+hang or crash the trainer, nor outlive it. What a model writes behind an end-of-sequence token does not count.
 """
 
 import argparse
@@ -28,20 +28,20 @@ from pebble import ProcessExpired, ProcessPool
 
 from answer import equal, number, readable, same_numbers
 from config import ConfigError, Reward
-from extract import extract, last_boxed, last_number, last_tag, until_end
+from extract import NUMBER, extract, last_boxed, last_number, last_tag, until_end
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
-VERIFY_BYTES = 4 << 30   # of address space, for a number of billions of digits
+VERIFY_BYTES = 2 << 30   # of memory beside what it begins with, for a number of billions of digits
+PATIENCE = 10            # times as long as that by the clock, for a function that waits
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
-NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
 NGRAM = 3                # words in a row that should not come again (repetition)
 
 
 # ---- verification
 
 def start_worker() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is meant for the trainer, which ends its step first
-    resource.setrlimit(resource.RLIMIT_AS, (VERIFY_BYTES, VERIFY_BYTES))
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()  # CUDA's libraries take much
+    resource.setrlimit(resource.RLIMIT_AS, (used + VERIFY_BYTES, used + VERIFY_BYTES))
 
 
 def limited(function: Callable, seconds: float, *args: object) -> object:
@@ -62,6 +62,8 @@ def verify_slowly(gold: str, answer: str) -> str:
     def compare_or_note(a: str, b: str) -> bool:
         try:
             return compare(a, b)
+        except MemoryError:
+            raise
         except Exception as error:  # of whatever kind math-verify and sympy raise on texts that are no mathematics
             failed.append(error)
             return False
@@ -81,10 +83,17 @@ def reads(expression: str) -> bool:
 
 @functools.cache
 def workers() -> ProcessPool:
-    # A process that had to be killed is replaced by a fork of one that has imported everything, within milliseconds.
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if main and not Path(main).is_file():  # `python - < program`: no worker could ever begin
+        raise ConfigError(f"the verifier's processes import the main program, and {main} is no file; run it from one")
+    # A process that had to be killed is replaced by a fork of one that has imported what takes long.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["algebra", *({"torch"} & sys.modules.keys())])
     return ProcessPool(max_workers=WORKERS, initializer=start_worker, context=context)
+
+
+class OutOfReach(Exception):
+    """A worker had to be killed, or asked for too much memory."""
 
 
 class Task:
@@ -96,19 +105,22 @@ class Task:
 
     def begin(self) -> None:
         try:
-            self.future = workers().schedule(limited, args=self.args)
-        except RuntimeError:  # an idle worker was killed from outside: pebble gives up on the whole pool
+            self.future = workers().schedule(limited, args=self.args, timeout=PATIENCE * VERIFY_SECONDS)
+        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up on the whole pool
+            workers().stop()
             workers.cache_clear()
-            self.future = workers().schedule(limited, args=self.args)
+            self.future = workers().schedule(limited, args=self.args, timeout=PATIENCE * VERIFY_SECONDS)
 
     def result(self) -> object:
-        """Raises ProcessExpired where the worker had to be killed, MemoryError where it asked for too much, and what
-        the function raises."""
-        try:
-            return self.future.result()
-        except BrokenProcessPool:
-            self.begin()
-            return self.future.result()
+        """Raises OutOfReach, and what the function raises."""
+        for _ in range(2):
+            try:
+                return self.future.result()
+            except (ProcessExpired, TimeoutError, MemoryError) as error:
+                raise OutOfReach(type(error).__name__) from error
+            except BrokenProcessPool:  # likewise, with this task in it
+                self.begin()
+        raise OutOfReach("the workers are killed from outside")
 
 
 class Undecided(Exception):
@@ -132,30 +144,33 @@ def verification(gold: str, answer: str | None) -> str | Task:
         return "unparsed"
 
 
-def verdict(gold: str, answer: str | None) -> str:
+def judged(begun: str | Task) -> str:
     """"right", "wrong", "unparsed" (no answer, or one that cannot be read), or "timed_out"."""
-    known = verification(gold, answer)
-    if isinstance(known, str):
-        return known
+    if isinstance(begun, str):
+        return begun
     try:
-        return known.result()
-    except (ProcessExpired, MemoryError):
+        return begun.result()
+    except OutOfReach:
         return "timed_out"
     except Exception:  # as in `verification`
         return "unparsed"
 
 
+def verdict(gold: str, answer: str | None) -> str:
+    return judged(verification(gold, answer))
+
+
 def unreadable(golds: Iterable[str]) -> set[str]:
     """Those of which only the very spelling can ever be rewarded."""
-    found = {gold: Task(readable, gold, reads) for gold in dict.fromkeys(golds) if number(gold) is None}
+    begun = {gold: Task(readable, gold, reads) for gold in dict.fromkeys(golds) if number(gold) is None}
 
     def unread(gold: str) -> bool:
         try:
-            return not found[gold].result()
-        except (ProcessExpired, MemoryError):
+            return not begun[gold].result()
+        except Exception:  # a gold answer that no worker survives
             return True
 
-    return set(filter(unread, found))
+    return set(filter(unread, begun))
 
 
 def last_number_equal(gold: str, text: str) -> bool:
@@ -163,7 +178,7 @@ def last_number_equal(gold: str, text: str) -> bool:
     it."""
     found, tag = last_number(text), last_tag(text)
     plain = (text if tag is None else tag).strip() == gold
-    return plain or bool(found and same_numbers(gold.replace(",", ""), found))
+    return plain or bool(found and same_numbers(gold, found))
 
 
 def grade(pairs: list[tuple[str, str]]) -> list[dict]:
@@ -171,12 +186,11 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     whether either is."""
     texts = [until_end(text) for _, text in pairs]
     answers = [extract(text) for text in texts]
-    for (gold, _), answer in zip(pairs, answers, strict=True):
-        verification(gold, answer)  # all begin before one is waited for
+    begun = [verification(gold, answer) for (gold, _), answer in zip(pairs, answers, strict=True)]
     found = []
-    for (gold, _), text, answer in zip(pairs, texts, answers, strict=True):
-        judged, last = verdict(gold, answer), last_number_equal(gold, text)
-        found.append({"answer": answer, "verdict": judged, "last_number": last, "lenient": last or judged == "right"})
+    for (gold, _), text, answer, one in zip(pairs, texts, answers, begun, strict=True):
+        verdict, last = judged(one), last_number_equal(gold, text)
+        found.append({"answer": answer, "verdict": verdict, "last_number": last, "lenient": last or verdict == "right"})
     return found
 
 
@@ -254,23 +268,31 @@ def repetition(c: Completion, cfg: Reward) -> float:
 
 def custom(c: Completion, cfg: Reward) -> float:
     """reward(text, gold, tokens) of the file reward.custom_file, a number in [-1, 1]. It runs in a worker; where it is
-    not done within VERIFY_SECONDS it is 0, which counts as timed out. Raises ConfigError for whatever else it does."""
-    value = custom_call(cfg.custom_file, c.text, c.gold, c.tokens)
-    return 0.0 if value is None else value
-
-
-@functools.lru_cache(maxsize=1000)
-def custom_call(path: str, *args: object) -> float | None:
+    not done in time it is 0, which counts as timed out. Raises ConfigError for whatever else it does."""
     try:
-        value = Task(call_file, path, *args).result()
-    except ProcessExpired:
-        return None
+        value = custom_task(cfg.custom_file, c.text, c.gold, c.tokens).result()
+    except OutOfReach:
+        return 0.0
     except Exception as error:  # a user's code may raise anything
-        raise ConfigError(f"reward.custom_file={path}: reward() raises {type(error).__name__}: {error}") from error
+        raise ConfigError(f"reward.custom_file={cfg.custom_file}: reward() raises {type(error).__name__}: "
+                          f"{error}") from error
     if not isinstance(value, int | float) or not -1 <= value <= 1:
-        raise ConfigError(f"reward.custom_file={path}: reward() returns {value!r}; it must be a number in [-1, 1], and "
-                          "reward.custom is its weight")
+        raise ConfigError(f"reward.custom_file={cfg.custom_file}: reward() returns {value!r}; it must be a number in "
+                          "[-1, 1], and reward.custom is its weight")
     return float(value)
+
+
+@functools.lru_cache(maxsize=20_000)
+def custom_task(path: str, *args: object) -> Task:
+    return Task(call_file, path, *args)
+
+
+def late(task: Task) -> bool:
+    try:
+        task.result()
+    except OutOfReach:
+        return True
+    return False
 
 
 @functools.cache
@@ -304,6 +326,9 @@ def score(completions: list[tuple[str, str, int]], longest: int, cfg: Reward) ->
     The components are unweighted. NOTES are 1 or 0: an answer that is missing or cannot be read, a verifier that had to
     be killed, and a strict and a lenient grader that disagree, where the gold answer is a number.
     """
+    if cfg.custom:
+        for text, gold, tokens in completions:
+            custom_task(cfg.custom_file, until_end(text), gold, tokens)  # all begin before one is waited for
     grades = grade([(gold, text) for text, gold, _ in completions])
     return [score_one(Completion(until_end(text), gold, tokens, longest, graded["verdict"] == "right"), graded, cfg)
             for (text, gold, tokens), graded in zip(completions, grades, strict=True)]
@@ -311,10 +336,10 @@ def score(completions: list[tuple[str, str, int]], longest: int, cfg: Reward) ->
 
 def score_one(c: Completion, graded: dict, cfg: Reward) -> list[float]:
     parts = {name: COMPONENTS[name][0](c, cfg) for name in measured(cfg) if name not in NOTES}
-    late = graded["verdict"] == "timed_out" or (
-        "custom" in parts and custom_call(cfg.custom_file, c.text, c.gold, c.tokens) is None)
+    killed = graded["verdict"] == "timed_out" or (
+        "custom" in parts and late(custom_task(cfg.custom_file, c.text, c.gold, c.tokens)))
     disagree = number(c.gold) is not None and graded["last_number"] != c.right
-    return [*parts.values(), float(graded["verdict"] == "unparsed"), float(late), float(disagree)]
+    return [*parts.values(), float(graded["verdict"] == "unparsed"), float(killed), float(disagree)]
 
 
 def span(weights: dict[str, float]) -> tuple[float, float]:

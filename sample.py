@@ -149,7 +149,7 @@ class Batch:
     turns: list[Turn]
     groups: list[Group]
     reward_NG: Tensor
-    correct_NG: Tensor   # bool; all False where reward.accuracy has no weight
+    correct_NG: Tensor   # bool
     adv_NG: Tensor       # with a critic that of the rewards alone, which pruning goes by
     pruned: Pruned       # weight and probability are those of both levels together
     slots: list[int]     # which of the prompts offered each group is of

@@ -2,7 +2,8 @@
 
     python bench/verify.py [--cases FILE.jsonl] [--hostile 100000]
 
-The pairs are made here: gold answers of seven kinds, each with one of its spellings or another value, every one once,
+The pairs are made here: gold answers of seven kinds, each with one of its spellings or another value, other ones in
+every round,
 so no cache helps. Both verifiers take the same completions in turns, in 5 rounds. math-verify runs in this process
 with its own time-outs, as its documentation has it, and reads the completion itself. The hostile texts are random
 pieces of mathematics and constructed ones; none may end this process, or take it longer than the time-out allows. """
@@ -65,15 +66,18 @@ def theirs(pairs: list[tuple[str, str]]) -> list[bool]:
     return [plain(*one) for one in pairs]
 
 
+def made(count: int, rng: random.Random) -> list[tuple[str, str]]:
+    pairs = [pair(KINDS[i % len(KINDS)], rng) for i in range(count)]
+    return [(gold, rf"Therefore it is $\boxed{{{text}}}$.") for gold, text in pairs]
+
+
 def speed() -> dict:
-    rng = random.Random(0)
-    pairs = [(gold, rf"Therefore it is $\boxed{{{text}}}$.") for gold, text in (
-        pair(KINDS[i % len(KINDS)], rng) for i in range(PAIRS))]
     ways: dict[str, Callable] = {"winnow": ours, "math-verify": theirs}
     for way in ways.values():  # imports, processes
-        way(pairs[:20])
+        way(made(PAIRS // 10, random.Random("warm")))
     rates: dict[str, list[float]] = {name: [] for name in ways}
     for i in range(ROUNDS):
+        pairs = made(PAIRS, random.Random(i))
         for name, way in list(ways.items())[::1 if i % 2 else -1]:
             began = time.perf_counter()
             way(pairs)
@@ -147,7 +151,10 @@ def hostile(count: int) -> dict:
             memory.append([round(resident()), round(resident(reward.Task(os.getpid).result()))])
     seconds = time.perf_counter() - began
     print(f"\n{count:,} hostile texts in {seconds:.0f} s: {dict(verdicts)}; the longest took {longest:.1f} s "
-          f"(the worker has {reward.VERIFY_SECONDS:g} s of computing)\nMiB of this process and the worker on the way: {memory}")
+          f"(the worker has {reward.VERIFY_SECONDS:g} s of computing)")
+    print(f"MiB of this process and the worker on the way: {memory}")
+    if longest > 2 * reward.VERIFY_SECONDS + 1:
+        sys.exit("error: a text took longer than the time-out allows")
     return {"texts": count, "verdicts": dict(verdicts), "longest": longest, "memory": memory, "seconds": seconds}
 
 

@@ -65,6 +65,8 @@ scientific: 0.0015 | 1.5e-3 | 1.5 \times 10^{-3} | 1.5\cdot10^{-3} | 15*10^{-4}
 roots: 2\sqrt{3} | \sqrt{12} | 2\sqrt3 | 2 \sqrt {3} | 2√3 | 2*sqrt(3) | \sqrt3\cdot2
 pi: \frac{3\pi}{4} | \frac34\pi | 3\pi/4 | 3*pi/4 | 0.75π | \frac\pi4\cdot3
 decimals: \sqrt{2} | 1.41421356 | 1.414213
+congruent: 3 | 3 \pmod 5 | 3 \pmod{5}
+celsius: 30 | 30^\circ C | 30°C | 30^\circ\text{C}
 percent: 25\% | 25% | 25 percent | 25
 degrees: 60^\circ | 60^{\circ} | 60° | 60 degrees | 60\text{ degrees} | 60
 units: 15\text{ cm}^2 | 15 \mbox{ cm}^{2} | 15\ \mathrm{cm^2} | 15 cm^2 | 15 square cm | 15 | 15~\text{cm}^2
@@ -154,7 +156,9 @@ text lists: \text{Monday}, \text{Friday} | \text{Monday} | \text{Monday}, \text{
 records: x=1,y=2,x=3,y=4 | x=1,y=4,x=3,y=2
 letters: a<b | a<c | b<a
 both: x>-1 \text{ and } x<3 | x>-1 \text{ or } x<3 | x>3
-money: \$5 | 5\text{ cents} | \$50
+money: \$5 | 5\text{ cents} | \$50 | £5 | €5
+scales: 30^\circ C | 30^\circ F | 31
+remainders: 3 \pmod{5} | 3 \pmod{7} | 2
 large decimals: 1000000000.5 | 1000000000 | 1000000001
 infinite: (5,\infty) | (-\infty,5) | 5
 division: 0 | \frac{1}{0}

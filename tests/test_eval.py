@@ -3,13 +3,16 @@ numbers."""
 
 import itertools
 import json
+import os
 import random
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+import survive
 import torch
 from conftest import ROOT, TOY, toy_config
 
@@ -46,7 +49,7 @@ def test_wilson_covers_the_truth_at_its_rate(share):
     assert 0.92 < covered < 0.98
 
 
-@pytest.mark.parametrize(("count", "a", "b"), [(30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0)])
+@pytest.mark.parametrize(("count", "a", "b"), [(30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0), (8, 2.0, 2.0)])
 def test_intervals_of_several_answers_cover_the_truth_at_their_rate(count, a, b):
     """A simulation: problems of Beta-distributed difficulty, 16 answers each; the answers of one are not independent,
     and an interval that took them to be would cover 40 to 80%."""
@@ -54,7 +57,7 @@ def test_intervals_of_several_answers_cover_the_truth_at_their_rate(count, a, b)
     covered = naive = 0
     for _ in range(3000):
         mean_N = draw.binomial(16, draw.beta(a, b, count)) / 16
-        low, high = evaluation.wilson(mean_N)
+        low, high = evaluation.wilson(mean_N, 16)
         covered += low <= a / (a + b) <= high
         low, high = evaluation.wilson(answers(round(mean_N.sum() * 16), count * 16))
         naive += low <= a / (a + b) <= high
@@ -69,8 +72,8 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
             assert evaluation.pass_at(k, right, n) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
 
 
-def voted(*given: str, gold: str = "7") -> list[dict]:
-    return [{"answer": a or None, "verdict": "right" if a == gold else "wrong"} for a in given]
+def voted(*given: str, gold: str = "7") -> list[str | None]:
+    return [evaluation.vote({"answer": a or None, "verdict": "right" if a == gold else "wrong"}) for a in given]
 
 
 @pytest.mark.parametrize(("given", "value"), [
@@ -145,13 +148,69 @@ def test_sixteen_answers_to_each_problem(tmp_path):
         subsets = [[any(s) for s in itertools.combinations(right_K, k)] for right_K in right_NK]
         assert found["pass"][str(k)] == pytest.approx(sum(sum(x) / len(x) for x in subsets) / 12, abs=1e-12)
     assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
-    assert (found["low"], found["high"]) == evaluation.wilson([sum(right_K) / 16 for right_K in right_NK])
+    assert (found["low"], found["high"]) == evaluation.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
     assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
     again, _ = evaluated(tmp_path, "--rescore", str(tmp_path / "out.json"))
     assert again == result and "few by level: 0 " in printed
     compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2], cwd=ROOT,
                               capture_output=True, text=True)
     assert "+0.0%" in compared.stdout and compared.returncode == 0
+
+
+def written(path, *rights: str, other: str = "") -> str:
+    """A result in which each problem's first answer is right or not."""
+    problems = [{"id": str(i), "gold": "1", "responses": [{
+        "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
+        "lenient": True,
+        "last_number": True}]} for i, right in enumerate(rights)]
+    path.write_text(json.dumps({"head": {"sets": {"few": {"data": other}}},
+                                "results": {"few": evaluation.scores(problems)}}))
+    return str(path)
+
+
+def test_two_results_are_compared_problem_by_problem(tmp_path):
+    """Eight got better and one worse: a difference of 7 of 20, p = 20/512."""
+    first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
+    second = written(tmp_path / "b.json", *["right"] * 19, "wrong")
+    lines = evaluation.compared(*(evaluation.read_result(Path(p)) for p in (first, second))).splitlines()
+    name, count, a, b, difference, low, high, p = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
+    assert (name, count, a, b, difference) == ("few", "20", "60.0%", "95.0%", "+35.0%")
+    assert float(p) == pytest.approx(20 / 512, abs=1e-4) and 0 < float(low[:-1]) < 35 < float(high[:-1])
+    with pytest.raises(ConfigError, match="few holds other problems in the two results"):
+        evaluation.compared(evaluation.read_result(Path(first)), evaluation.read_result(
+            Path(written(tmp_path / "c.json", "right", other="x"))))
+
+
+@pytest.mark.slow
+def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path):
+    """On one rank, on two, and killed on two and continued on one: one file, but for rounding."""
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+    data_file = held_out(tmp_path / "few.jsonl", 60)
+
+    def command(name: str) -> list[str]:
+        return ["eval.py", "--model", str(TOY), "--data", data_file, "--samples", "4", "--temperature", "1",
+                "--slots", "8",
+                "--max-new-tokens", "64", "--out", str(tmp_path / name)]
+
+    def text(name: str) -> list[str]:
+        found = json.loads((tmp_path / name).read_text())["results"]["few"]
+        return [r["text"] for p in found["problems"] for r in p["responses"]]
+
+    assert subprocess.run([sys.executable, *command("one")], cwd=ROOT, capture_output=True).returncode == 0
+    assert subprocess.run([*torchrun, *command("two")], cwd=ROOT, capture_output=True).returncode == 0
+    begun = subprocess.Popen([*torchrun, *command("cut")], cwd=ROOT, stderr=subprocess.DEVNULL)
+    partial = tmp_path / "cut.partial"
+    while not (partial.is_file() and partial.read_text().count("\n") > 70):
+        assert begun.poll() is None
+    for pid in survive.family(begun.pid):
+        os.kill(pid, signal.SIGKILL)
+    begun.wait()
+    assert 64 <= partial.read_text().count("\n") - 1 < 240
+    refused = subprocess.run([*torchrun, *command("cut"), "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
+    assert "cut.partial holds responses of other settings: sampling.seed was 0 and is 1" in refused.stderr
+    assert refused.returncode and "Timeout" not in refused.stderr
+    assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
+    assert text("cut") == text("one") == text("two")
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
@@ -188,11 +247,11 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     monkeypatch.setattr(TorchEngine, "generate", dies)
     with pytest.raises(Interrupted):
         run("cut.json")
-    partial = tmp_path / "cut.partial.jsonl"
+    partial = tmp_path / "cut.json.partial"
     partial.write_text(partial.read_text() + '{"set": "few", "resp')
     assert run("cut.json", "--seed", "1") == 2
     said = capsys.readouterr().err
-    assert "cut.partial.jsonl holds responses of other settings: sampling.seed was 0 and is 1" in said
+    assert "cut.json.partial holds responses of other settings: sampling.seed was 0 and is 1" in said
     calls.clear()
     calls.extend([0] * 3)
     run("cut.json")

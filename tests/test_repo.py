@@ -39,7 +39,7 @@ IMPORTS = {
     "checkpoint": {"config", "dist", "model"},
     "runfolder": {"config"},
     "report": {"config", "runfolder"},
-    "eval": {"answer", "config", "data", "dist", "model", "reward", "rollout", "sample"},
+    "eval": {"answer", "config", "data", "dist", "model", "reward", "rollout", "runfolder", "sample"},
     "train": {"checkpoint", "collect", "config", "critic", "data", "dist", "eval", "metrics", "model", "preflight",
               "reward", "rollout", "runfolder", "sample", "update"},
 }

@@ -125,11 +125,24 @@ def test_a_worker_that_dies_is_replaced():
     assert reward.Task(os.getpid).result() != before
 
 
-def test_a_number_of_billions_of_digits_does_not_fill_the_memory(monkeypatch):
-    """The worker runs into its own limit, or out of time, and this process stays as it is."""
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 2.0)
+def allocate(gibibytes: int) -> int:
+    return len(bytearray(gibibytes << 30))
+
+
+def test_a_worker_gets_no_more_memory_than_it_may_have():
+    assert reward.Task(allocate, 1).result() == 1 << 30
+    with pytest.raises(reward.OutOfReach, match="MemoryError"):
+        reward.Task(allocate, 3).result()
+
+
+def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
+    begun = []
+    monkeypatch.setattr(reward.Task, "begin", lambda self: begun.append(self.args))
+    monkeypatch.setattr(reward.Task, "result", lambda self: "right")
+    count = reward.verification.cache_info().maxsize + 100
+    assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
+    assert len(begun) == count
     reward.verification.cache_clear()
-    assert reward.verdict("0", r"\lfloor 10^{10^{10}} \rfloor + 0!") in ("wrong", "unparsed", "timed_out")
 
 
 def test_a_users_own_function(tmp_path):
@@ -154,10 +167,11 @@ def test_a_users_function_that_fails_is_named(body, message, tmp_path):
         parts_of("x", custom=1.0, custom_file=str(path))
 
 
-def test_a_users_function_that_hangs_is_killed_and_counted(tmp_path, monkeypatch):
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 0.5)
-    path = tmp_path / "hangs.py"
-    path.write_text("def reward(text, gold, tokens):\n    while True:\n        pass\n")
+@pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(10**6)", "import os; os._exit(1)"])
+def test_a_users_function_that_does_not_return_is_killed_and_counted(body, tmp_path, monkeypatch):
+    monkeypatch.setattr(reward, "VERIFY_SECONDS", 0.1)
+    path = tmp_path / f"hangs{len(body)}.py"
+    path.write_text(f"def reward(text, gold, tokens):\n    {body}\n")
     parts = parts_of("x", custom=1.0, custom_file=str(path))
     assert (parts["custom"], parts["timed_out"]) == (0.0, 1.0)
 
