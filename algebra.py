@@ -38,10 +38,7 @@ def read(text: str) -> sympy.Basic:
     found = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
     if not isinstance(found, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
-    # It gives one letter different properties in different formulas, reads i as a letter now and then, and decimals as
-    # binary fractions.
-    names = {s: sympy.I if s.name == "i" else sympy.Symbol(s.name) for s in found.free_symbols}
-    return found.xreplace(names | {x: sympy.Rational(str(x)) for x in found.atoms(sympy.Float)})
+    return found.xreplace({x: sympy.Rational(str(x)) for x in found.atoms(sympy.Float)})  # not binary fractions
 
 
 def values(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]]:

@@ -189,7 +189,7 @@ def without_unit(x: str) -> tuple[str, str]:
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known)
     if not (apart and counted and (known or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
-    return re.sub(r"\s*(?:\\cdot)?[\\\s]*$", "", value), names
+    return re.sub(r'\s*(?:\\cdot|(?<=") ?/)?[\\\s]*$', "", value), names
 
 
 def bare(answer: str) -> tuple[str, str]:
@@ -329,7 +329,7 @@ def same_numbers(gold: str, answer: str) -> bool | None:
 def words(x: str) -> str | None:
     """A text answer without case and punctuation; None for what may be mathematics, as products of up to three
     letters."""
-    text = re.fullmatch(r"(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|\d{1,2}:\d\d[ap]m", x)
+    text = re.fullmatch(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|\d{1,2}:\d\d[ap]m", x)
     return re.sub(r"[^a-z0-9]", "", x.lower()) if text else None
 
 

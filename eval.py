@@ -48,6 +48,7 @@ PROTOCOLS = {
 }
 ROUNDS_OF_SLOTS = 4   # how often the slots are filled between two writes of the responses
 RESAMPLES = 10_000
+RIGHT = "\n"          # a vote for the gold answer, which no spelling is
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,18 +97,17 @@ def pass_at(k: int, right: int, n: int) -> float:
 def vote(response: dict) -> str | None:
     """All right answers are one; others are one where their number or spelling is the same, so that wrong answers may
     lose votes to spelling. No answer is no vote."""
-    given = (response["answer"] or "")[:LONGEST]
-    if response["verdict"] == "right" or not given.strip():
-        return "right" if given else None
-    spelled = normalise(given)
-    return str((number(spelled) or [spelled])[0])
+    if response["verdict"] == "right":
+        return RIGHT
+    spelled = normalise((response["answer"] or "")[:LONGEST])
+    return str((number(spelled) or [spelled])[0]) or None
 
 
 def majority(votes: list[str | None]) -> float:
     """Whether the most frequent answer is right; of several equally frequent ones the share that is."""
     counts = Counter(filter(None, votes))
     most = [vote for vote, count in counts.items() if count == max(counts.values())]
-    return ("right" in most) / len(most) if most else 0.0
+    return (RIGHT in most) / len(most) if most else 0.0
 
 
 def majority_at(k: int, votes: list[str | None]) -> float:
@@ -171,7 +171,8 @@ def scores(problems: list[dict], sizes: list[int] | None = None) -> dict:
     accuracy is the mean over responses (avg@n) with its interval (low, high); lenient counts a response also where its
     last number is right, last_number only there; pass and majority are {k: value} for these sizes, or powers of 2 up
     to n, and for n, majority over blocks of k responses; length is in tokens; groups holds accuracy by level and by
-    subject. Raises ConfigError for a size above n. """
+    subject. Raises ConfigError for a size above n.
+    """
     n, responses = len(problems[0]["responses"]), [r for p in problems for r in p["responses"]]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in problems]
     vote_NK = [list(map(vote, p["responses"])) for p in problems]

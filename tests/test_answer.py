@@ -22,6 +22,7 @@ SHARED = ROOT.parent / "shared" / "data"
     (r"\boxed{\frac{1}{2}} and then \boxed{ x^{2} }", " x^{2} "), (r"#### 5, or \boxed{6}", "6"),
     (r"first \boxed{3}, then \boxed{4", ""), (r"\boxed{3} so \boxed{}", ""), (r"\boxed{", ""),
     (r"\boxed{1} and \boxed{2}", "1, 2"), (r"\boxed{1}, then again \boxed{1}, \boxed{2}", "1, 2"),
+    (r"\boxed{1} and \boxed{\boxed{2}}", r"1, \boxed{2}"),
     (r"\boxed{1}. So it is \boxed{2}", "2"), (r"$x = \boxed{3}$ or $x = \boxed{-5}$", "3, -5"),
     (r"\boxed{x = \boxed{5}}", r"x = \boxed{5}"), (r"\fbox{8}", "8"), (r"{ \boxed {3}", "3"),
     ("<think>2</think>\n<answer> 7 </answer>", "7"), ("<answer>x is 7. The answer is 8.</answer>", "8"),
@@ -91,6 +92,9 @@ polynomials: x^2-1 | (x-1)(x+1) | -1+x^2 | x**2-1
 symbols: \frac{t}{m} | \frac{1}{m}t | t/m | t\cdot m^{-1}
 powers: 2^{n+1}-2 | 2(2^n-1) | 2\cdot2^n-2
 functions: \sec^2 y | \tan^2(y)+1 | \frac{1}{\cos^2 y}
+yes or no: \text{No} | no | NO
+accelerations: 9.8 | 9.8 \mathrm{~m} / \mathrm{s}^2 | 9.8\text{ m/s}^2 | 9.8 m/s^2
+halves of complex: \frac{3+3i}{2} | \frac32+\frac32 i | 1.5 + 1.5i
 complex: 3+4i | 4i+3 | 3 + 4 i
 counting: \binom{10}{3} | 120 | \frac{10!}{7!\,3!}
 logarithms: \log_2 8 | 3 | \frac{\ln 8}{\ln 2}
@@ -161,6 +165,10 @@ scales: 30^\circ C | 30^\circ F | 31
 remainders: 3 \pmod{5} | 3 \pmod{7} | 2
 large decimals: 1000000000.5 | 1000000000 | 1000000001
 infinite: (5,\infty) | (-\infty,5) | 5
+tiny: \frac{x}{2^{99}} | \frac{x}{2^{98}} | \frac{y}{2^{99}}
+complex symbols: (1+i)x | (1-i)x | (1+i)y
+swapped names: (1,2) | (y,x)=(1,2)
+long products: 2 | 2abcd | 2 abc
 division: 0 | \frac{1}{0}
 code: 0 | __import__('os').getpid()
 """
@@ -240,6 +248,12 @@ def test_number(text, value):
     ("1.414215", False)])
 def test_a_decimal_is_a_root_only_with_many_digits(decimal, fits):
     assert (reward.verdict(r"\sqrt{2}", decimal) == "right") == fits
+
+
+def test_long_answers_are_compared_by_their_spelling():
+    long = " + ".join(["x"] * 800)
+    assert equal(long, long.replace(" ", ""), lambda a, b: False)
+    assert not equal(long, long + "+y", lambda a, b: True)
 
 
 def test_relations_in_a_row_end():

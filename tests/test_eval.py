@@ -78,7 +78,7 @@ def voted(*given: str, gold: str = "7") -> list[str | None]:
 
 @pytest.mark.parametrize(("given", "value"), [
     (["7", "7", "8"], 1), (["7", "8", "8"], 0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3), (["8", "8.0", "7"], 0),
-    (["", "", "7"], 1), (["", ""], 0), (["x", "$x$", "7"], 0)])
+    (["", "", "7"], 1), (["", " "], 0), (["x", "$x$", "7"], 0), (["right", "right", "7"], 0)])
 def test_majority(given, value):
     assert evaluation.majority(voted(*given)) == pytest.approx(value)
 
