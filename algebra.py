@@ -38,7 +38,9 @@ def read(text: str) -> sympy.Basic:
     found = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
     if not isinstance(found, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
-    return found.xreplace({x: sympy.Rational(str(x)) for x in found.atoms(sympy.Float)})  # not binary fractions
+    # i is a letter there, and decimals are binary fractions.
+    return found.xreplace({s: sympy.I for s in found.free_symbols if s.name == "i"}
+                          | {x: sympy.Rational(str(x)) for x in found.atoms(sympy.Float)})
 
 
 def values(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]]:

@@ -69,13 +69,13 @@ class Rollout:
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum."""
 
-    accuracy: float = 1.0
-    format: float = 0.0
-    tag_exact: float = 0.0
-    wrong: float = 0.0
-    boxed: float = 0.0
+    accuracy: float = 1.0          # the marked answer is right
+    wrong: float = 0.0             # 1 where it is not, so a punishment has a weight below 0
+    boxed: float = 0.0             # an answer is in a box, right or not
+    format: float = 0.0            # think and answer tags as CPPO asks for them
+    tag_exact: float = 0.0         # CPPO's two grades of a GSM8K answer
     tag_number: float = 0.0
-    tag_count: float = 0.0
+    tag_count: float = 0.0         # a quarter for each of the four tags
     length: float = 0.0            # 1 for no more than length_tokens
     length_tokens: int | None = None
     overlong: float = 0.0          # from 0 to -1 over the last overlong_tokens before rollout.max_new_tokens (DAPO)
@@ -283,6 +283,8 @@ def rules(cfg: Config) -> list[tuple[str, bool, str]]:
         ("eval.n", cfg.eval.n >= 1 and (cfg.eval.n == 1 or cfg.eval.temperature > 0),
          "at least 1, and 1 at eval.temperature=0: greedy answers are all the same"),
         ("eval.temperature", cfg.eval.temperature >= 0, "at least 0"),
+        ("eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01,
+         "0 or at least 0.01 with rollout.engine=vllm, which takes a lower one for 0.01"),
         ("eval.top_p", 0 < cfg.eval.top_p <= 1, "in (0, 1]"),
         ("eval.every", cfg.eval.every >= 0, "at least 0 (0: only before and after)"),
         ("checkpoint.every", cfg.checkpoint.every >= 0, "at least 0 (0: only at the end)"),

@@ -100,8 +100,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
     def evaluate_all(step: int) -> None:
         sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p)
-        log.evaluated(step, {held_out.name: evaluate(engine, tokenizer, held_out, sampling,
-                                                                log.bar(f"eval {held_out.name}")) for held_out in sets})
+        log.evaluated(step, {
+            s.name: evaluate(engine, tokenizer, s, sampling, log.bar(f"eval {s.name}")) for s in sets})
 
     if first == 0:
         evaluate_all(step=0)
@@ -179,8 +179,7 @@ def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt]
     """The model's folder and tokenizer, the problems to train on, those as prompts, and the evaluation sets."""
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
-    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer,
-                                cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
     problems = data.load_problems(cfg.data.train, cfg.data.dir, training=True)
     problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:cfg.data.limit]
     data.name_unreadable(cfg.data.train, problems)

@@ -94,6 +94,8 @@ powers: 2^{n+1}-2 | 2(2^n-1) | 2\cdot2^n-2
 functions: \sec^2 y | \tan^2(y)+1 | \frac{1}{\cos^2 y}
 yes or no: \text{No} | no | NO
 accelerations: 9.8 | 9.8 \mathrm{~m} / \mathrm{s}^2 | 9.8\text{ m/s}^2 | 9.8 m/s^2
+powers of i: -1 | i^2 | e^{i\pi}
+roots of unity: 2i | (1+i)^2 | 2e^{i\pi/2}
 halves of complex: \frac{3+3i}{2} | \frac32+\frac32 i | 1.5 + 1.5i
 complex: 3+4i | 4i+3 | 3 + 4 i
 counting: \binom{10}{3} | 120 | \frac{10!}{7!\,3!}

@@ -83,7 +83,7 @@ def test_the_span_of_rewards_holds_every_component():
 
 def test_what_is_written_behind_the_end_does_not_count():
     assert parts_of("#### 41<|im_end|>#### 42", accuracy=1.0)["accuracy"] == 0
-    assert parts_of(f"<|endoftext|>{FULL}", format=1.0)["format"] == 0
+    assert parts_of("41<|endoftext|><answer>42</answer>", tag_exact=1.0)["tag_exact"] == 0
     assert parts_of("#### 42<|im_end|>\n#### 41", accuracy=1.0)["accuracy"] == 1
 
 
@@ -97,6 +97,12 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     reward.verification.cache_clear()
     parts = parts_of(text, gold, accuracy=1.0)
     assert tuple(parts[name] for name in reward.NOTES) == notes
+
+
+def test_what_cannot_be_read_does_not_hide_what_is_equal():
+    """The first comparison of the two lists raises; each member has its like all the same."""
+    assert reward.verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
+    assert reward.verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
 
 
 def test_grades_are_strict_and_lenient():
