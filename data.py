@@ -1,7 +1,7 @@
 """Problems in, prompts out: data files, the model's tokenizer and chat template, the order of prompts and its memory.
 
-A data line is {"question", "answer"} with optional "id" and "solution". GSM8K's and MATH's own columns are
-understood too: an answer behind "####" in the solution, or in its last \\boxed{}.
+A data line is {"question", "answer"} with optional "id", "solution", "level" and "subject". GSM8K's and MATH's own
+columns are understood too: an answer behind "####" in the solution, or in its last \\boxed{}.
 """
 
 import json

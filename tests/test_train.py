@@ -187,11 +187,12 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     """Every setting as shipped but the sizes: two steps, evaluation, checkpoint, export."""
     rows = GSM8K if "gsm8k" in name else [
         {"problem": f"Compute ${n}^2$.", "solution": rf"It is $\boxed{{{n * n}}}$."} for n in (4, 6, 8, 40)]
-    data = tmp_path / "rows.jsonl"
+    data, held_out = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out.write_text(json.dumps({"question": "Compute $5^2$.", "answer": "25"}) + "\n")
     count = max(4, config.load(f"{name}.yaml").update.minibatches)
     cfg = config.load(f"{name}.yaml", [
-        f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={data}", "steps=2",
+        f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={held_out}", "steps=2",
         "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
         f"rollout.prompts_per_step={count}", "pack.capacity=4096", "rollout.engine=torch", "rollout.tensor_parallel=1",
         "rollout.cache_gib=null", *SMALLER.get(name, [])])
@@ -201,7 +202,7 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     step = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line][-1]
     if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered" and not cfg.rollout.window:
         assert step["prune/kept"] == count * (cfg.prune.completions.keep or cfg.rollout.group_size)
-    assert step["train/kl"] >= 0 and "eval/rows/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert step["train/kl"] >= 0 and "eval/others/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess:
