@@ -15,7 +15,7 @@ END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>
 BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\,]+)|\\.|[{}]", re.DOTALL)
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\q?quad\b|\\text|\band\b|\bor\b|"
                            r"\bfor part \(\w\))*")
-MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d+\.\s))|<answer>|"
+MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d\.[ ]+[A-Z]))|<answer>|"
                   r"(?<![</])\banswers?\b(?:[^.:=\n$\\<]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=])|[*_#\s]*\n)[\s:*_]*",
                   re.IGNORECASE)
 # A dollar sign with a space on its inner side, or before a digit, is money.

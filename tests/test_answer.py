@@ -19,6 +19,7 @@ SHARED = ROOT.parent / "shared" / "data"
 @pytest.mark.parametrize(("text", "marked"), [
     ("so it is #### 12", "12"), ("#### 1\nno, wait\n#### 2,125\nthat is all", "2,125"),
     ("#### Step 2: add\nThe answer is 7.\n#### Check it", "7"), ("#### 3. Add up\n#### 12", "12"),
+    ("so\n#### 12.\nBye", "12."), ("#### 3. Add up\nAnswer: 4\n#### 4. Check", "4"),
     (r"\boxed{\frac{1}{2}} and then \boxed{ x^{2} }", " x^{2} "), (r"#### 5, or \boxed{6}", "6"),
     (r"first \boxed{3}, then \boxed{4", ""), (r"\boxed{3} so \boxed{}", ""), (r"\boxed{", ""),
     (r"\boxed{1} and \boxed{2}", "1, 2"), (r"\boxed{1}, then again \boxed{1}, \boxed{2}", "1, 2"),
