@@ -152,6 +152,7 @@ nothing: \emptyset | \{0\} | 0
 deep digits: 1-\frac{1}{2^{50}} | 1 | 1-\frac{1}{2^{51}}
 thirds: \frac{3^{100}-1}{2} | \frac{3^{100}}{2} | \frac{3^{100}+1}{2}
 powers: 2000 | 210^3 | 20
+columns: 7,125 | 7\quad 125 | 7, 125
 spaces: 35 | 3 5 | 3\ 5
 signs of letters: xy | |xy| | |x||y|
 bounds: |x-6| | 6-x | x-6
