@@ -18,7 +18,7 @@ from math_verify import verify
 from answer import DECIMAL, FLIPPED, RELATION, number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns at every call that its own time-outs are off
-# Units and mixed numbers are seen to already; as math-verify does it, \\frac{1}{m} t loses its t, and M is m.
+# Units and mixed numbers are seen to already; as math-verify does it, \frac{1}{m} t loses its t, and M is m.
 SPELLED = NormalizationConfig(basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none")
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 DIGITS, POINTS = 30, 6
@@ -28,8 +28,7 @@ SIZES = (0.1, 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always
 
 @functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
 def read(text: str) -> sympy.Basic:
-    """What math-verify reads in a formula. Raises whatever it and sympy raise, and ValueError where they read
-    nothing."""
+    """What math-verify's parser reads in a formula. Raises whatever it and sympy raise, and ValueError for nothing."""
     exact = number(text)
     if exact:
         return sympy.Rational(exact[0].numerator, exact[0].denominator)

@@ -156,10 +156,6 @@ def judged(begun: str | Task) -> str:
         return "unparsed"
 
 
-def verdict(gold: str, answer: str | None) -> str:
-    return judged(verification(gold, answer))
-
-
 def unreadable(golds: Iterable[str]) -> set[str]:
     """Those of which only the very spelling can ever be rewarded."""
     begun = {gold: Task(readable, gold, reads) for gold in dict.fromkeys(golds) if number(gold) is None}

@@ -11,6 +11,7 @@ import torch
 import config
 import dist
 import model as decoder
+import reward
 from prune import Pruned
 from sample import Batch, Group, Prompt, Sample, Turn
 
@@ -104,3 +105,8 @@ def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch
 
 
 __all__ = ["ROOT", "TOY", "as_batch", "load", "make_groups", "toy_config", "write_tiny"]
+
+
+def verdict(gold: str, answer: str | None) -> str:
+    """How the verifier judges an answer."""
+    return reward.judged(reward.verification(gold, answer))

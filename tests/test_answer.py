@@ -6,7 +6,7 @@ import random
 from fractions import Fraction
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, verdict
 
 import answer
 import reward
@@ -187,8 +187,8 @@ def rows(table: str) -> list:
 def test_spellings_of_one_value_are_equal_both_ways(spellings):
     first, *others = spellings
     for other in others:
-        assert reward.verdict(first, other) == "right", other
-        assert reward.verdict(other, first) == "right", other
+        assert verdict(first, other) == "right", other
+        assert verdict(other, first) == "right", other
 
 
 @pytest.mark.parametrize(("gold", "written"), [
@@ -204,15 +204,15 @@ def test_spellings_of_one_value_are_equal_both_ways(spellings):
     ("1,2,3,4", "1,2,3,4,4"), ("4.6e-24", r"4.6 \times 10^{-24}"), ("-1./3", r"-\frac13"), ("5", r"5\text{ (exactly)}"),
 ])
 def test_an_answer_may_say_more_than_the_gold_one(gold, written):
-    assert reward.verdict(gold, written) == "right"
+    assert verdict(gold, written) == "right"
 
 
 @pytest.mark.parametrize("values", rows(DIFFERENT))
 def test_different_values_are_not_equal(values):
     first, *others = values
     for other in others:
-        assert reward.verdict(first, other) != "right", other
-        assert reward.verdict(other, first) != "right", other
+        assert verdict(first, other) != "right", other
+        assert verdict(other, first) != "right", other
 
 
 def spelled(value: Fraction, rng: random.Random) -> str:
@@ -233,7 +233,7 @@ def test_numbers_are_equal_exactly_when_their_values_are():
         a, b = (Fraction(rng.randint(-40, 40) * rng.choice((1, 1000)), rng.choice((1, 1, 2, 3, 4, 7, 8))) for _ in "ab")
         b = rng.choice((a, -a, b, a + 1))
         left, right = spelled(a, rng), spelled(b, rng)
-        assert reward.verdict(left, right) == ("right" if a == b else "wrong"), (left, right)
+        assert verdict(left, right) == ("right" if a == b else "wrong"), (left, right)
 
 
 @pytest.mark.parametrize(("text", "value"), [
@@ -251,7 +251,7 @@ def test_number(text, value):
     ("1.41421", True), ("1.41422", False), ("1.4142", False), ("1.414213", True), ("1.414214", True),
     ("1.414215", False)])
 def test_a_decimal_is_a_root_only_with_many_digits(decimal, fits):
-    assert (reward.verdict(r"\sqrt{2}", decimal) == "right") == fits
+    assert (verdict(r"\sqrt{2}", decimal) == "right") == fits
 
 
 def test_long_answers_are_compared_by_their_spelling():
@@ -338,7 +338,7 @@ def test_every_gold_solution_is_right(name):
 def test_every_gold_answer_is_right_and_nearly_all_can_be_read():
     golds = [row["answer"] for name in ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23",
                                         "minerva_math", "olympiadbench") for row in lines(name)]
-    assert all(reward.verdict(gold, gold) == "right" for gold in golds)
+    assert all(verdict(gold, gold) == "right" for gold in golds)
     assert len(reward.unreadable(golds)) <= 5
 
 
@@ -352,7 +352,7 @@ def test_different_golds_are_different():
     pairs = [rng.sample(golds, 2) for _ in range(10_000)]
     for a, b in pairs:
         reward.verification(a, b)
-    same = [(a, b) for a, b in pairs if reward.verdict(a, b) == "right"]
+    same = [(a, b) for a, b in pairs if verdict(a, b) == "right"]
     assert all(value(a) == value(b) is not None for a, b in same), same
     assert len(same) < 20
 

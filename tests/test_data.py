@@ -10,10 +10,9 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TOY, write_tiny
+from conftest import ROOT, TOY, verdict, write_tiny
 
 import data
-import reward
 from config import ConfigError, Prompts
 from sample import Problem, Prompt, Sample, Turn
 
@@ -354,8 +353,8 @@ def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_r
     data.name_unreadable("few", problems)
     assert capsys.readouterr().err == ("few: 2 of 5 gold answers cannot be read, and only the same spelling counts as "
                                        "right: odd, code\n")
-    assert reward.verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
-    assert reward.verdict(r"\frac{1}{", "1") != "right" and reward.verdict(r"\frac{1}{", "") != "right"
+    assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
+    assert verdict(r"\frac{1}{", "1") != "right" and verdict(r"\frac{1}{", "") != "right"
 
 
 def test_columns_of_the_hubs_evaluation_sets(tmp_path):

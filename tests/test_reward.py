@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, verdict
 
 import reward
 from config import ConfigError, Reward
@@ -101,8 +101,8 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
 
 def test_what_cannot_be_read_does_not_hide_what_is_equal():
     """The first comparison of the two lists raises; each member has its like all the same."""
-    assert reward.verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
-    assert reward.verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
 
 
 def test_grades_are_strict_and_lenient():
@@ -119,15 +119,15 @@ def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeyp
     """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
     monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
     reward.verification.cache_clear()
-    assert reward.verdict("1", answer) != "right"
-    assert reward.verdict("a+1", "1+a") == "right"
+    assert verdict("1", answer) != "right"
+    assert verdict("a+1", "1+a") == "right"
 
 
 def test_a_worker_that_dies_is_replaced():
     before = reward.Task(os.getpid).result()
     os.kill(before, 9)
     reward.verification.cache_clear()
-    assert reward.verdict("b+1", "1+b") == "right"
+    assert verdict("b+1", "1+b") == "right"
     assert reward.Task(os.getpid).result() != before
 
 
