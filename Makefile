@@ -26,7 +26,7 @@ lint: .venv/dev
 	$(VENV)/ruff check .
 
 compare: .venv/run   ## GRPO, CPPO, GRESO, dynamic sampling, DPPO and PPS on the toy, 5 seeds each, on equal terms
-	$(VENV)/python bench/compare.py
+	$(VENV)/python experiments/compare.py
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 	$(VENV)/python toy/problems.py

@@ -1,11 +1,15 @@
-"""The loss as a weighted sum over tokens: what each token weighs, how far the policy may move, how far it may drift.
+"""The loss as a weighted sum over tokens: what each weighs, how far the policy may move, and may drift.
 
-Every objective has the gradient  - sum_t  w_t * f_t * A_t * grad logp_t  (+ the KL's): token weight w, trust region f,
-advantage A. So a trust region returns f, as a constant, and the textbook surrogates live in the tests that compare
-gradients. Pure functions.
+Every objective has the gradient  - sum_t  w_t * f_t * A_t * grad logp_t  (+ the KL's): token weight w, trust
+region f, advantage A. So a trust region returns f, as a constant. For the surrogate that every reader knows,
 
-Dimension key:  N groups in one mini-batch,  G completions per group,  C completion tokens in one packed row, which are
-those of  S completions.
+    - sum_t w_t min(r_t A_t, clamp(r_t, 1 - low, 1 + high) A_t),    r_t = pi / pi_old,
+
+f is r where the minimum is r A, and 0 where the clamp has stopped the gradient: grad r = r grad logp. The
+surrogates live in the tests that compare gradients. Pure functions.
+
+Dimension key:  N groups in one mini-batch,  G completions per group,  C completion tokens in one packed row,
+which are those of  S completions.
 """
 
 from dataclasses import dataclass
@@ -13,7 +17,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from prune import Pruned
+from config import Loss
+from records import Pruned, Scored
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
@@ -25,8 +30,9 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
             "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
     count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
             "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
-    offered prompts of this mini-batch, those skipped before rollout included
-    Computed from the whole mini-batch, so cutting it into rows or ranks cannot change the gradient.
+    offered prompts of this mini-batch, those skipped before rollout included Computed from the whole
+    mini-batch, so cutting it into rows or ranks cannot change the gradient. Two prompts of two completions,
+    of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token 1/8, "sequence" 1/4, 1/12, 1/8, 1/8.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)
     items = kept_NG.sum() if count == "kept" else torch.tensor(offered * len_NG.shape[1])
@@ -38,8 +44,8 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
 
 
 def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float, count: str) -> Tensor:
-    """Weight of every token of each completion in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu times the
-    mean of -log pi over the tokens of all correct completions of the mini-batch; 0 where none is correct.
+    """Weight of every token of each completion in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu
+    times the mean of -log pi over the tokens of all correct completions; 0 where none is correct.
     """
     counted_NG = correct_NG & pruned.keep_NG if count == "kept" else correct_NG
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
@@ -55,12 +61,14 @@ class Move:
     segment_C: Tensor   # which completion each token belongs to: 0, 1, ...
 
 
-def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None) -> Tensor:
-    """PPO's clipped trust region (arXiv:1707.06347) as the factor f: the ratio, or 0 where the clip stops the gradient.
+def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None,
+         ) -> Tensor:
+    """PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where the clip stops the gradient.
 
     Args:    logp_C, old_logp_C  log-probs in nats under the current policy and the one before the update
              low, high           region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
-             dual                bound on the ratio of a negative advantage (dual clip, arXiv:1912.09729), or none
+             dual                bound on the ratio of a negative advantage, or none (dual clip,
+                                 arXiv:1912.09729)
     Returns: f_C, without gradient. -f * adv * logp has the gradient of -min(ratio adv, clamp(ratio) adv).
     """
     ratio_C = (logp_C - old_logp_C).detach().exp()
@@ -80,14 +88,14 @@ def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Te
 
 
 def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor:
-    """CISPO (arXiv:2506.13585): the ratio within [1 - low, 1 + high]; no token's gradient is stopped. low 1 is no lower
-    bound."""
+    """CISPO (arXiv:2506.13585): the ratio within [1 - low, 1 + high]; no gradient stops. low 1: no bound."""
     return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
 
 
 def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
-    """Divergence PPO (arXiv:2602.04879), binary total variation: min(ratio, cap), or 0 where the token's probability
-    has moved by more than `divergence` in the advantage's direction. Rare tokens may double, frequent ones may not.
+    """Divergence PPO (arXiv:2602.04879), binary total variation: min(ratio, cap), or 0 where the token's
+    probability has moved by more than `divergence` in the advantage's direction. Rare tokens may double,
+    frequent ones may not.
     """
     new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
     return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
@@ -110,21 +118,43 @@ TRUST = {
                                         settings.clip_high, settings.dual_clip),
     "clip_sequence": lambda move, settings: clip_sequence(move, settings.clip_low, settings.clip_high,
                                                           settings.dual_clip),
-    "clamp": lambda move, settings: clamp(move.logp_C, move.old_logp_C, settings.clip_low, settings.clip_high),
+    "clamp": lambda move, settings: clamp(move.logp_C, move.old_logp_C, settings.clip_low,
+                                          settings.clip_high),
     "total_variation": lambda move, settings: total_variation(move, settings.divergence, settings.ratio_cap),
     "binary_kl": lambda move, settings: binary_kl(move, settings.divergence, settings.ratio_cap),
     "none": lambda move, settings: torch.ones_like(move.adv_C),  # REINFORCE, A*-PO
 }
 
 
-def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
-    """A*-PO (arXiv:2505.20686): the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+@dataclass(frozen=True, slots=True)
+class RowLoss:
+    """The loss of one row, and what it was made of."""
 
-    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all but logp,
-    where adv_C is r - V* and the log-ratio is the sum over the completion.
-    """
-    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
-    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
+    loss: Tensor
+    correction_C: Tensor     # engine_weight
+    f_C: Tensor              # the trust region's factor
+    k3_C: Tensor | None      # None without a KL
+
+
+def row_loss(logp_C: Tensor, scored: Scored, adv_C: Tensor, loss: Loss) -> RowLoss:
+    """One row's share of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t."""
+    row = scored.row
+    old_C = row.sampled_logp_C if loss.old_logp == "engine" else scored.old_logp_C
+    correction_C = torch.ones_like(logp_C.detach())
+    if loss.tis_cap or loss.mask_ratio:
+        correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
+    f_C = TRUST[loss.trust](Move(logp_C, old_C, adv_C, row.segment_C), loss)
+    weight_C = row.weight_C * correction_C
+    total = -((weight_C * f_C * adv_C + row.likelihood_C * correction_C) * logp_C).sum()
+    if not loss.kl:
+        return RowLoss(total, correction_C, f_C, None)
+    k3_C = k3(logp_C, scored.ref_logp_C)
+    return RowLoss(total + loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach())
+
+
+def needs_old(loss: Loss) -> bool:
+    """Whether the loss takes a ratio to the policy before the update, or to the engine."""
+    return loss.trust != "none" or loss.tis_cap is not None or loss.mask_ratio is not None
 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
@@ -136,8 +166,9 @@ def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, 
              cap         truncated importance sampling: min(pi_old / pi_engine, cap) per token; none: 1
              mask_ratio  0 for a completion whose geometric mean of pi_old / pi_engine is outside
                          [1 / mask_ratio, mask_ratio]; none: no completion
-    Returns: w_C, without gradient. It multiplies the whole term, the KL included, under unchanged denominators.
-    The per-token ratio leaves the tokens before it uncorrected, and the cap its tail: less variance for some bias.
+    Returns: w_C, without gradient. It multiplies the whole term, the KL included, under unchanged
+    denominators. The per-token ratio leaves the tokens before it uncorrected, and the cap its tail: less
+    variance for some bias.
     """
     gap_C = (old_logp_C - engine_logp_C).detach()
     weight_C = torch.ones_like(gap_C) if cap is None else gap_C.exp().clamp(max=cap)
@@ -160,7 +191,7 @@ def segment_mean(x_C: Tensor, segment_C: Tensor) -> Tensor:
 def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
     """Per-token estimate of KL(policy, reference) in nats, never negative: e^d - d - 1 with d = ref - logp.
 
-    Unbiased in value under samples of the policy; its gradient is the one GRPO (arXiv:2402.03300, eq. 4) takes.
+    Unbiased in value under samples of the policy; its gradient is GRPO's (arXiv:2402.03300, eq. 4).
     """
     d_C = ref_logp_C - logp_C
     return d_C.exp() - d_C - 1

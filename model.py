@@ -1,38 +1,34 @@
-"""One decoder for Qwen2/2.5, Qwen3 and Llama 3: Hugging Face folder in, log-probs out, Hugging Face folder out.
+"""One decoder for Qwen2/2.5, Qwen3 and Llama 3: Hugging Face folder in, log-probs out.
 
 Tokens are always packed: sequences lie one behind the other in a single [T] axis, so there is no batch
 dimension and no padding. What a token may look at is decided by `attend`, a function handed to `forward`:
-training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). The rest of the model is the same.
+training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). The rest is the same.
 
-Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fewer for keys and values than for
-queries),  E head width,  V vocabulary.
+Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fewer for keys and values than
+for queries),  E head width,  V vocabulary.
 """
 
 import importlib.util
 import inspect
 import math
-import shutil
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-import dist
-from config import ConfigError, read_json
+from config import ConfigError
+from infra.weights import hf_name, load_weights
+from settings import read_json
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
 
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "rms_norm_eps", "max_position_embeddings")
-WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +54,15 @@ class Shape:
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read config.json. Raises ConfigError for a missing file and for anything this decoder does not compute."""
+    """Read config.json. Raises ConfigError for what is missing or not computed by this decoder."""
     path = Path(folder) / "config.json"
     if not path.is_file():
-        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or hub name with a config.json")
+        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     raw = read_json(path)
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of {', '.join(MODEL_TYPES)}")
+        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of "
+                          f"{', '.join(MODEL_TYPES)}")
     rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
     scaling = raw.get("rope_scaling") or rope
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
@@ -108,7 +105,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
-    """Raises ConfigError when sequences of `tokens`, as `settings` allow them, are longer than the model takes."""
+    """Raises ConfigError where `settings` allow sequences of more `tokens` than the model takes."""
     limit = read_shape(folder).max_positions
     if tokens > limit:
         raise ConfigError(f"{settings} allow sequences of {tokens} tokens, but {folder} has "
@@ -116,7 +113,7 @@ def check_positions(folder: Path, tokens: int, settings: str) -> None:
 
 
 def rope_frequencies(shape: Shape) -> Tensor:
-    """Radians per position for each of the head_dim / 2 planes; llama3 scaling stretches only the long waves."""
+    """Radians per position for each of the head_dim / 2 planes; llama3 scaling stretches the long waves."""
     freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device="cpu").float() / shape.head_dim)
     if shape.rope_scaling is None:
         return freq
@@ -149,7 +146,8 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
-        q, k, v = (f(x_TD).unflatten(-1, (-1, self.head_dim)) for f in (self.q_proj, self.k_proj, self.v_proj))
+        projections = (self.q_proj, self.k_proj, self.v_proj)
+        q, k, v = (project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in projections)
         cos_TE, sin_TE = cos_TE.to(q.dtype), sin_TE.to(q.dtype)
         q, k = rotate(self.q_norm(q), cos_TE, sin_TE), rotate(self.k_norm(k), cos_TE, sin_TE)
         return self.o_proj(attend(self.layer, q.to(v.dtype), k.to(v.dtype), v).flatten(1))
@@ -186,6 +184,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.checkpoint_blocks = False  # recompute each block in backward instead of keeping its activations
+        self.logp_chunk = 1024          # positions whose [V] logits are in memory at once
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
@@ -199,19 +198,19 @@ class Decoder(nn.Module):
 
     @property
     def quadratic(self) -> float:
-        """What attention costs a sequence, over its length squared, in units of one token through all linear layers:
-        a query meets half of its sequence, with two operations a key and head dimension for the score and two for the
-        value; a weight takes two operations a token.
+        """What attention costs a sequence, over its length squared, in units of one token through all linear
+        layers: a query meets half of its sequence, with two operations a key and head dimension for the score
+        and two for the value; a weight takes two operations a token.
         """
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor, target_C: Tensor,
-                temperature: float, chunk: int) -> Tensor:
-        """`log_probs` of target_C after the tokens at predict_C. Training passes through here, where weights that are
-        spread over the ranks are gathered."""
+                temperature: float) -> Tensor:
+        """`log_probs` of target_C after the tokens at predict_C. Training passes through here, where weights
+        that are spread over the ranks are gathered."""
         hidden_TD = self.hidden(ids_T, position_T, attend)
-        return self.log_probs(hidden_TD[predict_C], target_C, temperature, chunk)
+        return self.log_probs(hidden_TD[predict_C], target_C, temperature, self.logp_chunk)
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
@@ -231,35 +230,13 @@ class Decoder(nn.Module):
         return at_least_float32(F.linear(hidden_CD, self.head_VD))
 
     def log_probs(self, hidden_CD: Tensor, target_C: Tensor, temperature: float, chunk: int) -> Tensor:
-        """log softmax(logits / temperature)[target] in nats, [C]; never holds more than [chunk, V] of logits."""
+        """log softmax(logits / temperature)[target] in nats, [C]; holds at most [chunk, V] of logits."""
         return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, temperature, chunk)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Every parameter under its Hugging Face name."""
         for name, tensor in self.named_parameters():
             yield hf_name(name), tensor.detach()
-
-
-class Critic(nn.Module):
-    """V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
-
-    The head starts at 0, so that every value is at first the middle of the rewards' range [low, high] (inferred: VAPO,
-    arXiv:2504.05118, starts from a reward model). `bounded` keeps values within it, by a sigmoid.
-    """
-
-    def __init__(self, shape: Shape, low: float, high: float, bounded: bool):
-        super().__init__()
-        self.low, self.high, self.bounded = low, high, bounded
-        self.backbone = Decoder(replace(shape, tied=True))  # has no head of its own, then
-        self.value = nn.Linear(shape.hidden_size, 1)
-
-    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
-        """[C] values of the states after the tokens at predict_C."""
-        hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
-        x_C = F.linear(*map(at_least_float32, (hidden_CD, self.value.weight, self.value.bias)))[:, 0]
-        if self.bounded:
-            return self.low + (self.high - self.low) * x_C.sigmoid()
-        return (self.low + self.high) / 2 + x_C
 
 
 class ChunkedLogProb(torch.autograd.Function):
@@ -348,12 +325,12 @@ def flash_varlen(offsets: Tensor, max_len: int) -> Attend:
     return attend
 
 
-# Causal attention within segments: (offsets [S + 1], the segments' offsets and the total; longest segment) -> Attend.
+# Causal attention within segments: (offsets [S + 1] of the segments, and the total; longest) -> Attend.
 BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """A key of BACKENDS for "auto": flash-attn where installed, else torch's kernel on CUDA, else padded SDPA.
+    """Choose a key of BACKENDS; auto: flash-attn where installed, else torch's kernel on CUDA, else SDPA.
 
     Both kernels need half precision. Raises ConfigError when the backend that was asked for cannot run.
     """
@@ -363,41 +340,9 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
     if wanted == "auto":
         return "flash" if has_flash else "varlen" if kernels else "sdpa"
     if not able[wanted]:
-        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype} here; use auto or sdpa")
+        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype} here; use auto "
+                          "or sdpa")
     return wanted
-
-
-def find_model(path: str) -> Path:
-    """The folder of a model given as a folder or as a hub name, which is downloaded."""
-    if Path(path).is_dir():
-        return Path(path)
-    try:
-        return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
-    except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise ConfigError(f"model.path={path!r} is neither a folder nor a model that the hub gives: "
-                          f"{str(error).splitlines()[0]}") from error
-
-
-def hf_name(name: str) -> str:
-    return name if name.startswith("lm_head.") else f"model.{name}"
-
-
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """All tensors of a folder with one safetensors file or with an index and shards."""
-    index, single = (Path(folder) / name for name in WEIGHT_FILES)
-    if index.is_file():
-        shards = sorted(set(read_json(index)["weight_map"].values()))
-    elif single.is_file():
-        shards = [single.name]
-    else:
-        raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
-    tensors: dict[str, Tensor] = {}
-    for shard in shards:
-        path = Path(folder) / shard
-        if not path.is_file():
-            raise ConfigError(f"{index} names {shard}, which is missing; download it again")
-        tensors |= load_file(path)
-    return tensors
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:
@@ -411,48 +356,3 @@ def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decode
     model = empty_model(folder, dtype).to_empty(device=device)
     load_weights(model, folder)
     return model
-
-
-@torch.no_grad()
-def load_weights(model: Decoder, folder: Path) -> None:
-    """Fill a decoder, whole or sharded, from a folder.
-
-    Raises ConfigError when a tensor is missing, left over or of another shape than config.json says.
-    """
-    tensors = read_weights(folder)
-    if model.shape.tied:
-        tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
-    wanted = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    given = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    differing = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
-    if differing:
-        name = differing[0]
-        raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. {name}: "
-                         f"file has {given.get(name, 'nothing')}, config.json implies {wanted.get(name, 'nothing')}")
-    for name, p in model.named_parameters():
-        p.copy_(dist.sharded_like(tensors[hf_name(name)], p))
-
-
-def export(model: Decoder, source: Path, folder: Path) -> None:
-    """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in `source`.
-
-    Of a sharded model all ranks hand over their parts, and rank 0 writes.
-    """
-    if dist.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in Path(source).iterdir():
-            copied = path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES
-            if path.is_file() and copied:
-                shutil.copyfile(path, folder / path.name)
-    save_weights(model, folder)
-
-
-def save_weights(model: Decoder, folder: Path) -> None:
-    """Safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
-    tensors = {}
-    for name, t in model.named_hf_tensors():
-        whole = dist.full(t)
-        if dist.rank() == 0:
-            tensors[name] = whole.to("cpu", model.shape.dtype, copy=True)  # gathered parts may end in padding
-    if dist.rank() == 0:
-        save_torch_state_dict(tensors, folder)

@@ -1,30 +1,30 @@
-"""What must hold before a run is worth its hours, measured on the loaded models: `train.py --check` prints the table.
+"""What must hold before a run is worth its hours, measured on the loaded models: `train.py --check` prints
+the table.
 
-A fresh run goes through the same checks silently before step 0 and stops at the first table with a failure. All ranks
-take part and come to the same verdicts. The policy ends as it began, and the engine in sync with it.
+A fresh run goes through the same checks silently before step 0 and stops at the first table with a failure.
+All ranks take part and come to the same verdicts. The policy ends as it was; the engine wants another sync.
 
 Dimension key:  C completion tokens of one row.
 """
 
 import math
-import os
-import resource
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-import data
-import dist
+import memory
 from config import Config, ConfigError
-from data import Tokenizer
-from extract import extract
+from data import Task, Tokenizer
+from history import sample_seed
+from infra import dist
+from learner import Learner, roles
 from model import Decoder
-from pack import Plan, Row, build
-from reward import grade
-from rollout import Engine, cache_bytes
-from sample import Group, Problem, Prompt, Sample
-from update import Learner
+from pack import Minibatch, Plan, build
+from records import Group, Problem, Prompt, Row, Sample
+from rollout import Engine
+from verify.extract import extract
+from verify.grade import grade
 
 PROBES, COPIES, NEW_TOKENS = 4, 4, 32  # prompts, samples of each and tokens per sample that a rank tries
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
@@ -41,18 +41,18 @@ class Check:
     remedy: str   # what to do where it failed
 
 
-def run(learner: Learner, engine: Engine, tokenizer: Tokenizer, problems: list[Problem],
-        prompts: list[Prompt]) -> list[Check]:
-    """All checks, on the training prompts and the problems behind them."""
-    cfg, policy = learner.cfg, learner.policy
-    probes = probe_prompts(prompts, cfg.data.max_prompt_tokens)
+def run(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
+    """Run all checks, on the training prompts and the problems behind them."""
+    policy = learner.policy
+    probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
     scale(policy, 0.5)
     engine.sync(policy)
     rows = in_rows(sample(engine, probes, cfg), learner, cfg.pack.capacity)
     fresh_C = score(learner, rows) - sampled(rows)
     engine.sleep()
-    update_peak = peak_of_update(learner)
+    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
+    update_peak = peak_of_update(learner, longest)
     scale(policy, 2.0)
     stale_C = score(learner, rows) - sampled(rows)
     engine.sync(policy)
@@ -61,21 +61,25 @@ def run(learner: Learner, engine: Engine, tokenizer: Tokenizer, problems: list[P
     trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
     scored_C = score(learner, rows)
     alone_C = score(learner, in_rows(groups, learner, capacity=0))
+    rollout_peak = peak_of_rollout(cfg, learner, longest)
     half = learner.dtype == torch.bfloat16
     return [
         after_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
         within("engine's log-probs", sampled(rows) - scored_C, 0.1 if half else 1e-3,
-              "the engine samples from another policy than the one trained: look for another dtype, attention "
-              "(model.attention), rotary scaling or quantised weights; loss.tis_cap corrects a small gap"),
+               "the engine samples from another policy than the one trained: look for another dtype, "
+               "attention (model.attention), rotary scaling or quantised weights; loss.tis_cap corrects a "
+               "small gap"),
         within("ratio is 1 before the update", trained_C - scored_C, 0.02 if half else 1e-5,
-              "a pass with gradient differs from one without: try other model.checkpoint_blocks or model.attention"),
+               "a pass with gradient differs from one without: try other model.checkpoint_blocks or "
+               "model.attention"),
         within("packed equals alone", alone_C - scored_C, 0.1 if half else 1e-4,
-              "attention leaks between the sequences of a row: set model.attention=sdpa"),
+               "attention leaks between the sequences of a row: set model.attention=sdpa"),
         distinct(groups),
-        eos_agree(groups, engine, tokenizer, policy),
-        template(tokenizer, cfg.data.system_prompt),
-        verifier(problems),
-        memory(*fullest(update_peak, peak_of_rollout(learner), learner.device)),
+        eos_agree(groups, engine, task.tokenizer, policy),
+        template(task.tokenizer, cfg.data.system_prompt),
+        verifier(task.problems),
+        fits(memory.fullest(update_peak, learner.device), memory.fullest(rollout_peak, learner.device),
+             memory.there_are(learner.device), counted(cfg, learner)),
     ]
 
 
@@ -83,8 +87,17 @@ def require(checks: list[Check]) -> None:
     """Raises ConfigError with what failed and what to do about it."""
     failed = [c for c in checks if not c.passed]
     if failed:
-        raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed (train.py --check shows all):"
+        raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed (train.py --check "
+                          "shows all):"
                           + "".join(f"\n  {c.name}: {c.found}\n    {c.remedy}" for c in failed))
+
+
+def report(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
+    """Print the table of all checks; returns the exit status, 2 where one failed."""
+    checks = run(cfg, learner, engine, task)
+    if dist.rank() == 0:
+        print(table(checks), flush=True)
+    return 0 if all(check.passed for check in checks) else 2
 
 
 def table(checks: list[Check]) -> str:
@@ -93,14 +106,15 @@ def table(checks: list[Check]) -> str:
 
 
 def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
-    """A few prompts, and one as long as is allowed up to 512 tokens: only a long one shows stale cached prefixes."""
+    """A few prompts, and one as long as is allowed up to 512 tokens: only a long one shows stale cached
+    prefixes."""
     ids = [i for prompt in prompts[:512] for i in prompt.ids][:min(max_tokens, 512)]
     return [*prompts[:PROBES - 1], Prompt("long", tuple(ids), "")]
 
 
 def sample(engine: Engine, probes: list[Prompt], cfg: Config) -> list[Group]:
     """A few samples of every probe, as if each rank had the next few of the prompt's group."""
-    requests = [(prompt, data.sample_seed(cfg.seed, 0, prompt.id, dist.rank() * COPIES + g))
+    requests = [(prompt, sample_seed(cfg.seed, 0, prompt.id, dist.rank() * COPIES + g))
                 for prompt in probes for g in range(COPIES)]
     samples = engine.generate([prompt.ids for prompt, _ in requests], [seed for _, seed in requests],
                               min(NEW_TOKENS, cfg.rollout.max_new_tokens), cfg.rollout.temperature)
@@ -108,7 +122,8 @@ def sample(engine: Engine, probes: list[Prompt], cfg: Config) -> list[Group]:
 
 
 def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
-    """All samples of the groups, in order: each row takes what follows while it has room, and at least one."""
+    """All samples of the groups, in order: each row takes what follows while it has room, and at least
+    one."""
     ones = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
     bins, used = [[]], 0
     for n, g in ones.nonzero().tolist():
@@ -119,7 +134,8 @@ def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
         bins[-1].append((n, g))
         used += length
     dtype = learner.policy.embed_tokens.weight.dtype
-    return [build(groups, ones, ones, Plan(members)).to(learner.device, dtype) for members in bins]
+    minibatch = Minibatch.plain(groups, ones.bool(), ones, ones)
+    return [build(minibatch, Plan(members)).to(learner.device, dtype) for members in bins]
 
 
 def sampled(rows: list[Row]) -> Tensor:
@@ -134,7 +150,8 @@ def score(learner: Learner, rows: list[Row]) -> Tensor:
 
 
 def passes(learner: Learner, rows: list[Row]) -> list[Tensor]:
-    """Log-probs of each row. The ranks' rows are their own, and every rank must make the same number of passes."""
+    """Log-probs of each row. The ranks' rows are their own, and every rank must make the same number of
+    passes."""
     idle = int(dist.max_over_ranks(len(rows))) - len(rows)
     return [learner.log_probs(learner.policy, row) for row in [*rows, *rows[:1] * idle]][:len(rows)]
 
@@ -161,21 +178,25 @@ def after_sync(fresh_C: Tensor, stale_C: Tensor, tolerance: float) -> Check:
     """The engine must follow when the policy changes; that it did is seen only where old and new differ."""
     fresh, stale = mean_and_max(fresh_C)[0], mean_and_max(stale_C)[0]
     return Check("engine follows a sync", fresh <= tolerance < stale,
-                 f"|log-prob difference| mean {fresh:.1e} to the policy synced, {stale:.1e} to the one before",
-                 "the engine answers from other weights than it was given: a tied head or a cached prefix left stale, "
-                 f"or another version of vllm; the first must be at most {tolerance:g} and the second above")
+                 "|log-prob "
+                 f"difference| mean {fresh:.1e} to the policy synced, {stale:.1e} to the one before",
+                 "the engine answers from other weights than it was given: a tied head or a cached prefix "
+                 f"left stale, or another version of vllm; the first must be at most {tolerance:g} and the "
+                 "second above")
 
 
 def distinct(groups: list[Group]) -> Check:
-    """Samples of different seeds may be equal by chance; a shared seed makes more of them equal than chance would.
+    """Samples of different seeds may be equal by chance; a shared seed makes more of them equal than chance
+    would.
 
-    Each is paired with its like on the next rank, or with the rank's own next. Under independence the second of a pair
-    equals the first with the first's probability, so the chance of these equal pairs is at most their product times
-    the number of ways to choose them.
+    Each is paired with its like on the next rank, or with the rank's own next. Under independence the second
+    of a pair equals the first with the first's probability, so the chance of these equal pairs is at most
+    their product times the number of ways to choose them.
     """
-    found = sorted(dist.gather([(n, g, dist.rank(), s.ids, sum(s.logp))
-                                for n, group in enumerate(groups) for g, s in enumerate(group.samples)]))
-    pairs = list(zip(found[::2], found[1::2], strict=True))
+    samples = [(n, g, dist.rank(), s.ids, sum(s.logp))
+               for n, group in enumerate(groups) for g, s in enumerate(group.samples)]
+    ordered = sorted(dist.gather(samples))
+    pairs = list(zip(ordered[::2], ordered[1::2], strict=True))
     equal = [logp for (*_, ids, logp), (*_, other, _) in pairs if ids == other]
     log_chance = sum(equal) + math.log(math.comb(len(pairs), len(equal)))
     return Check("distinct samples", log_chance > math.log(1e-6),
@@ -185,18 +206,20 @@ def distinct(groups: list[Group]) -> Check:
 
 
 def eos_agree(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy: Decoder) -> Check:
-    """What the model's files name as EOS is in the vocabulary, is what ends a sample, and what the template writes."""
+    """What the model's files name as EOS is in the vocabulary, is what ends a sample, and what the template
+    writes."""
     ids, closing = tokenizer.eos_ids, tokenizer.closing_token()
     named = ", ".join(f"{i} {tokenizer.rust.id_to_token(i)!r}" for i in sorted(ids))
     found = f"{named}; the template closes an answer with " + (
         "no token of its own" if closing is None else repr(tokenizer.rust.id_to_token(closing)))
     samples = [s for group in groups for s in group.samples]
     stops = all(s.finished == (s.ids[-1] in ids) and not ids & set(s.ids[:-1]) for s in samples)
-    agree = engine.eos_ids == ids and max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
+    known = max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
+    agree = engine.eos_ids == ids and known
     passed = dist.max_over_ranks(float(not (agree and stops))) == 0
     return Check("ends of an answer", passed, found,
-                 "name every closing token in generation_config.json's eos_token_id, within the model's vocabulary; "
-                 "one that is missing is never learnt as an end")
+                 "name every closing token in generation_config.json's eos_token_id, within the model's "
+                 "vocabulary; one that is missing is never learnt as an end")
 
 
 def template(tokenizer: Tokenizer, system: str | None) -> Check:
@@ -205,77 +228,68 @@ def template(tokenizer: Tokenizer, system: str | None) -> Check:
     without, text = tokenizer.conversation(messages, False), tokenizer.conversation(messages, True)
     opening = text.removeprefix(without)
     return Check("chat template opens the answer", text.startswith(without) and opening != "", repr(opening),
-                 "the template ignores add_generation_prompt, so the model would continue the question; take the "
-                 "template of an instruct model")
+                 "the template ignores add_generation_prompt, so the model would continue the question; "
+                 "take the template of an instruct model")
 
 
 def verifier(problems: list[Problem]) -> Check:
-    """Gold solutions, or gold answers in a box where the data has no solution that marks one, must earn the reward."""
+    """Gold solutions, or gold answers in a box where the data has no solution that marks one, must earn the
+    reward."""
     tried = problems[:SOLUTIONS]
     texts = [p.solution if extract(p.solution) is not None else f"\\boxed{{{p.answer}}}" for p in tried]
     grades = grade([(p.answer, text) for p, text in zip(tried, texts, strict=True)])
     wrong = [p.id for p, graded in zip(tried, grades, strict=True) if graded["verdict"] != "right"]
-    found = f"{len(tried) - len(wrong)} of {len(tried)} gold solutions" + (f"; not {wrong[0]}" if wrong else "")
-    return Check("verifier accepts the gold", not wrong, found,
-                 "the answer of that line is not what its solution marks, or has a form that reward.py cannot read; "
-                 "mend or remove the line")
+    accepted = f"{len(tried) - len(wrong)} of {len(tried)} gold solutions"
+    return Check("verifier accepts the gold", not wrong, accepted + (f"; not {wrong[0]}" if wrong else ""),
+                 "the answer of that line is not what its solution marks, or has a form that reward.py "
+                 "cannot read; mend or remove the line")
 
 
-def peak_of_update(learner: Learner) -> float:
-    """Bytes in use at the peak of the largest row that training may run, the same on all ranks.
+def peak_of_update(learner: Learner, longest: int) -> float:
+    """Bytes in use at the peak of the largest row that training may run, of sequences of `longest` tokens.
 
     Raises ConfigError where that is too much: the other ranks then wait in vain for this one's part.
     """
-    cfg, device = learner.cfg, learner.device
-    models = [model for model in (learner.policy, learner.critic) if model]
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    lengths = [longest] * (cfg.pack.capacity // longest) + [cfg.pack.capacity % longest]
-    groups = [Group(Prompt("", (0,), ""), (Sample((0,) * (n - 1), (0.0,) * (n - 1), True),)) for n in lengths if n > 1]
-    row, = in_rows(groups, learner, cfg.pack.capacity)
+    capacity = learner.pack.capacity
+    models = [model for model, _ in roles(learner).values()]
+    lengths = [longest] * (capacity // longest) + [capacity % longest]
+    samples = [Sample((0,) * (n - 1), (0.0,) * (n - 1), True) for n in lengths if n > 1]
+    groups = [Group(Prompt("", (0,), ""), (sample,)) for sample in samples]
+    row, = in_rows(groups, learner, capacity)
     try:
         (learner.log_probs(learner.policy, row) * 0).sum().backward()
         learner.policy.zero_grad()  # training never holds both gradients
         if learner.critic:
-            (learner.values(row)[0] * 0).sum().backward()
+            (learner.critic.values(learner, row)[0] * 0).sum().backward()
     except torch.OutOfMemoryError as error:
-        raise ConfigError(f"out of memory on a full row of {cfg.pack.capacity} tokens; {LESS_MEMORY}") from error
+        raise ConfigError(f"out of memory on a full row of {capacity} tokens; {LESS_MEMORY}") from error
     finally:
         for model in models:
             model.zero_grad()
     # On the CPU the copy that a checkpoint is written from lies in the same memory: weights and two moments.
     weights = sum(dist.local(p).nbytes for model in models for p in model.parameters())
-    copies = 0 if device.type == "cuda" else 3 * weights
-    return in_use(device) + copies
+    copies = 0 if learner.device.type == "cuda" else 3 * weights
+    return memory.in_use(learner.device) + copies
 
 
-def peak_of_rollout(learner: Learner) -> float:
+def peak_of_rollout(cfg: Config, learner: Learner, longest: int) -> float:
     """Bytes in use while the engine, which is awake now, samples at full length."""
-    cfg, longest = learner.cfg, learner.cfg.data.max_prompt_tokens + learner.cfg.rollout.max_new_tokens
-    cache = cache_bytes(learner.policy, cfg.rollout.slots, longest) if cfg.rollout.engine == "torch" else 0
+    settings = cfg.rollout
+    cache = memory.cache_bytes(learner.policy, settings.slots, longest) if settings.engine == "torch" else 0
     if learner.dtype == torch.bfloat16:
         cache //= 2  # the policy's weights are float32, the engine's keys and values are not
-    return in_use(learner.device) + cache
+    return memory.in_use(learner.device) + cache
 
 
-def in_use(device: torch.device) -> float:
-    """Bytes that this rank has taken; torch gives nothing back, so this is a peak."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def counted(cfg: Config, learner: Learner) -> float:
+    """Bytes of a step's full row on one rank as memory.peak_bytes counts them."""
+    return memory.peak_bytes(learner.policy.shape, cfg.pack.capacity, cfg.model.checkpoint_blocks,
+                             learner.dtype.itemsize, cfg.model.logp_chunk, dist.world_size())
 
 
-def fullest(update: float, rollout: float, device: torch.device) -> tuple[float, float, float]:
-    """(peak of the update, peak of the rollout, bytes there are) of the fullest rank, or of a CPU machine's ranks."""
-    if device.type == "cuda":
-        total, ranks = torch.cuda.mem_get_info(device)[1], 1
-    else:
-        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-        ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    return ranks * dist.max_over_ranks(update), ranks * dist.max_over_ranks(rollout), -dist.max_over_ranks(-total)
-
-
-def memory(update: float, rollout: float, total: float) -> Check:
-    numbers = f"update {update / 2**30:.1f}, rollout {rollout / 2**30:.1f} of {total / 2**30:.1f} GiB at their peaks"
+def fits(update: float, rollout: float, total: float, counted_update: float) -> Check:
+    gib = [f"{x / 2**30:.1f}" for x in (update, counted_update, rollout, total)]
     return Check("memory", max(update, rollout) <= total,
-                 numbers, LESS_MEMORY)
+                 f"update {gib[0]} "
+                 f"(counted {gib[1]} a rank), rollout {gib[2]} of {gib[3]} GiB at their peaks",
+                 LESS_MEMORY)

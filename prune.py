@@ -1,9 +1,9 @@
 """Pruning: which prompts are rolled out, which completions are trained on, and at what weight.
 
-A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its whole
-term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full batch's.
-Probability and outcome are computed apart, so that a test can go through all outcomes. Pure functions; this file
-imports only torch.
+A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its
+whole term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full
+batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. Pure
+functions; this file imports only torch and the records.
 
 Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
 """
@@ -13,15 +13,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from records import Pruned
+
 FLOOR = 0.1  # of the mean size: what a completion without advantage counts for while it still carries a KL
 SLACK = 1 - 1e-5  # of a mean: equal sizes are not below it, however their sum is rounded
-
-
-@dataclass(frozen=True, slots=True)
-class Pruned:
-    keep_NG: Tensor     # bool
-    weight_NG: Tensor   # 0 where not kept
-    prob_NG: Tensor     # of being kept; 0 or 1 where nothing is left to chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,24 +40,24 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
     """CPPO (arXiv:2503.22342): keep the completions with the largest |advantage|.
 
     scope   "group"  `keep` of every group, as the paper's eq. 8-10 have it
-            "batch"  `keep` x N of the whole step, as the released code has it: groups whose rewards are all equal
-                     are dropped whole, and groups with a rare outcome keep more
+            "batch"  `keep` x N of the whole step, as the released code has it: groups whose rewards are all
+                     equal are dropped whole, and groups with a rare outcome keep more
     Biased on purpose: survivors keep weight 1. Ties keep the earlier completion, on every device.
     """
     rows = adv_NG.abs() if scope == "group" else adv_NG.abs().flatten()[None]
     count = keep if scope == "group" else keep * len(adv_NG)
     if not 1 <= keep <= adv_NG.shape[1]:
-        raise ValueError(f"prune.completions.keep={keep} must be in 1..{adv_NG.shape[1]} (rollout.group_size); "
-                         "to train on all set prune.completions.kind=none")
+        raise ValueError(f"prune.completions.keep={keep} must be in 1..{adv_NG.shape[1]} "
+                         "(rollout.group_size); to train on all set prune.completions.kind=none")
     order = rows.argsort(dim=1, descending=True, stable=True)
     kept_NG = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order[:, :count], True).view_as(adv_NG)
     return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
-    """The listed algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported): of every group the
-    floor(drop_prob x G) completions with the smallest |advantage| go. Biased: nothing is left to chance, so there is no
-    probability to weigh by, and its theorem does not cover it.
+    """The listed algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported): of every
+    group the floor(drop_prob x G) completions with the smallest |advantage| go. Biased: nothing is left to
+    chance, so there is no probability to weigh by, and its theorem does not cover it.
     """
     G = adv_NG.shape[1]
     return keep_largest(adv_NG, G - int(drop_prob * G + 1e-9), "group")
@@ -74,28 +69,28 @@ def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:
 
 
 def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
-    """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean, else 1."""
+    """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean,
+    else 1."""
     size_NG = adv_NG.abs()
     small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * SLACK
     return 1 - drop_prob * small_NG.to(adv_NG.dtype)
 
 
 def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
-    """Dynamic Pruning (arXiv:2603.04135) at the completion level, as its theorem has it. Unbiased; how many are kept is
-    left to chance."""
+    """Dynamic Pruning (arXiv:2603.04135) of completions, as its theorem has it. Unbiased."""
     prob_NG = below_mean(adv_NG, drop_prob)
     uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return thin(prob_NG, uniform_NG < prob_NG)
 
 
 def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
-    """What a completion counts for in `pps`, [N, G]: a guess at the norm of its gradient, up to a common factor.
+    """Size of a completion in `pps`, [N, G]: a guess at the norm of its gradient, up to a common factor.
 
     size     "adv"   |A|
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
-    by_cost  divided by sqrt(length), which is best when the tokens trained on are the budget, not the completions
-    A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at least FLOOR
-    of the mean, for what is never kept cannot be made up for by a weight.
+    by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
+    A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
+    least FLOOR of the mean, for what is never kept cannot be made up for by a weight.
     """
     size_NG, root_NG = offer.adv_NG.abs() * offer.weight_N1, offer.len_NG.sqrt()
     if size == "norm":
@@ -109,8 +104,8 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
 
 
 def inclusion(size_K: Tensor, count: int) -> Tensor:
-    """Probabilities [K] proportional to size and at most 1, which add up to `count`; or 1 for every size above 0 where
-    there are no more of them than that.
+    """Probabilities [K] proportional to size and at most 1, which add up to `count`; or 1 for every size
+    above 0 where there are no more of them than that.
 
     Whoever would pass 1 gets 1, largest first, and the rest share what is left in proportion.
     """
@@ -125,9 +120,9 @@ def inclusion(size_K: Tensor, count: int) -> Tensor:
 
 
 def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
-    """Which items [K] a comb of distance 1, begun at `start` in [0, 1), meets when they lie end to end in this order,
-    each as long as its probability. Over a uniform start each is met with exactly its probability, and as many are met
-    as the probabilities add up to.
+    """Which items [K] a comb of distance 1, begun at `start` in [0, 1), meets when they lie end to end in
+    this order, each as long as its probability. Over a uniform start each is met with exactly its
+    probability, and as many are met as the probabilities add up to.
     """
     chance_K = order_K[prob_K[order_K] < 1]
     ends = prob_K[chance_K].cumsum(0)
@@ -140,16 +135,20 @@ def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
 
 
 def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
-    """Sampling with probability proportional to size: exactly `keep` completions of each group, or `keep` x N of the
-    step, and fewer only where fewer have a size. CPPO's fixed cost with Dynamic Pruning's unbiasedness.
+    """Sampling with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
+    of the step, and fewer only where fewer have a size. CPPO's fixed cost with Dynamic Pruning's
+    unbiasedness.
     """
     generator = torch.Generator().manual_seed(seed)
     rows = size_NG if scope == "group" else size_NG.flatten()[None]
     count = keep if scope == "group" else keep * len(size_NG)
     prob = torch.stack([inclusion(row, count) for row in rows])
-    kept = torch.stack([systematic(row, torch.randperm(len(row), generator=generator),
-                                   torch.rand((), dtype=torch.float64, generator=generator).item()) for row in prob])
-    return thin(prob.view_as(size_NG), kept.view_as(size_NG))
+    kept = []
+    for row in prob:
+        order = torch.randperm(len(row), generator=generator)
+        start = torch.rand((), dtype=torch.float64, generator=generator).item()
+        kept.append(systematic(row, order, start))
+    return thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
 
 
 # prune.completions.kind -> function of the offer and of that section of the config
@@ -176,20 +175,21 @@ class Memory:
 
 
 def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:
-    """Dynamic Pruning (arXiv:2603.04135) at the prompt level: probability [K] of a rollout, 1 - drop_prob for a size
-    below the mean. A prompt that was never rolled out is certain.
+    """Dynamic Pruning (arXiv:2603.04135) at the prompt level: probability [K] of a rollout, 1 - drop_prob for
+    a size below the mean. A prompt that was never rolled out is certain.
 
-    The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is told.
+    The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is
+    told.
     """
     return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
 
 
 def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
-    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: probability [K], 0 for the
-    floor(drop_prob x K) prompts of the lowest size and 1 for the others. Biased, as `drop_bottom` is.
+    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: probability [K], 0 for
+    the floor(drop_prob x K) prompts of the lowest size and 1 for the others. Biased, as `drop_bottom` is.
 
-    A prompt that was never rolled out is not skipped, nor one that was `max_skips` times in a row before this step:
-    without that its size would never be measured again (our addition).
+    A prompt that was never rolled out is not skipped, nor one that was `max_skips` times in a row before this
+    step: without that its size would never be measured again (our addition).
     """
     free_K = memory.size_K.isnan() | (memory.skipped_K >= max_skips)
     order_K = memory.size_K.masked_fill(free_K, torch.inf).argsort(stable=True)
@@ -199,16 +199,17 @@ def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
 
 
 def explored(memory: Memory) -> Tensor:
-    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row that were all
-    easy, or all hard; p differs for the two. Biased on purpose: what is rolled out keeps weight 1.
+    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row that
+    were all easy, or all hard; p differs for the two. Biased on purpose: what is rolled out keeps weight 1.
     """
     easy, hard = memory.explore
     return torch.where(memory.easy_K > 0, easy ** memory.easy_K, hard ** memory.hard_K).clamp(min=0.01)
 
 
 def adapt(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
-    """GRESO's p for easy and hard prompts after a step in which these shares of the prompts rolled out were easy and
-    hard: 0.01 less where the share has reached its part of the `target`, a third for easy ones, else 0.01 more.
+    """GRESO's p for easy and hard prompts after a step in which these shares of the prompts rolled out were
+    easy and hard: 0.01 less where the share has reached its part of the `target`, a third for easy ones, else
+    0.01 more.
     """
     def moved(p: float, share: float, limit: float) -> float:
         return min(max(p - 0.01 if share >= limit else p + 0.01, 0.05), 0.95)
@@ -217,8 +218,9 @@ def adapt(explore: tuple[float, float], easy: float, hard: float, target: float)
 
 
 def next_round(missing: int, flat: float, most: int) -> tuple[int, bool]:
-    """GRESO's batch adaptation: how many prompts to roll out for `missing` informative groups when the share `flat` of
-    the last round was not, within [most / 6, most] as released; and whether that is estimated to be enough.
+    """GRESO's batch adaptation: how many prompts to roll out for `missing` informative groups when the share
+    `flat` of the last round was not, within [most / 6, most] as released; and whether that is estimated to be
+    enough.
     """
     wanted = 1.25 * missing / (1 - flat) if flat < 1 else float("inf")
     return max(int(min(wanted, most)), most // 6, 1), wanted <= most

@@ -1,23 +1,15 @@
 """Rollout engines: prompts in, completions out, each with the engine's own log-probs.
 
-`TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine` is vLLM inside the
-trainer's process. Both have the same three methods, and want a sync before they generate:
-
-    sync(policy)    take over the policy's weights
-    generate(...)   one completion per prompt
-    sleep()         give them up until the next sync
+`TorchEngine` is embedded: our own decoder with a KV cache, on the CPU or on CUDA. `VLLMEngine`
+(rollout_vllm.py) is vLLM inside the trainer's process. Both have the three methods of `Engine`, and want a
+sync before they generate.
 
 Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vocabulary,  T prompt tokens,
 L length of a slot's cache in tokens,  M new tokens at most.
 """
 
-import os
-import random
-from collections.abc import Iterator
-from contextlib import contextmanager
-from functools import partial
-from pathlib import Path
 from time import perf_counter
+from typing import Protocol
 
 import numpy as np
 import torch
@@ -25,20 +17,35 @@ import torch.nn.functional as F
 from torch import Tensor
 from tqdm import tqdm
 
-import dist
-from config import ConfigError
+from infra import dist
 from model import BACKENDS, Decoder, empty_model
-from sample import Sample
+from records import EngineSpec, Sample
 
-VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
 PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, padded, computed at once
 
 
-def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float) -> tuple[Tensor, Tensor]:
-    """One token per row and its log-prob in nats at this temperature, before top-p; temperature 0 takes the largest.
+class Engine(Protocol):
+    """What the trainer asks of a rollout engine."""
 
-    The token is where the cumulative probability passes uniform_S in [0, 1), so the draw is a function of the number
-    alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
+    eos_ids: frozenset[int]
+
+    def sync(self, policy: Decoder) -> None:
+        """Take over the policy's weights."""
+
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
+                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
+        """Sample one completion per prompt."""
+
+    def sleep(self) -> None:
+        """Give up the weights until the next sync."""
+
+
+def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_p: float,
+                  ) -> tuple[Tensor, Tensor]:
+    """Draw one token per row; its log-prob is in nats, before top-p. Temperature 0 takes the likeliest.
+
+    The token is where the cumulative probability passes uniform_S in [0, 1), so the draw is a function of the
+    number alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
     """
     logp_SV = F.log_softmax(logits_SV / (temperature or 1.0), dim=-1)
     if temperature == 0:
@@ -54,14 +61,14 @@ def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_
 
 
 def nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest most probable tokens whose probabilities reach top_p (arXiv:1904.09751); the others get 0."""
+    """Keep the fewest likeliest tokens whose probabilities reach top_p (arXiv:1904.09751); others get 0."""
     sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
     sorted_SV[sorted_SV.cumsum(dim=-1) - sorted_SV >= top_p] = 0
     return torch.zeros_like(prob_SV).scatter_(1, place_SV, sorted_SV)
 
 
 class Cache:
-    """Keys and values of S slots, per layer [S, heads, L, head width], and how many tokens each slot holds."""
+    """Keys and values of S slots, per layer [S, heads, L, head width], and how many tokens each holds."""
 
     def __init__(self, model: Decoder, slots: int, length: int):
         shape, weight = model.shape, model.embed_tokens.weight
@@ -69,7 +76,8 @@ class Cache:
         self.keys, self.values = ([weight.new_zeros(size) for _ in range(shape.layers)] for _ in range(2))
         self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
 
-    def prefill(self, model: Decoder, prompts: list[tuple[int, ...]], slots: list[int], attention: str) -> None:
+    def prefill(self, model: Decoder, prompts: list[tuple[int, ...]], slots: list[int], attention: str,
+                ) -> None:
         """Fill `slots` with prompts, each without its last token: the next decoding step reads that one.
 
         A prompt that several slots share is computed once.
@@ -107,7 +115,7 @@ class Cache:
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             keys, values = self.keys[layer], self.values[layer]
             keys[row_S, :, self.used_S], values[row_S, :, self.used_S] = k, v
-            # The query heads of one key head stand where a longer query would: grouped attention without a copy.
+            # The query heads of one key head stand where a longer query would: no copy for grouped attention.
             grouped = q.unflatten(1, (k.shape[1], -1))
             out = F.scaled_dot_product_attention(
                 grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=seen_SL[:, None, None])
@@ -131,7 +139,8 @@ class Decoding:
     def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], limits: list[int]):
         device, count, max_new_tokens = model.embed_tokens.weight.device, len(prompts), max(limits)
         self.model, self.count = model, count
-        self.cache = Cache(model, slots, max(len(p) + limit for p, limit in zip(prompts, limits, strict=True)))
+        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
+        self.cache = Cache(model, slots, longest)
         self.owner_S = torch.full((slots,), count, device=device)  # `count`: the slot is idle
         self.token_S, self.step_S = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.limit_N = torch.tensor([*limits, max_new_tokens], device=device)
@@ -150,7 +159,8 @@ class Decoding:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
         for part in runs([prompts[i] for i in samples], PREFILL_TOKENS):
-            self.cache.prefill(self.model, [prompts[samples[i]] for i in part], [slots[i] for i in part], attention)
+            self.cache.prefill(self.model, [prompts[samples[i]] for i in part], [slots[i] for i in part],
+                               attention)
         self.owner_S[slots] = torch.tensor(samples, device=device)
         self.token_S[slots] = torch.tensor([prompts[i][-1] for i in samples], device=device)
         self.step_S[slots] = 0
@@ -190,14 +200,14 @@ class Decoding:
 class TorchEngine:
     """Batched decoding with our own decoder. It owns a copy of the weights; `sync` brings it up to date.
 
-    A sample is a function of the weights, its prompt and its seed: of neither its batch, its slot nor the number of
-    ranks. That holds up to rounding: matrix products of another batch size differ in the last bits, which turns a
-    draw about once in a million float32 tokens, and never in practice in float64.
+    A sample is a function of the weights, its prompt and its seed: of neither its batch, its slot nor the
+    number of ranks. That holds up to rounding: matrix products of another batch size differ in the last bits,
+    which turns a draw about once in a million float32 tokens, and never in practice in float64.
     """
 
-    def __init__(self, model: Decoder, device: torch.device, eos_ids: frozenset[int], slots: int, attention: str):
-        self.model, self.device = model.requires_grad_(False), device
-        self.eos_ids, self.slots, self.attention = eos_ids, slots, attention
+    def __init__(self, model: Decoder, spec: EngineSpec):
+        self.model, self.device = model.requires_grad_(False), spec.device
+        self.eos_ids, self.slots, self.attention = spec.eos_ids, spec.slots, spec.backend
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:
@@ -216,10 +226,10 @@ class TorchEngine:
                  temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
         """One completion per prompt, in order. A finished slot takes the next prompt at once.
 
-        max_new_tokens is one for all or one for each.
-        Several completions of one prompt are that prompt several times, each with a seed of its own.
-        top_p below 1 is for evaluation: the log-probs are those before it. `progress` names a bar of the samples done,
-        with tokens per second; none is shown without it. Raises RuntimeError before the first `sync` and after `sleep`.
+        max_new_tokens is one for all or one for each. Several completions of one prompt are that prompt
+        several times, each with a seed of its own. top_p below 1 is for evaluation: the log-probs are those
+        before it. `progress` names a bar of the samples done, with tokens per second; none is shown without
+        it. Raises RuntimeError before the first `sync` and after `sleep`.
         """
         if self.model.norm.weight.is_meta:
             raise RuntimeError("the engine has no weights; sync it first")
@@ -246,8 +256,8 @@ class TorchEngine:
 
 
 def runs(prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
-    """Places of the prompts, cut into runs that take at most so many tokens when padded to their longest, or are one
-    prompt; copies behind each other count once."""
+    """Places of the prompts, cut into runs that take at most so many tokens when padded to their longest, or
+    are one prompt; copies behind each other count once."""
     found, count, longest, before = [], 0, 0, None
     for i, prompt in enumerate(prompts):
         if prompt != before or not found:
@@ -265,163 +275,14 @@ def for_each(max_new_tokens: int | list[int], count: int) -> list[int]:
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """Numbers in [0, 1) for the tokens of one sample. Counter-based, so one seed gives one stream anywhere."""
+    """Numbers in [0, 1) for the tokens of one sample. Counter-based: one seed gives one stream anywhere."""
     return np.random.Generator(np.random.Philox(seed)).random(count)
 
 
-class VLLMEngine:
-    """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
-
-    Log-probs are those of the distribution sampled from: at the temperature, and at a top_p below 1 renormalised.
-    A sample is a function of the weights, its prompt and its seed up to rounding, as in TorchEngine; the two draw
-    differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed. vLLM's own bars name what they count.
-    Raises ConfigError when vLLM is missing, of another version, or cannot start with these sizes.
-    """
-
-    def __init__(self, folder: Path, dtype: torch.dtype, device: torch.device, eos_ids: frozenset[int], slots: int,
-                 max_len: int, tensor_parallel: int = 1, cache_gib: float | None = None):
-        if dist.world_size() % tensor_parallel:
-            raise ConfigError(f"rollout.tensor_parallel={tensor_parallel} must divide {dist.world_size()}, "
-                              "the number of processes")
-        self.eos_ids, self.tensor_parallel = eos_ids, tensor_parallel
-        model = empty_model(folder, dtype)
-        self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
-        cache = int(cache_gib * 2**30) if cache_gib else cache_bytes(model, slots, max_len, tensor_parallel)
-        # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that cannot.
-        whole = {"enable_chunked_prefill": False, "max_num_batched_tokens": max(max_len, 8192), "enforce_eager": True}
-        with undisturbed(device):
-            llm, self.params = import_vllm(device)
-            try:
-                self.llm = llm(
-                    model=str(folder), load_format="dummy", skip_tokenizer_init=True, generation_config="vllm",
-                    dtype=str(dtype).removeprefix("torch."), max_model_len=max_len, max_num_seqs=slots,
-                    tensor_parallel_size=tensor_parallel, distributed_executor_backend="external_launcher",
-                    kv_cache_memory_bytes=cache, logprobs_mode="processed_logprobs",
-                    # The size of the cache is given, so this share only decides whether vLLM finds enough free
-                    # memory to start beside the trainer.
-                    gpu_memory_utilization=0.01,
-                    **({"enable_sleep_mode": True} if device.type == "cuda" else whole))
-            except (ValueError, torch.OutOfMemoryError) as error:
-                raise ConfigError(f"rollout.engine=vllm cannot start with slots={slots}, sequences of {max_len} tokens,"
-                                  f" tensor_parallel={tensor_parallel} and {cache / 2**30:.4g} GiB of KV cache "
-                                  f"(rollout.cache_gib): {' '.join(str(error).split())[:600]}") from error
-            # Its finalizer would destroy the trainer's process group, at exit or before.
-            self.llm.llm_engine.engine_core._finalizer.detach()
-            self.sleep()
-
-    def sync(self, policy: Decoder) -> None:
-        """Take over the policy's weights, one layer at a time, and forget what was computed from the old ones.
-
-        Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
-        """
-        given = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
-        if given != self.expected:
-            name = min(name for name in given.keys() | self.expected.keys()
-                       if given.get(name) != self.expected.get(name))
-            raise ValueError(f"the policy does not fit the engine at {name}: {given.get(name, 'nothing')}, "
-                             f"the engine's is {self.expected.get(name, 'nothing')}")
-        self.llm.wake_up(["weights"])
-        stream = ((name, dist.full(t)) for name, t in policy.named_hf_tensors())
-        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self.llm.wake_up(["kv_cache"])
-        self.asleep = False
-        # The cached prefixes are those of the old weights.
-        if not self.llm.reset_prefix_cache():
-            raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
-
-    def sleep(self) -> None:
-        """Give up weights and KV cache, on CUDA their memory too, for the update; the next `sync` brings them back."""
-        self.llm.sleep(level=2)
-        self.asleep = True
-
-    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
-                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
-        """One completion per prompt, in order, as TorchEngine.generate.
-
-        With tensor_parallel above 1 all ranks call it: those that hold one engine sample for each other, in lock-step.
-        """
-        if self.asleep:
-            raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
-        first = dist.rank() % self.tensor_parallel
-        parts = [list(zip(prompts, seeds, for_each(max_new_tokens, len(prompts)), strict=True))]
-        if self.tensor_parallel > 1:
-            parts = dist.gather(parts)[dist.rank() - first:][:self.tensor_parallel]
-        wanted = [request for part in parts for request in part]
-        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
-                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
-                              logprobs=0, flat_logprobs=True) for _, seed, limit in wanted]
-        bar = partial(tqdm, leave=False) if progress else False
-        try:
-            outputs = self.llm.generate([{"prompt_token_ids": list(ids)} for ids, *_ in wanted], params, use_tqdm=bar)
-        except Exception as error:  # vLLM's errors have nothing else in common
-            raise RuntimeError(f"vLLM failed while sampling: {error}") from error
-        done = [output.outputs[0] for output in outputs]
-        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in done]
-        start = sum(map(len, parts[:first]))
-        return samples[start:start + len(prompts)]
-
-
-def import_vllm(device: torch.device) -> tuple[type, type]:
-    """vLLM's LLM and SamplingParams, readied for this device. Raises ConfigError for a missing or another version."""
-    try:
-        import vllm  # optional, and slow
-        from vllm import LLM, SamplingParams
-    except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision or torchaudio of another build
-        raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
-                          "install requirements-gpu.txt, or set rollout.engine=torch") from error
-    if vllm.__version__.partition("+")[0] != VLLM_VERSION:
-        raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM_VERSION}, the version that is tested, not "
-                          f"{vllm.__version__}; install requirements-gpu.txt, or set rollout.engine=torch")
-    from vllm.platforms import current_platform
-
-    built_for = current_platform.device_type
-    if built_for != device.type:
-        raise ConfigError(f"rollout.engine=vllm: this vllm runs on {built_for}, and device={device.type}; "
-                          "install the build for it (requirements-gpu.txt for cuda), or set rollout.engine=torch")
-    if device.type == "cpu":
-        # It would compile one function for seconds, and pack Linear weights into a format that a reload does not
-        # reach: a tied head would silently stay old. Plain weights are live, as they are on a GPU.
-        torch._dynamo.config.disable = True
-        import vllm.model_executor.layers.utils as layers
-
-        layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear", F.linear)
-    return LLM, SamplingParams
-
-
-@contextmanager
-def undisturbed(device: torch.device) -> Iterator[None]:
-    """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states, threads."""
-    environ, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
-    python, array = random.getstate(), np.random.get_state()
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0", **environ,
-                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
-    try:
-        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            yield
-    finally:
-        os.environ.clear()
-        os.environ.update(environ)
-        random.setstate(python)
-        np.random.set_state(array)
-        torch.set_num_threads = set_threads
-        torch.set_num_threads(threads)
-
-
-def cache_bytes(model: Decoder, slots: int, max_len: int, tensor_parallel: int = 1) -> int:
-    """One rank's KV cache with room for every slot at full length, in blocks of up to 128 tokens and one block more."""
-    shape, block = model.shape, 128
-    heads = max(1, shape.kv_heads // tensor_parallel)
-    token = 2 * shape.layers * heads * shape.head_dim * model.embed_tokens.weight.element_size()
-    return (slots * -(-max_len // block) + 1) * block * token
-
-
-def start_engine(kind: str, folder: Path, dtype: torch.dtype, device: torch.device, backend: str,
-                 eos_ids: frozenset[int], slots: int, max_len: int, tensor_parallel: int = 1,
-                 cache_gib: float | None = None) -> TorchEngine | VLLMEngine:
-    """An engine for the model in `folder` and sequences of at most `max_len` tokens. Raises ConfigError."""
+def start_engine(kind: str, spec: EngineSpec) -> Engine:
+    """An engine of this kind (rollout.engine) that waits for its first `sync`. Raises ConfigError."""
     if kind == "vllm":
-        return VLLMEngine(folder, dtype, device, eos_ids, slots, max_len, tensor_parallel, cache_gib)
-    return TorchEngine(empty_model(folder, dtype), device, eos_ids, slots, backend)
+        from rollout_vllm import VLLMEngine  # its tests and its libraries are its own
 
-
-Engine = TorchEngine | VLLMEngine
+        return VLLMEngine(spec)
+    return TorchEngine(empty_model(spec.folder, spec.dtype), spec)

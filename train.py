@@ -2,77 +2,59 @@
 
     [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]] [--check]
 
-The loop in `train` is the algorithm: collect what a step trains on (draw prompts, sample groups, score, compare within
-groups, prune), update the policy, hand it to the engine.
+The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, choose
+what is trained on, update the policy, hand it to the engine.
 """
 
 import argparse
 import errno
 import os
-import signal
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from typing import get_args
 
 import torch
 
 import config
-import critic
 import data
-import dist
-import metrics
 import preflight
-import runfolder
-from checkpoint import Checkpoints, Role
-from collect import collect, soft_values
-from config import Config, ConfigError, Optim
-from eval import Sampling, Set, evaluate, load_sets
-from model import (
-    Critic,
-    Decoder,
-    check_positions,
-    choose_backend,
-    empty_model,
-    export,
-    find_model,
-    load_weights,
-    read_shape,
-)
-from reward import span
+from advantage import advantage
+from collect import Sampler, Selection, choose, lacks, middle, shortage
+from config import Config, ConfigError
+from eval import Sampling, evaluate, load_sets
+from history import PromptHistory
+from infra import dist, runfolder
+from infra.checkpoint import Checkpoints
+from infra.runfolder import Resume
+from infra.signals import Stop, asked_to_stop
+from infra.weights import export, find_model
+from learner import Learner, NotFinite, build_learner, roles
+from methods import critic, soft_value, window
+from metrics import Clock, decisions, of_rollout
+from model import Decoder, check_positions
+from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
-from runfolder import Resume
-from sample import Batch, Problem, Prompt, Rolled, Sample
-from update import Learner, NotFinite, update
+from update import update
+from verify.grade import name_unreadable
 
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
-class Stop:
-    """SIGTERM or Ctrl-C asks the run to finish its step, save and end; a second one ends it at once.
+@dataclass(frozen=True, slots=True)
+class Run:
+    """What the loop works with, from its first step to its last."""
 
-    torchrun passes on a Ctrl-C that the terminal has sent to its workers already, so what follows within a second is
-    still the first.
-    """
-
-    def __init__(self):
-        self.signal, self.since = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.ask)
-
-    def ask(self, number: int, frame: object) -> None:
-        if not self.signal:
-            self.signal, self.since = number, monotonic()
-            print("stopping after this step, with a checkpoint; a second signal stops at once", file=sys.stderr)
-        elif monotonic() > self.since + 1:
-            raise KeyboardInterrupt
-
-
-def asked_to_stop(stop: Stop | None) -> bool:
-    """Whether any rank was."""
-    return stop is not None and dist.max_over_ranks(stop.signal) > 0
+    task: data.Task
+    learner: Learner
+    engine: Engine
+    sampler: Sampler                       # or what stands in for it (methods/window.py)
+    history: PromptHistory
+    checkpoints: Checkpoints
+    log: runfolder.Log
+    first: int                             # the step to begin with
+    table: soft_value.Table | None = None  # with advantage.kind=soft_value
 
 
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
@@ -80,232 +62,193 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
     Raises ConfigError for what the user can mend, KeyboardInterrupt after a `stop`, and NotFinite.
     """
+    run, selection = prepare(cfg, resume, stop), Selection.of(cfg)
+    learner, engine, sampler, history, table = run.learner, run.engine, run.sampler, run.history, run.table
+    with run.checkpoints.finished():
+        for step in run.log.steps(run.first, cfg.steps):
+            clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
+            while count := lacks(rolled, selection, seed):  # once; again where rollout.until refills
+                turns = history.draw(count)                 # which prompts, some skipped, at what weight
+                with clock.phase("rollout"):
+                    groups = sampler.rollout(turns)         # o_1 .. o_G ~ pi_old(. | q), with log-probs
+                with clock.phase("reward"):
+                    rewards = sampler.score(groups)         # named components, on every rank
+                # A_i from all G, before pruning
+                adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
+                newest = Rolled(turns, groups, rewards, adv_NG)
+                history.record(newest)
+                rolled += newest
+            batch = choose(rolled, selection, seed)         # who is kept, at what weight
+            history.adapt(rolled)
+            with clock.phase("sync"):
+                engine.sleep()
+            run.checkpoints.wait_for_copies()
+            measured = update(learner, batch, step, clock)  # pack, -sum w f A logp, optimizer step
+            if learner.critic:
+                measured |= critic.fit(learner, rolled, step, clock)
+            with clock.phase("sync"):
+                engine.sync(learner.policy)
+            measured |= clock.metrics() | run.checkpoints.metrics() | of_rollout(rolled, batch)
+            write_down(run, step + 1, rolled, batch, measured)
+            run.log.warn(step + 1, shortage(rolled, batch, selection))
+            if step == 0:
+                run.log.warn(step + 1, critic.too_short(batch, learner))
+            if due(cfg.eval.every, step + 1, cfg.steps):
+                evaluate_sets(run, cfg.eval, step + 1)
+            stopping = asked_to_stop(stop)
+            if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
+                run.checkpoints.save(step + 1, beside_weights(cfg, history))
+            if stopping and step + 1 < cfg.steps:
+                run.checkpoints.wait()
+                raise KeyboardInterrupt
+    export(learner.policy, run.task.source, Path(cfg.out) / "hf")
+    if dist.rank() == 0:
+        print(runfolder.summary(Path(cfg.out)), flush=True)
+    return learner.policy
+
+
+def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
+    """Load everything, go on from a checkpoint or open the run folder, and evaluate before the first step."""
     folder = runfolder.claim(cfg, resume)
-    source, tokenizer, problems, prompts, sets = load(cfg)
-    learner, engine = set_up(cfg, source, tokenizer)
-    history = data.PromptHistory(cfg.prune.prompts.explore)
+    task = load(cfg)
+    learner, engine = set_up(cfg, task)
+    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    easy = middle(cfg.reward, cfg.rollout.differ_in)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
+    if cfg.rollout.window:
+        history, sampler = window.windowed(history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     log = runfolder.Log(folder if dist.rank() == 0 else None)
     saved = restore(resume, checkpoints, log)
     if saved is None:
-        preflight.require(preflight.run(learner, engine, tokenizer, problems, prompts))
+        preflight.require(preflight.run(cfg, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, learner.device)
     else:
-        history.restore(saved["history"], prompts)
-        engine.sync(learner.policy)
+        history.restore(saved["history"])
         log.resume(saved["step"])
-    first = saved["step"] if saved else 0
-    begun = saved["begun"] if saved else pretrained(cfg, 0, {})  # the first step in which the policy learns
-
-    def evaluate_all(step: int) -> None:
-        sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p)
-        log.evaluated(step, {
-            s.name: evaluate(engine, tokenizer, s, sampling, log.bar(f"eval {s.name}")) for s in sets})
-
-    if first == 0:
-        evaluate_all(step=0)
-        if cfg.advantage.kind == "soft_value":
-            history.values = soft_values(engine, tokenizer, prompts, cfg, folder, log,
-                                         partial(asked_to_stop, stop))
-    with checkpoints.finished():
-        for step in log.steps(first, cfg.steps):
-            clock = metrics.Clock()
-            rolled, batch = collect(engine, tokenizer, prompts, history, cfg, step, clock, log)
-            with clock.phase("sync"):
-                engine.sleep()
-            checkpoints.wait_for_copies()
-            measured = {} if begun is None else update(learner, batch, step, clock, begun)
-            if learner.critic:
-                measured |= critic.fit(learner, rolled, step, clock)
-                begun = pretrained(cfg, step + 1, measured) if begun is None else begun
-            with clock.phase("sync"):
-                engine.sync(learner.policy)
-            write_down(log, step + 1, rolled, batch, measured | clock.metrics() | checkpoints.metrics(), tokenizer)
-            if due(cfg.eval.every, step + 1, cfg.steps):
-                evaluate_all(step + 1)
-            stopping = asked_to_stop(stop)
-            if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                checkpoints.save(step + 1, beside_weights(cfg, history, begun))
-            if stopping and step + 1 < cfg.steps:
-                checkpoints.wait()
-                raise KeyboardInterrupt
-    export(learner.policy, source, folder / "hf")
-    if dist.rank() == 0:
-        print(runfolder.summary(folder), flush=True)
-    return learner.policy
+    engine.sync(learner.policy)
+    run = Run(task, learner, engine, sampler, history, checkpoints, log, saved["step"] if saved else 0)
+    if run.first == 0:
+        evaluate_sets(run, cfg.eval, step=0)
+    if cfg.advantage.kind == "soft_value":
+        run = replace(run, table=soft_value.table(sampler, task.prompts, cfg.advantage, folder, run.first > 0,
+                                                  partial(asked_to_stop, stop)))
+    return run
 
 
-def roles(learner: Learner) -> dict[str, Role]:
-    """What is saved and loaded."""
-    found = {"policy": (learner.policy, learner.optimizer), "critic": (learner.critic, learner.critic_optimizer)}
-    return {name: role for name, role in found.items() if role[0]}
+def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
+    """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
+    sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
+    run.log.evaluated(step, {
+        s.name: evaluate(run.engine, run.task.tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
+        for s in run.task.sets})
 
 
-def beside_weights(cfg: Config, history: data.PromptHistory, begun: int | None) -> dict:
-    """What a checkpoint holds beside them; rank 0 writes it."""
+def beside_weights(cfg: Config, history: PromptHistory) -> dict:
+    """What a checkpoint holds beside weights and moments; rank 0 writes it."""
     if dist.rank() > 0:
         return {}
-    return {"config": config.flatten(cfg), "history": history.state(), "begun": begun}
-
-
-def pretrained(cfg: Config, step: int, measured: dict[str, float]) -> int | None:
-    """The number of steps done if with them the critic is ready for the policy to learn, else None."""
-    explained = measured.get("critic/explained_variance", 0.0)
-    enough = cfg.critic.pretrain_until is not None and explained >= cfg.critic.pretrain_until
-    return step if step >= cfg.critic.pretrain_steps or enough else None
+    return {"config": config.flatten(cfg), "history": history.state()}
 
 
 def restore(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
-    """What the newest checkpoint holds beside the weights and moments; None to begin a run, or to begin it again."""
+    """Load the newest checkpoint; returns what it holds beside weights and moments, or None to begin."""
     if resume == "never":
         return None
     log.lock()
     saved = checkpoints.load()
     if resume == "always" and saved is None:
-        raise ConfigError(f"--resume: {checkpoints.folder} has no whole checkpoint, so no step of this run is left; "
-                          "--resume auto begins it again and clears its logs (checkpoint.every saves on the way)")
+        raise ConfigError(f"--resume: {checkpoints.folder} has no whole checkpoint, so no step of this run "
+                          "is left; --resume auto begins it again and clears its logs (checkpoint.every "
+                          "saves on the way)")
     return saved
 
 
-def check(cfg: Config) -> list[preflight.Check]:
-    """Load everything, as `train` does, and try it before a run. Raises ConfigError where it does not even load."""
-    source, tokenizer, problems, prompts, _ = load(cfg)
-    learner, engine = set_up(cfg, source, tokenizer)
-    return preflight.run(learner, engine, tokenizer, problems, prompts)
-
-
-def load(cfg: Config) -> tuple[Path, data.Tokenizer, list[Problem], list[Prompt], list[Set]]:
-    """The model's folder and tokenizer, the problems to train on, those as prompts, and the evaluation sets."""
+def load(cfg: Config) -> data.Task:
+    """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
-    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens)
+    system, longest = cfg.data.system_prompt, cfg.data.max_prompt_tokens
+    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer, system, longest)
     problems = data.load_problems(cfg.data.train, cfg.data.dir, training=True)
     problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:cfg.data.limit]
-    data.name_unreadable(cfg.data.train, problems)
-    prompts = data.to_prompts(problems, tokenizer, cfg.data.system_prompt, cfg.data.max_prompt_tokens,
-                              cfg.data.drop_longer)
-    return source, tokenizer, problems, prompts, sets
+    name_unreadable(cfg.data.train, {p.id: p.answer for p in problems})
+    prompts = data.to_prompts(problems, tokenizer, system, longest, cfg.data.drop_longer)
+    return data.Task(source, tokenizer, problems, prompts, sets)
 
 
 def due(every: int, step: int, last: int) -> bool:
-    """Whether something done every so many steps (0: never on the way) and after the last is done after this one."""
+    """Whether what is done every so many steps (0: never on the way) and after the last is due now."""
     return step == last or (every > 0 and step % every == 0)
 
 
-def set_up(cfg: Config, source: Path, tokenizer: data.Tokenizer) -> tuple[Learner, Engine]:
-    """Load the policy and a reference where the loss needs one; start the engine, to be synced. Raises ConfigError."""
+def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
+    """Load the models, and start the engine, which waits for its first sync. Raises ConfigError."""
     device = dist.init(cfg.device)
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    check_positions(source, longest, "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens")
+    check_positions(task.source, longest,
+                    "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens")
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
-    backend = choose_backend(cfg.model.attention, device, dtype)
-    policy = load_sharded(cfg, source, dtype, device)
-    referred = cfg.loss.kl or cfg.loss.residual
-    reference = load_sharded(cfg, source, dtype, device).requires_grad_(False) if referred else None
-    engine = start_engine(cfg.rollout.engine, source, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots,
-                          longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
-    learner = Learner(cfg, device, dtype, backend, policy, reference, adam(policy, cfg.optim))
+    learner = build_learner(cfg, task.source, device, dtype)
     if cfg.advantage.kind == "gae":
-        values = load_critic(cfg, source, dtype, device)
-        learner = replace(learner, critic=values, critic_optimizer=adam(values, critic.optim(cfg)))
-    return learner, engine
+        learner = critic.with_critic(learner, cfg, task.source)
+    spec = EngineSpec(task.source, dtype, device, learner.backend, task.tokenizer.eos_ids, cfg.rollout.slots,
+                      longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
+    return learner, start_engine(cfg.rollout.engine, spec)
 
 
-def load_sharded(cfg: Config, source: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The model spread over the ranks, with weights of at least float32, computing in `dtype`. No rank ever holds the
-    whole."""
-    model = empty_model(source, torch.promote_types(dtype, torch.float32))
-    spread(model, model, cfg, dtype, device)
-    load_weights(model, source)
-    return model
-
-
-def load_critic(cfg: Config, source: Path, dtype: torch.dtype, device: torch.device) -> Critic:
-    """A critic on the model's backbone, spread likewise."""
-    with torch.device("meta"):
-        shape, weights = read_shape(source), cfg.reward.weights
-        model = Critic(shape, *span(weights), cfg.critic.bounded).to(torch.promote_types(dtype, torch.float32))
-    spread(model, model.backbone, cfg, dtype, device)
-    load_weights(model.backbone, source)
-    for p in model.value.parameters():
-        torch.nn.init.zeros_(p)
-    return model
-
-
-def spread(model: torch.nn.Module, backbone: Decoder, cfg: Config, dtype: torch.dtype, device: torch.device) -> None:
-    dist.shard(model, backbone.layers, device, dtype, cfg.optim.offload)
-    model.to_empty(device="cpu" if cfg.optim.offload else device)
-    backbone.checkpoint_blocks = cfg.model.checkpoint_blocks
-
-
-def adam(model: torch.nn.Module, opt: Optim) -> torch.optim.Optimizer:
-    """With its moments in place, which a checkpoint may be loaded into before the first step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=opt.lr, betas=(opt.beta1, opt.beta2),
-                                  weight_decay=opt.weight_decay, fused=True)
-    for p in model.parameters():
-        optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
-
-
-def write_down(log: runfolder.Log, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
-               tokenizer: data.Tokenizer) -> None:
-    """What a step leaves in the logs."""
-    log.step(step, measured | metrics.of_rollout(rolled, batch))
-    log.write("decisions.jsonl", {"step": step} | metrics.decisions(rolled, batch))
-    done = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]
-    if done:
-        log.sample(step, as_read(done[0], rolled, tokenizer))
-
-
-def as_read(n: int, rolled: Rolled, tokenizer: data.Tokenizer) -> dict:
-    """A group as people read it; of its texts those that this rank holds. The advantage is that of the rewards, before
-    what a critic or a reference adds to it."""
-    group = rolled.groups[n]
-    texts = [tokenizer.decode(s.ids) for s in group.samples if isinstance(s, Sample)]
-    return {"id": group.prompt.id, "gold": group.prompt.answer, "prompt": tokenizer.decode(group.prompt.ids),
-            "texts": texts, "reward": rolled.reward_NG[n].tolist(), "advantage": rolled.adv_NG[n].tolist()}
+def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float]) -> None:
+    """Log a step: its metrics, what was kept, and one group as people read it. The advantage in it is that of
+    the rewards, before what a critic or a reference adds to it."""
+    run.log.step(step, measured)
+    run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
+    ended = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]
+    if ended:
+        n, decode = ended[0], run.task.tokenizer.decode
+        group = rolled.groups[n]
+        run.log.sample(step, {
+            "id": group.prompt.id, "gold": group.prompt.answer, "prompt": decode(group.prompt.ids),
+            "texts": [decode(s.ids) for s in group.samples], "reward": rolled.rewards.total_NG[n].tolist(),
+            "advantage": rolled.adv_NG[n].tolist()})
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     parser.add_argument("--resume", nargs="?", choices=get_args(Resume), default="never", const="always",
-                        help="go on from the run folder's newest checkpoint; auto: or begin where there is none")
-    parser.add_argument("--check", action="store_true", help="try everything that a run needs, print what was found, "
-                                                             "and stop; status 2 when something fails")
+                        help="go on from the newest checkpoint; auto: or begin where there is none")
+    parser.add_argument("--check", action="store_true",
+                        help="try all that a run needs, print it and stop; status 2 when something fails")
     args = parser.parse_args()
     try:
         cfg = config.load(args.config, args.set)
-        if not args.check:
-            if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
-                raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on after a "
-                                  "restart")
-            train(cfg, args.resume, Stop())
-            return 0
-        checks = check(cfg)
-        if dist.rank() == 0:
-            print(preflight.table(checks), flush=True)
-        return 0 if all(c.passed for c in checks) else 2
+        if args.check:
+            task = load(cfg)
+            return preflight.report(cfg, *set_up(cfg, task), task)
+        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
+            raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on "
+                              "after a restart")
+        train(cfg, args.resume, Stop())
+        return 0
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except NotFinite as error:
-        apart = any(group.owners for group in error.records.groups)
-        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}{f'_rank{dist.rank()}' if apart else ''}.pt"
-        if apart or dist.rank() == 0:
+        path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
+        if dist.rank() == 0:
             torch.save(error.records, path)
-            print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest checkpoint",
-                  file=sys.stderr)
+            print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest "
+                  "checkpoint", file=sys.stderr)
         return 1
     except OSError as error:
         if error.errno not in NOT_WRITABLE:
             raise
-        print(f"error: {error}; make room or allow writing there, and go on with --resume: the newest checkpoint is "
-              "whole", file=sys.stderr)
+        print(f"error: {error}; make room or allow writing there, and go on with --resume: the newest "
+              "checkpoint is whole", file=sys.stderr)
         return 2
     except RuntimeError:  # that of a rank whose peers are gone, among others
         print(f"rank {os.environ.get('RANK', 0)} stopped; --resume goes on from the newest checkpoint "

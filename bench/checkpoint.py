@@ -2,12 +2,13 @@
 
     python bench/checkpoint.py [--shape 50M] [--ranks 2] [--rounds 5]
 
-A model of random weights with Adam's moments on gloo ranks of this machine. Each round saves three ways in turn:
-`torch.save` of the gathered state by rank 0, torch.distributed.checkpoint while everything waits, and Winnow's
-Checkpoints, which goes on with passes through the model (a rollout's stand-in, weights unchanged), then with training
-steps. Lost in all is how much longer the passes and steps took than the same work without a save, standing still
-included: where ranks share their cores with the threads that write, as on two cores, nothing is done for free.
-Then loads on the same and on other numbers of ranks. Medians over the rounds, of the slowest rank.
+A model of random weights with Adam's moments on gloo ranks of this machine. Each round saves three ways in
+turn: `torch.save` of the gathered state by rank 0, torch.distributed.checkpoint while everything waits, and
+Winnow's Checkpoints, which goes on with passes through the model (a rollout's stand-in, weights unchanged),
+then with training steps. Lost in all is how much longer the passes and steps took than the same work without
+a save, standing still included: where ranks share their cores with the threads that write, as on two cores,
+nothing is free. Then loads on the same and on other numbers of ranks. Medians over the rounds, of the slowest
+rank.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import os
 import shutil
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -26,17 +28,24 @@ import torch
 import torch.distributed.checkpoint as dcp
 from shapes import write_config
 
-import checkpoint
-import dist
-from checkpoint import Checkpoints
 from config import Optim
+from infra import checkpoint, dist
+from infra.checkpoint import Checkpoints, Role
+from learner import adam
 from model import Decoder, empty_model, sdpa_padded
-from train import adam
 
 CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4
+# Key in the JSON line -> row of the table
+WAYS = {
+    "torch.save": "torch.save by rank 0, training waits",
+    "waiting": "torch.distributed.checkpoint, training waits",
+    "still": "in the background: training stands still",
+    "lost": "in the background: lost in all",
+}
 
 
-def learner(folder: str) -> tuple[Decoder, torch.optim.Optimizer]:
+def in_training(folder: str) -> tuple[Decoder, torch.optim.Optimizer]:
+    """A sharded model of random weights, and its optimizer."""
     model = empty_model(Path(folder), torch.float32)
     dist.shard(model, model.layers, CPU, torch.float32)
     model.to_empty(device=CPU)
@@ -50,65 +59,81 @@ def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: i
     position_T, ids_T = torch.arange(TOKENS), torch.arange(TOKENS) % 100
     for i in range(passes + steps):
         attend = sdpa_padded(torch.tensor([0, TOKENS]), TOKENS)
-        (-model(ids_T, position_T, attend, position_T, ids_T, 1.0, 4096).mean()).backward()
+        (-model(ids_T, position_T, attend, position_T, ids_T, 1.0).mean()).backward()
         if i >= passes:
             optimizer.step()
         optimizer.zero_grad()
 
 
-def timed(function) -> float:
-    """Of the slowest rank."""
+def timed(function: Callable[[], object]) -> float:
+    """Seconds of the slowest rank."""
     dist.barrier()
-    begun = perf_counter()
+    start = perf_counter()
     function()
-    return dist.max_over_ranks(perf_counter() - begun)
+    return dist.max_over_ranks(perf_counter() - start)
 
 
-def plainly(path: Path, role: tuple) -> None:
-    """What each rank must hand over, in one file."""
-    whole = {kind: {name: dist.full(t) for name, t in part.items()} for kind, part in checkpoint.tensors(*role).items()}
+def plainly(path: Path, role: Role) -> None:
+    """Save what each rank must hand over, in one file."""
+    whole = {
+        kind: {name: dist.full(t) for name, t in tensors.items()}
+        for kind, tensors in checkpoint.tensors(*role).items()
+    }
     if dist.rank() == 0:
         torch.save(whole, path)
         checkpoint.flush(path)
 
 
 def save(rank: int, ranks: int, folder: str, rounds: int) -> None:
+    """Save some rounds on one of the ranks; rank 0 writes saved.json."""
     join(rank, ranks, folder)
-    role, out = learner(folder), Path(folder) / "checkpoints"
+    role, out = in_training(folder), Path(folder) / "checkpoints"
     work(*role, passes=1, steps=1)
     checkpoints = Checkpoints(out, 1, {"policy": role}, CPU)
-    found: dict[str, list[float]] = {key: [] for key in ("torch.save", "waiting", "still", "lost")}
+    by_way: dict[str, list[float]] = {way: [] for way in WAYS}
     for step in range(rounds + 1):
-        plain = timed(lambda: plainly(Path(folder) / "plain.pt", role))
-        waiting = timed(lambda step=step: dcp.save(checkpoint.tensors(*role), checkpoint_id=out / f"waiting_{step}"))
-        if rank == 0:
-            shutil.rmtree(out / f"waiting_{step}")
-        alone = timed(lambda: work(*role, PASSES, STEPS))
-
-        def in_the_background(step: int = step) -> None:
-            checkpoints.save(step, {})
-            work(*role, PASSES, 0)
-            checkpoints.wait_for_copies()
-            work(*role, 0, STEPS)
-
-        beside = timed(in_the_background)
-        still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
-        written = timed(checkpoints.wait)
+        measured = save_each_way(role, checkpoints, step)
         if step > 0:  # the first makes the buffers
-            for key, seconds in zip(found, (plain, waiting, still, beside + written - alone), strict=True):
-                found[key].append(seconds)
+            for way, seconds in measured.items():
+                by_way[way].append(seconds)
     if rank == 0:
-        sizes = {"torch.save": (Path(folder) / "plain.pt").stat().st_size,
-                 "Checkpoints": sum(checkpoint.sizes(checkpoint.newest(out)).values())}
-        result = {"seconds": found, "bytes": sizes, "parameters": sum(p.numel() for p in role[0].parameters())}
-        (Path(folder) / "saved.json").write_text(json.dumps(result))
+        sizes = {
+            "torch.save": (out / "plain.pt").stat().st_size,
+            "Checkpoints": sum(checkpoint.sizes(checkpoint.newest(out)).values()),
+        }
+        parameters = sum(p.numel() for p in role[0].parameters())
+        saved = {"seconds": by_way, "bytes": sizes, "parameters": parameters}
+        (Path(folder) / "saved.json").write_text(json.dumps(saved))
     dist.close()
 
 
+def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, float]:
+    """Seconds that training loses to a save, by the way it is saved."""
+    out = checkpoints.folder
+    waiting_at = out / f"waiting_{step}"
+    out.mkdir(exist_ok=True)
+    plain = timed(lambda: plainly(out / "plain.pt", role))
+    waiting = timed(lambda: dcp.save(checkpoint.tensors(*role), checkpoint_id=waiting_at))
+    if dist.rank() == 0:
+        shutil.rmtree(waiting_at)
+    alone = timed(lambda: work(*role, PASSES, STEPS))
+
+    def in_the_background() -> None:
+        checkpoints.save(step, {})
+        work(*role, PASSES, 0)
+        checkpoints.wait_for_copies()
+        work(*role, 0, STEPS)
+
+    beside = timed(in_the_background)
+    still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
+    written = timed(checkpoints.wait)
+    return {"torch.save": plain, "waiting": waiting, "still": still, "lost": beside + written - alone}
+
+
 def load(rank: int, ranks: int, folder: str, rounds: int) -> None:
+    """Load some rounds on one of the ranks; rank 0 writes loaded<ranks>.json."""
     join(rank, ranks, folder)
-    role = learner(folder)
-    checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, {"policy": role}, CPU)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, {"policy": in_training(folder)}, CPU)
     seconds = [timed(checkpoints.load) for _ in range(rounds)]
     if rank == 0:
         (Path(folder) / f"loaded{ranks}.json").write_text(json.dumps(seconds))
@@ -116,15 +141,19 @@ def load(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 def join(rank: int, ranks: int, folder: str) -> None:
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store{ranks}", rank=rank,
-                                         world_size=ranks)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store{ranks}", rank=rank, world_size=ranks)
+
+
+def line(name: str, seconds: list[float]) -> str:
+    return f"{name:<44} {median(seconds):>8.3f} {min(seconds):>8.3f} - {max(seconds):.3f}"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shape", default="50M")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", default="50M", help="of bench/shapes.py")
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
@@ -138,23 +167,18 @@ def main() -> None:
             torch.multiprocessing.spawn(load, args=(ranks, folder, args.rounds), nprocs=ranks)
             loaded[ranks] = json.loads((Path(folder) / f"loaded{ranks}.json").read_text())
     seconds, sizes = saved["seconds"], saved["bytes"]
-
-    def spread(values: list[float]) -> str:
-        return f"{median(values):>8.3f} {min(values):>8.3f} - {max(values):.3f}"
-
-    print(f"{saved['parameters'] / 1e6:.1f}M parameters with Adam on {args.ranks} ranks, {args.rounds} rounds")
+    millions = saved["parameters"] / 1e6
+    print(f"{millions:.1f}M parameters with Adam on {args.ranks} ranks, {args.rounds} rounds")
     print(f"{'seconds':<44} {'median':>8} {'min - max':>16}")
-    for key, name in (("torch.save", "torch.save by rank 0, training waits"),
-                      ("waiting", "torch.distributed.checkpoint, training waits"),
-                      ("still", "in the background: training stands still"),
-                      ("lost", "in the background: lost in all")):
-        print(f"{name:<44} {spread(seconds[key])}")
+    for way, name in WAYS.items():
+        print(line(name, seconds[way]))
     for ranks, values in loaded.items():
-        print(f"{f'load on {ranks} rank' + 's' * (ranks > 1):<44} {spread(values)}")
+        print(line(f"load on {ranks} rank{'s' * (ranks > 1)}", values))
     ratio = median(a / b for a, b in zip(seconds["still"], seconds["waiting"], strict=True))
     print(f"stands still for {ratio:.2%} of a save that is waited for; "
           f"on disk {sizes['Checkpoints'] / 1e6:.1f} MB, by torch.save {sizes['torch.save'] / 1e6:.1f} MB")
-    print(json.dumps({"bench": "checkpoint", "shape": args.shape, "ranks": args.ranks} | saved | {"load": loaded}))
+    about = {"bench": "checkpoint", "shape": args.shape, "ranks": args.ranks}
+    print(json.dumps(about | saved | {"load": loaded}))
 
 
 if __name__ == "__main__":

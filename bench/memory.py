@@ -2,42 +2,41 @@
 
     python bench/memory.py [--measure 10M 50M]
 
-First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as `log_softmax`
-gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU has done in minutes; one
-line has that of Qwen2.5-0.5B, where the head's gradient counts too, and few tokens, on which chunks do not depend.
-Dense, 16,384 tokens do not fit here, so that line is extended from the two sizes before it, and marked so.
+First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as
+`log_softmax` gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU
+takes minutes; one line has that of Qwen2.5-0.5B, where the head's gradient counts too, and few tokens, on
+which chunks do not depend. Dense, 16,384 tokens do not fit here, so that line is extended from the two sizes
+before it, and marked so.
 
-Then the peak of a training step by model and tokens per row, by the count of `peak_bytes`, and for the models of
---measure beside what one step took here, in float32. Each measurement runs in a process of its own, whose peak resident
-memory above that before the work is taken.
+Then the peak of a training step by model and tokens per row, by the count of memory.py (`peak_bytes`), and
+for the models of --measure beside what one step took here, in float32. Each measurement runs in a process of
+its own, and is its peak resident memory above that before the work.
 """
 
 import argparse
 import json
 import multiprocessing
 import os
-import resource
 import sys
 import tempfile
+from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from resident import peak
 from shapes import SHAPES, random_model, write_config
 from tqdm import tqdm
 
-import dist
 from config import Optim
-from model import ChunkedLogProb, Shape, empty_model, read_shape, sdpa_padded
-from train import adam
+from infra import dist
+from learner import adam
+from memory import peak_bytes
+from model import ChunkedLogProb, Shape, read_shape, sdpa_padded
 
-GIB, VOCAB, SEQUENCE, CHUNK = 2**30, 151_936, 1024, 1024
-
-
-def resident() -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 
 
 def loss(width: int, tokens: int, chunk: int | None) -> None:
@@ -55,103 +54,97 @@ def step(shape: str, tokens: int, recompute: bool) -> None:
     """One training step on a row of sequences of SEQUENCE tokens, as train.py makes it."""
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(write_config(shape, Path(folder)), torch.float32, torch.device("cpu"))
-    dist.shard(model, model.layers, torch.device("cpu"), torch.float32)
+        model = random_model(write_config(shape, Path(folder)), torch.float32, CPU)
+    dist.shard(model, model.layers, CPU, torch.float32)
     model.checkpoint_blocks = recompute
     optimizer = adam(model, Optim(lr=1e-4))
-    ids_T, position_T = torch.randint(model.shape.vocab_size, (tokens,)), torch.arange(tokens) % SEQUENCE
+    ids_T = torch.randint(model.shape.vocab_size, (tokens,))
+    place_T = torch.arange(tokens)
     attend = sdpa_padded(torch.arange(0, tokens + 1, SEQUENCE), SEQUENCE)
     for _ in range(2):
-        model(ids_T, position_T, attend, torch.arange(tokens), ids_T, 1.0, CHUNK).mean().backward()
+        logp_C = model(ids_T, place_T % SEQUENCE, attend, place_T, ids_T, 1.0)
+        logp_C.mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
 
-def peak_bytes(shape: Shape, parameters: int, tokens: int, ranks: int, recompute: bool, element: int) -> int:
-    """Of a training step on one rank, all tokens of the row completion tokens; `element` bytes a computed number.
-
-    state     weights, gradients and two moments in float32, spread over the ranks
-    gathered  the embedding (and head), one block, and the gradients of both, in the computation's dtype and as float32
-    blocks    what backward needs of each block, and one block's gradients; with `recompute` the input of each alone,
-              and all of one
-    loss      logits of a chunk, as float32, and again as their gradient
-    """
-    root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-    block = (parameters - root) // shape.layers
-    state = 16 * parameters // ranks
-    gathered = (root + block) * (2 * element + 4)
-    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    # What autograd keeps of a block, per token: of each norm its input and two stages; queries, keys and values as they
-    # are and padded; what attention gives, likewise; four products of the MLP.
-    inside = 6 * shape.hidden_size + 2 * heads + 2 * shape.heads * shape.head_dim + 4 * shape.intermediate_size
-    kept = shape.layers * shape.hidden_size + 2 * inside if recompute else (shape.layers + 1) * inside
-    return state + gathered + tokens * kept * element + 2 * CHUNK * shape.vocab_size * 4
-
-
-def apart(function, *arguments) -> int:
+def apart(function: Callable, *arguments) -> int:
     """Peak bytes of one call, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measured, function, *arguments).result()
 
 
-def measured(function, *arguments) -> int:
+def measured(function: Callable, *arguments) -> int:
     torch.set_num_threads(1)
     step("1M", SEQUENCE, True)  # what any run loads
-    before = resident()
+    before = peak()
     function(*arguments)
-    return resident() - before
+    return peak() - before
 
 
 def losses() -> dict[str, int]:
     """Bytes by way and tokens; those of the last dense line are extended, not measured."""
-    found = {}
-    for width, tokens, chunk in tqdm([(64, 2048, None), (64, 4096, None), (64, 16384, 1024), (64, 16384, 4096),
-                                      (896, 2048, 1024)], "loss"):
+    sizes = {}
+    for width, tokens, chunk in tqdm([(64, 2048, None), (64, 4096, None), (64, 16384, 1024),
+                                      (64, 16384, 4096), (896, 2048, 1024)], "loss"):
         way = f"width {width}, " + ("dense" if chunk is None else f"chunks of {chunk}")
-        found[way, tokens] = apart(loss, width, tokens, chunk)
-    small, large = found["width 64, dense", 2048], found["width 64, dense", 4096]
+        sizes[way, tokens] = apart(loss, width, tokens, chunk)
+    small, large = sizes["width 64, dense", 2048], sizes["width 64, dense", 4096]
     most = large + (large - small) * (16384 - 4096) // 2048
-    found["width 64, dense, extended linearly", 16384] = most
+    sizes["width 64, dense, extended linearly", 16384] = most
     print(f"{'loss at a vocabulary of ' + format(VOCAB, ','):<40} {'tokens':>7} {'GiB':>6} {'of dense':>9}")
-    for (how, tokens), size in found.items():
-        share = f"1 / {most / size:.1f}" if "chunks" in how else ""
-        print(f"{how:<40} {tokens:>7,} {size / GIB:>6.2f} {share:>9}")
-    return {f"{how} {tokens}": size for (how, tokens), size in found.items()}
+    for (way, tokens), size in sizes.items():
+        share = f"1 / {most / size:.1f}" if "chunks" in way else ""
+        print(f"{way:<40} {tokens:>7,} {size / GIB:>6.2f} {share:>9}", flush=True)
+    return {f"{way} {tokens}": size for (way, tokens), size in sizes.items()}
+
+
+def shape_of(name: str) -> Shape:
+    with tempfile.TemporaryDirectory() as folder:
+        return read_shape(write_config(name, Path(folder)))
+
+
+def counted_and_measured(name: str, tokens: int, recompute: bool) -> dict:
+    """The peak of a step in float32 on one rank, by the count and as it was here."""
+    computed = peak_bytes(shape_of(name), tokens, recompute, element=4, chunk=CHUNK)
+    real = apart(step, name, tokens, recompute)
+    print(f"{name:<16} {tokens:>7,} {recompute!s:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
+          f"{computed / real:>6.2f}", flush=True)
+    return {"shape": name, "tokens": tokens, "recompute": recompute, "computed": computed, "measured": real}
+
+
+def print_counts(name: str, ranks: int, recompute: bool) -> None:
+    """Print a line of GiB in bfloat16."""
+    shape = shape_of(name)
+    cells = [peak_bytes(shape, tokens, recompute, element=2, chunk=CHUNK, ranks=ranks) / GIB
+             for tokens in (4096, 16384, 65536)]
+    label = f"{name}, {ranks} rank{'s' * (ranks > 1)}{', recomputed' * recompute}"
+    print(f"{label:<40} " + " ".join(f"{cell:>8.1f}" for cell in cells))
 
 
 def models(names: list[str]) -> list[dict]:
+    print(f"\n{'float32, 1 rank':<16} {'tokens':>7} {'recompute':>10} {'computed':>9} {'measured':>9} "
+          f"{'ratio':>6}")
     rows = []
-    with tempfile.TemporaryDirectory() as folder:
-        shapes = {}
-        for name in SHAPES:
-            source = write_config(name, Path(folder))
-            shapes[name] = read_shape(source), sum(p.numel() for p in empty_model(source, torch.float32).parameters())
-    print(f"\n{'float32, 1 rank':<16} {'tokens':>7} {'recompute':>10} {'computed':>9} {'measured':>9} {'ratio':>6}")
     for name in names:
         for tokens in (2048, 8192):
-            for recompute in (False, True):
-                computed = peak_bytes(*shapes[name], tokens, 1, recompute, 4)
-                real = apart(step, name, tokens, recompute)
-                rows.append({"shape": name, "tokens": tokens, "recompute": recompute, "computed": computed,
-                             "measured": real})
-                print(f"{name:<16} {tokens:>7,} {recompute!s:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
-                      f"{computed / real:>6.2f}")
-    print(f"\n{'bfloat16, GiB on each rank, computed':<40} " + " ".join(f"{t:>8,}" for t in (4096, 16384, 65536)))
+            rows += [counted_and_measured(name, tokens, recompute) for recompute in (False, True)]
+    header = " ".join(f"{tokens:>8,}" for tokens in (4096, 16384, 65536))
+    print(f"\n{'bfloat16, GiB on each rank, computed':<40} {header}")
     for name in ("0.5B", "1.5B", "7B"):
         for ranks in (1, 8):
             for recompute in (False, True):
-                cells = [peak_bytes(*shapes[name], tokens, ranks, recompute, 2) / GIB
-                         for tokens in (4096, 16384, 65536)]
-                label = f"{name}, {ranks} rank{'s' * (ranks > 1)}{', recomputed' * recompute}"
-                print(f"{label:<40} " + " ".join(f"{cell:>8.1f}" for cell in cells))
+                print_counts(name, ranks, recompute)
     return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", default=["10M", "50M"], choices=SHAPES)
     args = parser.parse_args()
-    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"  # freed memory goes back at once: bytes in use, not the heap's holes
+    # Freed memory goes back at once: bytes in use, not the heap's holes.
+    os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     print(json.dumps({"bench": "memory", "loss": losses(), "models": models(args.measure)}))
 
 

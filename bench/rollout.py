@@ -1,12 +1,14 @@
 """Tokens per second of TorchEngine, vLLM and transformers' generate, and what a weight sync costs.
 
-    python bench/rollout.py              # vLLM where it is installed (`.venv-vllm` after `make test-vllm`)
+    python bench/rollout.py [--shapes 1M,10M]    # and transformers, vLLM where they are installed
+    .venv-vllm/bin/python bench/rollout.py       # after `make test-vllm`
 
-Every engine answers the same prompts (16 of them, 16 times each) with exactly 64 tokens, sampled at temperature 1 in
-float32 on the CPU and bfloat16 on CUDA. Each runs in a process of its own, in turns, so that memory is its own and a
-drift of the machine meets all; the first generation of a process is not timed. Memory is the process's peak (CUDA: the
-device's in use). The sync is that of a Qwen2.5-0.5B-shaped policy, whole on one rank and sharded by FSDP2 over two;
-extra memory is rank 0's peak during the sync above what was in use before it.
+Every engine answers the same prompts (16 of them, 16 times each) with exactly 64 tokens, sampled at
+temperature 1 in float32 on the CPU and bfloat16 on CUDA. Each runs in a process of its own, in turns, so that
+memory is its own and a drift of the machine meets all; the first generation of a process is not timed. Memory
+is the process's peak (CUDA: the device's in use). The sync is that of a Qwen2.5-0.5B-shaped policy, whole on
+one rank and sharded by FSDP2 over two; extra memory is rank 0's peak during the sync above what was in use
+before it.
 """
 
 import argparse
@@ -16,6 +18,7 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,162 +27,169 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from shapes import random_model, write_config
+import resident
+from shapes import engine_spec, random_model, write_config
 
-import dist
-from model import choose_backend
+from infra import dist
+from records import EngineSpec
 from rollout import start_engine
 
-ROUNDS, TIMINGS, PROMPTS, COPIES, NEW = 3, 2, 16, 16, 64
+ROUNDS, TIMINGS, PROMPTS, COPIES, NEW, GIB = 3, 2, 16, 16, 64, 2**30
 ENGINES = {"torch": None, "vllm": "vllm", "transformers": "transformers"}  # and the package each needs
 
 
 def prompts() -> list[tuple[int, ...]]:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(20, 80, (PROMPTS,), generator=generator).tolist()
-    return [tuple(torch.randint(3, 400, (n,), generator=generator).tolist()) for n in lengths for _ in range(COPIES)]
-
-
-def peak(device: torch.device) -> float:
-    """GiB: of this process so far, or in use on the device."""
-    if device.type == "cuda":
-        free, total = torch.cuda.mem_get_info(device)
-        return (total - free) / 2**30
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) / 2**20
-
-
-def in_use(device: torch.device) -> float:
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device) / 2**30
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) for line in lines if line.startswith("VmRSS")) / 2**20
-
-
-def forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    else:
-        Path("/proc/self/clear_refs").write_text("5")
+    drawn = [tuple(torch.randint(3, 400, (n,), generator=generator).tolist()) for n in lengths]
+    return [prompt for prompt in drawn for _ in range(COPIES)]
 
 
 def generate(kind: str, shape: str) -> dict:
-    """In a process of its own: seconds of each timed generation, and memory."""
-    device = dist.init("auto")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
-    wanted = prompts()
+    """In a process of its own: seconds of each timed generation, and memory in GiB."""
+    device, asked = dist.init("auto"), prompts()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(shape, Path(temporary))
-        if kind == "transformers":
-            answer = by_transformers(folder, dtype, device, wanted)
-        else:
-            engine = start_engine(kind, folder, dtype, device, choose_backend("auto", device, dtype), frozenset(),
-                                  len(wanted), max(map(len, wanted)) + NEW)
-            engine.sync(random_model(folder, dtype, device))
-
-            def answer(turn: int) -> int:
-                seeds = [turn * len(wanted) + i for i in range(len(wanted))]
-                return sum(len(s.ids) for s in engine.generate(wanted, seeds, NEW, 1.0))
-
+        spec = engine_spec(folder, device, len(asked), max(map(len, asked)) + NEW)
+        answer = by_transformers(spec, asked) if kind == "transformers" else by_engine(kind, spec, asked)
         seconds = []
         for turn in range(TIMINGS + 1):
-            begun = perf_counter()
-            assert answer(turn) == len(wanted) * NEW
-            seconds.append(perf_counter() - begun)
-    return {"seconds": seconds[1:], "gib": peak(device)}
+            start = perf_counter()
+            assert answer(turn) == len(asked) * NEW
+            seconds.append(perf_counter() - start)
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return {"seconds": seconds[1:], "gib": (total - free) / GIB}
+    return {"seconds": seconds[1:], "gib": resident.peak() / GIB}
 
 
-def by_transformers(folder: Path, dtype: torch.dtype, device: torch.device, wanted: list[tuple[int, ...]]):
+def by_engine(kind: str, spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[[int], int]:
+    """One of Winnow's engines, as a function that answers all prompts and returns the number of tokens."""
+    engine = start_engine(kind, spec)
+    engine.sync(random_model(spec.folder, spec.dtype, spec.device))
+
+    def answer(turn: int) -> int:
+        seeds = [turn * len(asked) + i for i in range(len(asked))]
+        return sum(len(s.ids) for s in engine.generate(asked, seeds, NEW, 1.0))
+
+    return answer
+
+
+def by_transformers(spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[[int], int]:
     import transformers
 
     transformers.logging.set_verbosity_error()
-    shape = transformers.AutoConfig.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=dtype).to(device).eval()
-    longest = max(map(len, wanted))
-    ids = torch.tensor([(0,) * (longest - len(p)) + p for p in wanted], device=device)
-    mask = torch.tensor([(0,) * (longest - len(p)) + (1,) * len(p) for p in wanted], device=device)
+    shape = transformers.AutoConfig.from_pretrained(spec.folder)
+    model = transformers.AutoModelForCausalLM.from_config(shape, dtype=spec.dtype).to(spec.device).eval()
+    longest = max(map(len, asked))
+    ids = torch.tensor([(0,) * (longest - len(p)) + p for p in asked], device=spec.device)
+    mask = torch.tensor([(0,) * (longest - len(p)) + (1,) * len(p) for p in asked], device=spec.device)
 
     def answer(turn: int) -> int:
         torch.manual_seed(turn)
-        out = model.generate(ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-                             max_new_tokens=NEW, min_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+        out = model.generate(
+            ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
+            max_new_tokens=NEW, min_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
         return out[:, longest:].numel()
 
     return answer
 
 
 def sync(kind: str, sharded: bool) -> dict:
-    """In a process of its own: seconds of a few syncs, and the largest extra memory of one."""
+    """In a process of its own: seconds of a few syncs, and the largest extra memory of one in GiB."""
     device = dist.init("auto")
-    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config("0.5B", Path(temporary))
         policy = random_model(folder, torch.float32, device)
-        engine = start_engine(kind, folder, dtype, device, choose_backend("auto", device, dtype), frozenset(), 4, 256)
-        largest = max(p.numel() for p in policy.parameters()) * 4 / 2**30
+        engine = start_engine(kind, engine_spec(folder, device, 4, 256))
+        largest = max(p.numel() for p in policy.parameters()) * 4 / GIB
         if sharded:
             dist.shard(policy, policy.layers, device, torch.float32)
         engine.sync(policy)
-        seconds, extra = [], []
-        for _ in range(TIMINGS):
-            rest = in_use(device)
-            forget_peak(device)
-            begun = perf_counter()
-            engine.sync(policy)
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            seconds.append(perf_counter() - begun)
-            top = torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else peak(device)
-            extra.append(top - rest)
-    return {"seconds": seconds, "extra": max(extra), "largest": largest}
+        measured = [one_sync(engine, policy, device) for _ in range(TIMINGS)]
+    return {"seconds": [seconds for seconds, _ in measured],
+            "extra": max(extra for _, extra in measured) / GIB, "largest": largest}
+
+
+def one_sync(engine, policy, device: torch.device) -> tuple[float, int]:
+    """(seconds, bytes at the peak above those before)."""
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        resident.forget_peak()
+    before = torch.cuda.memory_allocated(device) if cuda else resident.resident()
+    start = perf_counter()
+    engine.sync(policy)
+    if cuda:
+        torch.cuda.synchronize()
+    seconds = perf_counter() - start
+    peak = torch.cuda.max_memory_allocated(device) if cuda else resident.peak()
+    return seconds, peak - before
 
 
 def child(*arguments: str, ranks: int = 1) -> dict:
+    """What this script measures with these arguments, in processes of its own."""
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
     launcher = torchrun if ranks > 1 else [sys.executable]
-    done = subprocess.run([*launcher, __file__, *arguments], capture_output=True, text=True, env=env)
-    if done.returncode:
-        sys.exit(f"{arguments} failed:\n{done.stderr[-2000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
+    command = [*launcher, __file__, "--child", *arguments]
+    process = subprocess.run(command, capture_output=True, text=True, env=env)
+    if process.returncode:
+        sys.exit(f"{arguments} failed:\n{process.stderr[-2000:]}")
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def generations(shape: str, kinds: list[str]) -> list[dict]:
+    """Tokens per second of each engine, in turns."""
+    tokens = PROMPTS * COPIES * NEW
+    runs = [{kind: child("generate", kind, shape) for kind in kinds} for _ in range(ROUNDS)]
+    rows = []
+    for kind in kinds:
+        rates = sorted(tokens / s for run in runs for s in run[kind]["seconds"])
+        row = {"shape": shape, "engine": kind, "rate": median(rates), "min": rates[0], "max": rates[-1],
+               "gib": max(run[kind]["gib"] for run in runs)}
+        rows.append(row)
+        print(f"{shape:<6} {kind:<14} {row['rate']:>9,.0f} {row['min']:>8,.0f} - {row['max']:<6,.0f} "
+              f"{row['gib']:>6.2f}", flush=True)
+    return rows
+
+
+def syncs(kind: str) -> list[dict]:
+    """A sync from a policy that is whole, and from a sharded one."""
+    rows = []
+    for how, ranks in (("plain", 1), ("FSDP2", 2)):
+        measured = child("sync", kind, how, ranks=ranks)
+        seconds = sorted(measured["seconds"])
+        rows.append({"engine": kind, "policy": how} | measured)
+        print(f"{kind:<14} {how:<7} {median(seconds):>8.3f} {seconds[0]:>6.3f} - {seconds[-1]:.3f} "
+              f"{measured['extra']:>10.2f} {measured['largest']:>15.2f}", flush=True)
+    return rows
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py, separated by commas")
-    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        what, *rest = args.child
-        found = generate(*rest) if what == "generate" else sync(rest[0], rest[1] == "FSDP2")
+        what, kind, how = args.child
+        measured = generate(kind, how) if what == "generate" else sync(kind, how == "FSDP2")
         if dist.rank() == 0:
-            print(json.dumps(found))
+            print(json.dumps(measured))
         dist.close()
         return
-    there = [kind for kind, package in ENGINES.items() if package is None or importlib.util.find_spec(package)]
+    there = [kind for kind, package in ENGINES.items()
+             if package is None or importlib.util.find_spec(package)]
     tokens = PROMPTS * COPIES * NEW
-    results: dict[str, list] = {"generate": [], "sync": []}
     print(f"{tokens:,} tokens; not installed here: {', '.join(set(ENGINES) - set(there)) or 'none'}")
     print(f"{'shape':<6} {'engine':<14} {'tokens/s':>9} {'min - max':>17} {'GiB':>6}")
-    for shape in args.shapes.split(","):
-        runs = [{kind: child("--child", "generate", kind, shape) for kind in there} for _ in range(ROUNDS)]
-        for kind in there:
-            rates = sorted(tokens / s for run in runs for s in run[kind]["seconds"])
-            row = {"shape": shape, "engine": kind, "rate": median(rates), "min": rates[0], "max": rates[-1],
-                   "gib": max(run[kind]["gib"] for run in runs)}
-            results["generate"].append(row)
-            print(f"{shape:<6} {kind:<14} {row['rate']:>9,.0f} {row['min']:>8,.0f} - {row['max']:<6,.0f} "
-                  f"{row['gib']:>6.2f}", flush=True)
+    rates = [row for shape in args.shapes.split(",") for row in generations(shape, there)]
     print(f"\n{'sync of 0.5B':<14} {'policy':<7} {'seconds':>8} {'min - max':>14} {'extra GiB':>10} "
           f"{'largest tensor':>15}")
-    for kind in (kind for kind in there if kind != "transformers"):
-        for how in ("plain", "FSDP2"):
-            found = child("--child", "sync", kind, how, ranks=1 if how == "plain" else 2)
-            s = sorted(found["seconds"])
-            results["sync"].append({"engine": kind, "policy": how} | found)
-            print(f"{kind:<14} {how:<7} {median(s):>8.3f} {s[0]:>6.3f} - {s[-1]:.3f} {found['extra']:>10.2f} "
-                  f"{found['largest']:>15.2f}", flush=True)
-    print(json.dumps({"bench": "rollout", "tokens": tokens} | results))
+    synced = [row for kind in there if kind != "transformers" for row in syncs(kind)]
+    print(json.dumps({"bench": "rollout", "tokens": tokens, "generate": rates, "sync": synced}))
 
 
 if __name__ == "__main__":

@@ -1,15 +1,25 @@
-"""Models of known shapes with random weights, for the benches: nothing is downloaded and no weights are written."""
+"""Models of known shapes with random weights, for the benches: nothing is downloaded and no weights are
+written.
+"""
 
 import json
 from pathlib import Path
 
 import torch
 
-from model import Decoder, empty_model
+from model import Decoder, choose_backend, empty_model
+from records import EngineSpec
 
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "rms_norm_eps": 1e-6,
-        "rope_theta": 1e6, "max_position_embeddings": 32768, "torch_dtype": "bfloat16",
-        "eos_token_id": 2}
+QWEN = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 1e6,
+    "max_position_embeddings": 32768,
+    "torch_dtype": "bfloat16",
+    "eos_token_id": 2,
+}
 SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "1M": (128, 384, 4, 4, 2, 477),                    # toy/model
     "10M": (384, 1024, 6, 6, 2, 2048),
@@ -22,8 +32,8 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
 
 def write_config(shape: str, folder: Path) -> Path:
     """A model folder that holds config.json alone."""
-    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads",
-            "vocab_size")
+    keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+            "num_key_value_heads", "vocab_size")
     sizes = dict(zip(keys, SHAPES[shape], strict=True)) | {"tie_word_embeddings": shape != "7B"}
     (folder / "config.json").write_text(json.dumps(QWEN | sizes))
     return folder
@@ -39,3 +49,10 @@ def random_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Deco
         else:
             p.fill_(0.0 if name.endswith("bias") else 1.0)
     return model
+
+
+def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int) -> EngineSpec:
+    """For an engine in bfloat16 on CUDA and float32 on the CPU, none of whose completions ends by itself."""
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    backend = choose_backend("auto", device, dtype)
+    return EngineSpec(folder, dtype, device, backend, frozenset(), slots, max_len)

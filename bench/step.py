@@ -1,18 +1,19 @@
-"""Where does a step's time go, and what does pruning save?
+"""Where does a step's time go, what does pruning save, and what does it cost that every rank holds all of it?
 
-    python bench/step.py
+    python bench/step.py [--completions 8192]
 
-One rollout of the toy (16 prompts x 16 completions), then updates on it at keep = 16, 8, 4, 2, 1 of 16. The machine's
-speed drifts, so each update is timed beside an unpruned one and the ratio of the two is what counts: median of five
-pairs. `tokens` went through the policy, prompts included.
+One rollout of the toy (16 prompts x 16 completions), then updates on it at keep = 16, 8, 4, 2, 1 of 16.
+The machine's speed drifts, so each update is timed beside an unpruned one and the ratio of the two is what
+counts: median of five pairs. `tokens` went through the policy, prompts included.
 
-Then how 512 completions of 4,096 tokens travel between 4 ranks, all to all or a quarter of them to each: median of
-three rounds, each of the slowest rank's seconds, and the bytes that a rank gets.
+Then 4 ranks of this machine, each of which has sampled a quarter of so many completions of 4,096 tokens, give
+them to one another as training does: seconds of the slowest rank, and how far the resident memory of the
+fullest rises above what it was before, with its own quarter. A token of a record takes 12 bytes: 4 of its id
+and 8 of its log-prob. The default takes some 6 GiB on the machine.
 """
 
+import argparse
 import json
-import os
-import pickle
 import sys
 import tempfile
 from dataclasses import replace
@@ -23,108 +24,141 @@ from time import perf_counter
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
+from resident import forget_peak, peak, resident
 
-import collect
 import config
-import data
-import dist
-import exchange
-import metrics
 import train
-import update
-from advantage import group_norm
-from prune import COMPLETIONS, Offer
-from sample import Batch, Group, Prompt, Sample, lengths
+from advantage import advantage
+from collect import Sampler, Selection, choose, gather_samples
+from history import PromptHistory
+from infra import dist
+from learner import Learner
+from metrics import Clock
+from records import Rolled, Sample
+from update import update
 
 PAIRS = 5
-RANKS, COUNT, TOKENS, ROUNDS = 4, 512, 4096, 3
+RANKS, TOKENS, ROUNDS, TOKEN_BYTES = 4, 4096, 3, 12
+
+
+def pruning() -> dict:
+    """Time the phases of a step of the toy, and its update by what is kept."""
+    cfg = config.load("cppo_toy.yaml")
+    task = train.load(cfg)
+    learner, engine = train.set_up(cfg, task)
+    engine.sync(learner.policy)
+    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+    turns = history.draw(cfg.rollout.prompts_per_step)
+    sampler.rollout(turns)  # warm up
+    clock = Clock()
+    with clock.phase("rollout"):
+        groups = sampler.rollout(turns)
+    with clock.phase("reward"):
+        rewards = sampler.score(groups)
+    with clock.phase("sync"):
+        engine.sync(learner.policy)
+    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+    updated(learner, rolled, cfg, cfg.rollout.group_size)  # warm up
+    print("seconds of the phases that pruning does not change: "
+          + "  ".join(f"{name} {s:.3f}" for name, s in clock.seconds.items()))
+    print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
+          f"{'of unpruned':>12} {'min - max':>15}")
+    return {"phases": clock.seconds, "pairs": PAIRS,
+            "results": [beside_unpruned(learner, rolled, cfg, keep) for keep in (16, 8, 4, 2, 1)]}
+
+
+def beside_unpruned(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> dict:
+    """Time updates on `keep` completions of each group, each after one on all of them."""
+    pairs = [(updated(learner, rolled, cfg, cfg.rollout.group_size), updated(learner, rolled, cfg, keep))
+             for _ in range(PAIRS)]
+    whole, pruned = pairs[0]
+    ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
+    row = {
+        "keep": keep,
+        "tokens": pruned["pack/tokens"],
+        "share": pruned["pack/tokens"] / whole["pack/tokens"],
+        "rows": pruned["pack/rows"],
+        "density": pruned["pack/density"],
+        "pack": median(b["time/pack"] for _, b in pairs),
+        "update": median(b["time/update"] for _, b in pairs),
+        "ratio": median(ratios), "ratio_min": ratios[0], "ratio_max": ratios[-1],
+    }
+    print(f"{keep:>4} {row['tokens']:>8,} {row['share']:>7.3f} {row['rows']:>5} {row['density']:>8.2f} "
+          f"{row['pack']:>8.4f} {row['update']:>9.3f} {row['ratio']:>12.3f} "
+          f"{row['ratio_min']:>7.3f} - {row['ratio_max']:.3f}", flush=True)
+    return row
+
+
+def updated(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> dict[str, float]:
+    """Update on `keep` completions of each group; returns the update's metrics and its seconds by phase."""
+    completions = replace(cfg.prune.completions, keep=keep)
+    selection = Selection.of(replace(cfg, prune=replace(cfg.prune, completions=completions)))
+    clock = Clock()
+    measured = update(learner, choose(rolled, selection, seed=0), 0, clock)
+    return measured | clock.metrics()
+
+
+def travelling(completions: int) -> dict:
+    """Measure on ranks of their own how completions get to all of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(travel, args=(folder, completions), nprocs=RANKS)
+        travelled = json.loads((Path(folder) / "travelled.json").read_text())
+    tokens, seconds, risen = completions * TOKENS, travelled["seconds"], max(travelled["risen"])
+    print(f"\n{completions:,} completions of {TOKENS:,} tokens on {RANKS} ranks, {ROUNDS} rounds\n"
+          f"{'of each rank':<38} {'MiB':>8} {'bytes a token':>14}")
+    for name, size in (("records of the whole step", tokens * TOKEN_BYTES),
+                       ("resident at the peak, above before", risen)):
+        print(f"{name:<38} {size / 2**20:>8,.0f} {size / tokens:>14.1f}")
+    print(f"seconds until every rank has them: "
+          f"{median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f})")
+    return {"completions": completions, "tokens": TOKENS, "ranks": RANKS} | travelled
+
+
+def travel(rank: int, folder: str, completions: int) -> None:
+    """Gather the completions of all ranks on this one, a few times."""
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
+    mine = sampled(rank, len(range(rank, completions, RANKS)))
+    gather_samples(mine[:1])  # connections and code that the first call loads
+    before = resident()
+    seconds, risen = [], []
+    for _ in range(ROUNDS):
+        forget_peak()
+        dist.barrier()
+        start = perf_counter()
+        step = gather_samples(mine)
+        seconds.append(dist.max_over_ranks(perf_counter() - start))
+        risen.append(dist.max_over_ranks(peak() - before))
+        assert len(step) == completions
+        del step
+    if rank == 0:
+        measured = {"seconds": seconds, "risen": risen}
+        (Path(folder) / "travelled.json").write_text(json.dumps(measured))
+    dist.close()
+
+
+def sampled(seed: int, count: int) -> list[Sample]:
+    """Completions of TOKENS tokens each, drawn at random."""
+    generator = torch.Generator().manual_seed(seed)
+    samples = []
+    for _ in range(count):
+        ids_T = torch.randint(150_000, (TOKENS,), generator=generator)
+        logp_T = torch.rand(TOKENS, generator=generator, dtype=torch.float64).log()
+        samples.append(Sample(ids_T.tolist(), logp_T.tolist(), True))
+    return samples
 
 
 def main() -> None:
-    cfg = config.load("cppo_toy.yaml")
-    source = Path(cfg.model.path)
-    tokenizer = data.Tokenizer(source)
-    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, cfg.data.max_prompt_tokens)
-    learner, engine = train.set_up(cfg, source, tokenizer)
-    engine.sync(learner.policy)
-    turns = data.PromptHistory(0.5).draw(prompts, cfg.prune.prompts, cfg.seed, cfg.rollout.prompts_per_step)
-    collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)  # warm up
-    shared = metrics.Clock()
-    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, shared, None)
-    with shared.phase("sync"):
-        engine.sync(learner.policy)
-    adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
-
-    def updated(keep: int) -> dict[str, float]:
-        settings = replace(cfg.prune.completions, keep=keep)
-        clock = metrics.Clock()
-        offer = Offer(adv_NG, lengths(groups, cfg.rollout.group_size), cfg.loss.per, cfg.loss.kl == 0, seed=0)
-        pruned = COMPLETIONS[settings.kind](offer, settings)
-        batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
-        measured = update.update(learner, batch, 0, clock)
-        return measured | clock.metrics()
-
-    updated(cfg.rollout.group_size)  # warm up
-    results = []
-    print("seconds of the phases that pruning does not change: "
-          + "  ".join(f"{name} {s:.3f}" for name, s in shared.seconds.items()))
-    print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
-          f"{'of unpruned':>12} {'min - max':>15}")
-    for keep in (16, 8, 4, 2, 1):
-        pairs = [(updated(cfg.rollout.group_size), updated(keep)) for _ in range(PAIRS)]
-        whole, pruned = pairs[0]
-        ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
-        row = {"keep": keep, "tokens": pruned["pack/tokens"], "share": pruned["pack/tokens"] / whole["pack/tokens"],
-               "rows": pruned["pack/rows"], "density": pruned["pack/density"],
-               "pack": median(b["time/pack"] for _, b in pairs), "update": median(b["time/update"] for _, b in pairs),
-               "ratio": median(ratios), "ratio_min": ratios[0], "ratio_max": ratios[-1]}
-        results.append(row)
-        print(f"{keep:>4} {row['tokens']:>8,} {row['share']:>7.3f} {row['rows']:>5} {row['density']:>8.2f} "
-              f"{row['pack']:>8.4f} {row['update']:>9.3f} {row['ratio']:>12.3f} "
-              f"{row['ratio_min']:>7.3f} - {row['ratio_max']:.3f}")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--completions", type=int, default=8192, metavar="N",
+                        help="completions that travel (default: 8192)")
+    args = parser.parse_args()
+    pruned = pruning()
     dist.close()
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(travel, args=(folder,), nprocs=RANKS)
-        travelled = json.loads((Path(folder) / "travelled.json").read_text())
-    print(f"\n{'completions travel':<36} {'seconds':>8} {'min - max':>15} {'MiB':>6}")
-    for how, (seconds, size) in travelled.items():
-        print(f"{how:<36} {median(seconds):>8.2f} {min(seconds):>7.2f} - {max(seconds):.2f} {size / 2**20:>6.1f}")
-    print(json.dumps({"bench": "step", "phases": shared.seconds, "pairs": PAIRS, "results": results,
-                      "travel": travelled}))
-
-
-def travel(rank: int, folder: str) -> None:
-    """Time on one of the ranks how completions get to where they are wanted."""
-    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(RANKS), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    generator = torch.Generator().manual_seed(rank)
-    drawn = [(torch.randint(150_000, (TOKENS,), generator=generator).tolist(),
-              torch.rand(TOKENS, generator=generator, dtype=torch.float64).log().tolist())
-             for _ in range(COUNT // RANKS)]
-    mine = [Sample(ids, logp, True) for ids, logp in drawn]
-    # Every rank trains on each fourth completion, so three quarters of them have to travel.
-    hands = [[(n, 0) for n in range(rank, COUNT, RANKS)] for rank in range(RANKS)]
-
-    def where_needed() -> None:
-        whole, owners = exchange.gather(mine, limit=0)
-        exchange.fetch([Group(Prompt("", (0,), ""), (s,), (owner,)) for s, owner in zip(whole, owners, strict=True)],
-                       hands)
-
-    flat = COUNT * TOKENS * 12  # an id of 4 bytes and a log-prob of 8
-    ways = {"all to all, pickled lists (before)": (lambda: dist.gather(drawn), len(pickle.dumps(drawn)) * RANKS),
-            "all to all, flat arrays": (lambda: exchange.gather(mine, limit=COUNT * TOKENS), flat),
-            "to the rank that trains on them": (where_needed, flat // RANKS)}
-    found: dict[str, tuple[list[float], int]] = {how: ([], size) for how, (_, size) in ways.items()}
-    for _ in range(ROUNDS):
-        for how, (send, _) in ways.items():
-            dist.barrier()
-            begun = perf_counter()
-            send()
-            found[how][0].append(dist.max_over_ranks(perf_counter() - begun))
-    if rank == 0:
-        (Path(folder) / "travelled.json").write_text(json.dumps(found))
-    dist.close()
+    print(json.dumps({"bench": "step"} | pruned | {"travel": travelling(args.completions)}))
 
 
 if __name__ == "__main__":

@@ -9,11 +9,11 @@ import pytest
 import torch
 
 import config
-import dist
 import model as decoder
-import reward
-from prune import Pruned
-from sample import Batch, Group, Prompt, Sample, Turn
+from infra import dist
+from infra.weights import save_weights
+from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Turn
+from verify import grade as grading
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"
@@ -44,7 +44,7 @@ def write_tiny(folder: Path, seed: int = 0, std: float = 0.3, **changes) -> Path
     for name, parameter in model.named_parameters():
         if "norm" not in name:
             torch.nn.init.normal_(parameter, std=std, generator=generator)
-    decoder.save_weights(model.requires_grad_(False), folder)
+    save_weights(model.requires_grad_(False), folder)
     return folder
 
 
@@ -104,9 +104,16 @@ def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch
     return Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
 
 
-__all__ = ["ROOT", "TOY", "as_batch", "load", "make_groups", "toy_config", "write_tiny"]
+def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor | None = None) -> Rolled:
+    """One round in which every prompt offered was rolled out, scored by accuracy alone."""
+    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
+    turns = [Turn(group.prompt, 0) for group in groups]
+    return Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
+
+
+__all__ = ["ROOT", "TOY", "as_batch", "as_rolled", "load", "make_groups", "toy_config", "write_tiny"]
 
 
 def verdict(gold: str, answer: str | None) -> str:
     """How the verifier judges an answer."""
-    return reward.judged(reward.verification(gold, answer))
+    return grading.finish_verdict(grading.begin_verdict(gold, answer))

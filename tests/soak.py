@@ -18,9 +18,8 @@ from statistics import median
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config
-import dist
-import runfolder
 import train
+from infra import dist, runfolder
 
 SETTINGS = ["rollout.group_size=8", "rollout.prompts_per_step=4", "pack.capacity=512", "loss.kl=0.05",
             "eval.every=100", "checkpoint.keep=2"]

@@ -23,11 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from tqdm import tqdm
 
-import checkpoint
 import config
-import dist
-import runfolder
-import train
+from infra import checkpoint, dist, runfolder
+from learner import adam
 from model import load_model
 
 ROOT = Path(__file__).parent.parent
@@ -76,7 +74,7 @@ def record(out: Path) -> tuple:
     """All that must be the same."""
     step = (out / "checkpoints" / "latest").read_text()
     model = load_model(ROOT / "toy" / "model", torch.float32, torch.device("cpu"))
-    state = checkpoint.tensors(model, train.adam(model, config.load(out / "config.yaml").optim))
+    state = checkpoint.tensors(model, adam(model, config.load(out / "config.yaml").optim))
     checkpoint.restore(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}

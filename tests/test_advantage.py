@@ -5,16 +5,10 @@ import math
 import pytest
 import torch
 
-from advantage import (
-    Scores,
-    adaptive_lambda,
-    centred,
-    decoupled,
-    gae,
-    group_norm,
-    leave_one_out,
-    soft_value,
-)
+from advantage import centred, decoupled, group_norm, leave_one_out
+from methods.critic import adaptive_lambda, gae
+from methods.soft_value import soft_value
+from records import Rewards
 
 
 @pytest.mark.parametrize("right", range(1, 16))
@@ -61,26 +55,24 @@ def test_centred_and_leave_one_out_by_hand():
     torch.testing.assert_close(leave_one_out(reward_NG)[0], torch.tensor([1.0, -1 / 3, -1 / 3, -1 / 3]))
 
 
-def scores(parts: dict[str, list[list[float]]], weights: dict[str, float]) -> Scores:
-    parts = {name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}
-    return Scores(sum(weights[name] * part for name, part in parts.items()), parts, weights,
-                  torch.full((2, 1), torch.nan))
+def rewards(parts: dict[str, list[list[float]]], weights: dict[str, float]) -> Rewards:
+    return Rewards({name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}, weights)
 
 
 def test_decoupled_tells_rewards_apart_that_have_the_same_sum():
     """Right and long, or wrong and short: one reward, but two advantages. One component alone is the group z-score, up
     to the step's scale, which is 1 after it. Without any difference there is no advantage."""
     parts = {"accuracy": [[1, 0, 0, 0], [1, 1, 0, 0]], "overlong": [[-1, 0, 0, -1], [0, 0, 0, 0]]}
-    both = scores(parts, {"accuracy": 1.0, "overlong": 1.0})
-    assert both.reward_NG[0, 0] == both.reward_NG[0, 1]
+    both = rewards(parts, {"accuracy": 1.0, "overlong": 1.0})
+    assert both.total_NG[0, 0] == both.total_NG[0, 1]
     adv_NG = decoupled(both, 1, 0.0 + 1e-12)
     assert adv_NG[0, 0] > adv_NG[0, 1] + 0.1
     assert adv_NG.std(correction=0).item() == pytest.approx(1)
     torch.testing.assert_close(adv_NG.sum(dim=1), torch.zeros(2, dtype=torch.float64))
-    alone = decoupled(scores({"accuracy": parts["accuracy"]}, {"accuracy": 3.0}), 1, 1e-12)
+    alone = decoupled(rewards({"accuracy": parts["accuracy"]}, {"accuracy": 3.0}), 1, 1e-12)
     z_NG = group_norm(torch.tensor(parts["accuracy"], dtype=torch.float64), 1, 1e-12)
     torch.testing.assert_close(alone / z_NG, torch.full_like(z_NG, float(1 / z_NG.std(correction=0))))
-    assert not decoupled(scores({"accuracy": [[1, 1], [0, 0]]}, {"accuracy": 1.0}), 1, 1e-4).any()
+    assert not decoupled(rewards({"accuracy": [[1, 1], [0, 0]]}, {"accuracy": 1.0}), 1, 1e-4).any()
 
 
 def test_the_soft_value_lies_between_mean_and_maximum():
@@ -141,8 +133,7 @@ def test_lambda_by_length():
     """VAPO's 0.05: 200 tokens 0.9; up to 20 the formula is not above 0. A reward reaches the first of any number of
     tokens with e^(-1 / alpha)."""
     lengths = torch.tensor([1, 20, 40, 200, 4000], dtype=torch.float64)
-    assert adaptive_lambda(lengths, 0.05, 0.0).tolist() == pytest.approx([0, 0, 0.5, 0.9, 0.995])
-    assert adaptive_lambda(lengths, 0.05, 0.6).tolist() == pytest.approx([0.6, 0.6, 0.6, 0.9, 0.995])
+    assert adaptive_lambda(lengths, 0.05).tolist() == pytest.approx([0, 0, 0.5, 0.9, 0.995])
     long = torch.tensor([10_000.0], dtype=torch.float64)
     for alpha in (0.5, 1.0, 1.5):
-        assert (adaptive_lambda(long, alpha, 0.0) ** long).item() == pytest.approx(math.exp(-1 / alpha), rel=1e-3)
+        assert (adaptive_lambda(long, alpha) ** long).item() == pytest.approx(math.exp(-1 / alpha), rel=1e-3)

@@ -1,5 +1,7 @@
-"""What a text marks as its answer, and which answers are equal, on cases written out by hand. No case is from a data
-set or from the labelled cases that the verifier is measured on."""
+"""What a text marks as its answer, and which answers are equal, on cases written out by hand.
+
+No case is from a data set or from the labelled cases that the verifier is measured on.
+"""
 
 import json
 import random
@@ -8,10 +10,10 @@ from fractions import Fraction
 import pytest
 from conftest import ROOT, verdict
 
-import answer
-import reward
-from answer import equal, number
-from extract import extract, last_boxed, last_number
+from verify import answer
+from verify import grade as grading
+from verify.answer import equal, number
+from verify.extract import extract, last_boxed, last_number
 
 SHARED = ROOT.parent / "shared" / "data"
 
@@ -30,10 +32,13 @@ SHARED = ROOT.parent / "shared" / "data"
     ("<answer>7", None), (r"<think>\boxed{1}</think> The answer is 2", "2"),
     (r"<think>\boxed{1}</think> Done.", "1"),
     ("The answer is 90 degrees.", "90 degrees"), ("The final answer is $x+1$, because it is even.", "x+1"),
-    ("Final Answer: The area of the triangle is 120. I hope it is correct.", "120"), ("**Answer:** **42**", "42"),
+    ("Final Answer: The area of the triangle is 120. I hope it is correct.", "120"),
+    ("**Answer:** **42**", "42"),
     ("The answer is \\[ 9 \\]\nas was asked.", " 9 "), ("## Final Answer\n\n42", "42"),
-    ("the answers are $1$ and $2$.", "1, 2"), ("The answer is 3.5.", "3.5"), ("Answer: 1, 2, and 3", "1, 2, and 3"),
-    ("The answer is 6.\nThis answer is correct.", "6"), ("The answer is 6. So the answer is not in doubt.", "6"),
+    ("the answers are $1$ and $2$.", "1, 2"), ("The answer is 3.5.", "3.5"),
+    ("Answer: 1, 2, and 3", "1, 2, and 3"),
+    ("The answer is 6.\nThis answer is correct.", "6"),
+    ("The answer is 6. So the answer is not in doubt.", "6"),
     ("The answer is 5, which is the largest.", "5"), ("The answer is 5. I hope my answer is helpful.", "5"),
     ("The answer is $18 (since $9 x 2 = $18).", "$18"), ("Therefore, the answer is simply 5 (five).", "5"),
     ("The answer is $12 or $13.", "$12 or $13"), (r"\boxed{1} \\ \text{and} \\ \boxed{2}", "1, 2"),
@@ -58,8 +63,10 @@ def test_last_boxed_reads_its_text_once():
 
 EQUAL = r"""
 numbers: 12 | 12. | +12 | 12.0 | \$12 | $12$ | \text{12} | {12} | (12) | \left(12\right) | x = 12 | \boxed{12}
-thousands: 2125000 | 2,125,000 | 2{,}125{,}000 | 2\,125\,000 | 2 125 000 | 2,\!125,\!000 | 2.125\times10^6 | 2.125e6
-fractions: \frac{3}{4} | 3/4 | \dfrac34 | \frac 3 4 | 0.75 | .75 | \tfrac{3}{4} | \frac{-3}{-4} | (3)/(4) | \frac{6}{8}
+thousands: 2125000 | 2,125,000 | 2{,}125{,}000 | 2\,125\,000 | 2 125 000 | 2,\!125,\!000 | 2.125\times10^6
+millions: 2125000 | 2.125e6
+fractions: \frac{3}{4} | 3/4 | \dfrac34 | \frac 3 4 | 0.75 | .75 | \tfrac{3}{4} | \frac{-3}{-4} | \frac{6}{8}
+bracketed fractions: \frac{3}{4} | (3)/(4)
 mixed: 2\frac{3}{4} | 2 \dfrac{3}{4} | 2 3/4 | \frac{11}{4} | 2.75
 repeating: 0.\overline{27} | \frac{3}{11}
 negative: -\frac{1}{2} | \frac{-1}{2} | \frac{1}{-2} | -0.5 | -.5 | −1/2 | -1/2
@@ -192,16 +199,21 @@ def test_spellings_of_one_value_are_equal_both_ways(spellings):
 
 
 @pytest.mark.parametrize(("gold", "written"), [
-    ("(B)", r"\textbf{(B) }42"), ("42", r"\textbf{(B) }42"), ("42", "B. 42"), (r"\frac34", r"\frac68=\frac34"),
-    ("7", "3+4=7"), ("5", "f(2)=5"), ("11:21", "V_1:V_2=11:21"), ("(0,9) \\cup (9,36)", r"(0,36)\setminus\{9\}"),
+    ("(B)", r"\textbf{(B) }42"), ("42", r"\textbf{(B) }42"), ("42", "B. 42"),
+    (r"\frac34", r"\frac68=\frac34"),
+    ("7", "3+4=7"), ("5", "f(2)=5"), ("11:21", "V_1:V_2=11:21"),
+    ("(0,9) \\cup (9,36)", r"(0,36)\setminus\{9\}"),
     ("(3,2)", "x=3, y=2"), ("x=3, y=2", "(3,2)"), ("25", "m+n=25"), ("5", "f(-1)=5"), ("12", r"[ABC]=12"),
     ("5", "|z|=5"), ("5", "5 = x"), ("5", "AM = 5"),
-    ("90", r"m\angle A = 90^\circ"), ("(1,2)", r"\vec v=(1,2)"), (r"\{1,2\}", r"S=\{1,2\}"), ("ellipse", "an ellipse"),
-    (r"\frac13", "0.333..."), (r"\sqrt2,-\sqrt2", r"\sqrt2\approx1.41, -\sqrt2\approx-1.41"), ("6.2", r"r \approx 6.2"),
+    ("90", r"m\angle A = 90^\circ"), ("(1,2)", r"\vec v=(1,2)"), (r"\{1,2\}", r"S=\{1,2\}"),
+    ("ellipse", "an ellipse"),
+    (r"\frac13", "0.333..."), (r"\sqrt2,-\sqrt2", r"\sqrt2\approx1.41, -\sqrt2\approx-1.41"),
+    ("6.2", r"r \approx 6.2"),
     (r"\ln 2", r"\log_e 2"), (r"\sqrt[3]{2}", r"\sqrt[3]2"), (r"\binom{10}{3}", r"{10 \choose 3}"),
     ("2:3", r"2\text{ to }3"),
     ("p=5,q=2;p=7,q=2", r"p=5, q=2 \text{ and } p=7, q=2"),
-    ("1,2,3,4", "1,2,3,4,4"), ("4.6e-24", r"4.6 \times 10^{-24}"), ("-1./3", r"-\frac13"), ("5", r"5\text{ (exactly)}"),
+    ("1,2,3,4", "1,2,3,4,4"), ("4.6e-24", r"4.6 \times 10^{-24}"), ("-1./3", r"-\frac13"),
+    ("5", r"5\text{ (exactly)}"),
 ])
 def test_an_answer_may_say_more_than_the_gold_one(gold, written):
     assert verdict(gold, written) == "right"
@@ -218,7 +230,8 @@ def test_different_values_are_not_equal(values):
 def spelled(value: Fraction, rng: random.Random) -> str:
     """One of the ways to write it."""
     top, bottom = value.numerator, value.denominator
-    ways = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"-\frac{{{-top}}}{{{bottom}}}", f"x={top}/{bottom}"]
+    ways = [f"{top}/{bottom}", rf"\frac{{{top}}}{{{bottom}}}", rf"-\frac{{{-top}}}{{{bottom}}}",
+            f"x={top}/{bottom}"]
     if bottom in (1, 2, 4, 5, 8, 10):
         ways += [f"{float(value)}", f"{float(value)}e0", rf"{float(value) / 1000:.9f}\times10^{{3}}",
                  f"{float(value):,}"]
@@ -230,7 +243,8 @@ def spelled(value: Fraction, rng: random.Random) -> str:
 def test_numbers_are_equal_exactly_when_their_values_are():
     rng = random.Random(0)
     for _ in range(3000):
-        a, b = (Fraction(rng.randint(-40, 40) * rng.choice((1, 1000)), rng.choice((1, 1, 2, 3, 4, 7, 8))) for _ in "ab")
+        a, b = (Fraction(rng.randint(-40, 40) * rng.choice((1, 1000)), rng.choice((1, 1, 2, 3, 4, 7, 8)))
+                for _ in "ab")
         b = rng.choice((a, -a, b, a + 1))
         left, right = spelled(a, rng), spelled(b, rng)
         assert verdict(left, right) == ("right" if a == b else "wrong"), (left, right)
@@ -238,8 +252,10 @@ def test_numbers_are_equal_exactly_when_their_values_are():
 
 @pytest.mark.parametrize(("text", "value"), [
     ("0.1", Fraction(1, 10)), (".5", Fraction(1, 2)), ("-3", Fraction(-3)), (r"10^{-3}", Fraction(1, 1000)),
-    (r"2\frac{3}{4}", Fraction(11, 4)), (r"-2\frac{3}{4}", Fraction(-11, 4)), ("1/0", None), ("x", None), ("", None),
-    (r"0.1\overline{6}", Fraction(1, 6)), ("1,234", Fraction(1234)), ("1,23", None), (".", None), ("2*3", None),
+    (r"2\frac{3}{4}", Fraction(11, 4)), (r"-2\frac{3}{4}", Fraction(-11, 4)),
+    ("1/0", None), ("x", None), ("", None),
+    (r"0.1\overline{6}", Fraction(1, 6)), ("1,234", Fraction(1234)), ("1,23", None),
+    (".", None), ("2*3", None),
     (r"10^{9999}", None), ("9" * 5000, None), (r"\frac{1}{x}", None), ("1 1/2", Fraction(3, 2)),
     ("11/2", Fraction(11, 2))])
 def test_number(text, value):
@@ -265,18 +281,15 @@ def test_relations_in_a_row_end():
     assert not equal("1", "a = b = c = d", lambda a, b: False)
 
 
-PIECES = ("{", "}", "(", ")", "[", "]", "\\boxed{", "\\frac", "\\sqrt{", "^", "_", "\\\\", "&", "$", "\\text{",
-          "\\begin{pmatrix}",
-          "\\in", "\\end{pmatrix}", ",", ";", " and ", "=", "<", "\\le", "1", "23", ".", "e5", "x", "\\pm", "\\cup",
-          ":", "%",
-          "\x00",
-          "\u202e", "π", "\\", '"', "####", "<answer>", "</answer>", "The answer is ", "\n", " ", "-", "|", "!",
-          "\\{", "\\}",
-          "<think>", "</think>", "9" * 50, "\ud800", "²")
+PIECES = ("{", "}", "(", ")", "[", "]", "\\boxed{", "\\frac", "\\sqrt{", "^", "_", "\\\\", "&", "$",
+          "\\text{", "\\begin{pmatrix}", "\\in", "\\end{pmatrix}", ",", ";", " and ", "=", "<", "\\le", "1",
+          "23", ".", "e5", "x", "\\pm", "\\cup", ":", "%", "\x00", "\u202e", "π", "\\", '"', "####",
+          "<answer>", "</answer>", "The answer is ", "\n", " ", "-", "|", "!", "\\{", "\\}", "<think>",
+          "</think>", "9" * 50, "\ud800", "²")
 
 
 def test_no_text_makes_the_trainers_part_fail():
-    """Only what structure leaves to algebra leaves this process; everything before must return on any text."""
+    """Only what structure leaves to algebra leaves this process; all before must return on any text."""
     rng = random.Random(0)
 
     def other(gold: str, text: str) -> bool:
@@ -290,8 +303,9 @@ def test_no_text_makes_the_trainers_part_fail():
         answer.readable(text, lambda x: True)
 
 
-@pytest.mark.parametrize("text", ["{" * 10**6, "}" * 10**6, "$" * 10**6, "answer " * 10**5, "answer is " * 10**5,
-                                  "<answer>" * 10**5, "#" * 10**6, " " * 10**6, "\\boxed{" * 10**5, "\n" * 10**6,
+@pytest.mark.parametrize("text", ["{" * 10**6, "}" * 10**6, "$" * 10**6, "answer " * 10**5,
+                                  "answer is " * 10**5, "<answer>" * 10**5, "#" * 10**6, " " * 10**6,
+                                  "\\boxed{" * 10**5, "\n" * 10**6,
                                   "\\boxed{1}, " * 10**5, "$x$ and " * 10**5, "the answer is $" + "x" * 10**6,
                                   "\\text{" * 10**5 + "}" * 10**5, "-" * 10**6, "1" * 10**6, "1," * 10**6])
 def test_a_megabyte_is_read_once(text):
@@ -316,9 +330,9 @@ def lines(name: str) -> list[dict]:
 @needs_data
 def test_the_labelled_cases():
     cases = lines("grader_cases")
-    grades = reward.grade([(case["gold"], case["completion"]) for case in cases])
-    judged = [graded["verdict"] == "right" for graded in grades]
-    wrong = [case for case, right in zip(cases, judged, strict=True) if case["correct"] != right]
+    grades = grading.grade([(case["gold"], case["completion"]) for case in cases])
+    rights = [graded["verdict"] == "right" for graded in grades]
+    wrong = [case for case, right in zip(cases, rights, strict=True) if case["correct"] != right]
     assert len(cases) == 412 and len(wrong) <= 4
     assert sum(not case["correct"] for case in wrong) <= 2
 
@@ -328,7 +342,7 @@ def test_the_labelled_cases():
 def test_every_gold_solution_is_right(name):
     """But for rows that box several different things, and the two whose box is empty in the source."""
     rows = lines(name)
-    grades = reward.grade([(row["answer"], row["solution"]) for row in rows])
+    grades = grading.grade([(row["answer"], row["solution"]) for row in rows])
     exceptions = [row for row, graded in zip(rows, grades, strict=True) if graded["verdict"] != "right"]
     assert all(row.get("all_boxed") or row.get("answer_raw") == "" for row in exceptions), exceptions
     assert len(exceptions) == {"math_train": 13, "math_test4500": 7}.get(name, 0)
@@ -336,10 +350,11 @@ def test_every_gold_solution_is_right(name):
 
 @needs_data
 def test_every_gold_answer_is_right_and_nearly_all_can_be_read():
-    golds = [row["answer"] for name in ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23",
-                                        "minerva_math", "olympiadbench") for row in lines(name)]
+    names = ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23", "minerva_math",
+             "olympiadbench")
+    golds = [row["answer"] for name in names for row in lines(name)]
     assert all(verdict(gold, gold) == "right" for gold in golds)
-    assert len(reward.unreadable(golds)) <= 5
+    assert len(grading.unreadable(golds)) <= 5
 
 
 @needs_data
@@ -351,7 +366,7 @@ def test_different_golds_are_different():
     rng = random.Random(1)
     pairs = [rng.sample(golds, 2) for _ in range(10_000)]
     for a, b in pairs:
-        reward.verification(a, b)
+        grading.begin_verdict(a, b)
     same = [(a, b) for a, b in pairs if verdict(a, b) == "right"]
     assert all(value(a) == value(b) is not None for a, b in same), same
     assert len(same) < 20

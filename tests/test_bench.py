@@ -9,9 +9,9 @@ from conftest import ROOT
 
 
 def lines(*command: str) -> list[str]:
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    process = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return process.stdout.splitlines()
 
 
 @pytest.mark.slow
@@ -21,6 +21,7 @@ def test_the_gpu_bench_runs_every_part_and_says_when_there_is_no_device():
     assert [row["backend"] for row in result["attention"]][0] == "sdpa"
     assert result["rollout"][0]["rate"] > 0
     keeps = {(row["capacity"], row["keep"], row["recompute"]): row["tokens"] for row in result["update"]}
-    assert keeps[256, 16, False] == keeps[1024, 16, False] == keeps[1024, 16, True] > 2 * keeps[1024, 4, False]
+    assert keeps[256, 16, False] == keeps[1024, 16, False] == keeps[1024, 16, True]
+    assert keeps[1024, 16, False] > 2 * keeps[1024, 4, False]
     assert all(row["flop_s"] > 0 for row in result["update"])
     assert ("NO CUDA DEVICE" in printed[0]) == (result["device"] == "CPU")

@@ -11,13 +11,14 @@ import torch
 from conftest import ROOT, TOY, load, nudge, toy_config, weights
 from test_invariance import on_ranks
 
-import checkpoint
 import data
-import dist
+import learner
 import train
-from checkpoint import Checkpoints
 from config import ConfigError
-from model import Decoder, export, read_shape
+from infra import checkpoint, dist
+from infra.checkpoint import Checkpoints
+from infra.weights import export
+from model import Decoder, read_shape
 
 CPU = torch.device("cpu")
 
@@ -37,8 +38,8 @@ def learn(model, optimizer) -> None:
 
 def sharded():
     cfg = toy_config(ROOT / "runs" / "unused")
-    model = train.load_sharded(cfg, TOY, torch.float32, CPU)
-    return model, train.adam(model, cfg.optim)
+    model = learner.load_sharded(cfg, TOY, CPU, torch.float32)
+    return model, learner.adam(model, cfg.optim)
 
 
 @pytest.fixture
@@ -193,14 +194,16 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
         Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU).load()
 
 
-def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path):
-    final = weights(train.train(toy_config(tmp_path / "run", "steps=1", "model.dtype=float32")))
+def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, monkeypatch, capsys):
+    few = ["steps=1", "model.dtype=float32", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
+    final = weights(train.train(toy_config(tmp_path / "run", *few)))
     path = tmp_path / "run" / "checkpoints" / "step_000001"
-    command = [sys.executable, str(ROOT / "checkpoint.py"), str(path), "--out", str(tmp_path / "hf")]
-    subprocess.run(command, check=True, cwd=ROOT)
+    command = [str(ROOT / "learner.py"), str(path), "--out", str(tmp_path / "hf")]
+    subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
     exported = weights(load(tmp_path / "hf"))
     assert all(torch.equal(exported[name], p) for name, p in final.items())
     assert data.Tokenizer(tmp_path / "hf").eos_ids == data.Tokenizer(TOY).eos_ids
     (path / "extra.pt").unlink()
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and "is not a whole checkpoint" in done.stderr
+    monkeypatch.setattr(sys, "argv", command)
+    monkeypatch.setattr(dist, "close", lambda: None)
+    assert learner.main() == 2 and "is not a whole checkpoint" in capsys.readouterr().err

@@ -6,20 +6,23 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, load, toy_config, weights
+from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
+from test_invariance import on_ranks
 
-import checkpoint
 import collect
+import config
 import data
-import dist
-import metrics
-import runfolder
+import history
 import train
 import update
-from advantage import group_norm
-from checkpoint import Checkpoints, tensors
-from prune import Pruned
-from sample import Batch, Prompt, Sample
+from advantage import advantage
+from collect import Sampler, Selection, choose, lacks
+from config import ConfigError
+from infra import checkpoint, dist, runfolder
+from infra.checkpoint import Checkpoints, tensors
+from methods import soft_value
+from metrics import Clock
+from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
 TOKENIZER = data.Tokenizer(TOY)
 
@@ -39,38 +42,47 @@ class Script:
         return [Sample(ids, (-1.0,) * len(ids), True) for ids in texts]
 
 
-class Saying(runfolder.Log):
-    said = ""
-
-    def say(self, text):
-        self.said += text
+def prompts_of(letters: str) -> list[Prompt]:
+    return [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate(letters)]
 
 
 def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
-    """(kinds of the prompts rolled out by round, Rolled, Batch, what was said) of so many steps over these prompts,
+    """(kinds of the prompts rolled out by round, Rolled, Batch, what is short) of so many steps over these prompts,
     in their order."""
-    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate(letters)]
+    prompts = prompts_of(letters)
     cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "rollout.prompts_per_step=4", "steps=9", *settings,
                      name="grpo_toy.yaml")
-    history, script = data.PromptHistory(0.5), Script(prompts)
+    script, selection = Script(prompts), Selection.of(cfg)
+    sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
+    memory = history.PromptHistory(prompts, cfg.prune.prompts, cfg.seed,
+                                   collect.middle(cfg.reward, cfg.rollout.differ_in))
     out = []
     for step in range(count):
-        script.rounds, log = [], Saying(None)
-        rolled, batch = collect.collect(script, TOKENIZER, prompts, history, cfg, step, metrics.Clock(), log)
+        script.rounds, rolled, seed = [], Rolled(), dist.seed_for(cfg.seed, step, "prune")
+        while asked := lacks(rolled, selection, seed):
+            turns = memory.draw(asked)
+            groups = sampler.rollout(turns)
+            rewards = sampler.score(groups)
+            newest = Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+            memory.record(newest)
+            rolled += newest
+        batch = choose(rolled, selection, seed)
+        memory.adapt(rolled)
         assert [turn.prompt for turn in rolled.turns if turn.kept] == [group.prompt for group in rolled.groups]
-        out.append((["".join(kinds) for kinds in script.rounds], rolled, batch, log.said))
+        out.append((["".join(kinds) for kinds in script.rounds], rolled, batch,
+                    collect.shortage(rolled, batch, selection)))
     return out
 
 
 @pytest.fixture
 def in_order(monkeypatch):
-    monkeypatch.setattr(data, "order", lambda count, seed, epoch: range(count))
+    monkeypatch.setattr(history, "order", lambda count, seed, epoch: range(count))
 
 
 def test_offered_is_one_round_of_all(in_order, tmp_path):
     (rounds, rolled, batch, _), (after, *_) = steps(tmp_path, "eehiihee", 2)
     assert rounds == ["eehi"] and after == ["ihee"]
-    assert (batch.slots, batch.offered, len(batch.groups), rolled.rounds) == ([0, 1, 2, 3], 4, 4, 1)
+    assert (batch.places, batch.offered, len(batch.groups), len(rolled.sizes)) == ([0, 1, 2, 3], 4, 4, 1)
 
 
 def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tmp_path):
@@ -80,14 +92,14 @@ def test_informative_goes_on_until_enough_differ_and_drops_the_rest(in_order, tm
                                                        "rollout.until=informative")
     assert rounds == ["eiheeh", "hieeei", "ieiehh"] and after == ["iiiihh"] and said == ""
     assert [group.prompt.id for group in batch.groups] == ["i1", "i7", "i11", "i12"]
-    assert (batch.slots, batch.offered, rolled.rounds, len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 18)
+    assert (batch.places, batch.offered, len(rolled.sizes), len(rolled.groups)) == ([0, 1, 2, 3], 4, 3, 18)
     assert (batch.adv_NG != 0).any(dim=1).all() and batch.pruned.weight_NG.unique().tolist() == [1]
 
 
 def test_after_the_last_round_a_step_goes_on_with_what_it_has_and_says_so(in_order, tmp_path):
     (rounds, _, batch, said), = steps(tmp_path, "eiheeh", 1, "rollout.until=informative", "rollout.max_rounds=2")
     assert rounds == ["eiheeh"] * 2 and (len(batch.groups), batch.offered) == (2, 2)
-    assert said == "step 1: 2 groups short after 2 rounds; training on the 2 groups there are"
+    assert said == "2 groups short after 2 rounds; training on the 2 groups there are"
     (_, _, nothing, said), = steps(tmp_path, "eheh", 1, "rollout.until=informative", "rollout.max_rounds=3")
     assert nothing.groups == [] and nothing.offered == 0 and nothing.adv_NG.shape == (0, 4) and "4 groups short" in said
 
@@ -98,14 +110,14 @@ def test_greso_rounds_are_as_large_as_it_estimates(in_order, tmp_path):
     (rounds, rolled, batch, said), = steps(tmp_path, "iehehe" "ieheeh" "eheheh" "iieheh" "ii", 1,
                                            "rollout.until=informative", "prune.prompts.kind=greso")
     assert rounds == ["iehehe", "ieheeh", "eheheh", "iieheh"] and said == ""
-    assert (len(batch.groups), batch.offered, rolled.rounds) == (4, 4, 4)
+    assert (len(batch.groups), batch.offered, len(rolled.sizes)) == (4, 4, 4)
     (rounds, *_), = steps(tmp_path, "eheheh" "iiiheh" "ei" "iiii", 1, "rollout.until=informative",
                           "prune.prompts.kind=greso")
     assert rounds == ["eheheh", "iiiheh", "ei"]  # 1 missing at 3 of the newest 6, not of all 12: 2.5
     (rounds, _, batch, said), = steps(tmp_path, "iiieee" "ehehe", 1, "rollout.until=informative",
                                       "prune.prompts.kind=greso")
     assert rounds == ["iiieee", "eh"] and (len(batch.groups), batch.offered) == (3, 3)
-    assert said == "step 1: 1 groups short after 2 rounds; training on the 3 groups there are"
+    assert said == "1 groups short after 2 rounds; training on the 3 groups there are"
 
 
 def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_order, tmp_path):
@@ -121,25 +133,54 @@ def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_ord
     assert len(rounds) == 2 and "tokens short after 2 rounds" in said
 
 
-def test_the_last_steps_prune_nothing(in_order, tmp_path):
-    """steps is 9; prompts e and h would be skipped with certainty but for the floor."""
-    found = steps(tmp_path, "eehi", 9, "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 9}",
-                  "prune.completions={kind: topk, keep: 1}", "prune.unpruned_steps=2")
-    assert [len(rolled.groups) for _, rolled, _, _ in found] == [4] + [2] * 6 + [4] * 2
-    assert [int(batch.pruned.keep_NG.sum()) for _, _, batch, _ in found] == [4] + [2] * 6 + [16] * 2
-    assert {batch.offered for _, _, batch, _ in found} == {4}
-
-
 def test_greso_adapts_once_a_step_from_all_that_was_rolled_out_but_not_in_the_first_epoch(in_order, tmp_path,
                                                                                           monkeypatch):
     """e and h are rolled out in the second step, not in the third."""
-    calls, true = [], data.adapt
-    monkeypatch.setattr(data, "adapt", lambda *given: calls.append(given) or true(*given))
+    calls, true = [], history.adapt
+    monkeypatch.setattr(history, "adapt", lambda *given: calls.append(given) or true(*given))
     steps(tmp_path, "eiiiih", 3, "rollout.until=informative", "prune.prompts={kind: greso, target: 0.6}")
     assert [given[1:] for given in calls] == [(1 / 6, 1 / 6, 0.6), (0, 0, 0.6)]
     assert calls[0][0] == (0.5, 0.5) and calls[1][0] == pytest.approx((0.51, 0.51))
     steps(tmp_path, "eiiiih", 3, "rollout.until=informative")
     assert len(calls) == 2
+
+
+def twelve() -> list[Sample]:
+    """Completions of several lengths, every third of them cut."""
+    groups = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
+    return [replace(s, finished=i % 3 > 0) for i, s in enumerate(s for group in groups for s in group.samples)]
+
+
+def gathered(at_once: int) -> list[Sample]:
+    """Every rank's completions at every rank; the first has five of them, the second seven, the third none."""
+    collect.AT_ONCE = at_once
+    bounds = [0, 5, 12, 12]
+    return collect.gather_samples(twelve()[bounds[dist.rank()]:bounds[dist.rank() + 1]])
+
+
+@pytest.mark.parametrize("at_once", [2, 128])
+def test_every_rank_gets_every_completion_whole_and_in_order(at_once, tmp_path):
+    for samples in on_ranks(3, tmp_path, gathered, at_once):
+        assert samples == twelve()
+
+
+def test_probabilities_and_weights_of_both_levels_multiply(tmp_path):
+    cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "prune.prompts={kind: bernoulli, drop_prob: 0.75}",
+                     "prune.completions={kind: bernoulli, drop_prob: 0.5}", name="grpo_toy.yaml")
+    adv_NG = torch.tensor([[3.0, -1, -1, -1], [1, 1, -1, -1], [1, 1, 1, -3]], dtype=torch.float64)
+    alone = as_rolled(make_groups([[3, 2, 4, 1]] * 3, [2] * 3), adv_NG, adv_NG)
+    prob_N = [0.25, 0.5, 1.0]
+    turns = [replace(turn, prob=p, weight=1 / p) for turn, p in zip(alone.turns, prob_N, strict=True)]
+    one, both = (choose(rolled, Selection.of(cfg), seed=0).pruned for rolled in (alone, replace(alone, turns=turns)))
+    assert one.prob_NG.unique().tolist() == [0.5, 1] and torch.equal(one.keep_NG, both.keep_NG)
+    prob_N1 = torch.tensor(prob_N, dtype=torch.float64)[:, None]
+    assert torch.equal(both.prob_NG, one.prob_NG * prob_N1)
+    assert torch.equal(both.weight_NG, one.weight_NG / prob_N1)
+
+
+def test_easy_and_hard_meet_in_the_middle_of_what_groups_are_compared_by():
+    reward = config.Reward(accuracy=4, wrong=-1, overlong=1, overlong_tokens=8)
+    assert (collect.middle(reward, "reward"), collect.middle(reward, "accuracy")) == (1.5, 0.5)
 
 
 def finite(folder) -> list[dict]:
@@ -201,28 +242,29 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     trained = train.train(cfg)
     line = runfolder.read(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
-    source, tokenizer, _, prompts, _ = train.load(cfg)
-    learner, engine = train.set_up(cfg, source, tokenizer)
+    task = train.load(cfg)
+    learner, engine = train.set_up(cfg, task)
     folder = tmp_path / "run" / "checkpoints"
     (folder / "latest").write_text("step_000002")
     Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizer)}, learner.device).load()
     engine.sync(learner.policy)
     used = [p for p in line["prompts"] if "slot" in p]
     assert len(used) < len(line["prompts"])
-    by_id = {prompt.id: prompt for prompt in prompts}
-    turns = [collect.Turn(by_id[p["id"]], p["epoch"]) for p in used]
-    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)
-    adv_NG = group_norm(parts["accuracy"], cfg.advantage.correction, cfg.advantage.eps)
+    by_id = {prompt.id: prompt for prompt in task.prompts}
+    turns = [Turn(by_id[p["id"]], p["epoch"]) for p in used]
+    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    groups = sampler.rollout(turns)
+    adv_NG = advantage(sampler.score(groups), cfg.advantage)
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
     batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["slot"] for p in used], line["offered"],
                   line["seed"])
-    update.update(learner, batch, 2, metrics.Clock())
+    update.update(learner, batch, 2, Clock())
     expected, again = weights(trained), weights(learner.policy)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
     if "greso" not in settings[0]:  # there prompts are replaced, and weights are 1 on purpose
-        assert batch.slots == [i for i, p in enumerate(line["prompts"]) if p["weight"]] != list(range(len(groups)))
+        assert batch.places == [i for i, p in enumerate(line["prompts"]) if p["weight"]] != list(range(len(groups)))
         torch.testing.assert_close(weight_NG[weight_NG > 0], 1 / prob_NG[weight_NG > 0])
     assert json.dumps(line)
 
@@ -237,11 +279,10 @@ def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_p
         found[what] = [group.prompt.id[0] for group in batch.groups]
         assert rounds == ["ieiieiee"]
         if what == "accuracy":  # the fixture's answers are of one length; make the solved groups differ in it
-            rolled.reward_NG[1, 0] -= 0.25
-            cfg = toy_config(tmp_path / "run", *sections, "rollout.differ_in=accuracy", name="grpo_toy.yaml")
-            other = replace(cfg, rollout=replace(cfg.rollout, differ_in="reward"))
-            assert collect.informative(rolled, cfg).tolist() == [k == "i" for k in "ieiieiee"]
-            assert collect.informative(rolled, other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
+            rolled.rewards.parts["overlong"][1, 0] -= 0.25
+            other = replace(rolled, rewards=replace(rolled.rewards, differ_in="reward"))
+            assert collect.informative(rolled).tolist() == [k == "i" for k in "ieiieiee"]
+            assert collect.informative(other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
     assert found["accuracy"] == list("iiii")
 
 
@@ -251,38 +292,59 @@ def test_the_first_round_offers_what_oversample_says(in_order, tmp_path):
 
 
 def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
-    """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not."""
-    monkeypatch.setattr(collect, "ROUNDS_OF_SLOTS", 1)
+    """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not. A run
+    that has trained since asks nobody again."""
+    monkeypatch.setattr(soft_value, "ROUNDS_OF_SLOTS", 1)
     cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
                      name="apo_toy.yaml")
-    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate("eihiie")]
-    script, folder = Script(prompts), tmp_path / "table"
-    folder.mkdir()
-    log = runfolder.Log(folder)
-    table = collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: False)
+    prompts = prompts_of("eihiie")
+    script = Script(prompts)
+    sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
+
+    def table(stop: bool = False, sampled: bool = False) -> dict[str, float]:
+        return soft_value.table(sampler, prompts, cfg.advantage, tmp_path, sampled, lambda: stop).values
+
+    whole = table()
     assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]
     some = 0.25 * math.log((math.exp(4) + 3) / 4)
-    assert [table[p.id] for p in prompts] == pytest.approx([1, some, 0, some, some, 1])
-    file = folder / "soft_values.jsonl"
+    assert [whole[p.id] for p in prompts] == pytest.approx([1, some, 0, some, some, 1])
+    file = tmp_path / "soft_values.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:4]) + lines[4][:9])
     script.rounds = []
     with pytest.raises(KeyboardInterrupt):
-        collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: True)
+        table(stop=True)
+    with pytest.raises(ConfigError, match=r"soft_values.jsonl lacks 2 of 6 prompts, which only the initial policy"):
+        table(sampled=True)
     assert script.rounds == []
-    assert collect.soft_values(script, TOKENIZER, prompts, cfg, folder, log, lambda: False) == table
+    assert table() == whole
     assert ["".join(kinds) for kinds in script.rounds] == ["ie"] and file.read_text() == "".join(lines)
+    assert table(sampled=True) == whole and len(script.rounds) == 1
 
 
-def test_the_soft_value_is_taken_off_the_reward(in_order, tmp_path):
-    prompts = [Prompt(f"{letter}{n}", (n + 1, 5), "1") for n, letter in enumerate("eihi")]
-    cfg = toy_config(tmp_path / "run", "rollout.group_size=4", "rollout.prompts_per_step=4", name="apo_toy.yaml")
-    history = data.PromptHistory(0.5)
-    history.values = {prompt.id: 0.125 * n for n, prompt in enumerate(prompts)}
-    rolled, batch = collect.collect(Script(prompts), TOKENIZER, prompts, history, cfg, 0, metrics.Clock(), Saying(None))
-    value_N1 = 0.125 * torch.arange(4, dtype=torch.float64)[:, None]
-    torch.testing.assert_close(rolled.adv_NG, rolled.reward_NG - value_N1)
-    assert torch.equal(batch.correct_NG, rolled.reward_NG == 1)
+def test_the_soft_value_is_taken_off_the_reward():
+    prompts = prompts_of("eihi")
+    groups = make_groups([[3, 2]] * 4, [2] * 4)
+    groups = [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
+    reward_NG = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    table = soft_value.Table({prompt.id: 0.125 * n for n, prompt in enumerate(prompts)})
+    adv_NG = table.advantage(groups, Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
+    torch.testing.assert_close(adv_NG, reward_NG - 0.125 * torch.arange(4, dtype=torch.float64)[:, None])
+
+
+def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
+    """The advantages that are logged are rewards less V* of the file, and a resumed run reads the same file."""
+    cfg = toy_config(tmp_path / "run", "data.limit=4", "advantage.samples=2", "steps=2", "rollout.group_size=1",
+                     "checkpoint.every=1", "checkpoint.keep=2", "update.minibatches=1", name="apo_toy.yaml")
+    whole = weights(train.train(cfg))
+    lines = {line["id"]: torch.tensor([line["rewards"]], dtype=torch.float64)
+             for line in runfolder.read(tmp_path / "run" / "soft_values.jsonl")}
+    for line in runfolder.read(tmp_path / "run" / "samples.jsonl"):
+        value = soft_value.soft_value(lines[line["id"]], 0.5).item()
+        assert line["advantage"] == pytest.approx([line["reward"][0] - value])
+    (tmp_path / "run" / "checkpoints" / "latest").write_text("step_000001")
+    again = weights(train.train(cfg, "always"))
+    assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
 def test_nothing_is_inert_where_something_but_the_advantage_has_a_gradient(in_order, tmp_path):

@@ -13,8 +13,11 @@ import transformers
 from conftest import ROOT, TOY, verdict, write_tiny
 
 import data
-from config import ConfigError, Prompts
-from sample import Problem, Prompt, Sample, Turn
+from config import AllPrompts, ConfigError, Greso, LowestRank, Prompts, Thinned
+from history import PromptHistory, order
+from methods.window import Pool
+from records import Problem, Prompt, Rewards, Rolled, Sample, Turn
+from verify.grade import name_unreadable
 
 QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
 
@@ -172,26 +175,38 @@ def test_a_prompt_that_is_too_long_is_an_error():
 
 
 def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
-    drawn = [pair for step in range(10) for pair in data.coming(list(range(7)), seed=0, place=3 * step, count=3)]
+    history = PromptHistory(list(range(7)), AllPrompts(), seed=0, middle=0.5)
+    drawn = [pair for _ in range(10) for pair in history.coming(3)]
+    turns = PromptHistory(list(range(7)), AllPrompts(), seed=0, middle=0.5).draw(30)
+    assert [(turn.epoch, turn.prompt) for turn in turns] == drawn
     for epoch in range(4):
         assert sorted(i for e, i in drawn if e == epoch) == list(range(7))
     assert drawn == sorted(drawn, key=lambda place: place[0])
-    assert len({tuple(data.order(7, 0, epoch)) for epoch in range(4)}) == 4
-    assert tuple(data.order(7, 1, 0)) != tuple(data.order(7, 0, 0))
+    assert len({tuple(order(7, 0, epoch)) for epoch in range(4)}) == 4
+    assert tuple(order(7, 1, 0)) != tuple(order(7, 0, 0))
 
 
 PROMPTS = [Prompt(f"q{i}", (1,), "1") for i in range(6)]
 
 
-def remember(history: data.PromptHistory, *rewards: list[float], prompts: list[Prompt] = PROMPTS, epoch: int = 0):
+def history_of(pruning: Prompts, seed: int = 0) -> PromptHistory:
+    return PromptHistory(PROMPTS, pruning, seed, middle=0.5)
+
+
+def rolled(*rewards: list[float], prompts: list[Prompt] = PROMPTS, epoch: int = 0) -> Rolled:
     """One rollout of the first prompts with these rewards, 0 to 1; |A| stands for itself here."""
     reward_NG = torch.tensor(rewards, dtype=torch.float64)
     turns = [Turn(prompt, epoch) for prompt in prompts[:len(rewards)]]
-    history.record(turns, reward_NG, reward_NG - reward_NG.mean(dim=1, keepdim=True), middle=0.5)
+    adv_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
+    return Rolled() + Rolled(turns, [], Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), adv_NG)
+
+
+def remember(history: PromptHistory, *rewards: list[float], **given) -> None:
+    history.record(rolled(*rewards, **given))
 
 
 def test_the_history_counts_rollouts_in_a_row_without_difference():
-    history = data.PromptHistory(0.5)
+    history = history_of(Greso())
     remember(history, [1, 1], [0, 0], [0, 1])
     remember(history, [1, 1], [0.1, 0.1], [1, 1], epoch=1)
     remember(history, [0, 0], [0, 1], [1, 1], epoch=2)
@@ -201,15 +216,17 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
     assert history.visits["q1"].rewards == (0, 1) and history.visits["q1"].epoch == 2
     recall = history.remembered(["q1", "new"])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
+    forgetful = history_of(AllPrompts())  # nobody asks, so checkpoints stay small
+    remember(forgetful, [1, 1], [0, 0], [0, 1])
+    assert not forgetful.visits
 
 
 def test_a_turn_skipped_leaves_the_trace_and_is_counted():
-    history = data.PromptHistory(0.5)
+    history = history_of(LowestRank(drop_prob=0.2, max_skips=2))
     remember(history, [1, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1])
-    pruning = Prompts("rank", drop_prob=0.2, max_skips=2)
     passed = []
     for _ in range(3):
-        turns = history.draw(PROMPTS, pruning, 0, 6)
+        turns = history.draw(6)
         passed += [turn.prompt.id for turn in turns if not turn.kept]
         assert len(turns) == 6 and {turn.weight for turn in turns} == {0.0, 1.0}
     assert passed[:2] == ["q0", "q0"] and len(passed) == 3 and passed[2] != "q0"
@@ -221,9 +238,9 @@ def test_a_turn_skipped_leaves_the_trace_and_is_counted():
 
 def test_prompts_are_kept_with_their_probability_and_the_weights_make_up_for_it():
     """z-tests over 3,000 epochs of 6 prompts, two of them below the mean; q5 was never rolled out."""
-    history = data.PromptHistory(0.5)
+    history = history_of(Thinned(drop_prob=0.7), seed=3)
     remember(history, [1, 1], [0, 1], [0, 1], [0, 0.2], [0, 1])
-    turns = history.draw(PROMPTS, Prompts("bernoulli", drop_prob=0.7), 3, 18_000)
+    turns = history.draw(18_000)
     weight = {prompt.id: [t.weight for t in turns if t.prompt is prompt] for prompt in PROMPTS}
     for i, expected in (("q0", 0.3), ("q1", 1), ("q2", 1), ("q3", 0.3), ("q4", 1), ("q5", 1)):
         assert {round(t.prob, 12) for t in turns if t.prompt.id == i} == {expected}
@@ -238,11 +255,11 @@ def test_prompts_are_kept_with_their_probability_and_the_weights_make_up_for_it(
 
 def test_greso_replaces_what_it_passes_over():
     """Skip frequencies against 1 - max(p^z, 0.01), and as many kept as were asked for, at weight 1."""
-    history = data.PromptHistory(0.5)
+    history = history_of(Greso())
     for i, prompt in enumerate(PROMPTS):
         for _ in range(2 * i):
             remember(history, [1, 1], prompts=[prompt])
-    turns = history.draw(PROMPTS, Prompts("greso"), 0, 6000)
+    turns = history.draw(6000)
     assert sum(t.kept for t in turns) == 6000 and {t.weight for t in turns} == {0.0, 1.0}
     for i, prompt in enumerate(PROMPTS):
         mine, expected = [t for t in turns if t.prompt is prompt], max(0.5 ** (2 * i), 0.01)
@@ -252,24 +269,31 @@ def test_greso_replaces_what_it_passes_over():
 
 
 def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
-    """Of 16 groups two are easy, 12.5% (target 8.3%), and one hard, 6.3% (target 16.7%)."""
-    history = data.PromptHistory(0.5)
-    history.adapt(torch.tensor([[1.0, 1.0]] * 2 + [[0.1, 0.1]] + [[0.0, 1.0]] * 13), 0.5, 0.25)
-    assert history.explore == pytest.approx((0.49, 0.51))
+    """Of 16 groups two are easy, 12.5% (target 8.3%), and one hard, 6.3% (target 16.7%). In the first epoch nothing
+    has been seen twice, so p stays."""
+    rewards, prompts = [[1.0, 1.0]] * 2 + [[0.1, 0.1]] + [[0.0, 1.0]] * 13, PROMPTS * 3
+    for pruning, epoch, expected in ((Greso(), 0, (0.5, 0.5)), (Thinned(drop_prob=0.5), 1, (0.5, 0.5)),
+                                     (Greso(), 1, (0.49, 0.51))):
+        history = history_of(pruning)
+        history.adapt(rolled(*rewards, prompts=prompts, epoch=epoch))
+        assert history.explore == pytest.approx(expected)
 
 
 def test_a_history_survives_a_checkpoint():
-    history = data.PromptHistory(0.5)
+    history, other = (history_of(LowestRank(drop_prob=0.5, max_skips=2)) for _ in range(2))
     remember(history, [1, 1], [0, 1])
-    history.draw(PROMPTS, Prompts("rank", drop_prob=0.5, max_skips=2), 0, 4)
-    history.explore, history.values = (0.3, 0.4), {"a": 0.25}
-    history.pool = [(Turn(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
-    file = io.BytesIO()
-    torch.save(history.state(), file)
-    file.seek(0)
-    other = data.PromptHistory(0.5)
-    other.restore(torch.load(file, weights_only=True), PROMPTS)
-    assert vars(other) == vars(history)
+    history.draw(4)
+    history.explore = (0.3, 0.4)
+    pool, other_pool = (Pool(PROMPTS, AllPrompts(), seed=0, group_size=4) for _ in range(2))
+    pool.draw(1)
+    pool.unfinished = [(Turn(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
+    for saved, loaded in ((history, other), (pool, other_pool)):
+        assert vars(loaded) != vars(saved)
+        file = io.BytesIO()
+        torch.save(saved.state(), file)
+        file.seek(0)
+        loaded.restore(torch.load(file, weights_only=True))
+        assert vars(loaded) == vars(saved)
 
 
 def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():
@@ -350,7 +374,7 @@ def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):
 def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_right(capsys):
     problems = [Problem("fine", "q", r"\frac{1}{2}"), Problem("odd", "q", r"\frac{1}{"), Problem("n", "q", "7"),
                 Problem("text", "q", "east"), Problem("code", "q", "1,2,?!")]
-    data.name_unreadable("few", problems)
+    name_unreadable("few", {p.id: p.answer for p in problems})
     assert capsys.readouterr().err == ("few: 2 of 5 gold answers cannot be read, and only the same spelling counts as "
                                        "right: odd, code\n")
     assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"

@@ -1,10 +1,10 @@
-"""Statistics, files that are resumed and graded again, and that evaluation alone and inside training give the same
-numbers."""
+"""Statistics, files that are resumed and graded again, the same numbers alone and inside training."""
 
 import itertools
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,13 +17,13 @@ import torch
 from conftest import ROOT, TOY, toy_config
 
 import data
-import dist
 import eval as evaluation
-import runfolder
 import train
 from config import ConfigError
+from infra import dist, runfolder
+from records import Problem, Prompt, Sample
 from rollout import TorchEngine
-from sample import Problem, Prompt, Sample
+from verify import statistics
 
 
 def answers(right: int, n: int) -> list[float]:
@@ -34,7 +34,7 @@ def answers(right: int, n: int) -> list[float]:
     (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (5, 10, 0.2366, 0.7634), (1, 1319, 0.000134, 0.004280)])
 def test_wilson_by_the_published_table(correct, count, low, high):
     """Values of the closed form; the first rows stand in Brown, Cai and DasGupta (2001)."""
-    assert evaluation.wilson(answers(correct, count)) == pytest.approx((low, high), abs=5e-5)
+    assert statistics.wilson(answers(correct, count)) == pytest.approx((low, high), abs=5e-5)
 
 
 @pytest.mark.parametrize("share", [0.02, 0.2, 0.7])
@@ -44,22 +44,25 @@ def test_wilson_covers_the_truth_at_its_rate(share):
         n = torch.tensor(200.0, dtype=torch.float64)
         return torch.distributions.Binomial(n, torch.tensor(share, dtype=torch.float64)).log_prob(
             torch.tensor(float(k), dtype=torch.float64)).exp().item()
-    intervals = [evaluation.wilson(answers(k, 200)) for k in range(201)]
+    intervals = [statistics.wilson(answers(k, 200)) for k in range(201)]
     covered = sum(chance(k) for k, (low, high) in enumerate(intervals) if low <= share <= high)
     assert 0.92 < covered < 0.98
 
 
-@pytest.mark.parametrize(("count", "a", "b"), [(30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0), (8, 2.0, 2.0)])
+@pytest.mark.parametrize(("count", "a", "b"), [
+    (30, 0.4, 1.2), (500, 2.0, 1.0), (40, 5.0, 5.0), (8, 2.0, 2.0)])
 def test_intervals_of_several_answers_cover_the_truth_at_their_rate(count, a, b):
-    """A simulation: problems of Beta-distributed difficulty, 16 answers each; the answers of one are not independent,
-    and an interval that took them to be would cover 40 to 80%."""
+    """A simulation: problems of Beta-distributed difficulty, 16 answers each.
+
+    The answers to one are not independent, and an interval that took them to be would cover 40 to 80%.
+    """
     draw = np.random.default_rng(0)
     covered = naive = 0
     for _ in range(3000):
         mean_N = draw.binomial(16, draw.beta(a, b, count)) / 16
-        low, high = evaluation.wilson(mean_N, 16)
+        low, high = statistics.wilson(mean_N, 16)
         covered += low <= a / (a + b) <= high
-        low, high = evaluation.wilson(answers(round(mean_N.sum() * 16), count * 16))
+        low, high = statistics.wilson(answers(round(mean_N.sum() * 16), count * 16))
         naive += low <= a / (a + b) <= high
     assert 0.93 < covered / 3000 < 0.975 and naive / 3000 < 0.85
 
@@ -69,34 +72,39 @@ def test_pass_at_k_is_the_share_of_subsets_with_a_right_answer(n):
     for right in range(n + 1):
         for k in range(1, n + 1):
             subsets = list(itertools.combinations(answers(right, n), k))
-            assert evaluation.pass_at(k, right, n) == pytest.approx(sum(map(any, subsets)) / len(subsets), abs=1e-12)
+            share = sum(map(any, subsets)) / len(subsets)
+            assert statistics.pass_at(k, right, n) == pytest.approx(share, abs=1e-12)
 
 
 def voted(*given: str, gold: str = "7") -> list[str | None]:
-    return [evaluation.vote({"answer": a or None, "verdict": "right" if a == gold else "wrong"}) for a in given]
+    verdicts = ["right" if answer == gold else "wrong" for answer in given]
+    return [statistics.vote({"answer": answer or None, "verdict": verdict})
+            for answer, verdict in zip(given, verdicts, strict=True)]
 
 
 @pytest.mark.parametrize(("given", "value"), [
-    (["7", "7", "8"], 1), (["7", "8", "8"], 0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3), (["8", "8.0", "7"], 0),
-    (["", "", "7"], 1), (["", " "], 0), (["x", "$x$", "7"], 0), (["right", "right", "7"], 0)])
+    (["7", "7", "8"], 1), (["7", "8", "8"], 0), (["7", "8"], 0.5), (["7", "8", "9"], 1 / 3),
+    (["8", "8.0", "7"], 0), (["", "", "7"], 1), (["", " "], 0), (["x", "$x$", "7"], 0),
+    (["right", "right", "7"], 0)])
 def test_majority(given, value):
-    assert evaluation.majority(voted(*given)) == pytest.approx(value)
+    assert statistics.majority(voted(*given)) == pytest.approx(value)
 
 
 def test_majority_at_k_is_over_blocks():
-    assert evaluation.majority_at(2, voted("7", "7", "8", "7", "8", "8", "7")) == pytest.approx((1 + 0.5 + 0) / 3)
+    votes = voted("7", "7", "8", "7", "8", "8", "7")
+    assert statistics.majority_at(2, votes) == pytest.approx((1 + 0.5 + 0) / 3)
 
 
 @pytest.mark.parametrize(("first", "second", "p"), [(0, 0, 1), (5, 5, 1), (0, 6, 2 / 64), (1, 8, 20 / 512),
                                                     (10, 2, 158 / 4096)])
 def test_mcnemar_by_hand(first, second, p):
-    assert evaluation.mcnemar(first, second) == evaluation.mcnemar(second, first) == pytest.approx(p)
+    assert statistics.mcnemar(first, second) == statistics.mcnemar(second, first) == pytest.approx(p)
 
 
 def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
-    monkeypatch.setattr(evaluation, "RESAMPLES", 400)
+    monkeypatch.setattr(statistics, "RESAMPLES", 400)
     draw = np.random.default_rng(1)
-    bounds = [evaluation.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
+    bounds = [statistics.paired_interval(draw.choice([-1, 0, 1], 200, p=[0.1, 0.7, 0.2])) for _ in range(300)]
     assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98
 
 
@@ -115,7 +123,7 @@ def evaluated(tmp_path, *arguments: str) -> tuple[dict, str]:
 
 @pytest.mark.parametrize("sampled", [[], ["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"]])
 def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
-    """The exported model, evaluated by eval.py with the run's config, repeats the closing evaluation of the run."""
+    """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 40)
     prompt = "Only the number."
     train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
@@ -134,13 +142,15 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
 
 
 def test_sixteen_answers_to_each_problem(tmp_path):
-    """pass@k of the file is the share of all subsets of the responses in it; graded again it is the same file; and
-    accuracy by level is that of the problems of each level."""
+    """pass@k of the file is the share of all subsets of its responses; graded again it is the same file.
+
+    Accuracy by level is that of the problems of each level.
+    """
     rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
-    (tmp_path / "few.jsonl").write_text("".join(json.dumps(row | {"level": f"Level {i % 2}"}) + "\n"
-                                                for i, row in enumerate(rows)))
-    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--n", "16",
-                                "--temperature", "1", "--max-new-tokens", "48")
+    levels = [json.dumps(row | {"level": f"Level {i % 2}"}) + "\n" for i, row in enumerate(rows)]
+    (tmp_path / "few.jsonl").write_text("".join(levels))
+    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--n",
+                                "16", "--temperature", "1", "--max-new-tokens", "48")
     found = result["results"]["few"]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
     assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
@@ -148,12 +158,12 @@ def test_sixteen_answers_to_each_problem(tmp_path):
         subsets = [[any(s) for s in itertools.combinations(right_K, k)] for right_K in right_NK]
         assert found["pass"][str(k)] == pytest.approx(sum(sum(x) / len(x) for x in subsets) / 12, abs=1e-12)
     assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
-    assert (found["low"], found["high"]) == evaluation.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
+    assert (found["low"], found["high"]) == statistics.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
     assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
     again, _ = evaluated(tmp_path, "--rescore", str(tmp_path / "out.json"))
     assert again == result and "few by level: 0 " in printed
-    compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2], cwd=ROOT,
-                              capture_output=True, text=True)
+    compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2],
+                              cwd=ROOT, capture_output=True, text=True)
     assert "+0.0%" in compared.stdout and compared.returncode == 0
 
 
@@ -161,8 +171,7 @@ def written(path, *rights: str, other: str = "") -> str:
     """A result in which each problem's first answer is right or not."""
     problems = [{"id": str(i), "gold": "1", "responses": [{
         "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
-        "lenient": True,
-        "last_number": True}]} for i, right in enumerate(rights)]
+        "lenient": True, "last_number": True}]} for i, right in enumerate(rights)]
     path.write_text(json.dumps({"head": {"sets": {"few": {"data": other}}},
                                 "results": {"few": evaluation.scores(problems)}}))
     return str(path)
@@ -173,7 +182,8 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
     first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
     second = written(tmp_path / "b.json", *["right"] * 19, "wrong")
     lines = evaluation.compared(*(evaluation.read_result(Path(p)) for p in (first, second))).splitlines()
-    name, count, a, b, difference, low, high, p = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
+    cells = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
+    name, count, a, b, difference, low, high, p = cells
     assert (name, count, a, b, difference) == ("few", "20", "60.0%", "95.0%", "+35.0%")
     assert float(p) == pytest.approx(20 / 512, abs=1e-4) and 0 < float(low[:-1]) < 35 < float(high[:-1])
     with pytest.raises(ConfigError, match="few holds other problems in the two results"):
@@ -189,8 +199,7 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
 
     def command(name: str) -> list[str]:
         return ["eval.py", "--model", str(TOY), "--data", data_file, "--samples", "4", "--temperature", "1",
-                "--slots", "8",
-                "--max-new-tokens", "64", "--out", str(tmp_path / name)]
+                "--slots", "8", "--max-new-tokens", "64", "--out", str(tmp_path / name)]
 
     def text(name: str) -> list[str]:
         found = json.loads((tmp_path / name).read_text())["results"]["few"]
@@ -206,7 +215,8 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
         os.kill(pid, signal.SIGKILL)
     begun.wait()
     assert 64 <= partial.read_text().count("\n") - 1 < 240
-    refused = subprocess.run([*torchrun, *command("cut"), "--seed", "1"], cwd=ROOT, capture_output=True, text=True)
+    other = [*torchrun, *command("cut"), "--seed", "1"]
+    refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
     assert "cut.partial holds responses of other settings: sampling.seed was 0 and is 1" in refused.stderr
     assert refused.returncode and "Timeout" not in refused.stderr
     assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
@@ -219,6 +229,19 @@ def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
         problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}", "verdict": "wrong"}
     again = evaluation.rescore(result)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
+
+
+def test_the_verifiers_version_is_that_of_its_code(tmp_path, monkeypatch):
+    """Another text or another name of a file of verify/ is another version."""
+    copy = tmp_path / "verify"
+    shutil.copytree(ROOT / "verify", copy, ignore=shutil.ignore_patterns("__pycache__"))
+    true = evaluation.verifier_version()
+    monkeypatch.setattr(evaluation.verify, "__file__", str(copy / "__init__.py"))
+    assert evaluation.verifier_version() == true
+    (copy / "extract.py").write_text((copy / "extract.py").read_text() + "MARKS = 1\n")
+    edited = evaluation.verifier_version()
+    (copy / "extract.py").rename(copy / "find.py")
+    assert len({true, edited, evaluation.verifier_version()}) == 3
 
 
 class Interrupted(Exception):
@@ -238,9 +261,9 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
         return generate(self, prompts, *rest)
 
     def run(name: str, *more: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(TOY), "--data", data_file, "--n", "2", "--slots",
-                                          "4",
-                                          "--temperature", "1", "--out", str(tmp_path / name), *more])
+        monkeypatch.setattr(sys, "argv", [
+            "eval.py", "--model", str(TOY), "--data", data_file, "--n", "2", "--slots", "4",
+            "--temperature", "1", "--out", str(tmp_path / name), *more])
         return evaluation.main()
 
     run("whole.json")
@@ -260,7 +283,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     run("cut.json")
     assert sum(calls) == 12
     assert run("cut.json", "--top-p", "0.5") == 2
-    assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in said
 
 
 def test_scores_count_what_the_engine_wrote():
@@ -293,8 +317,9 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
     (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
     for seed in "12":
         monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--system-prompt", "Zebra.",
-            "--temperature", "0.7", "--top-p", "0.9", "--seed", seed, "--slots", "3", "--max-new-tokens", "5"])
+            "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
+            "--system-prompt", "Zebra.", "--temperature", "0.7", "--top-p", "0.9", "--seed", seed,
+            "--slots", "3", "--max-new-tokens", "5"])
         evaluation.main()
     assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
     assert asked[0][3] != asked[1][3]
@@ -312,8 +337,8 @@ def test_protocols_are_presets_that_arguments_change(name, expected, monkeypatch
     assert expected[5] in args.system_prompt and args.slots == 7
     monkeypatch.setattr(sys, "argv", [*sys.argv, "--n", "2", "--temperature", "0.5", "--system-prompt", "S"])
     args = evaluation.arguments()
-    assert (args.data, args.n, args.temperature, args.top_p, args.system_prompt) == (expected[0], 2, 0.5, expected[3],
-                                                                                     "S")
+    changed = (args.data, args.n, args.temperature, args.top_p, args.system_prompt)
+    assert changed == (expected[0], 2, 0.5, expected[3], "S")
 
 
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
@@ -323,17 +348,20 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
         assert dist.init("auto").type == "cpu"
-        with pytest.raises(ConfigError, match="device=cuda, but this machine shows 1 CUDA devices to 2 processes"):
+        shown = "device=cuda, but this machine shows 1 CUDA devices to 2 processes"
+        with pytest.raises(ConfigError, match=shown):
             dist.init("cuda")
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    (["--model", "nowhere/at all"], "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
+    (["--model", "nowhere/at all"],
+     "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
     (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
     (["--temperature", "-1"], "--temperature must be at least 0"), (["--n", "0"], "--n must be at least 1"),
     (["--n", "4", "--temperature", "1", "--k", "2,8"], "--k must be of numbers in 1..4 (--n)"),
     (["--n", "4"], "--n must be 1 at --temperature 0: greedy answers are all the same"),
-    (["--data", "gsm9k"], "data set 'gsm9k' is not known"), (["--data", "no.jsonl"], "data file no.jsonl not found"),
+    (["--data", "gsm9k"], "data set 'gsm9k' is not known"),
+    (["--data", "no.jsonl"], "data file no.jsonl not found"),
     (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
     (["--rescore", "no.json"], "result file no.json not found"),
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),

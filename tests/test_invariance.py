@@ -1,34 +1,38 @@
 """How the batch is cut, ordered, recomputed or spread over ranks must not change the gradient."""
 
+import functools
+import multiprocessing
 import os
+from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
-import torch.multiprocessing as mp
-from conftest import TOY, as_batch, gradients, load, nudge, toy_config, weights
-from test_objectives import windowed
+from conftest import TOY, as_batch, as_rolled, gradients, load, nudge, toy_config, weights
+from test_objectives import gradient_of, learner_on, windowed
 
-import collect
 import config
-import critic
 import data
-import dist
-import metrics
+import model as decoder
+import preflight
 import reward
-import runfolder
+import settings
 import train
-import update
 from advantage import group_norm
+from collect import Sampler
+from history import PromptHistory
+from infra import dist, runfolder
 from loss import value_loss
+from methods import critic
 from prune import COMPLETIONS, Offer
-from sample import lengths, pending
+from records import lengths
 
 CONFIGS = {
     "cppo": [],
     "cppo-kl-batch": ["loss.kl=0.1", "loss.per=token", "prune.completions.scope=batch"],
-    "grpo": ["prune.completions.kind=none", "prune.completions.keep=null", "loss.count=all", "loss.per=constant"],
+    "grpo": ["prune.completions.kind=none", "loss.count=all", "loss.per=constant"],
 }
 # Every objective, each on the same rollouts of the toy model.
 OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo")
@@ -45,60 +49,53 @@ def objective(name: str, out, *settings: str) -> config.Config:
 def change(cfg: config.Config, *overrides: str) -> config.Config:
     raw = config.yaml.safe_load(config.dump(cfg))
     for override in overrides:
-        raw = config.merge(raw, config.parse_override(override))
-    return config.build(config.Config, raw)
+        raw = settings.merge(raw, settings.override(override, config.Config))
+    return settings.build(config.Config, raw)
 
 
 def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.set_up(cfg, TOY, tokenizer)
+    learner, engine = train.set_up(cfg, data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
-    turns = data.PromptHistory(0.5).draw(prompts, cfg.prune.prompts, cfg.seed, cfg.rollout.prompts_per_step)
-    groups, parts = collect.rollout(engine, tokenizer, turns, cfg, metrics.Clock(), None)
-    adv_NG = group_norm(parts["accuracy"], 1, 1e-4)
+    sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+    groups = sampler.rollout(history.draw(cfg.rollout.prompts_per_step))
+    adv_NG = group_norm(sampler.score(groups).parts["accuracy"], 1, 1e-4)
     assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
     assert len({len(s.ids) for group in groups for s in group.samples}) > 4
     return groups, adv_NG
 
 
 def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
-    """Loss and gradient of the second skip the rollout, by the functions of the training loop.
+    """Loss and gradient of the second pass over the rollout, by the functions of the training loop.
 
     In between the policy is moved a little, so that ratios differ from 1, clips are active and the KL is not 0.
     """
-    learner, _ = train.set_up(cfg, Path(cfg.model.path), data.Tokenizer(TOY))
+    learner = learner_on(Path(cfg.model.path), cfg)
     if learner.critic:
-        nudge(learner.critic, 0.1)
+        nudge(learner.critic.model, 0.1)
     if cfg.rollout.window:
         groups = windowed(groups)
     offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
-    rows = update.pack_batch(learner, as_batch(groups, adv_NG, pruned), list(range(len(groups))))
-    old_B = update.score_rows(learner, learner.policy, rows)
-    ref_B = update.score_rows(learner, learner.reference, rows)
-    adv_B = update.advantages(learner, rows)
-    nudge(learner.policy, 0.02)
-    sums = metrics.PassSums()
-    update.accumulate(learner, rows, old_B, ref_B, adv_B, sums, first_pass=True, unmoved=False)
-    measured = sums.metrics(cfg.pack.capacity, updates=1)
+    grad, measured = gradient_of(learner, as_batch(groups, adv_NG, pruned), moved=0.02)
     free = cfg.loss.trust in ("clamp", "none")
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1 or free
-    return measured["train/loss"], gradients(learner.policy)
+    return measured["train/loss"], grad
 
 
 def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[float, Gradient]:
     """Of the critic's loss on what is done."""
-    learner, _ = train.set_up(cfg, Path(cfg.model.path), data.Tokenizer(TOY))
-    nudge(learner.critic, 0.1)
-    done_NG = ~pending(groups, adv_NG.shape[1])
-    total = 0.0
-    for row in critic.rows_of(learner, groups, done_NG, adv_NG):
-        loss = value_loss(learner.values(row)[0], critic.target(learner, row), row.weight_C)
+    learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
+    nudge(learner.critic.model, 0.1)
+    minibatch, = critic.minibatches(learner, as_rolled(groups, adv_NG), step=0)
+    for row in learner.rows(minibatch):
+        loss = value_loss(learner.critic.values(learner, row)[0], critic.target(learner, row), row.weight_C)
         loss.backward()
         total += loss.item()
-    return dist.sum_over_ranks({"loss": total})["loss"], gradients(learner.critic)
+    return dist.sum_over_ranks({"loss": total})["loss"], gradients(learner.critic.model)
 
 
 def assert_same(one: tuple[float, Gradient], other: tuple[float, Gradient], rtol: float) -> None:
@@ -114,15 +111,21 @@ def rolled(tmp_path_factory):
     return roll_out(toy_config(tmp_path_factory.mktemp("rolled") / "run"))
 
 
-@pytest.fixture(params=CONFIGS)
-def cfg(request, tmp_path):
-    return toy_config(tmp_path / "run", *CONFIGS[request.param])
+@pytest.fixture(scope="module", params=CONFIGS)
+def cfg(request, tmp_path_factory):
+    return toy_config(tmp_path_factory.mktemp("cfg") / "run", *CONFIGS[request.param])
+
+
+@pytest.fixture(scope="module")
+def alone(cfg, rolled):
+    """What others are compared with."""
+    return gradient(cfg, *rolled)
 
 
 @pytest.mark.parametrize("how", ["pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7",
                                  "model.checkpoint_blocks=true"])
-def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, rolled):
-    assert_same(gradient(cfg, *rolled), gradient(change(cfg, how), *rolled), rtol=1e-10)
+def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, alone, rolled):
+    assert_same(alone, gradient(change(cfg, how), *rolled), rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
@@ -138,7 +141,8 @@ def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, ti
 
 @pytest.mark.parametrize("lam", [1, 0.9])
 def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(lam, rolled, tiny, tmp_path):
-    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", f"advantage.lam_critic={lam}")
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", f"advantage.lam_critic={lam}",
+                    "critic.minibatches=1")
     groups, adv_NG = rolled
     alone = critics_gradient(cfg, groups, adv_NG)
     for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=true"):
@@ -147,19 +151,19 @@ def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(lam, rolle
     assert_same(alone, critics_gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
 
 
-def test_gradient_does_not_depend_on_the_order_of_groups(cfg, rolled):
+def test_gradient_does_not_depend_on_the_order_of_groups(cfg, alone, rolled):
     groups, adv_NG = rolled
     order = [2, 0, 3, 1]
-    assert_same(gradient(cfg, groups, adv_NG), gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+    assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
 
 
-def test_gradient_does_not_depend_on_the_attention_backend(cfg, rolled, monkeypatch):
-    """On the CPU: padded SDPA against block-diagonal attention by an explicit mask, through the whole model."""
-    from test_model import attention_by_mask
-    padded = gradient(cfg, *rolled)
-    monkeypatch.setitem(update.BACKENDS, "sdpa",
+def test_gradient_does_not_depend_on_the_attention_backend(cfg, alone, rolled, monkeypatch):
+    """On the CPU: padded SDPA against block-diagonal attention by an explicit mask, through the whole model. Rows of
+    a few sequences, because a mask is as large as the square of a row."""
+    from test_model import attention_by_mask  # and with it transformers, which no rank should wait for
+    monkeypatch.setitem(decoder.BACKENDS, "sdpa",
                         lambda offsets, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, offsets))
-    assert_same(padded, gradient(cfg, *rolled), rtol=1e-10)
+    assert_same(alone, gradient(change(cfg, "pack.capacity=400"), *rolled), rtol=1e-10)
 
 
 def test_keeping_all_is_no_pruning_bit_for_bit(tmp_path, rolled):
@@ -182,9 +186,9 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
-            attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+            attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
             now, old = (model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
-                              temperature=1.0, chunk=4096) for model in (policy, initial.requires_grad_(False)))
+                              temperature=1.0) for model in (policy, initial.requires_grad_(False)))
             ratio, A = (now - old).exp(), adv_NG[n, g]
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
             drift = (old - now).exp() - (old - now) - 1
@@ -203,14 +207,34 @@ def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
     dist.close()
 
 
+@functools.cache
+def process(rank: int) -> ProcessPoolExecutor:
+    """The one process that is this rank in every test, because a new one imports for seconds. Never another rank:
+    torch remembers what it has computed of a rank's place among others."""
+    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+
+
 def on_ranks(ranks: int, folder, work, *arguments) -> list:
     """The work's result on every rank."""
-    mp.spawn(in_rank, args=(ranks, str(folder), work, *arguments), nprocs=ranks)
+    jobs = [process(rank).submit(in_rank, rank, ranks, str(folder), work, *arguments) for rank in range(ranks)]
+    ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
+    failed = [job for job in ended if job.exception()]
+    if failed:
+        for child in multiprocessing.active_children():  # the other ranks wait for this one
+            child.kill()
+        process.cache_clear()
+        failed[0].result()
     return [torch.load(folder / f"{ranks}.{rank}.pt", weights_only=False) for rank in range(ranks)]
 
 
 def trained(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg))
+
+
+def trained_unchecked(cfg: config.Config) -> Gradient:
+    """Without the checks before a run, which would take most of the time."""
+    with patch.object(preflight, "run", lambda *given: []):
+        return trained(cfg)
 
 
 def step_metrics(folder) -> dict[str, float]:
@@ -223,12 +247,12 @@ def step_metrics(folder) -> dict[str, float]:
 PRUNED = {
     "cppo": ["steps=5", "prune.completions.scope=batch", "prune.completions.keep=1"],
     # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
-    "dppo": ["data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+    "dppo": ["seed=3", "data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
     "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
-             "optim.warmup_steps=4"],
+             "optim.warmup_steps=4", "data.limit=64"],
 }
 
 
@@ -242,19 +266,18 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
     cfg = pruned_config(name, tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
                         "pack.capacity=200")
-    alone = trained(cfg)
+    run = trained if name == "cppo" else trained_unchecked
+    alone = run(cfg)
     for ranks in (2, 4) if name == "cppo" else (3,):
-        # Four ranks send their tokens only where they are trained on, the others gather them all.
-        spread = replace(cfg, out=str(tmp_path / f"{ranks}"),
-                         rollout=replace(cfg.rollout, gather_limit=0 if ranks == 4 else cfg.rollout.gather_limit))
-        for other in on_ranks(ranks, tmp_path, trained, spread):
-            for name, expected in alone.items():
-                torch.testing.assert_close(other[name], expected, rtol=0, atol=1e-9, msg=name)
+        spread = replace(cfg, out=str(tmp_path / f"{ranks}"))
+        for other in on_ranks(ranks, tmp_path, run, spread):
+            for key, expected in alone.items():
+                torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
         decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
         assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (name == "dppo")
     before = weights(load(TOY, torch.float64))
-    assert max((alone[name] - p).abs().max() for name, p in before.items()) > 1e-5
+    assert max((alone[key] - p).abs().max() for key, p in before.items()) > 1e-5
 
 
 def resumed(cfg: config.Config) -> Gradient:
@@ -265,7 +288,7 @@ def resumed(cfg: config.Config) -> Gradient:
     ("tppo", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dppo", 1, 2), ("greso", 2, 3)))])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
-    alone, folder = on_ranks(before, tmp_path, trained, cfg)[0], tmp_path / "run"
+    alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"
     decisions, measured = (folder / "decisions.jsonl").read_text(), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
     for other in on_ranks(after, tmp_path, resumed, cfg):
@@ -283,30 +306,27 @@ def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, 
             assert_same(alone, other, rtol=1e-5)
 
 
-def trained_by_each(folder: str) -> dict[str, Gradient]:
-    """Without the checks before a run, which would take most of the time."""
-    checks, train.preflight.run = train.preflight.run, lambda learner, engine, *rest: engine.sync(learner.policy) or []
-    try:
-        return {name: trained(objective(name, Path(folder) / f"{dist.world_size()}" / name, "rollout.group_size=4",
-                                        "update.epochs=2", "update.minibatches=2", "pack.capacity=200"))
-                for name in OBJECTIVES}
-    finally:
-        train.preflight.run = checks
+def trained_by_each(cfgs: dict[str, config.Config]) -> dict[str, Gradient]:
+    return {name: trained_unchecked(cfg) for name, cfg in cfgs.items()}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_any_number_of_ranks_gives_the_same_parameters_by_every_objective(ranks, tmp_path):
+def test_any_number_of_ranks_gives_the_same_parameters_by_every_objective(tmp_path):
     """Two whole steps of two epochs of two mini-batches. DAPO's dynamic sampling takes the same decisions."""
-    alone = trained_by_each(str(tmp_path))
-    for other in on_ranks(ranks, tmp_path, trained_by_each, str(tmp_path)):
-        for name, found in other.items():
-            for key, expected in alone[name].items():
-                torch.testing.assert_close(found[key], expected, rtol=0, atol=1e-9, msg=f"{name} {key}")
-    for name in OBJECTIVES:
-        one, many = (tmp_path / f"{count}" / name for count in (1, ranks))
-        assert step_metrics(many) == pytest.approx(step_metrics(one), rel=1e-9, abs=1e-12)
-        assert (one / "decisions.jsonl").read_text() == (many / "decisions.jsonl").read_text()
+    def every_objective(ranks: int) -> dict[str, config.Config]:
+        return {name: objective(name, tmp_path / f"{ranks}" / name, "rollout.group_size=4", "update.epochs=2",
+                                "update.minibatches=2", "pack.capacity=200") for name in OBJECTIVES}
+
+    alone = trained_by_each(every_objective(1))
+    for ranks in (2, 4):
+        for other in on_ranks(ranks, tmp_path, trained_by_each, every_objective(ranks)):
+            for name, found in other.items():
+                for key, expected in alone[name].items():
+                    torch.testing.assert_close(found[key], expected, rtol=0, atol=1e-9, msg=f"{name} {key}")
+        for name in OBJECTIVES:
+            one, many = (tmp_path / f"{count}" / name for count in (1, ranks))
+            assert step_metrics(many) == pytest.approx(step_metrics(one), rel=1e-9, abs=1e-12)
+            assert (one / "decisions.jsonl").read_text() == (many / "decisions.jsonl").read_text()
 
 
 def trained_on_what_is_solved(cfg: config.Config, solved: int) -> Gradient:

@@ -14,12 +14,13 @@ from loss import (
     engine_weight,
     k3,
     likelihood_weight,
-    residual,
     token_weight,
     total_variation,
     value_loss,
 )
-from prune import Pruned, keep_all, keep_largest
+from methods.soft_value import residual
+from prune import keep_all, keep_largest
+from records import Pruned
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
 ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)

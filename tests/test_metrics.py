@@ -5,11 +5,9 @@ import json
 import pytest
 import torch
 
-import dist
 import metrics
-import runfolder
-from prune import Pruned
-from sample import Batch, Group, Prompt, Rolled, Sample, Turn
+from infra import dist, runfolder
+from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
 
 def test_rollout_metrics_by_hand():
@@ -22,8 +20,8 @@ def test_rollout_metrics_by_hand():
                     torch.tensor([[0.5, 0.5], [1.0, 1.0]]))
     turns = [Turn(prompt, 0), Turn(prompt, 0, 0.5, 0.0), Turn(prompt, 0, 0.5, 2.0)]
     for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
-        rolled = Rolled(turns, groups, {"format": reward_NG * 2}, reward_NG, adv_NG, rounds=2)
-        batch = Batch(rolled.kept, groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
+        rolled = Rolled(turns, groups, Rewards({"format": reward_NG * 2}, {"format": 0.5}), adv_NG, sizes=(1, 1))
+        batch = Batch([turns[0], turns[2]], groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
         assert metrics.of_rollout(rolled, batch) == pytest.approx({
             "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "prune/skipped": 1,
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,

@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 import model as decoder
 from config import ConfigError
+from infra.weights import export
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 16}
@@ -54,7 +55,7 @@ def test_logits_equal_transformers_and_survive_the_export(kind, tied, shards, tm
     ours = load(tmp_path / "hf")
     for whole in (ours, None):
         if whole is None:
-            decoder.export(ours, tmp_path / "hf", tmp_path / "out")
+            export(ours, tmp_path / "hf", tmp_path / "out")
             theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
             whole = load(tmp_path / "out")
         with torch.no_grad():
@@ -85,7 +86,7 @@ def test_both_layouts_of_config_json_and_a_large_norm_eps(kind, tmp_path):
 def test_an_export_keeps_every_file_and_the_dtype(tmp_path):
     source = write_tiny(tmp_path / "a", torch_dtype="bfloat16")
     (source / "chat_template.jinja").write_text("{{ messages }}")
-    decoder.export(load(source), source, tmp_path / "b")
+    export(load(source), source, tmp_path / "b")
     assert {path.name for path in source.iterdir()} == {path.name for path in (tmp_path / "b").iterdir()}
     assert {t.dtype for t in load_file(tmp_path / "b" / "model.safetensors").values()} == {torch.bfloat16}
 

@@ -13,19 +13,21 @@ from conftest import as_batch, gradients, load, make_groups, nudge, toy_config
 from torch import Tensor
 
 import data
-import metrics
 import model as decoder
 import train
 import update
-from advantage import ESTIMATORS, Scores
+from advantage import advantage
 from config import Config
+from learner import Learner
+from methods import soft_value
+from metrics import PassSums
 from prune import keep_all
-from sample import Group, Sample
+from records import Batch, Group, Rewards, Sample
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3], 4
 CORRECT_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
 SHORT_NG = torch.tensor([[0.0, -1.0, -0.5, 0.0], [0.0, 0.0, -0.75, -1.0]], dtype=torch.float64)
-VALUE_N1 = torch.tensor([[0.6], [0.8]], dtype=torch.float64)
+VALUES = {"q0": 0.6, "q1": 0.8}
 
 
 @dataclass
@@ -138,11 +140,11 @@ def tppo(answers, cfg):
 
 
 def apo(answers, cfg):
-    return sum((1e-3 * (x.now_T - x.ref_T).sum() + VALUE_N1[x.n, 0] - x.reward) ** 2 for x in answers) / len(answers)
+    return sum((1e-3 * (x.now_T - x.ref_T).sum() + VALUES[f"q{x.n}"] - x.reward) ** 2 for x in answers) / len(answers)
 
 
 def reinforce(answers, cfg):
-    return -sum((x.reward * x.now_T).sum() for x in answers) / len(answers)
+    return -sum((x.centred * x.now_T).sum() for x in answers) / len(answers)
 
 
 def rloo(answers, cfg):
@@ -161,7 +163,7 @@ OBJECTIVES = {
     "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
     "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
     "apo": (apo, "apo_toy", []),
-    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=reward", "loss.trust=none", "loss.per=sum"]),
+    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust=none", "loss.per=sum"]),
     "rloo": (rloo, "grpo_toy", ["advantage.kind=leave_one_out"]),
 }
 
@@ -174,6 +176,26 @@ def windowed(groups: list[Group]) -> list[Group]:
     return [Group(group.prompt, tuple(cut(s, g) for g, s in enumerate(group.samples))) for group in groups]
 
 
+def learner_on(folder, cfg: Config) -> Learner:
+    """What an update by this config works with, on the model in the folder."""
+    return train.set_up(cfg, data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+
+
+def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """Gradient and metrics of a pass over a whole batch, by the functions of the training step.
+
+    The policy is nudged by so much between what is scored before the update and the pass.
+    """
+    places = list(range(batch.offered))
+    scored = [update.score(learner, row, extra_pass=True)
+              for row in learner.rows(update.minibatch(learner, batch, places))]
+    nudge(learner.policy, moved)
+    sums = PassSums(learner.policy.quadratic)
+    for row in scored:
+        sums.add(*update.backward(learner, row, unmoved=False), first_pass=True)
+    return gradients(learner.policy), sums.metrics(learner.pack.capacity, updates=1)
+
+
 class Case:
     """A learner in the middle of an update by one objective, and the completions that it is on."""
 
@@ -181,22 +203,21 @@ class Case:
         self.textbook, toy, changes = OBJECTIVES[name]
         self.cfg = cfg = toy_config(out, f"model.path={folder}", f"rollout.group_size={G}",
                                     "rollout.prompts_per_step=2", "steps=50", *changes, name=f"{toy}.yaml")
-        self.learner, _ = train.set_up(cfg, folder, data.Tokenizer(folder))
+        self.learner = learner_on(folder, cfg)
         if self.learner.critic:
-            nudge(self.learner.critic, 0.3)
+            nudge(self.learner.critic.model, 0.3)
         self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(LENGTHS, PROMPTS))
         self.groups = windowed(groups) if cfg.rollout.window else groups
-        self.parts = {"accuracy": CORRECT_NG, "overlong": SHORT_NG}
-        weights = cfg.reward.weights
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
-        self.reward_NG = sum(weights[part] * self.parts[part] for part in weights) * ~pending_NG
-        adv_NG = ESTIMATORS[cfg.advantage.kind](
-            Scores(self.reward_NG, {part: self.parts[part] for part in weights}, weights, VALUE_N1), cfg.advantage)
-        correct_NG = (CORRECT_NG == 1) & ~pending_NG
+        parts = {"accuracy": CORRECT_NG * ~pending_NG, "overlong": SHORT_NG * ~pending_NG}
+        rewards = Rewards(parts, cfg.reward.weights)
+        self.reward_NG = rewards.total_NG
+        table = soft_value.Table(VALUES) if cfg.advantage.kind == "soft_value" else None
+        adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
         self.batch = replace(as_batch(self.groups, adv_NG, keep_all(adv_NG)), reward_NG=self.reward_NG,
-                             correct_NG=correct_NG)
+                             correct_NG=parts["accuracy"] == 1)
 
     def with_engine(self, groups: list[Group]) -> list[Group]:
         """The groups with log-probs that an engine near the policy before the update would give."""
@@ -215,7 +236,7 @@ class Case:
         attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
         with torch.set_grad_enabled(grad):
             return model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
-                         temperature=1.0, chunk=64)
+                         temperature=1.0)
 
     def values(self, group: Group, sample: Sample) -> Tensor:
         """Before each token and behind the last; nothing without a critic."""
@@ -224,7 +245,7 @@ class Case:
         ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
         attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
         with torch.no_grad():
-            return self.learner.critic(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids)))
+            return self.learner.critic.model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids)))
 
     def by_formula(self) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -244,17 +265,10 @@ class Case:
         return gradients(self.now)
 
     def by_training(self) -> dict[str, Tensor]:
-        learner = self.learner
-        nudge(learner.policy, 0.02)
-        rows = update.pack_batch(learner, self.batch, [0, 1])
-        before_B = update.score_rows(learner, learner.policy, rows)
-        ref_B = update.score_rows(learner, learner.reference, rows)
-        adv_B = update.advantages(learner, rows)
-        nudge(learner.policy, 0.03)
-        sums = metrics.PassSums()
-        update.accumulate(learner, rows, before_B, ref_B, adv_B, sums, first_pass=True, unmoved=False)
-        self.stopped = sums.metrics(1, 1)["train/clipped"]
-        return gradients(learner.policy)
+        nudge(self.learner.policy, 0.02)
+        gradient, measured = gradient_of(self.learner, self.batch, moved=0.03)
+        self.stopped = measured["train/clipped"]
+        return gradient
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)

@@ -7,7 +7,8 @@ import torch
 from conftest import TOY, make_groups
 
 import model as decoder
-from pack import best_fit, build, cost, deal, pack, within_window
+from config import Pack
+from pack import Minibatch, best_fit, build, cost, deal, pack, within_window
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -70,6 +71,7 @@ GROUPS = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
 ADV_NG = torch.arange(1.0, 13).view(3, 4).double()
 WEIGHT_NG = ADV_NG / 100
 KEEP_NG = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
+MINIBATCH = Minibatch(GROUPS, KEEP_NG, ADV_NG, WEIGHT_NG, likelihood_NG=WEIGHT_NG, reward_NG=ADV_NG)
 
 
 def trained_tokens(rows) -> list[tuple]:
@@ -82,8 +84,8 @@ def trained_tokens(rows) -> list[tuple]:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, window, ranks):
-    by_rank = [[build(GROUPS, ADV_NG, WEIGHT_NG, plan) for plan in hand]
-               for hand in pack(GROUPS, KEEP_NG, capacity, window, ranks)]
+    by_rank = [[build(MINIBATCH, plan) for plan in hand]
+               for hand in pack(MINIBATCH, Pack(capacity=capacity, window=window), ranks)]
     assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
     expected = []
     for n, g in KEEP_NG.nonzero().tolist():
@@ -94,6 +96,7 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
     for row in (row for rows in by_rank for row in rows):
         assert len(row.ids_T) <= capacity and row.offsets[-1] == len(row.ids_T)
         assert row.max_len == row.offsets.diff().max()
+        assert torch.equal(row.likelihood_C, row.weight_C)  # 0 where the row only keeps its rank in step
         for start, end in zip(row.offsets, row.offsets[1:], strict=False):
             assert row.position_T[start:end].tolist() == list(range(end - start))
 
@@ -127,4 +130,5 @@ def test_attention_costs_as_much_as_a_count_of_operations_says():
 
 
 def test_nothing_kept_is_no_row_on_any_rank():
-    assert pack(GROUPS, torch.zeros_like(KEEP_NG), 100, None, ranks=2) == [[], []]
+    nothing = Minibatch.plain(GROUPS, torch.zeros_like(KEEP_NG), ADV_NG, WEIGHT_NG)
+    assert pack(nothing, Pack(capacity=100), ranks=2) == [[], []]

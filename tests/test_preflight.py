@@ -9,27 +9,34 @@ import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import data
+import learner
+import memory
 import preflight
 import train
-import update
 from config import ConfigError
+from learner import Learner
+from model import Decoder, read_shape
+from records import Problem
 from rollout import TorchEngine
-from sample import Problem
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
          "distinct samples", "ends of an answer", "chat template opens the answer", "verifier accepts the gold",
          "memory"]
 
 
+SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
+
+
 def failing(cfg) -> list[str]:
-    checks = train.check(cfg)
+    task = train.load(cfg)
+    checks = preflight.run(cfg, *train.set_up(cfg, task), task)
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
 
 
 @pytest.fixture
 def cfg(tmp_path):
-    return toy_config(tmp_path / "run", "rollout.temperature=0.7", "model.dtype=float32")
+    return toy_config(tmp_path / "run", "rollout.temperature=0.7", "model.dtype=float32", "eval.max_new_tokens=8")
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
@@ -38,11 +45,19 @@ def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, t
     cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32")
     monkeypatch.setattr(train, "set_up", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
-    (learner, engine), = seen
-    policy, engines = weights(learner.policy), weights(engine.model)
+    (trainer, engine), = seen
+    policy, engines = weights(trainer.policy), weights(engine.model)
     for name, p in load(folder).named_parameters():
         assert torch.equal(p, policy[name]) and torch.equal(p, engines[name])
-    assert all(p.grad is None for p in learner.policy.parameters())
+    assert all(p.grad is None for p in trainer.policy.parameters())
+
+
+def test_a_run_does_not_depend_on_its_preflight(tmp_path, monkeypatch):
+    with_it = weights(train.train(toy_config(tmp_path / "with", *SHORT)))
+    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
+    without = weights(train.train(toy_config(tmp_path / "without", *SHORT)))
+    assert all(torch.equal(without[name], p) for name, p in with_it.items())
+    assert any(not torch.equal(p, with_it[name]) for name, p in load(TOY, torch.float64).named_parameters())
 
 
 class Stale(TorchEngine):
@@ -54,8 +69,8 @@ class Stale(TorchEngine):
         super().sync(late)
 
 
-def stale_engine(kind, folder, dtype, device, backend, eos_ids, slots, *rest):
-    return Stale(load(folder, dtype), device, eos_ids, slots, backend)
+def stale_engine(kind, spec):
+    return Stale(load(spec.folder, spec.dtype), spec)
 
 
 def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(cfg, monkeypatch):
@@ -64,7 +79,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
     with pytest.raises(ConfigError, match="engine follows a sync.*\n.*other weights than it was given"):
         train.train(cfg)
     assert not (ROOT / cfg.out).exists()  # a run that never began leaves nothing to clear away
-    monkeypatch.setattr(preflight, "run", lambda learner, engine, *rest: engine.sync(learner.policy) or [])
+    monkeypatch.setattr(preflight, "run", lambda *given: [])
     train.train(replace(cfg, steps=3))
     lines = [json.loads(line) for line in (ROOT / cfg.out / "metrics.jsonl").read_text().splitlines()]
     first, *later = [line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line]
@@ -72,7 +87,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
 
 
 def test_seeds_that_are_not_used_are_seen(cfg, monkeypatch):
-    monkeypatch.setattr(data, "sample_seed", lambda *where: 7)
+    monkeypatch.setattr(preflight, "sample_seed", lambda *where: 7)
     assert failing(cfg) == ["distinct samples"]
 
 
@@ -92,14 +107,14 @@ def test_attention_across_sequences_is_seen(cfg, monkeypatch):
         whole = torch.tensor([0, int(offsets[-1])], device=offsets.device)
         return train_backend(whole, int(whole[-1]))
 
-    train_backend = update.BACKENDS["sdpa"]
-    monkeypatch.setattr(update, "BACKENDS", {"sdpa": leaking})
+    train_backend = learner.BACKENDS["sdpa"]
+    monkeypatch.setattr(learner, "BACKENDS", {"sdpa": leaking})
     assert "packed equals alone" in failing(cfg)
 
 
 def test_a_pass_with_gradient_that_differs_is_seen(cfg, monkeypatch):
-    log_probs = update.Learner.log_probs
-    monkeypatch.setattr(update.Learner, "log_probs", lambda self, model, row: log_probs(self, model, row) + (
+    log_probs = Learner.log_probs
+    monkeypatch.setattr(Learner, "log_probs", lambda self, model, row: log_probs(self, model, row) + (
         0.01 if torch.is_grad_enabled() else 0.0))
     assert failing(cfg) == ["ratio is 1 before the update"]
 
@@ -145,19 +160,33 @@ def test_the_verifier_is_tried_on_solutions_or_on_boxed_answers():
 
 
 def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
-    log_probs = update.Learner.log_probs
+    log_probs = Learner.log_probs
 
     def full(self, model, row):
         if len(row.ids_T) == cfg.pack.capacity and torch.is_grad_enabled():
             raise torch.OutOfMemoryError
         return log_probs(self, model, row)
 
-    monkeypatch.setattr(update.Learner, "log_probs", full)
+    monkeypatch.setattr(Learner, "log_probs", full)
     with pytest.raises(ConfigError, match="out of memory on a full row of 1024 tokens; for the update lower"):
         failing(cfg)
     GiB = 2**30
-    assert preflight.memory(GiB, GiB, GiB).passed
-    assert not preflight.memory(2 * GiB, 0, GiB).passed and not preflight.memory(0, 2 * GiB, GiB).passed
+    assert preflight.fits(GiB, GiB, GiB, GiB).passed
+    assert not preflight.fits(2 * GiB, 0, GiB, 0).passed and not preflight.fits(0, 2 * GiB, GiB, 0).passed
+    assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in preflight.fits(GiB, 2 * GiB, 3 * GiB,
+                                                                                       4 * GiB).found
+
+
+def test_memory_is_counted_by_hand():
+    """340 weights: two tables of 40, two blocks of 128 and a norm of 4. A block keeps 72 numbers of a token."""
+    shape = replace(read_shape(TOY), vocab_size=10, hidden_size=4, intermediate_size=6, layers=2, heads=2, kv_heads=1,
+                    head_dim=2, tied=False, qkv_bias=False, out_bias=False, qk_norm=False)
+    fixed = 16 * 340 // 2 + (80 + 130) * (2 * 2 + 4) + 2 * 5 * 10 * 4  # in halves, gathered, logits of 5
+    for recompute, kept in ((False, 3 * 72), (True, 2 * 4 + 2 * 72)):
+        assert memory.peak_bytes(shape, 7, recompute, element=2, chunk=5, ranks=2) == fixed + 7 * kept * 2
+    model = Decoder(shape)  # a token is 2 x 2 x 2 numbers of 4 bytes, and 129 tokens are two blocks
+    assert memory.cache_bytes(model, slots=3, max_len=129) == (3 * 2 + 1) * 128 * 32
+    assert memory.cache_bytes(model, slots=3, max_len=128) == (3 + 1) * 128 * 32
 
 
 def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import config
 from loss import token_weight
 from prune import (
     COMPLETIONS,
@@ -26,6 +27,7 @@ from prune import (
     rarely_below_mean,
     systematic,
 )
+from settings import choices
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
@@ -86,11 +88,8 @@ def test_keep_out_of_range_is_an_error(keep):
 
 
 def test_kinds_are_those_of_the_config():
-    from typing import get_args, get_type_hints
-
-    import config
-    assert set(COMPLETIONS) == set(get_args(get_type_hints(config.Completions)["kind"]))
-    assert set(PROMPTS) == set(get_args(get_type_hints(config.Prompts)["kind"])) >= REFILLING
+    assert set(COMPLETIONS) == set(choices(config.Completions))
+    assert set(PROMPTS) == set(choices(config.Prompts)) >= REFILLING
 
 
 def test_below_the_mean_by_hand():

@@ -7,12 +7,12 @@ from conftest import toy_config
 
 import config
 import report
-import runfolder
 from config import ConfigError
+from infra import runfolder
 
 
 def write_run(folder, seed: int, keep: int, curve: list[float], tokens: int = 100, seconds: float = 2.0):
-    """A run folder: a step before each evaluation but the first, of so many generated tokens, half of them trained."""
+    """A run folder: a step before each evaluation but the first; half of its generated tokens are trained."""
     folder.mkdir(parents=True)
     cfg = toy_config(folder, f"seed={seed}", f"prune.completions.keep={keep}")
     (folder / "config.yaml").write_text(config.dump(cfg))
@@ -39,20 +39,22 @@ def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
             write_run(tmp_path / "fast", 0, 2, [0.1, 0.5, 0.9], tokens=400, seconds=3.0)]
     page = report.report(runs, tmp_path / "out")
     head = cells(page, "accuracy in %")
-    assert head[2:10] == ["1 steps", "2 steps", "200 generated tokens", "400 generated tokens", "100 trained tokens",
-                          "200 trained tokens", "3 seconds", "6 seconds"]
+    assert head[2:10] == ["1 steps", "2 steps", "200 generated tokens", "400 generated tokens",
+                          "100 trained tokens", "200 trained tokens", "3 seconds", "6 seconds"]
     slow, fast = cells(page, "slow"), cells(page, "fast")
     assert fast == ["1", "10.0", "50.0", "90.0", "30.0", "50.0", "30.0", "50.0", "50.0", "90.0", "90.0"]
     assert slow[0] == "2" and slow[-1] == "60.0 ± 127.1"  # t of 1 degree of freedom x 14.14 / sqrt(2)
     means = [float(cell.split()[0]) for cell in slow[1:]]
     assert means == pytest.approx([10, 30, 40, 40, 60, 40, 60, 35, 50, 60])
-    # Every run reaches 50%, so the level is 10 + 0.9 x 40 = 46%: at 3.6 steps of seed 0 and 1.6 of seed 1; 0.9 of fast.
+    # Every run reaches 50%, so the level is 10 + 0.9 x 40 = 46%:
+    # at 3.6 steps of seed 0 and 1.6 of seed 1; 0.9 of fast.
     assert "| to reach 46.0% | steps | generated, 1000 | trained, 1000 | seconds |" in page
     assert "| fast | 0.9 | 0.4 | 0.2 | 2.7 |" in page
     assert "| slow | 2.6 ± 12.7 | 0.3 ± 1.3 | 0.1 ± 0.6 | 5.2 ± 25.4 |" in page
     assert "| slow | 4 | 0.4 ± 0.0 | 0.2 ± 0.0 |" in page and page.endswith("![](seconds.png)\n")
     assert (tmp_path / "out" / "report.md").read_text() == page
-    assert all((tmp_path / "out" / f"{name}.png").read_bytes()[1:4] == b"PNG" for name in ("accuracy", "seconds"))
+    for name in ("accuracy", "seconds"):
+        assert (tmp_path / "out" / f"{name}.png").read_bytes()[1:4] == b"PNG"
 
 
 def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
@@ -61,7 +63,8 @@ def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
     with pytest.raises(ConfigError, match="young has 1 evaluations, and a curve needs two"):
         report.report([write_run(tmp_path / "young", 0, 4, [0.1])], tmp_path / "out")
     other = write_run(tmp_path / "other", 0, 4, [0.1, 0.2])
-    (other / "metrics.jsonl").write_text((other / "metrics.jsonl").read_text().replace("eval/few", "eval/many"))
+    lines = (other / "metrics.jsonl").read_text()
+    (other / "metrics.jsonl").write_text(lines.replace("eval/few", "eval/many"))
     with pytest.raises(ConfigError, match="share no evaluation set"):
         report.report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
 

@@ -1,5 +1,6 @@
-"""Components by hand, verification in processes that are killed, a user's own function, and the command's table."""
+"""Components by hand, verification in processes that are killed, a user's function, the command's table."""
 
+import itertools
 import json
 import math
 import os
@@ -11,12 +12,15 @@ from conftest import ROOT, verdict
 
 import reward
 from config import ConfigError, Reward
-from reward import COMPONENTS, Completion, grade, score, span
+from reward import COMPONENTS, Completion, score, span
+from verify import grade as grading
+from verify.grade import grade
 
 FULL = "<think>6*7</think>\n<answer>42</answer>"
 
 
-def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10, **settings: object) -> dict[str, float]:
+def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
+             **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
     return dict(zip(reward.measured(cfg), score([(text, gold, tokens)], longest, cfg)[0], strict=True))
 
@@ -27,18 +31,20 @@ def total(parts: dict[str, float], cfg: Reward) -> float:
 
 @pytest.mark.parametrize(("text", "gold", "right"), [
     (FULL, "42", 3.0), ("<answer>42</answer>", "42", 2.0), ("<answer>42 apples</answer>", "42", 1.5),
-    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5), ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
+    ("<think>6*7</think>\n<answer>$42.0</answer>", "42", 2.5),
+    ("<think>6*7</think>\n<answer>41</answer>", "42", 1.0),
     ("<answer>6 or 42</answer>", "42", 0.0), ("<answer>1,234</answer>", "1,234", 2.0), ("42", "42", 0.0),
     (FULL + "\nand more", "42", 3.0), (FULL + " and more", "42", 2.0),
 ])
 def test_cppos_gsm8k_reward_is_a_weighted_sum_of_components(text, gold, right):
-    """2 for the exact answer, 1.5 for the same single number, 1 for the format: spec of arXiv:2503.22342's code."""
+    """2 for the exact answer, 1.5 for the same single number, 1 for the format: arXiv:2503.22342's code."""
     weights = {"tag_exact": 0.5, "tag_number": 1.5, "format": 1.0}
     assert total(parts_of(text, gold, **weights), Reward(accuracy=0, **weights)) == right
 
 
 @pytest.mark.parametrize(("settings", "text", "right"), [
-    ({"accuracy": 2, "format": 1}, r"<think>a</think>" "\n" r"<answer>It is $\boxed{\frac12}$.</answer>", 3),  # CPPO
+    ({"accuracy": 2, "format": 1},
+     r"<think>a</think>" "\n" r"<answer>It is $\boxed{\frac12}$.</answer>", 3),  # CPPO
     ({"accuracy": 2, "format": 1}, r"so $\boxed{0.5}$", 2),
     ({"accuracy": 0.9, "boxed": 0.1}, r"\boxed{1/2}", 1.0),
     ({"accuracy": 0.9, "boxed": 0.1}, r"\boxed{2}", 0.1),  # GRESO
@@ -51,23 +57,23 @@ def test_published_rewards_are_settings(settings, text, right):
 
 
 @pytest.mark.parametrize(("name", "text", "value"), [
-    ("tag_count", "<think>\na\n</think>\n<answer>\nb\n</answer>", 1.0), ("tag_count", "<think>\na\n</think>\nb", 0.5),
-    ("tag_count", "<think>\n<think>\n\n</answer>", 0.25), ("tag_count", "", 0.0),
-    ("repetition", "a b c d e", 0.0), ("repetition", "a b c a b c a b c", 3 / 7 - 1), ("repetition", "a b", 0.0),
     ("boxed", r"\boxed{}", 0.0), ("boxed", r"\boxed{1} \boxed{", 0.0), ("boxed", "#### 1", 0.0),
-    ("format", "so\n<think>a</think>\n<answer>b</answer>", 0.0), ("tag_number", "<answer>42 or 6</answer>", 0.0),
-    ("tag_exact", "<answer>1</answer> no <answer>42</answer>", 1.0), ("accuracy", "42", 0.0), ("wrong", "#### 42", 0.0),
+    ("format", "so\n<think>a</think>\n<answer>b</answer>", 0.0),
+    ("tag_number", "<answer>42 or 6</answer>", 0.0),
+    ("tag_exact", "<answer>1</answer> no <answer>42</answer>", 1.0),
+    ("accuracy", "42", 0.0), ("wrong", "#### 42", 0.0),
 ])
 def test_components_by_hand(name, text, value):
-    assert COMPONENTS[name][0](Completion(text, "42", 1, 10, "#### 42" in text), Reward()) == pytest.approx(value)
+    completion = Completion(text, "42", 1, 10, "#### 42" in text, Reward())
+    assert COMPONENTS[name][0](completion) == pytest.approx(value)
 
 
-def test_length_and_the_soft_punishment_of_it():
+def test_the_soft_punishment_of_length():
     """DAPO's own lengths: nothing up to 16,384 tokens, half of it at 18,432, all of it from 20,480 on."""
-    cfg = {"overlong": 1.0, "overlong_tokens": 4096, "length": 1.0, "length_tokens": 18_432}
-    found = [parts_of("", tokens=t, longest=20_480, **cfg) for t in (1, 16_384, 18_432, 20_480, 20_481, 40_000)]
-    assert [parts["overlong"] for parts in found] == [0, 0, -0.5, -1, -1, -1]
-    assert [parts["length"] for parts in found] == [1, 1, 1, 0, 0, 0]
+    cfg = {"overlong": 1.0, "overlong_tokens": 4096}
+    lengths = (1, 16_384, 18_432, 20_480, 20_481, 40_000)
+    punished = [parts_of("", tokens=t, longest=20_480, **cfg)["overlong"] for t in lengths]
+    assert punished == [0, 0, -0.5, -1, -1, -1]
 
 
 def test_the_span_of_rewards_holds_every_component():
@@ -77,8 +83,9 @@ def test_the_span_of_rewards_holds_every_component():
     texts = ["", FULL, r"\boxed{42} a b c a b c", "<think>\na\n</think>\n<answer>\n42\n</answer>"]
     for name, (_, low, high) in COMPONENTS.items():
         if name != "custom":
-            settings = {name: 1.0} | {f"{name}_tokens": 5 for _ in "1" if f"{name}_tokens" in Reward.__slots__}
-            assert all(low <= parts_of(text, tokens=t, **settings)[name] <= high for text in texts for t in (1, 7, 99))
+            settings = {name: 1.0} | ({"overlong_tokens": 5} if name == "overlong" else {})
+            for text, tokens in itertools.product(texts, (1, 7, 99)):
+                assert low <= parts_of(text, tokens=tokens, **settings)[name] <= high
 
 
 def test_what_is_written_behind_the_end_does_not_count():
@@ -88,13 +95,14 @@ def test_what_is_written_behind_the_end_does_not_count():
 
 
 @pytest.mark.parametrize(("text", "gold", "notes"), [
-    ("#### 42", "42", (0, 0, 0)), ("#### 41", "42", (0, 0, 0)), ("so 42", "42", (1, 0, 1)), ("", "42", (1, 0, 0)),
+    ("#### 42", "42", (0, 0, 0)), ("#### 41", "42", (0, 0, 0)),
+    ("so 42", "42", (1, 0, 1)), ("", "42", (1, 0, 0)),
     (r"\boxed{42} after 3 days", "42", (0, 0, 1)), (r"\boxed{x}", "x", (0, 0, 0)),
     (r"\boxed{\frac{1}{}}", r"\frac{1}{2}", (1, 0, 0)), (r"\boxed{9^{9^{9^{9}}}}", "1", (0, 1, 0)),
 ])
 def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
-    reward.verification.cache_clear()
+    monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
+    grading.begin_verdict.cache_clear()
     parts = parts_of(text, gold, accuracy=1.0)
     assert tuple(parts[name] for name in reward.NOTES) == notes
 
@@ -106,29 +114,30 @@ def test_what_cannot_be_read_does_not_hide_what_is_equal():
 
 
 def test_grades_are_strict_and_lenient():
-    found, = grade([("42", "I think 42")])
-    assert found == {"answer": None, "verdict": "unparsed", "last_number": True, "lenient": True}
-    found, = grade([("42", r"\boxed{42}, or 6 times 7")])
-    assert (found["verdict"], found["last_number"], found["lenient"]) == ("right", False, True)
-    found, = grade([("2,125", "<answer>2125 or so</answer> 7")])
-    assert (found["verdict"], found["last_number"]) == ("wrong", True)
+    graded, = grade([("42", "I think 42")])
+    assert graded == {"answer": None, "verdict": "unparsed", "last_number": True, "lenient": True}
+    graded, = grade([("42", r"\boxed{42}, or 6 times 7")])
+    assert (graded["verdict"], graded["last_number"], graded["lenient"]) == ("right", False, True)
+    graded, = grade([("2,125", "<answer>2125 or so</answer> 7")])
+    assert (graded["verdict"], graded["last_number"]) == ("wrong", True)
 
 
-@pytest.mark.parametrize("answer", ["99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
+@pytest.mark.parametrize("answer", [
+    "99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
 def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeypatch):
     """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 1.0)
-    reward.verification.cache_clear()
+    monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
+    grading.begin_verdict.cache_clear()
     assert verdict("1", answer) != "right"
     assert verdict("a+1", "1+a") == "right"
 
 
 def test_a_worker_that_dies_is_replaced():
-    before = reward.Task(os.getpid).result()
+    before = grading.Call(os.getpid).result()
     os.kill(before, 9)
-    reward.verification.cache_clear()
+    grading.begin_verdict.cache_clear()
     assert verdict("b+1", "1+b") == "right"
-    assert reward.Task(os.getpid).result() != before
+    assert grading.Call(os.getpid).result() != before
 
 
 def allocate(gibibytes: int) -> int:
@@ -136,19 +145,19 @@ def allocate(gibibytes: int) -> int:
 
 
 def test_a_worker_gets_no_more_memory_than_it_may_have():
-    assert reward.Task(allocate, 1).result() == 1 << 30
-    with pytest.raises(reward.OutOfReach, match="MemoryError"):
-        reward.Task(allocate, 3).result()
+    assert grading.Call(allocate, 1).result() == 1 << 30
+    with pytest.raises(grading.OverLimit, match="MemoryError"):
+        grading.Call(allocate, 3).result()
 
 
 def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
-    begun = []
-    monkeypatch.setattr(reward.Task, "begin", lambda self: begun.append(self.args))
-    monkeypatch.setattr(reward.Task, "result", lambda self: "right")
-    count = reward.verification.cache_info().maxsize + 100
+    started = []
+    monkeypatch.setattr(grading.Call, "start", lambda self: started.append(self.args))
+    monkeypatch.setattr(grading.Call, "result", lambda self: "right")
+    count = grading.begin_verdict.cache_info().maxsize + 100
     assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
-    assert len(begun) == count
-    reward.verification.cache_clear()
+    assert len(started) == count
+    grading.begin_verdict.cache_clear()
 
 
 def test_a_users_own_function(tmp_path):
@@ -173,9 +182,10 @@ def test_a_users_function_that_fails_is_named(body, message, tmp_path):
         parts_of("x", custom=1.0, custom_file=str(path))
 
 
-@pytest.mark.parametrize("body", ["while True: pass", "import time; time.sleep(10**6)", "import os; os._exit(1)"])
+@pytest.mark.parametrize("body", [
+    "while True: pass", "import time; time.sleep(10**6)", "import os; os._exit(1)"])
 def test_a_users_function_that_does_not_return_is_killed_and_counted(body, tmp_path, monkeypatch):
-    monkeypatch.setattr(reward, "VERIFY_SECONDS", 0.1)
+    monkeypatch.setattr(grading, "VERIFY_SECONDS", 0.1)
     path = tmp_path / f"hangs{len(body)}.py"
     path.write_text(f"def reward(text, gold, tokens):\n    {body}\n")
     parts = parts_of("x", custom=1.0, custom_file=str(path))
@@ -184,12 +194,14 @@ def test_a_users_function_that_does_not_return_is_killed_and_counted(body, tmp_p
 
 def cases(path, *rows):
     path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
-    return subprocess.run([sys.executable, "reward.py", "--cases", str(path)], cwd=ROOT, capture_output=True, text=True)
+    command = [sys.executable, "reward.py", "--cases", str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
 
 def test_the_command_counts_by_category(tmp_path):
     row = {"gold": "1", "completion": "#### 1", "correct": True, "category": "easy"}
-    done = cases(tmp_path / "c.jsonl", row, row | {"completion": "#### 2"}, row | {"correct": False, "category": "odd"},
+    done = cases(tmp_path / "c.jsonl", row, row | {"completion": "#### 2"},
+                 row | {"correct": False, "category": "odd"},
                  row | {"completion": "", "correct": False, "category": "odd"})
     assert done.returncode == 0, done.stderr
     lines = [line.split() for line in done.stdout.splitlines()]
@@ -199,7 +211,8 @@ def test_the_command_counts_by_category(tmp_path):
 
 
 @pytest.mark.parametrize(("row", "message"), [
-    ("{", "c.jsonl:1: not valid JSON"), ("[]", "c.jsonl:1: a case needs 'gold', a str"), ("", "holds no cases"),
+    ("{", "c.jsonl:1: not valid JSON"), ("[]", "c.jsonl:1: a case needs 'gold', a str"),
+    ("", "holds no cases"),
     ({"gold": "1", "completion": "1", "correct": "yes"}, "c.jsonl:1: a case needs 'correct', a bool"),
 ])
 def test_bad_cases_are_named(row, message, tmp_path):
@@ -208,4 +221,4 @@ def test_bad_cases_are_named(row, message, tmp_path):
 
 
 def test_no_weight_is_nan():
-    assert not any(map(math.isnan, parts_of("\ud800\x00", accuracy=1.0, repetition=1.0, tag_count=1.0).values()))
+    assert not any(map(math.isnan, parts_of("\ud800\x00", accuracy=1.0, format=1.0, tag_number=1.0).values()))

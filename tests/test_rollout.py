@@ -9,17 +9,23 @@ import torch
 from conftest import load, make_groups, write_tiny
 
 import data
-import dist
 import rollout
+import rollout_vllm
 from config import ConfigError
+from infra import dist
 from model import sdpa_padded
-from pack import Plan, build
-from rollout import TorchEngine, VLLMEngine, sample_tokens
-from sample import Group, Prompt
+from pack import Minibatch, Plan, build
+from records import EngineSpec, Group, Prompt
+from rollout import TorchEngine, sample_tokens
+from rollout_vllm import VLLMEngine
+
+
+def spec(folder, slots=4, dtype=torch.float32, eos=frozenset({2}), max_len=100, **more) -> EngineSpec:
+    return EngineSpec(folder, dtype, torch.device("cpu"), "sdpa", eos, slots, max_len, **more)
 
 
 def engine(folder, slots=5, dtype=torch.float32, eos=None) -> TorchEngine:
-    return TorchEngine(load(folder, dtype), torch.device("cpu"), eos or data.Tokenizer(folder).eos_ids, slots, "sdpa")
+    return TorchEngine(load(folder, dtype), spec(folder, slots, dtype, eos or data.Tokenizer(folder).eos_ids))
 
 
 def prompts(lengths=(7, 3, 1, 12, 7, 5, 2, 9)) -> list[tuple[int, ...]]:
@@ -29,11 +35,13 @@ def prompts(lengths=(7, 3, 1, 12, 7, 5, 2, 9)) -> list[tuple[int, ...]]:
 def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     """Log-probs of a completion by the training path: packed row, projected positions, chunks."""
     one = torch.ones(1, 1)
-    row = build([Group(Prompt("q", prompt, "1"), (sample,))], one, one, Plan([(0, 0)]))
+    group = Group(Prompt("q", prompt, "1"), (sample,))
+    row = build(Minibatch.plain([group], one.bool(), one, one), Plan([(0, 0)]))
     assert row.target_C.tolist() == list(sample.ids)
+    model.logp_chunk = 4
     with torch.no_grad():
         attend = sdpa_padded(row.offsets, row.max_len)
-        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature, chunk=4)
+        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature)
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
@@ -165,18 +173,18 @@ def test_an_engine_without_weights_refuses_to_sample(tiny):
 def test_vllm_missing_or_of_another_version_is_an_error_with_the_remedy(module, message, tiny, monkeypatch):
     monkeypatch.setitem(sys.modules, "vllm", module)
     with pytest.raises(ConfigError, match=message):
-        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100)
+        VLLMEngine(spec(tiny))
 
 
 def test_ranks_that_do_not_fill_engines_are_an_error(tiny):
     with pytest.raises(ConfigError, match="rollout.tensor_parallel=2 must divide 1, the number of processes"):
-        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100, tensor_parallel=2)
+        VLLMEngine(spec(tiny, tensor_parallel=2))
 
 
 def test_a_vllm_built_for_another_device_is_an_error(tiny, monkeypatch):
-    package = types.SimpleNamespace(LLM=None, SamplingParams=None, __version__=rollout.VLLM_VERSION)
+    package = types.SimpleNamespace(LLM=None, SamplingParams=None, __version__=rollout_vllm.VLLM_VERSION)
     platform = types.SimpleNamespace(current_platform=types.SimpleNamespace(device_type="cuda"))
     monkeypatch.setitem(sys.modules, "vllm", package)
     monkeypatch.setitem(sys.modules, "vllm.platforms", platform)
     with pytest.raises(ConfigError, match="this vllm runs on cuda, and device=cpu; install the build for it"):
-        VLLMEngine(tiny, torch.float32, torch.device("cpu"), frozenset({2}), 4, 100)
+        VLLMEngine(spec(tiny))

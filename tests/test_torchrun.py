@@ -14,8 +14,8 @@ from conftest import ROOT, toy_config
 from survive import family, record
 
 import config
-import dist
 from config import ConfigError
+from infra import dist
 
 STEPS = 25  # a run says something of every fifth
 
@@ -55,7 +55,7 @@ def whole(tmp_path_factory) -> tuple:
 
 def test_a_worker_that_dies_takes_the_others_down_and_is_named(tmp_path):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2")
-    wait_for(process, "step 5:")
+    wait_for(process, "step 1:")
     os.kill(workers(process)[1], signal.SIGKILL)
     said = process.communicate()[1]
     assert process.returncode == 1

@@ -9,7 +9,7 @@ from problems import problem, splits, write
 
 import data
 from model import load_model, read_shape
-from reward import grade
+from verify.grade import grade
 
 
 def test_the_shipped_problems_are_those_of_the_generator(tmp_path):

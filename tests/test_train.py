@@ -10,6 +10,8 @@ import signal
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
+from time import sleep
 
 import pytest
 import torch
@@ -17,11 +19,13 @@ import transformers
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import config
-import dist
-import runfolder
+import loss
 import train
-import update
 from config import ConfigError
+from infra import dist, runfolder, signals
+from learner import learning_rate
+from model import BACKENDS
+from update import split
 
 
 def change(cfg: config.Config, **sections) -> config.Config:
@@ -30,34 +34,49 @@ def change(cfg: config.Config, **sections) -> config.Config:
                            for name, values in sections.items()})
 
 
+# Where short texts prove as much.
+SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
+
+
+@pytest.fixture
+def unchecked(monkeypatch):
+    """Runs without their preflight, which they do not depend on (test_preflight.py)."""
+    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
+
+
+def main(monkeypatch, *arguments: str | Path) -> int:
+    """Status of train.py with these arguments, in this process, whose group and signals are not the run's."""
+    monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    return train.main()
+
+
 def without_times(folder) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith("time/")}
             for line in runfolder.read(folder / "metrics.jsonl")]
 
 
-class Killed(Exception):
-    pass
+def run_and_copy(cfg: config.Config, copy: Path, last: int, monkeypatch) -> dict[str, torch.Tensor]:
+    """Weights of a whole run, and in `copy` what it would leave behind if it died in a step, counted from 0."""
+    true_update, latest = train.update, Path(cfg.out) / "checkpoints" / "latest"
 
-
-def die_in(last: int, cfg: config.Config, monkeypatch) -> None:
-    """Run until the update of a step, counted from 0, and die there."""
-    true_update = train.update
-
-    def dying(learner, batch, step, *rest):
+    def copying(learner, batch, step, *rest):
         if step == last:
-            raise Killed
+            while not latest.exists():  # the first save may be on its way
+                sleep(0.01)
+            shutil.copytree(cfg.out, copy)
         return true_update(learner, batch, step, *rest)
 
-    monkeypatch.setattr(train, "update", dying)
-    with pytest.raises(Killed):
-        train.train(cfg)
-    monkeypatch.undo()
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", copying)
+        return weights(train.train(cfg))
 
 
 RESUMED = {
-    "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2"],
+    "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"],
     "dppo": ["data.limit=6", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
-             "prune.completions={kind: bernoulli, keep: null, drop_prob: 0.7}"],
+             "prune.completions={kind: bernoulli, drop_prob: 0.7}"],
     "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}"],
     "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # A critic, a pool of completions that go on, and pretraining; a table of V*.
@@ -72,25 +91,25 @@ RESUMED = {
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
     base = f"{name}_toy.yaml" if name in ("tppo", "apo") else "cppo_toy.yaml"
-    more = ["steps=4", "checkpoint.every=2", "eval.every=1", *RESUMED[name]]
-    whole = train.train(toy_config(tmp_path / "whole", *more, name=base))
-    cfg = toy_config(tmp_path / "cut", *more, name=base)
-    die_in(3, cfg, monkeypatch)
+    cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=2", "eval.every=1", "eval.max_new_tokens=8",
+                     *RESUMED[name], name=base)
+    whole = run_and_copy(cfg, tmp_path / "cut", 3, monkeypatch)
+    assert without_times(tmp_path / "whole")[-2]["train/grad_norm"] > 0
     assert [line["step"] for line in without_times(tmp_path / "cut")][-1] == 3
-    resumed = train.train(cfg, resume="always")
-    one, other = weights(whole), weights(resumed)
-    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000002"
+    resumed = weights(train.train(replace(cfg, out=str(tmp_path / "cut")), resume="always"))
+    assert all(torch.equal(resumed[name], p) for name, p in whole.items())
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     for log in ("samples.jsonl", "decisions.jsonl"):
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
-def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
+def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch, unchecked):
     order = []
     for owner, name in ((train.Checkpoints, "save"), (train.Checkpoints, "wait_for_copies"), (train, "update")):
         true = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, name=name, true=true: order.append(name) or true(*given))
-    train.train(toy_config(tmp_path / "run", "checkpoint.every=1"))
+    train.train(toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT))
     assert order == ["wait_for_copies", "update", "save"] * 2
 
 
@@ -102,15 +121,25 @@ def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
     assert runfolder.read(tmp_path / "samples.jsonl") == []
 
 
-def test_the_run_folder_tells_what_ran(tmp_path):
-    """With two evaluation sets, and two mini-batches: the second runs under a policy that the engine never saw."""
-    cfg = toy_config(tmp_path / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2", "optim.warmup_steps=4",
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
+    """Where a finished run of one step lies beside its config, and its policy.
+
+    With two evaluation sets, and two mini-batches: the second runs under a policy that the engine never saw.
+    """
+    place = tmp_path_factory.mktemp("finished")
+    cfg = toy_config(place / "run", "steps=1", "update.minibatches=2", "optim.lr=1e-2", "optim.warmup_steps=4",
                      "rollout.temperature=0.7")
-    (tmp_path / "more.jsonl").write_text((tmp_path / "few.jsonl").read_text())
-    cfg = change(cfg, data={"eval": f"{tmp_path / 'few.jsonl'}, {tmp_path / 'more.jsonl'}"})
-    train.train(cfg)
-    folder = tmp_path / "run"
-    assert config.load(folder / "config.yaml") == cfg
+    (place / "more.jsonl").write_text((place / "few.jsonl").read_text())
+    cfg = change(cfg, data={"eval": f"{place / 'few.jsonl'}, {place / 'more.jsonl'}"})
+    (place / "test.yaml").write_text(config.dump(cfg))
+    return place, train.train(cfg)
+
+
+def test_the_run_folder_tells_what_ran(finished):
+    place, _ = finished
+    folder = place / "run"
+    assert config.load(folder / "config.yaml") == config.load(place / "test.yaml")
     assert json.loads((folder / "env.json").read_text()).keys() >= {"argv", "commit", "diff", "device", "libraries"}
     first, step, last = runfolder.read(folder / "metrics.jsonl")
     assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
@@ -127,30 +156,29 @@ def test_the_run_folder_tells_what_ran(tmp_path):
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=10", "optim.lr=1", "optim.warmup_steps=4")
-    assert [update.learning_rate(step, cfg.optim, 10) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
+    assert [learning_rate(step, cfg.optim, 10) for step in range(10)] == [0.25, 0.5, 0.75, 1] + [1] * 6
     cosine = change(cfg, optim={"schedule": "cosine"})
     expected = [0.25, 0.5, 0.75, 1, *((1 + math.cos(math.pi * i / 6)) / 2 for i in range(6))]
-    assert [update.learning_rate(step, cosine.optim, 10) for step in range(10)] == pytest.approx(expected)
+    assert [learning_rate(step, cosine.optim, 10) for step in range(10)] == pytest.approx(expected)
 
 
-def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path, unchecked):
     """Far below Adam's eps of 1e-8 a step is proportional to the gradient, so a clipped one hardly moves the policy."""
     before = weights(load(TOY, torch.float64))
     moved = []
     for norm in (1e-12, 1e-14):
         after = weights(train.train(toy_config(tmp_path / f"{norm}", "steps=1", "optim.lr=1",
-                                               f"optim.clip_norm={norm}")))
+                                               f"optim.clip_norm={norm}", *SHORT)))
         moved.append(sum(((after[name] - p) ** 2).sum().item() for name, p in before.items()) ** 0.5)
     assert moved[0] == pytest.approx(1e-12 / 1e-8, rel=0.05) and moved[1] == pytest.approx(1e-14 / 1e-8, rel=0.05)
 
 
-def test_minibatches_split_the_groups_and_differ_by_step(tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=12", "update.minibatches=4")
-    splits = [update.minibatches(step, cfg, 12) for step in range(5)]
-    assert all(sorted(n for part in split for n in part) == list(range(12)) for split in splits)
-    assert all([len(part) for part in split] == [3] * 4 for split in splits)
-    assert len({str(split) for split in splits}) == 5
-    assert update.minibatches(0, cfg, 12) != update.minibatches(0, replace(cfg, seed=1), 12)
+def test_minibatches_split_the_groups_and_differ_by_step():
+    splits = [split(seed=0, step=step, offered=12, count=4) for step in range(5)]
+    assert all(sorted(n for part in parts for n in part) == list(range(12)) for parts in splits)
+    assert all([len(part) for part in parts] == [3] * 4 for parts in splits)
+    assert len({str(parts) for parts in splits}) == 5
+    assert splits[0] != split(seed=1, step=0, offered=12, count=4)
 
 
 def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():
@@ -158,16 +186,18 @@ def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():
     assert len({dist.seed_for(seed, *w, "rollout") for seed in (0, 1) for w in where}) == 2 * len(where)
 
 
-def test_an_exported_policy_is_the_policy_in_transformers(tmp_path):
-    policy = train.train(toy_config(tmp_path / "run", "steps=1", "model.dtype=float32", "optim.lr=1e-2"))
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "hf").eval()
-    tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "run" / "hf")
+def test_an_exported_policy_is_the_policy_in_transformers(finished):
+    place, policy = finished
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "run" / "hf").eval()
+    tokenizer = transformers.AutoTokenizer.from_pretrained(place / "run" / "hf")
     ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
-    attend = update.BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+    attend = BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
     with torch.no_grad():
-        ours_C = policy(ids, torch.arange(len(ids)), attend, torch.arange(len(ids) - 1), ids[1:], 1.0, 4096)
+        ours_C = policy(ids, torch.arange(len(ids)), attend, torch.arange(len(ids) - 1), ids[1:], 1.0)
         theirs_C = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
-    torch.testing.assert_close(ours_C, theirs_C, rtol=0, atol=1e-4)
+    torch.testing.assert_close(ours_C.float(), theirs_C.float(), rtol=0, atol=1e-4)
+    before = load(TOY, torch.float64)  # else an export of what was loaded would pass
+    assert all(not torch.equal(p, dist.full(q)) for p, q in zip(before.parameters(), policy.parameters(), strict=True))
 
 
 GSM8K = [
@@ -178,7 +208,7 @@ GSM8K = [
 
 
 SMALLER = {"vapo_math": ["critic.pretrain_steps=1"], "dapo_math": ["reward.overlong_tokens=8"],
-           "tppo_math": ["critic.pretrain_steps=1", "rollout.window=10"]}
+           "dppo_listed_math": ["pack.budget=3000"], "tppo_math": ["critic.pretrain_steps=1", "rollout.window=10"]}
 
 
 @pytest.mark.slow
@@ -201,22 +231,20 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     step = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line][-1]
     if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered" and not cfg.rollout.window:
-        assert step["prune/kept"] == count * (cfg.prune.completions.keep or cfg.rollout.group_size)
+        assert step["prune/kept"] == count * getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
     assert step["train/kl"] >= 0 and "eval/others/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "train.py", *arguments], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"OMP_NUM_THREADS": "1"})
-
-
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A finished run of one step, and the arguments that made it."""
-    folder = tmp_path_factory.mktemp("finished")
-    (folder / "test.yaml").write_text(config.dump(toy_config(folder / "run", "steps=1")))
-    assert run("--config", str(folder / "test.yaml")).returncode == 0
-    return folder
+def wrong(tmp_path_factory) -> dict[str, Path]:
+    """Model folders with a fault each: no weights, no template, another architecture; and one with bad data."""
+    places = {name: write_tiny(tmp_path_factory.mktemp(name)) for name in ("empty", "mute", "bad")}
+    (places["empty"] / "model.safetensors").unlink()
+    (places["mute"] / "tokenizer_config.json").write_text("{}")
+    raw = json.loads((places["bad"] / "config.json").read_text())
+    (places["bad"] / "config.json").write_text(json.dumps(raw | {"model_type": "gpt2"}))
+    (places["bad"] / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question": "q"}\n')
+    return places
 
 
 BROKEN = {
@@ -241,34 +269,29 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("case", BROKEN)
-def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, tmp_path):
+def test_bad_input_is_one_line_with_the_remedy_and_status_2(case, finished, wrong, tmp_path, monkeypatch, capfd):
     if case == "no CUDA" and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     overrides, message = BROKEN[case]
-    write_tiny(tmp_path / "empty")
-    (tmp_path / "empty" / "model.safetensors").unlink()
-    write_tiny(tmp_path / "mute")
-    (tmp_path / "mute" / "tokenizer_config.json").write_text("{}")
-    write_tiny(tmp_path / "bad")
-    raw = json.loads((tmp_path / "bad" / "config.json").read_text())
-    (tmp_path / "bad" / "config.json").write_text(json.dumps(raw | {"model_type": "gpt2"}))
-    (tmp_path / "bad" / "bad.jsonl").write_text('{"question": "q", "answer": "1"}\n{"question": "q"}\n')
-    places = {"folder": finished} | {name: tmp_path / name for name in ("new", "empty", "mute", "bad")}
+    places = wrong | {"folder": finished[0], "new": tmp_path / "new"}
     sets = [word for override in overrides for word in ("--set", override.format_map(places))]
-    done = run("--config", str(finished / "test.yaml"), *sets)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
-    assert done.stderr.startswith("error: ") and message.format_map(places) in done.stderr
+    status = main(monkeypatch, "--config", places["folder"] / "test.yaml", *sets)
+    said = capfd.readouterr().err
+    assert (status, said.count("\n")) == (2, 1), said
+    assert said.startswith("error: ") and message.format_map(places) in said
     assert not (tmp_path / "new").exists()
 
 
 def test_config_not_found_is_one_line_and_status_2():
-    done = run("--config", "cppo_toi.yaml")
+    """Of the process, which the other cases are too slow to start."""
+    done = subprocess.run([sys.executable, "train.py", "--config", "cppo_toi.yaml"], cwd=ROOT, capture_output=True,
+                          text=True)
     assert (done.returncode, done.stderr.count("\n")) == (2, 1), done.stderr
     assert "Did you mean 'cppo_toy.yaml'?" in done.stderr
 
 
-def test_resume_refuses_other_settings_and_names_them(tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=1")
+def test_resume_refuses_other_settings_and_names_them(tmp_path, unchecked):
+    cfg = toy_config(tmp_path / "run", "steps=1", *SHORT)
     train.train(cfg)
     both = r"other settings: steps \(1 there, 3 now\), rollout.group_size \(8 there, 9 now\)"
     with pytest.raises(ConfigError, match=both):
@@ -283,60 +306,72 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     assert without_times(tmp_path / "run") == before
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch):
+def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch, unchecked):
     """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
-    cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192")
+    cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
-    true, seen = update.TRUST["clip"], []
+    true, seen = loss.TRUST["clip"], []
 
     def spoil(*given):
         seen.append(None)
         return true(*given) * (float("inf") if len(seen) > 1 else 1.0)
 
-    monkeypatch.setitem(update.TRUST, "clip", spoil)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "test.yaml")])
-    monkeypatch.setattr(dist, "close", lambda: None)
-    monkeypatch.setattr(train, "Stop", lambda: None)
-    assert train.main() == 1
+    monkeypatch.setitem(loss.TRUST, "clip", spoil)
+    assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 1
     batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=False)
     assert len(batch.groups) == 4 and batch.adv_NG.shape == (4, 8)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
 
 
-def test_a_signal_ends_the_step_saves_and_the_resumed_run_is_the_same(tmp_path):
-    whole = toy_config(tmp_path / "whole", "steps=6", "rollout.group_size=16")
+PAUSING = """
+import os, signal, sys, train
+log_step = train.runfolder.Log.step
+def pausing(log, step, *given):
+    log_step(log, step, *given)
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+train.runfolder.Log.step = pausing
+sys.exit(train.main())
+"""
+
+
+def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_the_same(tmp_path, unchecked):
+    """A process of its own, which pauses in its first step: there it holds the folder, and gets the signal."""
+    whole = toy_config(tmp_path / "whole", "steps=3", *SHORT)
     cut = replace(whole, out=str(tmp_path / "cut"))
     (tmp_path / "cut.yaml").write_text(config.dump(cut))
     expected = train.train(whole)
-    process = subprocess.Popen([sys.executable, "train.py", "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
+    process = subprocess.Popen([sys.executable, "-c", PAUSING, "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
                                stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    for line in process.stderr:
-        if "step 1:" in line:
-            process.send_signal(signal.SIGTERM)
-            break
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), process.stderr.read()
+    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
+        train.train(cut, resume="always")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
     rest = process.stderr.read()
     assert process.wait() == 130 and "stopping after this step, with a checkpoint" in rest, rest
-    done = int((tmp_path / "cut" / "checkpoints" / "latest").read_text().removeprefix("step_"))
-    assert 1 <= done < 6 and without_times(tmp_path / "cut")[-1]["step"] == done
+    assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000001"
+    assert without_times(tmp_path / "cut")[-1]["step"] == 1
     resumed = train.train(cut, resume="always")
     one, other = weights(expected), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
-def test_a_second_run_is_kept_out_of_the_folder(tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=100", "rollout.group_size=16", "checkpoint.every=1")
-    (tmp_path / "test.yaml").write_text(config.dump(cfg))
-    process = subprocess.Popen([sys.executable, "train.py", "--config", str(tmp_path / "test.yaml")], cwd=ROOT,
-                               stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
-    assert any("step 1:" in line for line in process.stderr)
-    other = run("--config", str(tmp_path / "test.yaml"), "--resume")
+def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished, monkeypatch, capsys):
+    place, _ = finished
+    hold = "import sys; from infra import runfolder; log = runfolder.Log(runfolder.Path(sys.argv[1])); log.lock(); " \
+           "print('locked', flush=True); sys.stdin.read()"
+    process = subprocess.Popen([sys.executable, "-c", hold, str(place / "run")], cwd=ROOT, stdin=subprocess.PIPE,
+                               stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline() == "locked\n"
+    assert main(monkeypatch, "--config", place / "test.yaml", "--resume") == 2
+    assert f"is in use by process {process.pid} on" in capsys.readouterr().err
     process.kill()
     process.communicate()
-    assert other.returncode == 2 and f"is in use by process {process.pid} on" in other.stderr, other.stderr
-    log = runfolder.Log(tmp_path / "run")
-    log.lock()  # it is free when the process has gone, however it went
-    log.held.close()
+    log = runfolder.Log(place / "run")
+    log.lock()
+    log.held.release()
 
 
 @pytest.mark.slow
@@ -345,8 +380,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     from the first when there is room."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=2")
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
-    whole = weights(train.train(replace(cfg, out=str(tmp_path / "whole"))))
-    die_in(1, cfg, monkeypatch)
+    whole = run_and_copy(replace(cfg, out=str(tmp_path / "whole")), tmp_path / "run", 1, monkeypatch)
     resume = [sys.executable, "train.py", "--config", str(tmp_path / "test.yaml"), "--resume"]
     done = subprocess.run(resume, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"},
                           preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (4_000_000, 4_000_000)))
@@ -359,26 +393,23 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
 
 
-def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
-    (tmp_path / "test.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=1")))
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys, unchecked):
+    (tmp_path / "test.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=1", *SHORT)))
 
     def full(self, name, line):
         raise OSError(28, "No space left on device", f"{self.folder / name}")
 
     monkeypatch.setattr(runfolder.Log, "write", full)
-    monkeypatch.setattr(sys, "argv", ["train.py", "--config", str(tmp_path / "test.yaml")])
-    monkeypatch.setattr(dist, "close", lambda: None)
-    monkeypatch.setattr(train, "Stop", lambda: None)
-    assert train.main() == 2
+    assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
     assert "No space left on device: '" in (said := capsys.readouterr().err) and "go on with --resume" in said
 
 
 def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capsys):
     now = [0.0]
-    monkeypatch.setattr(train, "monotonic", lambda: now[0])
+    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     try:
-        stop = train.Stop()
+        stop = signals.Stop()
         for number, now[0] in ((signal.SIGINT, 5.0), (signal.SIGTERM, 5.5)):
             signal.raise_signal(number)
         assert stop.signal == signal.SIGINT and "a second signal stops at once" in capsys.readouterr().err

@@ -11,19 +11,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, gradients, load, make_groups, nudge, toy_config
+from conftest import as_batch, as_rolled, gradients, make_groups, nudge, toy_config
+from test_objectives import learner_on
 from torch import Tensor
 
-import collect
-import data
-import metrics
-import train
+import config
 import update
 from advantage import group_norm
+from collect import Selection, choose
+from history import PromptHistory
+from metrics import PassSums
 from prune import (
     COMPLETIONS,
     Offer,
-    Pruned,
     below_mean,
     drop_bottom,
     gradient_size,
@@ -33,7 +33,7 @@ from prune import (
     systematic,
     thin,
 )
-from sample import Batch, Rolled, Turn
+from records import Batch, Pruned, Rewards, Rolled, Turn
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
@@ -42,30 +42,28 @@ Outcomes = Iterator[tuple[float, Pruned, Tensor]]  # (probability, what it keeps
 
 
 class Step:
-    """The second skip one rollout: the policy has moved, so clips are active and the KL is not 0."""
+    """The second pass over one rollout: the policy has moved, so clips are active and the KL is not 0."""
 
     def __init__(self, folder, out, *settings: str):
-        self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "prune.completions.keep=null",
-                              "loss.kl=0.2", "loss.count=all", *settings)
-        self.learner, _ = train.set_up(self.cfg, folder, data.Tokenizer(folder))
-        self.before = load(folder, torch.float64)
+        self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "loss.kl=0.2",
+                              "loss.count=all", *settings)
+        self.learner = learner_on(folder, self.cfg)
         self.groups = make_groups(LENGTHS, [5, 3])
         nudge(self.learner.policy, 0.03)
         if self.learner.critic:
-            nudge(self.learner.critic, 0.3)
+            nudge(self.learner.critic.model, 0.3)
 
     def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
         return self.gradient_of(as_batch(self.groups, adv_NG, pruned), [0, 1])
 
-    def gradient_of(self, batch: Batch, slots: list[int]) -> Tensor:
-        """Of the mini-batch of these slots."""
-        learner = self.learner
-        rows = update.pack_batch(learner, batch, slots)
-        before_B = update.score_rows(learner, self.before, rows)
+    def gradient_of(self, batch: Batch, places: list[int]) -> Tensor:
+        """Of the mini-batch of these places. The reference is the policy before the update, too."""
+        learner, sums = self.learner, PassSums()
         learner.policy.zero_grad()
-        sums = metrics.PassSums()
-        adv_B = update.advantages(learner, rows)
-        update.accumulate(learner, rows, before_B, before_B, adv_B, sums, first_pass=True, unmoved=False)
+        for row in learner.rows(update.minibatch(learner, batch, places)):
+            scored = update.score(learner, row, extra_pass=False)
+            scored = replace(scored, old_logp_C=scored.ref_logp_C)
+            sums.add(*update.backward(learner, scored, unmoved=False), first_pass=True)
         assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1, 1)["train/clipped"] < 1
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 
@@ -154,37 +152,36 @@ def test_the_mean_over_all_outcomes_is_the_full_gradient(how, per, tiny, tmp_pat
 
 def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
     """Every outcome of drawing prompts of probability 0.4 and 0.7 and then completions, as a step's Batch."""
-    settings = step.cfg.prune
+    selection = Selection.of(step.cfg)
     for bits in itertools.product([True, False], repeat=2):
         turns = [Turn(group.prompt, 3, prob, kept / prob)
                  for group, prob, kept in zip(step.groups, (0.4, 0.7), bits, strict=True)]
         chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
-        adv_NG = ADV_NG[list(bits)]
-        rolled = Rolled(turns, [group for group, kept in zip(step.groups, bits, strict=True) if kept],
-                        {"accuracy": REWARD_NG[list(bits)]}, REWARD_NG[list(bits)], adv_NG)
+        adv_NG, rewards = ADV_NG[list(bits)], Rewards({"accuracy": REWARD_NG[list(bits)]}, {"accuracy": 1.0})
+        rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
         for part, keep_NG in masks(below_mean(adv_NG, 0.7)):
-            monkeypatch.setitem(collect.COMPLETIONS, "bernoulli", lambda offer, settings, keep_NG=keep_NG: thin(
+            monkeypatch.setitem(COMPLETIONS, "bernoulli", lambda offer, settings, keep_NG=keep_NG: thin(
                 below_mean(offer.adv_NG, settings.drop_prob), keep_NG))
-            yield chance * part, collect.choose(rolled, step.cfg, settings, seed=0)
+            yield chance * part, choose(rolled, selection, seed=0)
 
 
-def both_levels(folder, out, per: str, monkeypatch, slots: list[int], change=lambda batch: batch) -> float:
-    """Bias of the gradient of these slots relative to the full one."""
+def both_levels(folder, out, per: str, monkeypatch, places: list[int], change=lambda batch: batch) -> float:
+    """Bias of the gradient of these places relative to the full one."""
     step = Step(folder, out, f"loss.per={per}", "prune.completions={kind: bernoulli, drop_prob: 0.7}",
                 "prune.prompts={kind: bernoulli, drop_prob: 0.6}")
     outcomes = list(by_both(step, monkeypatch))
     assert sum(chance for chance, _ in outcomes) == pytest.approx(1, abs=1e-12)
     assert any(not batch.groups for _, batch in outcomes) and {batch.offered for _, batch in outcomes} == {2}
-    full = step.gradient_of(as_batch(step.groups, ADV_NG, keep_all(ADV_NG)), slots)
-    mean = sum(chance * step.gradient_of(change(batch), slots) for chance, batch in outcomes)
+    full = step.gradient_of(as_batch(step.groups, ADV_NG, keep_all(ADV_NG)), places)
+    mean = sum(chance * step.gradient_of(change(batch), places) for chance, batch in outcomes)
     return ((mean - full).norm() / full.norm()).item()
 
 
-@pytest.mark.parametrize("slots", [[0, 1], [0], [1]], ids=["whole", "mini-batch-0", "mini-batch-1"])
+@pytest.mark.parametrize("places", [[0, 1], [0], [1]], ids=["whole", "mini-batch-0", "mini-batch-1"])
 @pytest.mark.parametrize("per", ["sequence", "constant"])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(per, slots, tiny, tmp_path, monkeypatch):
+def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
     """Under token aggregation the number of tokens of a prompt skipped is unknown: a config error."""
-    assert both_levels(tiny, tmp_path / "run", per, monkeypatch, slots) < 1e-12
+    assert both_levels(tiny, tmp_path / "run", per, monkeypatch, places) < 1e-12
 
 
 def unweighted(batch: Batch) -> Batch:
@@ -193,7 +190,7 @@ def unweighted(batch: Batch) -> Batch:
 
 
 def over_the_kept(batch: Batch) -> Batch:
-    return replace(batch, slots=list(range(len(batch.groups))), offered=len(batch.groups))
+    return replace(batch, places=list(range(len(batch.groups))), offered=len(batch.groups))
 
 
 class Biased(Exception):
@@ -214,11 +211,11 @@ def require_none(bias: float, arm: str) -> None:
     pytest.param(unweighted, marks=expected("prompts without weights")),
     pytest.param(over_the_kept, marks=expected("1/(1-P) over the kept prompts"))])
 def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
-    slots = [0, 1]
+    places = [0, 1]
     if change is over_the_kept:
         true = Step.gradient_of
         monkeypatch.setattr(Step, "gradient_of", lambda self, batch, _: true(self, batch, list(range(batch.offered))))
-    require_none(both_levels(tiny, tmp_path / "run", "sequence", monkeypatch, slots, change), change.__name__)
+    require_none(both_levels(tiny, tmp_path / "run", "sequence", monkeypatch, places, change), change.__name__)
 
 
 BIASED = {
@@ -252,40 +249,38 @@ def test_what_the_seed_draws_has_these_probabilities(tiny):
     adv_NG = torch.randn(2, 16, dtype=torch.float64, generator=generator)
     len_NG = torch.randint(1, 60, (2, 16), generator=generator)
     value_NG = torch.randn(2, 16, dtype=torch.float64, generator=generator)
-    for kind, settings in {"bernoulli": {"drop_prob": 0.7}, "pps": {"keep": 5, "scope": "group"},
-                           "pps batch": {"keep": 5, "scope": "batch"}}.items():
-        cfg = type("Settings", (), {"size": "norm", "by_cost": False} | settings)
-        drawn = [COMPLETIONS[kind.split()[0]](Offer(adv_NG, len_NG, "sequence", True, seed), cfg)
+    for settings in (config.Bernoulli(drop_prob=0.7), config.Pps(keep=5, scope="group"),
+                     config.Pps(keep=5, scope="batch")):
+        drawn = [COMPLETIONS[settings.kind](Offer(adv_NG, len_NG, "sequence", True, seed), settings)
                  for seed in range(4000)]
         prob_NG = drawn[0].prob_NG
         share_NG = torch.stack([d.keep_NG.double() for d in drawn]).mean(dim=0)
         spread_NG = (prob_NG * (1 - prob_NG) / 4000).sqrt()
-        assert ((share_NG - prob_NG).abs() <= 4.5 * spread_NG + 1e-12).all(), kind
+        assert ((share_NG - prob_NG).abs() <= 4.5 * spread_NG + 1e-12).all(), settings
         estimate = torch.stack([(d.weight_NG * value_NG).sum() for d in drawn])
         z = (estimate.mean() - value_NG[prob_NG > 0].sum()) / (estimate.std() / 4000 ** 0.5)
-        assert abs(z) < 4, kind
+        assert abs(z) < 4, settings
 
 
 def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
     """z-test over 3,000 draws at G = 16 of a projection of the weights: prompts from their history, completions from
     the step's seed, both multiplied."""
     cfg = toy_config(tmp_path / "run", "prune.prompts={kind: bernoulli, drop_prob: 0.6}", "loss.count=all",
-                     "prune.completions={kind: bernoulli, drop_prob: 0.7, keep: null}")
+                     "prune.completions={kind: bernoulli, drop_prob: 0.7}")
     generator = torch.Generator().manual_seed(0)
     groups = make_groups([[2] * 16] * 4, [1] * 4)
     adv_NG, value_NG = (torch.randn(4, 16, dtype=torch.float64, generator=generator) for _ in range(2))
     adv_NG *= torch.tensor([[0.1], [1.0], [0.2], [2.0]])
-    history = data.PromptHistory(0.5)
-    turns = [Turn(group.prompt, 0) for group in groups]
-    history.record(turns, adv_NG, adv_NG, middle=0.0)
     prompts, places = [group.prompt for group in groups], {group.prompt.id: n for n, group in enumerate(groups)}
+    history = PromptHistory(prompts, cfg.prune.prompts, seed=7, middle=0.0)
+    history.record(as_rolled(groups, adv_NG, adv_NG))
     estimates, passed = [], 0
     for seed in range(3000):
-        turns = history.draw(prompts, cfg.prune.prompts, 7, 4)
+        turns = history.draw(4)
         members = [places[turn.prompt.id] for turn in turns if turn.kept]
-        rolled = Rolled(turns, [groups[n] for n in members], {"accuracy": adv_NG[members]}, adv_NG[members],
-                        adv_NG[members])
-        batch = collect.choose(rolled, cfg, cfg.prune, seed)
+        rewards = Rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
+        rolled = Rolled() + Rolled(turns, [groups[n] for n in members], rewards, adv_NG[members])
+        batch = choose(rolled, Selection.of(cfg), seed)
         passed += 4 - len(members)
         estimates.append((batch.pruned.weight_NG * value_NG[members]).sum())
         assert torch.equal(batch.pruned.weight_NG > 0, batch.pruned.keep_NG) and batch.offered == 4

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 import torch
 from conftest import load, make_groups, write_tiny
-from test_rollout import trainer_logp
+from test_rollout import spec, trainer_logp
 
 import data
-import dist
+from infra import dist
 from model import empty_model, sdpa_padded
-from rollout import VLLMEngine
+from rollout_vllm import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -48,7 +48,7 @@ def started(folder):
     """The engine, and the states before and after it started."""
     empty_model(folder, torch.float32)  # torch itself sets a variable when it first meets the meta device
     before = states()
-    engine = VLLMEngine(folder, torch.float32, torch.device("cpu"), data.Tokenizer(folder).eos_ids, 6, MAX_LEN)
+    engine = VLLMEngine(spec(folder, 6, eos=data.Tokenizer(folder).eos_ids, max_len=MAX_LEN))
     return engine, before, states()
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, write_tiny
 
-import runfolder
+from infra import runfolder
 
 pytestmark = pytest.mark.vllm
 
@@ -27,7 +27,7 @@ def toy(*settings: str) -> list[str]:
 
 def after(patch: str, *settings: str) -> list[str]:
     """train.py, after a patch of the code."""
-    code = f"import sys, rollout, train\n{patch}\nsys.exit(train.main())"
+    code = f"import sys, rollout_vllm, train\n{patch}\nsys.exit(train.main())"
     return [sys.executable, "-c", code, *toy(*settings)]
 
 
@@ -65,14 +65,14 @@ def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tm
 def test_the_preflight_sees_a_head_that_stays_old(tmp_path):
     """vLLM's CPU build as it is shipped packs the tied head once and for all."""
     checks = run(*after("""
-import_vllm = rollout.import_vllm
+import_vllm = rollout_vllm.import_vllm
 def as_shipped(device):
     import vllm.model_executor.layers.utils as layers
     packed = layers.dispatch_cpu_unquantized_gemm
     found = import_vllm(device)
     layers.dispatch_cpu_unquantized_gemm = packed
     return found
-rollout.import_vllm = as_shipped
+rollout_vllm.import_vllm = as_shipped
 """), "--check")
     assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
     right = run(sys.executable, "train.py", *toy(), "--check")
@@ -81,12 +81,13 @@ rollout.import_vllm = as_shipped
 
 LATE = """
 from model import Decoder
-sync = rollout.VLLMEngine.sync
+sync = rollout_vllm.VLLMEngine.sync
 def late(self, policy):
     sync(self, getattr(self, "last", policy))
     self.last = Decoder(policy.shape)
-    self.last.load_state_dict({name: rollout.dist.full(p.detach()).clone() for name, p in policy.named_parameters()})
-rollout.VLLMEngine.sync = late
+    full = rollout_vllm.dist.full
+    self.last.load_state_dict({name: full(p.detach()).clone() for name, p in policy.named_parameters()})
+rollout_vllm.VLLMEngine.sync = late
 """
 
 
@@ -95,7 +96,7 @@ def test_preflight_and_metric_see_an_engine_one_update_behind_and_the_correction
     checks = run(*after(LATE), "--check")
     assert checks.returncode == 2 and "FAIL  engine's log-probs" in checks.stdout, checks.stdout + checks.stderr
     done = run(*after(LATE + """
-train.preflight.run = lambda learner, engine, *rest: engine.sync(learner.policy) or []
+train.preflight.run = lambda *given: []
 """, f"out={tmp_path / 'run'}", "steps=3", "optim.warmup_steps=0", "loss.tis_cap=1.05", "loss.mask_ratio=1.02"))
     assert done.returncode == 0, done.stderr
     first, second, third = steps_of(tmp_path / "run")
@@ -110,13 +111,13 @@ def test_an_engine_that_fails_in_the_middle_of_a_step_leaves_a_run_to_resume(tmp
     whole = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'whole'}"))
     assert whole.returncode == 0, whole.stderr
     done = run(*after("""
-generate, calls = rollout.VLLMEngine.generate, []
+generate, calls = rollout_vllm.VLLMEngine.generate, []
 def failing(self, *arguments, **named):
     calls.append(self)
     if len(calls) == 7:  # two of the preflight, one evaluation, then the fourth step
         self.llm.llm_engine.step = lambda: 1 / 0
     return generate(self, *arguments, **named)
-rollout.VLLMEngine.generate = failing
+rollout_vllm.VLLMEngine.generate = failing
 """, f"out={tmp_path / 'cut'}", *settings))
     assert done.returncode == 1
     assert "vLLM failed while sampling: division by zero" in done.stderr and "--resume goes on from" in done.stderr
@@ -135,17 +136,6 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
     assert not (tmp_path / "run").exists()
 
 
-def test_evaluation_by_vllm_is_that_of_the_embedded_engine(tmp_path):
-    scores = []
-    for engine in ("torch", "vllm"):
-        out = tmp_path / f"{engine}.json"
-        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl",
-                   "--max-new-tokens", "64", "--engine", engine, "--out", out)
-        assert done.returncode == 0, done.stderr
-        scores.append(json.loads(out.read_text())["results"]["test"])
-    assert scores[0] == scores[1]
-
-
 def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
     settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
@@ -159,15 +149,12 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
 
 def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     """eval.py, greedy: every text, grade and score; only the engine's name in the head differs."""
-    rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:60]
-    (tmp_path / "few.jsonl").write_text("".join(rows))
-    found = {}
+    results = {}
     for engine in ("torch", "vllm"):
-        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", tmp_path / "few.jsonl", "--engine",
-                   engine,
+        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--engine", engine,
                    "--max-new-tokens", "64", "--out", tmp_path / f"{engine}.json")
         assert done.returncode == 0, done.stderr
-        found[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
-    assert found["vllm"]["results"] == found["torch"]["results"]
-    heads = [found[engine]["head"] for engine in ("torch", "vllm")]
+        results[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
+    assert results["vllm"]["results"] == results["torch"]["results"]
+    heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]

@@ -4,17 +4,18 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, load, toy_config
+from conftest import TOY, as_rolled, load, toy_config
 
-import collect
 import config
-import critic
 import data
-import metrics
-import runfolder
+import learner
 import train
-import update
-from sample import Prompt, Sample, Turn
+from collect import Sampler, Selection, choose
+from infra import runfolder
+from methods import critic
+from methods.window import Pool, WindowSampler
+from metrics import of_rollout
+from records import EngineSpec, Group, Prompt, Rolled, Sample, Turn
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "rollout.window=10", "critic.pretrain_steps=0"]
 
@@ -25,32 +26,31 @@ def windowed(out, *settings: str) -> config.Config:
 
 def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_completion_is_done(tmp_path, monkeypatch):
     """Over 7 steps in which the policy changes, by the rows that the two models are given."""
-    trained, learnt, true = {}, {}, update.build
+    trained, learnt, true = {}, {}, learner.build
 
     def watch(seen):
-        def build(groups, *given):
-            row = true(groups, *given)
-            members = given[2].members
-            samples = [groups[n].samples[g] for n, g in members]
+        def build(minibatch, plan):
+            row = true(minibatch, plan)
+            samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
             assert row.target_C.tolist() == [i for s in samples for i in s.ids[s.start:]]
             assert row.predict_C.tolist() == [t for s, end in zip(samples, row.offsets[1:].tolist(), strict=True)
                                               for t in range(end - 1 - s.fresh, end - 1)]
-            for (n, _), s in zip(members, samples, strict=True):
-                seen.setdefault(groups[n].prompt.id, []).append((s.start, s.length, s.pending))
+            for (n, _), s in zip(plan.members, samples, strict=True):
+                seen.setdefault(minibatch.groups[n].prompt.id, []).append((s.start, s.length, s.pending))
             return row
         return build
 
-    rows_of = critic.rows_of
+    fit = critic.fit
 
-    def watched_rows_of(*given):
-        monkeypatch.setattr(update, "build", watch(learnt))
-        rows = rows_of(*given)
-        monkeypatch.setattr(update, "build", watch(trained))
-        return rows
+    def watched_fit(*given):
+        monkeypatch.setattr(learner, "build", watch(learnt))
+        measured = fit(*given)
+        monkeypatch.setattr(learner, "build", watch(trained))
+        return measured
 
-    monkeypatch.setattr(critic, "rows_of", watched_rows_of)
-    monkeypatch.setattr(train.preflight, "run", lambda learner, engine, *rest: engine.sync(learner.policy) or [])
-    monkeypatch.setattr(update, "build", watch(trained))
+    monkeypatch.setattr(train.critic, "fit", watched_fit)
+    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
+    monkeypatch.setattr(learner, "build", watch(trained))
     train.train(windowed(tmp_path / "run", "steps=7", "optim.lr=1e-3"))
     assert max(map(len, trained.values())) > 2
     for name, parts in trained.items():
@@ -71,29 +71,39 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     assert sum(line["rollout/tokens"] for line in lines) == sum(line["train/tokens"] for line in lines)
 
 
+def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
+    turns = pool.draw(count)
+    groups = sampler.rollout(turns)
+    rewards = sampler.score(groups)
+    rolled = Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(rewards.total_NG))
+    pool.record(rolled)
+    return rolled
+
+
 @pytest.mark.parametrize("window", [1, 3, 48])
 def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     """Greedy, with one policy. Those done are replaced by new prompts, in order, and nobody is lost."""
     cfg = windowed(tmp_path / "run", f"rollout.window={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
-    source, tokenizer, _, prompts, _ = train.load(cfg)
-    learner, engine = train.set_up(cfg, source, tokenizer)
-    engine.sync(learner.policy)
-    history, done, steps = data.PromptHistory(0.5), {}, 0
-    while len(done) < 20:
-        rolled = collect.windowed(engine, tokenizer, prompts, history, cfg, metrics.Clock(), runfolder.Log(None))
+    task = train.load(cfg)
+    _, engine = train.set_up(cfg, task)
+    engine.sync(load(TOY, torch.float64))
+    pool = Pool(task.prompts, cfg.prune.prompts, cfg.seed, group_size=1)
+    sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0
+    while len(ended) < 20:
+        rolled = one_round(sampler, pool, 8)
         steps += 1
-        assert len(rolled.groups) == 8 and len(history.pool) == sum(g.samples[0].pending for g in rolled.groups)
+        assert len(rolled.groups) == 8 and len(pool.unfinished) == sum(g.samples[0].pending for g in rolled.groups)
         assert all(g.samples[0].fresh <= window for g in rolled.groups)
-        done |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
+        ended |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
     assert steps >= 3
-    order = [prompt for _, prompt in data.coming(prompts, cfg.seed, 0, history.place)]
-    assert done.keys() | {turn.prompt.id for turn, _ in history.pool} == {prompt.id for prompt in order}
+    order = [prompt for _, prompt in Pool(task.prompts, cfg.prune.prompts, cfg.seed, 1).coming(pool.place)]
+    assert ended.keys() | {turn.prompt.id for turn, _ in pool.unfinished} == {prompt.id for prompt in order}
     alone = engine.generate([p.ids for p in order], [0] * len(order), 48, 0.0)
     for prompt, sample in zip(order, alone, strict=True):
-        if prompt.id in done:
-            assert (done[prompt.id].ids, done[prompt.id].finished) == (sample.ids, sample.finished)
-            assert list(done[prompt.id].logp) == pytest.approx(list(sample.logp), abs=1e-9)
+        if prompt.id in ended:
+            assert (ended[prompt.id].ids, ended[prompt.id].finished) == (sample.ids, sample.finished)
+            assert list(ended[prompt.id].logp) == pytest.approx(list(sample.logp), abs=1e-9)
 
 
 def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
@@ -108,22 +118,22 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             self.seeds = seeds
             return [Sample((9,) * limit, (-0.5,) * limit, False) for limit in limits]
 
-    engine, history, seeds = Endless(), data.PromptHistory(0.5), []
-    history.pool = [(Turn(prompts[30], 0, copy=1), Sample((9,) * 16, (-1.0,) * 16, False, pending=True))]
-    tokenizer = data.Tokenizer(TOY)
+    engine, pool, seeds = Endless(), Pool(prompts, cfg.prune.prompts, cfg.seed, group_size=3), []
+    pool.unfinished = [(Turn(prompts[30], 0, copy=1), Sample((9,) * 16, (-1.0,) * 16, False, pending=True))]
+    sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):
-        rolled = collect.windowed(engine, tokenizer, prompts, history, cfg, metrics.Clock(), runfolder.Log(None))
+        rolled = one_round(sampler, pool, 2)
         rounds.append((engine.asked, [(g.samples[0].start, g.samples[0].length) for g in rolled.groups]))
         seeds += engine.seeds
     # What was begun stands between what is new, so that ranks share out both.
     assert rounds[0] == ([(1, 8), (17, 4), (1, 8), (1, 8)], [(0, 8), (16, 20), (0, 8), (0, 8)])
     assert rounds[1] == ([(9, 8), (1, 8)] * 3, [(8, 16), (0, 8)] * 3)
     assert rounds[2][0] == [(17, 4), (9, 8)] * 3
-    assert sorted(rolled.parts["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
+    assert sorted(rolled.rewards.parts["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
     assert len(set(seeds)) == len(seeds)
-    batch = collect.choose(rolled, cfg, cfg.prune, 0)
-    measured = metrics.of_rollout(rolled, batch)
+    batch = choose(rolled, Selection.of(cfg), 0)
+    measured = of_rollout(rolled, batch)
     assert (measured["rollout/pending"], measured["rollout/length"], measured["rollout/truncated"]) == (3, 20, 1)
     assert measured["reward/overlong"] == -1 and measured["rollout/tokens"] == 3 * 4 + 3 * 8
     assert measured["rollout/entropy"] == 0.5
@@ -132,10 +142,9 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
 def test_truncated_completions_can_be_dropped_and_those_that_go_on_are_not(tmp_path):
     cfg = windowed(tmp_path / "run", "prune.truncated=true", "loss.count=kept")
     samples = [Sample((1,), (-1.0,), True), Sample((1,), (-1.0,), False), Sample((1,), (-1.0,), False, pending=True)]
-    groups = [collect.Group(Prompt(str(n), (1,), ""), (s,)) for n, s in enumerate(samples)]
-    reward_N1 = torch.zeros(3, 1, dtype=torch.float64)
-    rolled = collect.Rolled([Turn(g.prompt, 0) for g in groups], groups, {"accuracy": reward_N1}, reward_N1, reward_N1)
-    pruned = collect.choose(rolled, cfg, cfg.prune, 0).pruned
+    groups = [Group(Prompt(str(n), (1,), ""), (s,)) for n, s in enumerate(samples)]
+    rolled = as_rolled(groups, torch.zeros(3, 1, dtype=torch.float64))
+    pruned = choose(rolled, Selection.of(cfg), 0).pruned
     assert pruned.keep_NG.tolist() == [[True], [False], [True]]
     assert pruned.weight_NG.tolist() == [[1], [0], [1]]
 
@@ -150,7 +159,8 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     assert rollout.runs(prompts, 1000) == [[0, 1, 2, 3, 4]]
 
     def answers() -> list[Sample]:
-        engine = rollout.TorchEngine(load(TOY, torch.float64), torch.device("cpu"), frozenset({2}), 8, "sdpa")
+        spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
+        engine = rollout.TorchEngine(load(TOY, torch.float64), spec)
         engine.sync(model)
         return engine.generate(prompts, [1, 2, 3, 4, 5], [4, 9, 1, 12, 6], 1.0)
 

@@ -13,16 +13,16 @@ sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from conftest import load, make_groups
-from test_rollout import trainer_logp
+from test_rollout import spec, trainer_logp
 
-import dist
-from rollout import VLLMEngine
+from infra import dist
+from rollout_vllm import VLLMEngine
 
 
 def main() -> None:
     device = dist.init("cpu")
     born, other, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    engine = VLLMEngine(born, torch.float32, device, frozenset({2}), 4, 256, tensor_parallel=ranks)
+    engine = VLLMEngine(spec(born, max_len=256, tensor_parallel=ranks))
     policy, plain = load(other), load(other)
     dist.shard(policy, policy.layers, device, torch.float32)
     gaps, tokens = [], []

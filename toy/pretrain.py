@@ -1,9 +1,10 @@
-"""Build the toy model: tokenizer, then a Qwen2-format decoder taught the skill of working problems out, not the habit.
+"""Build the toy model: tokenizer, then a Qwen2-format decoder taught the skill of working out, not the habit.
 
     python toy/pretrain.py      # writes toy/model/ (about 20 minutes on one core)
 
-A third of what it reads are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly guesses, and is
-mostly wrong; its worked solutions are mostly right. Reinforcement learning then brings the reasoning out.
+A third of what it reads are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly
+guesses, and is mostly wrong; its worked solutions are mostly right. Reinforcement learning then brings
+the reasoning out.
 """
 
 import argparse
@@ -22,12 +23,15 @@ from tokenizers import Tokenizer as RustTokenizer  # noqa: E402
 from tokenizers import decoders, models, pre_tokenizers, trainers  # noqa: E402
 from tqdm import trange  # noqa: E402
 
-import dist  # noqa: E402
 import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
+from infra import dist  # noqa: E402
+from infra.weights import save_weights  # noqa: E402
 
 TEMPLATE = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n{% endfor %}"
+    "{% for message in messages %}"
+    "<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG = {
@@ -39,13 +43,14 @@ CONFIG = {
 
 
 def build_tokenizer(folder: Path, lines: list[dict]) -> None:
-    """Byte-level BPE with all 256 bytes (no unknown token) and single digits, plus the template's special tokens."""
+    """Train a byte-level BPE with all 256 bytes (no unknown token), single digits and the special tokens."""
     bpe = RustTokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.Sequence(
         [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)])
     bpe.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=640, min_frequency=20, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        vocab_size=640, min_frequency=20, show_progress=False,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         special_tokens=["<|endoftext|>", "<|im_start|>", "<|im_end|>"])
     texts = (f"system\nuser\n{line['question']}\nassistant\n{line['solution']}" for line in lines)
     bpe.train_from_iterator(texts, trainer)
@@ -63,16 +68,20 @@ def write_json(path: Path, value: dict) -> None:
 
 
 def fresh_model(folder: Path) -> decoder.Decoder:
-    """Random weights, standard deviation 0.02 as in GPT-2."""
+    """Build the decoder with random weights, standard deviation 0.02 as in GPT-2."""
     model = decoder.Decoder(decoder.read_shape(folder))
+    model.logp_chunk = 4096  # what the shipped model was trained with, to the last bit
     for name, parameter in model.named_parameters():
-        if "norm" not in name:
-            torch.nn.init.zeros_(parameter) if name.endswith("bias") else torch.nn.init.normal_(parameter, std=0.02)
+        if name.endswith("bias"):
+            torch.nn.init.zeros_(parameter)
+        elif "norm" not in name:
+            torch.nn.init.normal_(parameter, std=0.02)
     return model
 
 
-def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict], rng: random.Random) -> torch.Tensor:
-    """Mean negative log-likelihood of the completions' tokens, in nats."""
+def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict],
+               rng: random.Random) -> torch.Tensor:
+    """Compute the mean negative log-likelihood of the completions' tokens, in nats."""
     texts = [line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}" for line in lines]
     prompts = tokenizer.encode([tokenizer.render(line["question"], None) for line in lines])
     completions = tokenizer.encode([f"{text}<|im_end|>" for text in texts])
@@ -84,7 +93,8 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict], 
         start.append(len(ids))
     ids_T, predict_C, offsets = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
     attend = decoder.sdpa_padded(offsets, max(position) + 1)
-    logp_C = model(ids_T, torch.tensor(position), attend, predict_C, ids_T[predict_C + 1], temperature=1.0, chunk=4096)
+    target_C = ids_T[predict_C + 1]
+    logp_C = model(ids_T, torch.tensor(position), attend, predict_C, target_C, temperature=1.0)
     return -logp_C.mean()
 
 
@@ -109,12 +119,13 @@ def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
         schedule.step()
         bar.set_postfix(nats=f"{loss.item():.3f}")
         if (i + 1) % 200 == 0:
-            decoder.save_weights(model, folder)
-    decoder.save_weights(model, folder)
+            save_weights(model, folder)
+    save_weights(model, folder)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--batches", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=160)

@@ -42,7 +42,7 @@ QUESTIONS = [
 
 
 def problem(rng: random.Random) -> tuple[dict, tuple[int, ...]]:
-    """One problem as a data line without its id, and its arithmetic: the start and the signed steps."""
+    """Make one problem: its data line without an id, and its arithmetic, the start and the signed steps."""
     name, other = rng.sample(NAMES, 2)
     items = rng.choice(ITEMS)
     total = rng.randint(5, 60)
@@ -62,7 +62,7 @@ def problem(rng: random.Random) -> tuple[dict, tuple[int, ...]]:
 
 
 def problems(seed: int, taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[dict, tuple[int, ...]]]:
-    """An endless stream of problems whose arithmetic is not in `taboo`."""
+    """Yield problems without end whose arithmetic is not in `taboo`."""
     rng = random.Random(seed)
     while True:
         line, numbers = problem(rng)
@@ -71,17 +71,17 @@ def problems(seed: int, taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[dic
 
 
 def distinct(count: int, seed: int, taboo: frozenset[tuple[int, ...]]) -> dict[tuple[int, ...], dict]:
-    """`count` problems, no two with the same arithmetic."""
-    found: dict[tuple[int, ...], dict] = {}
+    """Make `count` problems, no two with the same arithmetic."""
+    lines: dict[tuple[int, ...], dict] = {}
     for line, numbers in problems(seed, taboo):
-        found.setdefault(numbers, line)
-        if len(found) == count:
-            return found
+        lines.setdefault(numbers, line)
+        if len(lines) == count:
+            return lines
     raise AssertionError("the stream of problems is endless")
 
 
 def splits() -> tuple[dict[tuple[int, ...], dict], dict[tuple[int, ...], dict]]:
-    """(train, test), each from the arithmetic to the data line."""
+    """Make (train, test), each from the arithmetic to the data line."""
     test = distinct(500, seed=1, taboo=frozenset())
     return distinct(4000, seed=2, taboo=frozenset(test)), test
 

@@ -1,4 +1,5 @@
-"""The only file that calls torch.distributed. One process per GPU (gloo on the CPU), the same path at world size 1."""
+"""The only file that calls torch.distributed. One process per GPU (gloo on the CPU), the same path at world
+size 1."""
 
 import hashlib
 import os
@@ -18,8 +19,9 @@ from config import ConfigError
 def init(device: str) -> torch.device:
     """Join the process group (torchrun's, or a group of one) and return this rank's device.
 
-    device "auto" takes CUDA where there is a device for every process of the machine, so that all ranks decide alike.
-    Raises ConfigError for a device that is missing, and where restarted workers would not find each other.
+    device "auto" takes CUDA where there is a device for every process of the machine, so that all ranks
+    decide alike. Raises ConfigError for a device that is missing, and where restarted workers would not find
+    each other.
     """
     found, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if device == "cuda" and found < wanted:
@@ -35,8 +37,9 @@ def init(device: str) -> torch.device:
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
         # pytorch #135712: it still has the addresses of the workers before the restart.
-        raise ConfigError("torchrun --max-restarts keeps one store over all restarts, in which restarted workers find "
-                          "dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment")
+        raise ConfigError("torchrun --max-restarts keeps one store over all restarts, in which restarted "
+                          "workers find dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
+                          "environment")
     if not td.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         store = None if "RANK" in os.environ else td.HashStore()
@@ -101,14 +104,16 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
           offload: bool = False) -> None:
     """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.
 
-    Gradients are summed over the ranks, in the weights' own dtype: the loss is a sum, so nothing is divided. Every rank
-    must make the same passes. `offload` keeps weights, gradients and the optimizer in the host's memory.
+    Gradients are summed over the ranks, in the weights' own dtype: the loss is a sum, so nothing is divided.
+    Every rank must make the same passes. `offload` keeps weights, gradients and the optimizer in the host's
+    memory.
     """
     mesh = init_device_mesh(device.type, (world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     for module in (*blocks, model):
-        # Nothing stays gathered after a pass, so that no later pass meets weights of before an optimizer step.
+        # Nothing stays gathered after a pass, so that no later pass meets weights of before an optimizer
+        # step.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo

@@ -1,17 +1,15 @@
 """Checkpoints on torch.distributed.checkpoint: written in the background, loaded on any number of ranks.
 
-    checkpoints/step_000123/policy/     weights and moments, each rank's part in a file of its own; the same in critic/
+    checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
     checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, the memory of prompts
     checkpoints/step_000123/files.json  every file above with its size
     checkpoints/latest                  name of the newest
 
-    python checkpoint.py runs/NAME/checkpoints/step_000123 --out DIR    # as a Hugging Face folder
-
-A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is replaced, then
-old ones are removed: whatever dies on the way, the checkpoint before is whole and in its place.
+A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is
+replaced, then old ones are removed: whatever dies on the way, the checkpoint before is whole and in its
+place.
 """
 
-import argparse
 import io
 import json
 import os
@@ -29,9 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-import dist
 from config import ConfigError
-from model import export, find_model, load_model
+from infra import dist
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 
@@ -52,15 +49,18 @@ class Checkpoints:
         self.seconds = 0.0  # that training has stood still for saves since it was last asked
 
     def save(self, step: int, extra: dict) -> None:
-        """Begin to save. The weights must not change before `wait_for_copies`; the copies are written meanwhile."""
+        """Begin to save. The weights must not change before `wait_for_copies`; the copies are written
+        meanwhile."""
         with self.standing_still():
             self.wait()
             fresh, rest = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
                 torch.save({"step": step} | extra, rest)
             saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
-                                    # Without copies ahead the writer does not touch the GPU, which is another's here.
-                                    storage_writer=dcp.FileSystemWriter(fresh / name, per_thread_copy_ahead=0),
+                                    # Without copies ahead the writer does not touch the GPU, which is
+                                    # another's here.
+                                    storage_writer=dcp.FileSystemWriter(
+                                        fresh / name, per_thread_copy_ahead=0),
                                     async_checkpointer_type=AsyncCheckpointerType.THREAD)
                      for name, role in self.roles.items()]
             self.copied = [save.staging_completion for save in saves]
@@ -121,8 +121,8 @@ class Checkpoints:
     def load(self) -> dict | None:
         """Restore the newest whole checkpoint and return its extra object; None where there is none.
 
-        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when none is, and
-        when it is another model's.
+        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when none
+        is, and when it is another model's.
         """
         found = []
         if dist.rank() == 0:  # which decides for all
@@ -138,7 +138,8 @@ class Checkpoints:
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
-    """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not copies."""
+    """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not
+    copies."""
     found = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for name, p in model.named_parameters():
         for kind, t in (optimizer.state[p] if optimizer else {}).items():
@@ -152,7 +153,8 @@ def publish(fresh: Path, keep: int) -> None:
     for role in (path for path in fresh.iterdir() if path.is_dir()):
         parts = len(list(role.glob("*.distcp")))
         if parts < dist.world_size():
-            raise OSError(f"{role} has parts of {parts} of {dist.world_size()} ranks; all machines must share `out`")
+            raise OSError(f"{role} has parts of {parts} of {dist.world_size()} ranks; all machines must "
+                          "share `out`")
     (fresh / "files.json").write_text(json.dumps(sizes(fresh)))
     for path in (fresh / "extra.pt", fresh / "files.json"):
         flush(path)
@@ -190,9 +192,11 @@ def whole(path: Path) -> bool:
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or the newest before it that is whole; None where nothing was ever saved.
+    """The checkpoint that `latest` names, or the newest before it that is whole; None where nothing was ever
+    saved.
 
-    Raises ConfigError where there are some, and none is whole: what they were of is not to be begun again unasked.
+    Raises ConfigError where there are some, and none is whole: what they were of is not to be begun again
+    unasked.
     """
     pointer = folder / "latest"
     named = pointer.read_text() if pointer.is_file() else None
@@ -202,13 +206,14 @@ def newest(folder: Path) -> Path | None:
                 return path
             print(f"{path} is not whole: files are missing or cut off", file=sys.stderr)
     if steps(folder):
-        raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; restore "
-                          "the missing files, or begin another run with --set out=...")
+        raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; "
+                          "restore the missing files, or begin another run with --set out=...")
     return None
 
 
 def restore(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
-    """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or shape."""
+    """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or
+    shape."""
     wanted = {f"{kind}.{name}": t for kind, part in state.items() for name, t in part.items()}
     stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     found = {name: (tuple(t.size), t.properties.dtype) for name, t in stored.items()}
@@ -217,33 +222,6 @@ def restore(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     if differing:
         name, t = differing[0], wanted.get(differing[0])
         raise ConfigError(f"{path} is of another model: {name} is {found.get(name, 'missing')} there and "
-                          f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} differ); "
-                          "resume with the model that wrote it")
+                          f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} "
+                          "differ); resume with the model that wrote it")
     dcp.load(state, checkpoint_id=path)
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder, for eval.py or vLLM.")
-    parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
-    args = parser.parse_args()
-    try:
-        if not whole(args.checkpoint):
-            raise ConfigError(f"{args.checkpoint} is not a whole checkpoint: files are missing or cut off")
-        device = dist.init("cpu")
-        cfg = torch.load(args.checkpoint / "extra.pt", weights_only=True)["config"]
-        source = find_model(cfg["model.path"])
-        dtype = torch.float64 if cfg["model.dtype"] == "float64" else torch.float32
-        model = load_model(source, dtype, device)
-        restore(args.checkpoint / "policy", tensors(model, None))
-        export(model, source, args.out)
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        dist.close()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,0 +1,22 @@
+"""Bytes of this process that are resident in the host's memory, now and at their peak. Linux only."""
+
+from pathlib import Path
+
+
+def resident() -> int:
+    return status("VmRSS")
+
+
+def peak() -> int:
+    """Since the process began, or since `forget_peak`."""
+    return status("VmHWM")
+
+
+def forget_peak() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
+
+
+def status(key: str) -> int:
+    """A line of /proc/self/status, which counts in KiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024

@@ -1,0 +1,138 @@
+"""The order in which prompts come up, and what is remembered of their rollouts.
+
+Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  K prompts that come up.
+"""
+
+import math
+from dataclasses import astuple, dataclass, replace
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from advantage import flat
+from config import Prompts
+from infra.dist import seed_for
+from prune import PROMPTS, REFILLING, Memory, adapt
+from records import Prompt, Rolled, Turn
+
+
+def order(count: int, seed: int, epoch: int) -> np.ndarray:
+    """The order of `count` prompts in one epoch: a permutation, a pure function of (seed, epoch)."""
+    return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
+
+
+def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
+    """Of the g-th completion of a prompt in an epoch, whichever rank and step sample it."""
+    return seed_for(seed, epoch, prompt_id, g, "rollout")
+
+
+@dataclass(frozen=True, slots=True)
+class Visit:
+    """What is remembered of a prompt: its newest rollout, from all of its completions."""
+
+    epoch: int
+    rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
+    size: float       # mean |A|
+    easy: int         # newest rollouts in a row whose rewards were all equal and high
+    hard: int         # ... all equal and low
+    times: int = 1    # rolled out so far
+    skipped: int = 0  # turns at which it was skipped since
+
+
+def easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
+    """bool [N] each: groups whose values are all equal, and above `middle`; all equal, and not above."""
+    flat_N, high_N = flat(value_NG), value_NG[:, 0] > middle
+    return flat_N & high_N, flat_N & ~high_N
+
+
+class PromptHistory:
+    """The one state that drawing prompts has: the place in the endless row of epochs, and, where a kind of
+    prune.prompts asks for it, what earlier rollouts showed.
+
+    The same on every rank, and independent of their number: it is kept from records that all ranks hold.
+    """
+
+    def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, middle: float):
+        self.prompts, self.pruning, self.seed = prompts, pruning, seed
+        self.middle = middle  # equal values above it are those of an easy prompt (collect.middle)
+        self.place = 0
+        self.visits: dict[str, Visit] = {}
+        self.explore = (getattr(pruning, "explore", 0.5),) * 2  # GRESO's p for easy and for hard prompts
+
+    def draw(self, count: int) -> list[Turn]:
+        """Take the turns of the next `count` prompts, kept or skipped; with a kind that refills (REFILLING)
+        of as many as it takes until `count` are kept.
+
+        Whether a prompt is kept is a function of the seed, the epoch and its id, and of the turns before this
+        call.
+        """
+        if self.pruning.kind == "none":
+            return [Turn(prompt, epoch) for epoch, prompt in self.coming(count)]
+        turns: list[Turn] = []
+        refills = self.pruning.kind in REFILLING
+        missing = count
+        while missing:
+            block = self.coming(missing)
+            memory = self.remembered([prompt.id for _, prompt in block])
+            prob_K = PROMPTS[self.pruning.kind](memory, self.pruning)
+            for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
+                if seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63:
+                    turns.append(Turn(prompt, epoch, prob, 1.0 if refills else 1 / prob))
+                else:
+                    turns.append(Turn(prompt, epoch, prob, weight=0.0))
+                    visit = self.visits[prompt.id]
+                    self.visits[prompt.id] = replace(visit, skipped=visit.skipped + 1)
+            missing = count - sum(turn.kept for turn in turns) if refills else 0
+        return turns
+
+    def coming(self, count: int) -> list[tuple[int, Prompt]]:
+        """Pass by the next `count` prompts in the endless row of epochs; each comes with its epoch."""
+        size = len(self.prompts)
+        places = [divmod(i, size) for i in range(self.place, self.place + count)]
+        orders = {epoch: order(size, self.seed, epoch) for epoch in {epoch for epoch, _ in places}}
+        self.place += count
+        return [(epoch, self.prompts[orders[epoch][i]]) for epoch, i in places]
+
+    def remembered(self, ids: list[str]) -> Memory:
+        """What prune.PROMPTS may look at of these prompts."""
+        visits = [self.visits.get(i) for i in ids]
+        sizes = [visit.size for visit in self.visits.values()]
+
+        def column(name: str, unseen: float) -> Tensor:
+            values = [unseen if visit is None else getattr(visit, name) for visit in visits]
+            return torch.tensor(values, dtype=torch.float64)
+
+        mean = math.fsum(sizes) / len(sizes) if sizes else math.nan
+        return Memory(column("size", math.nan), column("skipped", 0), column("easy", 0), column("hard", 0),
+                      mean, self.explore)
+
+    def record(self, rolled: Rolled) -> None:
+        """Remember a round, where prompts are pruned by what they showed."""
+        if self.pruning.kind == "none":
+            return
+        value_NG = rolled.rewards.compared_NG
+        easy_N, hard_N = easy_and_hard(value_NG, self.middle)
+        sizes = rolled.adv_NG.abs().mean(dim=1).tolist()
+        rows = zip(rolled.kept, value_NG.tolist(), sizes, easy_N.tolist(), hard_N.tolist(), strict=True)
+        for turn, values, size, is_easy, is_hard in rows:
+            old = self.visits.get(turn.prompt.id)
+            easy, hard, times = (old.easy, old.hard, old.times) if old else (0, 0, 0)
+            self.visits[turn.prompt.id] = Visit(turn.epoch, tuple(values), size, easy + 1 if is_easy else 0,
+                                                hard + 1 if is_hard else 0, times + 1)
+
+    def adapt(self, rolled: Rolled) -> None:
+        """Move GRESO's p (prune.adapt) by what a step has shown, from the second epoch on."""
+        if self.pruning.kind in REFILLING and rolled.turns[-1].epoch > 0:
+            easy, hard = (x_N.double().mean().item()
+                          for x_N in easy_and_hard(rolled.rewards.compared_NG, self.middle))
+            self.explore = adapt(self.explore, easy, hard, self.pruning.target)
+
+    def state(self) -> dict:
+        """Plain values for a checkpoint."""
+        return {"place": self.place, "explore": self.explore,
+                "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()}}
+
+    def restore(self, state: dict) -> None:
+        self.place, self.explore = state["place"], state["explore"]
+        self.visits = {prompt_id: Visit(*values) for prompt_id, values in state["visits"].items()}

@@ -1,0 +1,103 @@
+"""The results of evaluations on disk: responses as they come, and a result that is whole or not there.
+
+    results.json            {"head": ..., "results": {set: scores}}; eval.py fills both
+    results.json.partial    the responses so far, behind a line with the head; gone when the result is whole
+
+The head identifies a result. Responses of another head are never mixed in.
+"""
+
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from config import ConfigError
+from infra import dist
+from infra.runfolder import append, read, rewrite
+
+
+class Store:
+    """Keep the responses of an evaluation as they come. Rank 0 writes them; all ranks know them.
+
+    Raises ConfigError where the file holds responses of another head.
+    """
+
+    def __init__(self, out: Path, head: dict, chunk: int):
+        self.path = out.with_name(f"{out.name}.partial")
+        self.chunk = chunk  # responses between two writes
+        (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
+        require_same(self.path, stored, head)
+        self.responses: dict[str, dict[tuple[str, int], dict]] = {}
+        for line in lines:
+            response = line["response"]
+            self.known(line["set"])[response["id"], response["k"]] = response
+
+    def open(self, head: dict) -> list[dict]:
+        """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
+        lines = read(self.path) or [head]
+        rewrite(self.path, lines)
+        return lines
+
+    def known(self, name: str) -> dict[tuple[str, int], dict]:
+        """Return the responses of a set, by id of the problem and number of the answer."""
+        return self.responses.setdefault(name, {})
+
+    def write(self, name: str, responses: list[dict]) -> None:
+        """Append new responses of a set."""
+        if dist.rank() == 0:
+            append(self.path, *({"set": name, "response": response} for response in responses))
+
+    def remove(self) -> None:
+        self.path.unlink()
+
+
+def require_same(path: Path, old: dict, new: dict) -> None:
+    """Raise ConfigError where a file's responses are those of another head."""
+    difference = next(differences(old, json.loads(json.dumps(new))), None)
+    if difference:
+        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, "
+                          "remove it to begin again, or where only the verifier differs --rescore it")
+
+
+def differences(old: object, new: object, path: str = "") -> Iterator[str]:
+    """Yield where two heads differ, with both values."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        for key in dict.fromkeys((*new, *old)):
+            yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
+    elif old != new:
+        yield f"{path} was {old!r} and is {new!r}"
+
+
+def sha256(*values: object) -> str:
+    """Hash values that json can write."""
+    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+
+
+def hash_files(paths: list[Path]) -> str:
+    """Hash the names and contents of files."""
+    hashes = []
+    for path in paths:
+        with path.open("rb") as file:
+            hashes.append((path.name, hashlib.file_digest(file, "sha256").hexdigest()))
+    return sha256(hashes)
+
+
+def read_result(path: Path) -> dict:
+    """Read a result. Raises ConfigError where there is none."""
+    if not path.is_file():
+        raise ConfigError(f"result file {path} not found")
+    try:
+        result = json.loads(path.read_text())
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{path} is not valid JSON ({error})") from None
+    whole = isinstance(result, dict) and {"head", "results"} <= result.keys() and "sets" in result["head"]
+    if not whole:
+        raise ConfigError(f"{path} is not a result of eval.py --out")
+    return result
+
+
+def write_result(path: Path, result: dict) -> None:
+    """Write a result, whole or not at all."""
+    fresh = path.with_name(f"{path.name}.unfinished")
+    fresh.write_text(json.dumps(result, indent=1) + "\n")
+    fresh.replace(path)

@@ -1,0 +1,270 @@
+"""The run folder: what was run, what came of it, and the closing table.
+
+    config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  checkpoints/  hf/
+
+metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
+decisions.jsonl says what was offered and kept, with which probability and weight (metrics.decisions).
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Literal
+
+import torch
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+import config
+from config import Config, ConfigError
+
+LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
+Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
+LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
+
+
+# ---- may this run use the folder?
+
+def claim(cfg: Config, resume: Resume) -> Path:
+    """Check that this run may use its folder before anything is written. Raises ConfigError with remedies."""
+    folder = Path(cfg.out)
+    stored = folder / "config.yaml"
+    above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
+    if not above.is_dir() or not os.access(above, os.W_OK | os.X_OK):
+        raise ConfigError(f"out={folder} cannot be written, because {above} is no folder or not writable; "
+                          "set `out` to a place that is")
+    if not stored.is_file():
+        if resume == "always":
+            raise ConfigError(f"--resume: {stored} not found, so there is no run to resume; check `out`, "
+                              "or start it without --resume")
+        if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
+            raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
+        return folder
+    differing = ", ".join(changed_settings(config.load(stored), cfg))
+    if resume != "never" and differing:
+        raise ConfigError(f"--resume: {folder} was started with other settings: {differing}; "
+                          "resume with the same ones, or start a new run with --set out=...")
+    if resume == "never" and differing:
+        raise ConfigError(f"out={folder} already holds a run with another config: {differing}; "
+                          "start this one with --set out=...")
+    if resume == "never":
+        raise ConfigError(f"out={folder} already holds a run with this config; "
+                          "continue it with --resume, or start a new one with --set out=...")
+    return folder
+
+
+def changed_settings(there: Config, now: Config) -> list[str]:
+    """Name each setting that differs, with both values. `out` may: a folder can be moved."""
+    old, new = config.flatten(there), config.flatten(now)
+    named = []
+    for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
+        before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
+        if before != after and key != "out":
+            named.append(f"{key} ({before} there, {after} now)")
+    return named
+
+
+def lock_folder(folder: Path) -> FileLock:
+    """Keep other runs out of the folder until this process ends, however it ends.
+
+    One process may lock a folder several times: it resumes a run that failed in it. A process that it forks
+    does not hold the lock. Raises ConfigError if another run is in the folder.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    holder = folder / "lock"
+    holder.touch()
+    lock = FileLock(holder, blocking=False, is_singleton=True, fallback_to_soft=False)
+    try:
+        lock.acquire()
+    except Timeout:
+        raise ConfigError(f"out={folder} is in use by {holder.read_text()}; wait for its end or stop it "
+                          "(workers outlive a torchrun that is killed), or set another `out`") from None
+    except OSError as error:
+        raise ConfigError(f"out={folder} lies where files cannot be locked ({error.strerror}); set `out` "
+                          "to another file system") from error
+    holder.write_text(f"process {os.getpid()} on {platform.node()}")
+    return lock
+
+
+def environment(device: torch.device) -> dict:
+    """Describe what runs: command, code, machine, device and libraries."""
+    cpu = f"cpu, {torch.get_num_threads()} threads"
+    optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
+    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
+    return {
+        "argv": sys.argv,
+        "commit": git("rev-parse", "HEAD"),
+        "diff": git("diff", "HEAD"),
+        "python": platform.python_version(),
+        "machine": platform.platform(),
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "libraries": versions | {name: sys.modules[name].__version__ for name in optional},
+    }
+
+
+def git(*command: str) -> str | None:
+    """Return what git says in the code's folder; None where there is no git or no repository."""
+    folder = Path(__file__).parent
+    try:
+        process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
+    except FileNotFoundError:
+        return None
+    return process.stdout.strip() if process.returncode == 0 else None
+
+
+# ---- the files, and what a person sees
+
+class Log:
+    """Write the files of the run folder and show how the run goes.
+
+    Rank 0 does it. On other ranks the folder is None, and nothing is written or shown.
+    """
+
+    def __init__(self, folder: Path | None):
+        self.folder = folder
+        self.outer: tqdm | None = None
+        self.held: FileLock | None = None
+
+    def lock(self) -> None:
+        """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
+        if self.folder is not None and self.held is None:
+            self.held = lock_folder(self.folder)
+
+    def create(self, cfg: Config, device: torch.device) -> None:
+        """Write what is needed to know later what ran, and begin the logs anew."""
+        if self.folder is None:
+            return
+        self.lock()
+        for name in LOGS:  # of a run that was restarted before its first checkpoint
+            (self.folder / name).unlink(missing_ok=True)
+        (self.folder / "config.yaml").write_text(config.dump(cfg))
+        (self.folder / "env.json").write_text(json.dumps(environment(device), indent=1) + "\n")
+
+    def resume(self, step: int) -> None:
+        """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
+        if self.folder is None:
+            return
+        for name in LOGS:
+            kept = [line for line in read(self.folder / name) if line["step"] <= step]
+            rewrite(self.folder / name, kept)
+
+    def steps(self, first: int, last: int) -> Iterator[int]:
+        """Yield the steps still to do, and move a bar."""
+        self.outer = tqdm(range(first, last), "training", initial=first, total=last, unit="step",
+                          disable=self.folder is None)
+        yield from self.outer
+
+    def bar(self, name: str) -> str | None:
+        """Return the name of a bar inside the step, None on a rank that shows nothing."""
+        return None if self.folder is None else name
+
+    def write(self, name: str, line: dict) -> None:
+        """Append a line to one of the logs."""
+        if self.folder is not None:
+            append(self.folder / name, line)
+
+    def evaluated(self, step: int, results: dict[str, dict]) -> None:
+        """Log the scores of every set in one line."""
+        keys = ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed")
+        line: dict = {"step": step}
+        for name, result in results.items():
+            line |= {f"eval/{name}/{key}": result[key] for key in keys}
+            if (n := result["n"]) > 1:
+                line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
+        self.write("metrics.jsonl", line)
+        for name, result in results.items():
+            bounds = f"[{result['low']:.1%}, {result['high']:.1%}]"
+            self.say(f"step {step}: {name} {result['accuracy']:.1%} {bounds}, {result['length']:.1f} tokens")
+
+    def step(self, step: int, metrics: dict[str, float]) -> None:
+        """Log the metrics of a step, and show some behind the bar."""
+        self.write("metrics.jsonl", {"step": step} | metrics)
+        names = {"reward": "reward/mean", "length": "rollout/length"}  # absent where a step rolls nothing out
+        shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
+        self.outer.set_postfix(shown, kept=f"{metrics['prune/kept']}/{metrics['prune/offered']}")
+
+    def sample(self, step: int, line: dict) -> None:
+        """Keep one group of the step, and show one completion of it now and then."""
+        self.write("samples.jsonl", {"step": step} | line)
+        if line["texts"] and (step == 1 or step % max(1, self.outer.total // 5) == 0):
+            self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {line['reward'][0]:g}: "
+                     f"{line['texts'][0][:400]!r}")
+
+    def warn(self, step: int, warning: str) -> None:
+        """Say what is wrong with a step, where something is."""
+        if warning:
+            self.say(f"step {step}: {warning}")
+
+    def say(self, text: str) -> None:
+        """Print a line above the bar, if there is anything to say."""
+        if self.folder is not None and text:
+            tqdm.write(text, file=sys.stderr)
+
+
+def read(path: Path) -> list[dict]:
+    """Read the lines of a log. A last line without its end was torn by a dying process and is left out."""
+    text = path.read_text().rpartition("\n")[0] if path.is_file() else ""
+    return [json.loads(line) for line in text.split("\n")] if text else []
+
+
+def append(path: Path, *lines: dict) -> None:
+    """Append lines to a log."""
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def rewrite(path: Path, lines: list[dict]) -> None:
+    """Replace a log at once."""
+    fresh = path.with_name(f"{path.name}.unfinished")
+    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    fresh.replace(path)
+
+
+def mended(path: Path) -> list[dict]:
+    """Read a log, and cut off a torn last line so that it can be appended to."""
+    lines = read(path)
+    rewrite(path, lines)
+    return lines
+
+
+def summary(folder: Path) -> str:
+    """Tabulate accuracy before and after with 95% intervals, and seconds by phase."""
+    lines = read(folder / "metrics.jsonl")
+    evals = [line for line in lines if is_evaluation(line)]
+    first, last = evals[0], evals[-1]
+    after = f"after {last['step']} steps"
+    table = [f"{'held-out accuracy':<18} {'before':>22} {after:>24} {'tokens':>16}"]
+    for name in sorted({key.split("/")[1] for key in last if key.startswith("eval/")}):
+        cells = [accuracy_cell(line, name) for line in (first, last)]
+        lengths = f"{first[f'eval/{name}/length']:.1f} -> {last[f'eval/{name}/length']:.1f}"
+        table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
+    seconds = phase_seconds(lines)
+    phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}"])
+
+
+def is_evaluation(line: dict) -> bool:
+    """Tell a metrics line of an evaluation from one of a step."""
+    return any(key.startswith("eval/") for key in line)
+
+
+def accuracy_cell(line: dict, name: str) -> str:
+    accuracy, low, high = (line[f"eval/{name}/{key}"] for key in ("accuracy", "low", "high"))
+    return f"{accuracy:.1%} [{low:.1%}, {high:.1%}]"
+
+
+def phase_seconds(lines: list[dict]) -> dict[str, float]:
+    """Add up the seconds of each phase over the steps of a metrics log, in the order of the phases there."""
+    seconds: dict[str, float] = {}
+    for line in lines:
+        if "time/step" in line:
+            for key in line:
+                if key.startswith("time/"):
+                    phase = key.removeprefix("time/")
+                    seconds[phase] = seconds.get(phase, 0.0) + line[key]
+    return seconds

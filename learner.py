@@ -1,0 +1,169 @@
+"""Models in training and their optimizers: built on any number of ranks, stepped, exported.
+
+    python learner.py runs/NAME/checkpoints/step_000123 --out DIR    # a checkpoint as a Hugging Face folder
+
+Dimension key:  C completion tokens of one packed row,  S completions in it.
+"""
+
+import argparse
+import math
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from config import Config, ConfigError, Loss, Optim, Pack, Update
+from infra import dist
+from infra.checkpoint import Role, restore, tensors, whole
+from infra.weights import export, find_model, load_weights
+from model import BACKENDS, Decoder, choose_backend, empty_model, load_model
+from pack import Minibatch, build, pack
+from records import Batch, Rolled, Row
+
+
+class NotFinite(Exception):
+    """A loss or a gradient that is no finite number, before the optimizer step that it would have spoilt."""
+
+    def __init__(self, what: str, step: int, records: Batch | Rolled):
+        super().__init__(f"the {what} in step {step} is not finite")
+        self.step, self.records = step, records
+
+
+@dataclass(frozen=True, slots=True)
+class Learner:
+    """What an update works with: the model, how packed rows pass through it, and the settings it reads."""
+
+    device: torch.device
+    dtype: torch.dtype          # of the computation; the weights are float32, or float64 where asked for
+    backend: str                # a key of model.BACKENDS
+    policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
+    reference: Decoder | None   # frozen copy of the initial policy, where the loss needs one; sharded too
+    optimizer: torch.optim.Optimizer
+    loss: Loss
+    update: Update
+    optim: Optim
+    pack: Pack
+    temperature: float          # rollout.temperature, which divides the logits in every pass
+    max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
+    seed: int
+    steps: int
+    first: int = 0              # the first step in which the policy learns
+    residual: float | None = None  # advantage.residual (methods/soft_value.py)
+    critic: Any = None          # methods.critic.Critic, with advantage.kind=gae
+
+    def log_probs(self, model: Decoder, row: Row) -> Tensor:
+        """[C] log-probs in nats of the row's completion tokens."""
+        attend = BACKENDS[self.backend](row.offsets, row.max_len)
+        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
+
+    def rows(self, minibatch: Minibatch) -> list[Row]:
+        """Pack a mini-batch, and build this rank's rows of it on the device."""
+        hands = pack(minibatch, self.pack, dist.world_size(), self.policy.quadratic)
+        dtype = self.policy.embed_tokens.weight.dtype
+        return [build(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
+
+
+def build_learner(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Learner:
+    """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
+    policy = load_sharded(cfg, source, device, dtype)
+    residual, reference = getattr(cfg.advantage, "residual", None), None
+    if cfg.loss.kl or residual:
+        reference = load_sharded(cfg, source, device, dtype).requires_grad_(False)
+    return Learner(
+        device, dtype, choose_backend(cfg.model.attention, device, dtype), policy, reference,
+        optimizer=adam(policy, cfg.optim), loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
+        temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
+        seed=cfg.seed, steps=cfg.steps, residual=residual)
+
+
+def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Load a model spread over the ranks, with weights of at least float32. No rank ever holds the whole."""
+    model = empty_model(source, torch.promote_types(dtype, torch.float32))
+    spread(model, model, cfg, device, dtype)
+    load_weights(model, source)
+    return model
+
+
+def spread(model: nn.Module, backbone: Decoder, cfg: Config, device: torch.device, dtype: torch.dtype,
+           ) -> None:
+    """Shard an empty model over the ranks and give it memory."""
+    dist.shard(model, backbone.layers, device, dtype, cfg.optim.offload)
+    model.to_empty(device="cpu" if cfg.optim.offload else device)
+    backbone.checkpoint_blocks, backbone.logp_chunk = cfg.model.checkpoint_blocks, cfg.model.logp_chunk
+
+
+def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+    """AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2),
+                                  weight_decay=optim.weight_decay, fused=True)
+    for p in model.parameters():
+        optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
+                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+    return optimizer
+
+
+def learning_rate(step: int, optim: Optim, steps: int) -> float:
+    """Rate of a step, a pure function of it: linear warm-up, then constant or a cosine to 0 at `steps`."""
+    if step < optim.warmup_steps:
+        return optim.lr * (step + 1) / optim.warmup_steps
+    if optim.schedule == "constant":
+        return optim.lr
+    done = (step - optim.warmup_steps) / max(1, steps - optim.warmup_steps)
+    return optim.lr * (1 + math.cos(math.pi * done)) / 2
+
+
+def descend(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float, loss: Tensor | float,
+            not_finite: Callable[[str], NotFinite]) -> float:
+    """Take one optimizer step on the gradient that has come together; returns its norm before clipping.
+
+    Collective. Raises NotFinite on every rank before a step that would spoil the model. Without any gradient
+    nothing changes: neither momentum nor weight decay is applied then.
+    """
+    norm = dist.full(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)).item()
+    finite = math.isfinite(float(loss))
+    if dist.max_over_ranks(not finite) or not math.isfinite(norm):
+        raise not_finite("gradient" if finite else "loss")
+    if norm > 0:
+        optimizer.step()
+    optimizer.zero_grad()
+    return norm
+
+
+def roles(learner: Learner) -> dict[str, Role]:
+    """The models and optimizers that a checkpoint holds."""
+    saved = {"policy": (learner.policy, learner.optimizer)}
+    if learner.critic:
+        saved["critic"] = (learner.critic.model, learner.critic.optimizer)
+    return saved
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder, for eval.py or "
+                                                 "vLLM.")
+    parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
+    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    args = parser.parse_args()
+    try:
+        if not whole(args.checkpoint):
+            raise ConfigError(f"{args.checkpoint} is not a whole checkpoint: files are missing or cut off")
+        device = dist.init("cpu")
+        cfg = torch.load(args.checkpoint / "extra.pt", weights_only=True)["config"]
+        source = find_model(cfg["model.path"])
+        dtype = torch.float64 if cfg["model.dtype"] == "float64" else torch.float32
+        model = load_model(source, dtype, device)
+        restore(args.checkpoint / "policy", tensors(model, None))
+        export(model, source, args.out)
+        return 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    finally:
+        dist.close()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

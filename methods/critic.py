@@ -1,0 +1,250 @@
+"""A critic, for PPO, VAPO and T-PPO (advantage.kind=gae): its model, its advantages, and its steps.
+
+It learns from completions that have ended, from all of their tokens and whatever the policy is trained on:
+pruning of completions does not touch them, and with rollout.window they were sampled over several steps
+(T-PPO, arXiv:2506.15050, as reported).
+
+Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row, which are
+those of  S completions,  K completions that have ended.
+"""
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import config
+from config import Config, Gae, Optim
+from infra import dist
+from infra.weights import load_weights
+from learner import Learner, NotFinite, adam, descend, learning_rate, spread
+from loss import value_loss
+from metrics import Clock
+from model import BACKENDS, Attend, Decoder, at_least_float32, read_shape
+from pack import Minibatch
+from records import Batch, Group, Rolled, Row, Sample, lengths, pending
+from reward import span
+
+
+class ValueModel(nn.Module):
+    """V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
+
+    The head starts at 0, so that every value is at first the middle of the rewards' range [low, high]
+    (inferred: VAPO, arXiv:2504.05118, starts from a reward model). `bounded`: values within it, by a sigmoid.
+    """
+
+    def __init__(self, backbone: Decoder, low: float, high: float, bounded: bool):
+        super().__init__()
+        self.low, self.high, self.bounded = low, high, bounded
+        self.backbone = backbone
+        self.value = nn.Linear(backbone.shape.hidden_size, 1)
+
+    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
+        """[C] values of the states after the tokens at predict_C."""
+        hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
+        x_C = F.linear(*map(at_least_float32, (hidden_CD, self.value.weight, self.value.bias)))[:, 0]
+        if self.bounded:
+            return self.low + (self.high - self.low) * x_C.sigmoid()
+        return (self.low + self.high) / 2 + x_C
+
+
+@dataclass(frozen=True, slots=True)
+class Critic:
+    """The value model in training, and the settings it reads."""
+
+    model: ValueModel            # sharded over the ranks
+    optimizer: torch.optim.Optimizer
+    settings: config.Critic
+    advantage: Gae
+    optim: Optim                 # a rate of its own, constant after a warm-up, and the rest as the policy's
+
+    def values(self, learner: Learner, row: Row) -> tuple[Tensor, Tensor]:
+        """[C] values of the states before completion tokens, and [S] behind the last of each completion."""
+        place = torch.cat([row.predict_C, row.offsets[1:] - 1])
+        attend = BACKENDS[learner.backend](row.offsets, row.max_len)
+        value = self.model(row.ids_T, row.position_T, attend, place)
+        return value.split([len(row.predict_C), len(row.length_S)])
+
+
+def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
+    """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
+    low, high = span(cfg.reward.weights)
+    with torch.device("meta"):
+        backbone = Decoder(replace(read_shape(source), tied=True))  # has no head of its own, then
+        model = ValueModel(backbone, low, high, cfg.critic.bounded)
+        model = model.to(torch.promote_types(learner.dtype, torch.float32))
+    spread(model, backbone, cfg, learner.device, learner.dtype)
+    load_weights(backbone, source)
+    for p in model.value.parameters():
+        nn.init.zeros_(p)
+    optim = replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
+    critic = Critic(model, adam(model, optim), cfg.critic, cfg.advantage, optim)
+    return replace(learner, critic=critic, first=cfg.critic.pretrain_steps)
+
+
+def discounted(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
+    """Add up lam^k delta_{t+k} over what follows in the same segment, in log2(C) vector steps.
+
+    A sum of the next m terms, and lam^m times the one that begins m later, are the sum of the next 2m. With
+    lam 1/2, delta 0 0 0 8 in one segment: sums of 1 term 0 0 0 8, of 2 terms 0 0 4 8, of 4 terms 1 2 4 8.
+    """
+    total_C, m = delta_C, 1
+    while m < len(delta_C):
+        same = segment_C[m:] == segment_C[:-m]
+        later = torch.where(same, lam_C[:-m] ** m * total_C[m:], 0.0)
+        total_C, m = torch.cat([total_C[:-m] + later, total_C[-m:]]), 2 * m
+    return total_C
+
+
+def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Tensor:
+    """Generalised advantage estimation (arXiv:1506.02438) without discount, of completions that may be cut,
+    [C]: sum_k lam^k (r_{t+k} + V(s_{t+k+1}) - V(s_{t+k})), where only a last token has a reward.
+
+    Args:    value_C    V(s_t), of the state before each token
+             end_S      what stands behind the last token: the reward of a completion that has ended, else a
+                        value of the state there. T-PPO's EGAE (arXiv:2506.15050, eq. 6 as it is reported)
+                        takes V(s_l) := V(s_{l-1})
+             segment_C  which completion each token belongs to: 0, 1, ...
+             lam_S      of each completion, in [0, 1]. At 1 an ended one has A = R - V(s_t): Monte Carlo
+    Units are those of the reward. A + V(s_t) is the lambda-return. Four tokens of values 0 0 1 1 that earn 1:
+    steps 0 1 0 0, so A = 1/2 1 0 0 at lambda 1/2, and R - V = 1 1 0 0 at lambda 1.
+    """
+    last_C = torch.cat([segment_C[1:] != segment_C[:-1], segment_C.new_ones(1, dtype=torch.bool)])
+    next_C = torch.where(last_C, end_S[segment_C], value_C.roll(-1))
+    return discounted(next_C - value_C, lam_S[segment_C], segment_C)
+
+
+def adaptive_lambda(length_S: Tensor, alpha: float) -> Tensor:
+    """VAPO (arXiv:2504.05118, eq. 4-5): lambda = 1 - 1 / (alpha l), which sums lam^t to alpha l tokens, [S].
+
+    A reward reaches the first token of any response with weight exp(-1 / alpha). Up to 1 / alpha tokens the
+    formula is at or below 0; it is held at 0, which is ours. The length of a response that goes on is not
+    known: what it has so far stands for it (inferred).
+    """
+    return (1 - 1 / (alpha * length_S)).clamp(min=0)
+
+
+@torch.no_grad()
+def advantages(learner: Learner, row: Row) -> Tensor:
+    """[C] `gae` of a row, by the critic's values before its update."""
+    settings = learner.critic.advantage
+    value_C, after_S = learner.critic.values(learner, row)
+    last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
+    cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
+    end_S = torch.where(row.pending_S, cut_S, row.reward_S.to(cut_S))
+    lam_S = (torch.full_like(end_S, settings.lam) if settings.alpha is None
+             else adaptive_lambda(row.length_S.to(end_S), settings.alpha))
+    return gae(value_C, end_S, row.segment_C, lam_S)
+
+
+def too_short(batch: Batch, learner: Learner) -> str:
+    """Say so where advantage.alpha leaves most responses no lambda; empty where it does not."""
+    settings = learner.critic and learner.critic.advantage
+    if not settings or settings.alpha is None:
+        return ""
+    length_S = torch.tensor([s.length for group in batch.groups for s in group.samples], dtype=torch.float64)
+    held = int((adaptive_lambda(length_S, settings.alpha) <= 0).sum())
+    if held <= len(length_S) / 2:
+        return ""
+    return (f"advantage.alpha={settings.alpha} gives {held} of {len(length_S)} responses a lambda of 0: they "
+            "are too short for it, and see hardly further than the next value; 1 to 1.5 suit them")
+
+
+def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, float]:
+    """Take all optimizer steps of the critic on one rollout: half the mean squared error over tokens.
+
+    Takes no step where no completion has ended. The explained variance, 1 - Var(R - V) / Var(R) over tokens,
+    is of the values before a mini-batch was learnt from, and of rewards whatever the target is. Raises
+    NotFinite.
+    """
+    critic, sums, norms = learner.critic, ValueSums(), []
+    not_finite = partial(NotFinite, step=step + 1, records=rolled)
+    rate = learning_rate(step, critic.optim, learner.steps)
+    critic.optimizer.param_groups[0]["lr"] = rate
+    with clock.phase("pack"):
+        batches = [learner.rows(minibatch) for minibatch in minibatches(learner, rolled, step)]
+    with clock.phase("score"):
+        targets = [[target(learner, row) for row in rows] for rows in batches]
+    with clock.phase("critic"):
+        for epoch in range(critic.settings.epochs):
+            for rows, row_targets in zip(batches, targets, strict=True):
+                for row, target_C in zip(rows, row_targets, strict=True):
+                    value_C, _ = critic.values(learner, row)
+                    loss = value_loss(value_C, target_C, row.weight_C)
+                    loss.backward()
+                    sums.add(row, loss.detach(), value_C.detach(), first_pass=epoch == 0)
+                norms.append(descend(critic.model, critic.optimizer, critic.optim.clip_norm,
+                                     sums.sums["loss"], lambda what: not_finite(f"critic's {what}")))
+    return sums.metrics(norms, rate)
+
+
+def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
+    """Split the completions that have ended by a seeded draw; a token weighs one over their number."""
+    groups = [Group(group.prompt, tuple(map(from_its_start, group.samples))) for group in rolled.groups]
+    reward_NG = rolled.rewards.total_NG
+    ended_NG = ~pending(groups, reward_NG.shape[1])
+    len_NG, none_NG = lengths(groups, reward_NG.shape[1]), torch.zeros_like(reward_NG)
+    ended_K = ended_NG.flatten().nonzero()[:, 0]
+    generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
+    shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
+    split = []
+    for members_K in shuffled_K.tensor_split(learner.critic.settings.minibatches):
+        if len(members_K):
+            keep_NG = torch.zeros_like(ended_NG).view(-1).index_fill(0, members_K, True).view_as(ended_NG)
+            weight_NG = keep_NG.to(reward_NG.dtype) / (len_NG * keep_NG).sum()
+            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, none_NG, reward_NG))
+    return split
+
+
+def from_its_start(sample: Sample) -> Sample:
+    """Mark every token of an ended completion as trainable."""
+    return replace(sample, start=0) if sample.start and not sample.pending else sample
+
+
+@torch.no_grad()
+def target(learner: Learner, row: Row) -> Tensor:
+    """[C] the lambda-return of each token: the reward itself at advantage.lam_critic=1 (Monte Carlo)."""
+    lam = learner.critic.advantage.lam_critic
+    if lam == 1:
+        return row.reward_S[row.segment_C]
+    value_C, _ = learner.critic.values(learner, row)
+    reward_S = row.reward_S.to(value_C)
+    return value_C + gae(value_C, reward_S, row.segment_C, torch.full_like(reward_S, lam))
+
+
+class ValueSums:
+    """Sums over the rows that this rank passed through the critic in one step."""
+
+    NAMES = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
+
+    def __init__(self):
+        self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
+
+    def add(self, row: Row, loss: Tensor, value_C: Tensor, first_pass: bool) -> None:
+        """Add one row in one pass. Tokens of weight 0 only keep the ranks in step."""
+        self.sums["loss"] += loss
+        if first_pass:
+            on_C = row.weight_C > 0
+            reward_C = row.reward_S[row.segment_C][on_C].double()
+            error_C = reward_C - value_C[on_C].double()
+            self.sums["tokens"] += len(reward_C)
+            for name, x_C in (("reward", reward_C), ("error", error_C)):
+                self.sums[name] += x_C.sum()
+                self.sums[f"{name}_squared"] += x_C.square().sum()
+
+    def metrics(self, norms: list[float], rate: float) -> dict[str, float]:
+        """Collective. No mean is given of a step without any token, nor a share of a variance that is 0."""
+        total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
+        counts = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
+        if not norms:
+            return counts
+        means = {name: value / total["tokens"] for name, value in total.items()}
+        spread, left = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
+        counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
+                   "critic/value": means["reward"] - means["error"]}
+        # Equal rewards leave a variance that is all rounding.
+        return counts if spread <= 1e-12 * means["reward_squared"] else counts | {
+            "critic/explained_variance": 1 - left / spread}

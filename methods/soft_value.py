@@ -1,0 +1,97 @@
+"""A*-PO (arXiv:2505.20686): the reward's expected maximum under the initial policy in place of a group to
+compare with.
+
+V* of every training prompt is estimated before the first step, from samples of the initial policy; the
+advantage of a completion is r - V*, and the loss is a squared one (`residual`).
+
+Dimension key:  N prompts,  K samples of the initial policy per prompt,  G completions per prompt,
+C completion tokens of one packed row.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from tqdm import tqdm
+
+from collect import Sampler
+from config import ConfigError, SoftValue
+from infra import dist, runfolder
+from loss import segment_sum
+from records import Group, Prompt, Rewards
+
+FILE = "soft_values.jsonl"
+ROUNDS_OF_SLOTS = 8  # how often the slots are filled between two writes of the table
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """V* of every training prompt, by its id."""
+
+    values: dict[str, float]
+
+    def advantage(self, groups: list[Group], rewards: Rewards) -> Tensor:
+        """[N, G] r - V* of the prompt."""
+        value_N = torch.tensor([self.values[group.prompt.id] for group in groups], dtype=torch.float64)
+        return rewards.total_NG - value_N[:, None]
+
+
+def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
+    """V*(x) = beta log mean exp(r / beta) over samples of the reference policy, [N].
+
+    The value that the best policy under a KL of weight beta has: the largest reward as beta goes to 0, the
+    mean as it grows.
+    """
+    return beta * (torch.logsumexp(reward_NK / beta, dim=1) - reward_NK.new_tensor(reward_NK.shape[1]).log())
+
+
+def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
+    """The squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+
+    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
+    but logp, where adv_C is r - V* and the log-ratio is the sum over the completion.
+    """
+    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
+    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
+
+
+def table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,
+          stopping: Callable[[], bool]) -> Table:
+    """Estimate V* of all prompts by the policy that the engine holds, the initial one.
+
+    Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted
+    (KeyboardInterrupt, when `stopping`) goes on with what is missing. Where they were `sampled` before, by a
+    run that has done steps since, they are read alone. Raises ConfigError where some are missing then.
+    """
+    path = folder / FILE
+    lines, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])
+    known = {line["id"]: line["rewards"] for line in lines}
+    missing = [prompt for prompt in prompts if prompt.id not in known]
+    if missing and sampled:
+        raise ConfigError(f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial "
+                          "policy can be asked for; restore the file, or begin another run with --set "
+                          "out=...")
+    chunk = max(1, ROUNDS_OF_SLOTS * sampler.sampling.slots * dist.world_size() // settings.samples)
+    for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=dist.rank() > 0):
+        if stopping():
+            raise KeyboardInterrupt
+        asked = missing[start:start + chunk]
+        for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
+            known[prompt.id] = rewards
+            if dist.rank() == 0:
+                runfolder.append(path, {"id": prompt.id, "rewards": rewards})
+    table_NK = torch.tensor([known[prompt.id] for prompt in prompts], dtype=torch.float64)
+    values = soft_value(table_NK, settings.beta).tolist()
+    return Table(dict(zip((prompt.id for prompt in prompts), values, strict=True)))
+
+
+def rewards_of(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
+    """Sample `count` completions of each prompt and return their rewards."""
+    ids = [prompt.ids for prompt in prompts for _ in range(count)]
+    seeds = [dist.seed_for(sampler.seed, prompt.id, k, "reference")
+             for prompt in prompts for k in range(count)]
+    samples = sampler.complete(ids, seeds, sampler.sampling.max_new_tokens)
+    groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
+    return sampler.score(groups).total_NG.tolist()

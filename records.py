@@ -1,0 +1,223 @@
+"""The records that flow from stage to stage. Frozen, complete at birth: no later stage fills anything in.
+
+Dimension key:  N prompts (groups) in one step,  G completions per prompt,  T tokens of one packed row
+(prompts included),  C completion tokens among them, the only ones that are projected and scored,  S sequences
+in one row.
+"""
+
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """One line of a data set."""
+
+    id: str
+    question: str
+    answer: str          # the gold final answer alone
+    solution: str = ""   # worked gold solution where the data has one
+    level: str | None = None
+    subject: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A problem rendered through the model's chat template."""
+
+    id: str
+    ids: tuple[int, ...]   # up to and including the generation prompt
+    answer: str
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A prompt that comes up in a step, to be rolled out or skipped."""
+
+    prompt: Prompt
+    epoch: int
+    prob: float = 1.0     # with which it is rolled out
+    weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where skipped
+    copy: int = 0         # which of the prompt's completions; each is a group of its own with rollout.window
+
+    @property
+    def kept(self) -> bool:
+        return self.weight > 0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One completion, exactly as the behaviour policy produced it."""
+
+    ids: Sequence[int]     # sampled tokens, including EOS when `finished`
+    logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]), nats, at the sampling temperature, before top-p
+    finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens, or pending
+    start: int = 0         # tokens sampled in earlier steps, which were trained on there (rollout.window)
+    pending: bool = False  # cut at rollout.window, to go on in the next step
+
+    def __post_init__(self):
+        # Flat, as they travel and are packed: lists of Python's numbers take five times the room and time.
+        object.__setattr__(self, "ids", array("i", self.ids))
+        object.__setattr__(self, "logp", array("d", self.logp))
+        if not self.ids or len(self.ids) != len(self.logp):
+            raise ValueError(f"a Sample needs at least one token and one logp each, "
+                             f"not {len(self.ids)} ids and {len(self.logp)} logp")
+
+    @property
+    def length(self) -> int:
+        return len(self.ids)
+
+    @property
+    def fresh(self) -> int:
+        """Number of tokens that this step has sampled."""
+        return len(self.ids) - self.start
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The G completions of one prompt."""
+
+    prompt: Prompt
+    samples: tuple[Sample, ...]
+
+
+def lengths(groups: list[Group], G: int) -> Tensor:
+    """[N, G] tokens of each completion that this step has sampled; N may be 0."""
+    return torch.tensor([[s.fresh for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+
+
+def pending(groups: list[Group], G: int) -> Tensor:
+    """bool [N, G]: completions that go on in the next step, and have no reward yet."""
+    flags = [[s.pending for s in group.samples] for group in groups]
+    return torch.tensor(flags, dtype=torch.bool).view(-1, G)
+
+
+@dataclass(frozen=True, slots=True)
+class Rewards:
+    """What the completions of N groups earned."""
+
+    parts: dict[str, Tensor]    # each component that reward.measured names, float64 [N, G]
+    weights: dict[str, float]   # of the components that count
+    differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)
+
+    @property
+    def total_NG(self) -> Tensor:
+        """The reward: the weighted sum of the components."""
+        return sum(weight * self.parts[name] for name, weight in self.weights.items())
+
+    @property
+    def compared_NG(self) -> Tensor:
+        """What tells informative groups from those that are easy or hard."""
+        return self.total_NG if self.differ_in == "reward" else self.parts["accuracy"]
+
+    def __add__(self, other: "Rewards") -> "Rewards":
+        parts = {name: torch.cat([part_NG, other.parts[name]]) for name, part_NG in self.parts.items()}
+        return replace(self, parts=parts)
+
+
+@dataclass(frozen=True, slots=True)
+class Rolled:
+    """All that came up in a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
+
+    turns: list[Turn] = field(default_factory=list)    # in order, those skipped included
+    groups: list[Group] = field(default_factory=list)  # of the turns kept
+    rewards: Rewards | None = None
+    adv_NG: Tensor = torch.empty(0, 0)                 # from all G, before pruning
+    sizes: tuple[int, ...] = ()                        # groups of each round that was added
+
+    @property
+    def kept(self) -> list[Turn]:
+        return [turn for turn in self.turns if turn.kept]
+
+    def __add__(self, other: "Rolled") -> "Rolled":
+        sizes = (*self.sizes, len(other.groups))
+        if not self.sizes:
+            return replace(other, sizes=sizes)
+        return Rolled(self.turns + other.turns, self.groups + other.groups, self.rewards + other.rewards,
+                      torch.cat([self.adv_NG, other.adv_NG]), sizes)
+
+
+@dataclass(frozen=True, slots=True)
+class Pruned:
+    keep_NG: Tensor     # bool
+    weight_NG: Tensor   # 0 where not kept
+    prob_NG: Tensor     # of being kept; 0 or 1 where nothing is left to chance
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """What a step trains on, the same on every rank. Its N may be fewer than were rolled out."""
+
+    turns: list[Turn]
+    groups: list[Group]
+    reward_NG: Tensor
+    correct_NG: Tensor   # bool
+    adv_NG: Tensor       # with a critic that of the rewards alone, which pruning goes by
+    pruned: Pruned       # weight and probability are those of both levels together
+    places: list[int]    # which of the prompts offered each group is of
+    offered: int         # prompts, those skipped before rollout included
+    seed: int            # of the draw of completions
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One forward pass. Attention stays within a sequence; positions start at 0 in each."""
+
+    ids_T: Tensor
+    position_T: Tensor
+    offsets: Tensor     # [S + 1] offsets of the sequences, and T
+    max_len: int        # of the longest sequence
+    predict_C: Tensor   # where in T the token before each completion token stands
+    target_C: Tensor    # the completion token itself, EOS included
+    sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
+    adv_C: Tensor       # as completions were compared, before a critic's values
+    weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
+    likelihood_C: Tensor  # loss.likelihood_weight
+    reward_S: Tensor    # of each sequence, for a critic; 0 where it goes on
+    pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
+    length_S: Tensor    # tokens of its completion so far
+
+    @property
+    def segment_C(self) -> Tensor:
+        """Which of the row's sequences each completion token belongs to."""
+        return torch.bucketize(self.predict_C, self.offsets, right=True) - 1
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
+        """On `device`, with the floating-point fields in `dtype`."""
+        moved = {}
+        for f in fields(self):
+            value = getattr(self, f.name)
+            if isinstance(value, Tensor):
+                value = value.to(device, dtype if value.is_floating_point() else None)
+            moved[f.name] = value
+        return Row(**moved)
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A row, and what passes without gradient told of it before the update."""
+
+    row: Row
+    adv_C: Tensor                 # the row's, or by a critic's values
+    ref_logp_C: Tensor | None     # under the reference, where the loss needs one
+    old_logp_C: Tensor | None     # under the policy before the update; None until a first pass has told it
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """What a rollout engine is started with."""
+
+    folder: Path                 # of the model
+    dtype: torch.dtype           # of weights and computation
+    device: torch.device
+    backend: str                 # a key of model.BACKENDS
+    eos_ids: frozenset[int]      # every id that ends a completion
+    slots: int                   # sequences decoded at once
+    max_len: int                 # tokens of the longest, prompt included
+    tensor_parallel: int = 1     # vllm: ranks that hold one engine together
+    cache_gib: float | None = None  # vllm: KV cache per rank; None: room for every slot at full length

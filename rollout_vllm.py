@@ -1,0 +1,174 @@
+"""vLLM as the rollout engine: the same three methods as rollout.TorchEngine, in the trainer's process."""
+
+import os
+import random
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+from config import ConfigError
+from infra import dist
+from memory import cache_bytes
+from model import Decoder, empty_model
+from records import EngineSpec, Sample
+
+VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
+
+class VLLMEngine:
+    """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
+
+    Log-probs are those of the distribution sampled from: at the temperature, and at a top_p below 1
+    renormalised. A sample is a function of the weights, its prompt and its seed up to rounding, as in
+    TorchEngine; the two draw differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
+    vLLM's own bars name what they count. Raises ConfigError when vLLM is missing, of another version, or
+    cannot start with these sizes.
+    """
+
+    def __init__(self, spec: EngineSpec):
+        if dist.world_size() % spec.tensor_parallel:
+            raise ConfigError(f"rollout.tensor_parallel={spec.tensor_parallel} must divide "
+                              f"{dist.world_size()}, the number of processes")
+        self.eos_ids, self.tensor_parallel = spec.eos_ids, spec.tensor_parallel
+        model = empty_model(spec.folder, spec.dtype)
+        self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
+        counted = cache_bytes(model, spec.slots, spec.max_len, spec.tensor_parallel)
+        cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
+        # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that
+        # cannot.
+        whole = {"enable_chunked_prefill": False, "enforce_eager": True,
+                 "max_num_batched_tokens": max(spec.max_len, 8192)}
+        with undisturbed(spec.device):
+            llm, self.params = import_vllm(spec.device)
+            try:
+                self.llm = llm(
+                    model=str(spec.folder), load_format="dummy", skip_tokenizer_init=True,
+                    generation_config="vllm", dtype=str(spec.dtype).removeprefix("torch."),
+                    max_model_len=spec.max_len, max_num_seqs=spec.slots,
+                    tensor_parallel_size=spec.tensor_parallel,
+                    distributed_executor_backend="external_launcher",
+                    kv_cache_memory_bytes=cache, logprobs_mode="processed_logprobs",
+                    # The size of the cache is given, so this share only decides whether vLLM finds enough
+                    # free memory to start beside the trainer.
+                    gpu_memory_utilization=0.01,
+                    **({"enable_sleep_mode": True} if spec.device.type == "cuda" else whole))
+            except (ValueError, torch.OutOfMemoryError) as error:
+                raise ConfigError(
+                    f"rollout.engine=vllm cannot start with slots={spec.slots}, sequences of {spec.max_len} "
+                    f"tokens, tensor_parallel={spec.tensor_parallel} and {cache / 2**30:.4g} GiB of KV cache "
+                    f"(rollout.cache_gib): {' '.join(str(error).split())[:600]}") from error
+            # Its finalizer would destroy the trainer's process group, at exit or before.
+            self.llm.llm_engine.engine_core._finalizer.detach()
+            self.sleep()
+
+    def sync(self, policy: Decoder) -> None:
+        """Take over the policy's weights, one layer at a time, and forget what was computed from the old
+        ones.
+
+        Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
+        """
+        given = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
+        if given != self.expected:
+            name = min(name for name in given.keys() | self.expected.keys()
+                       if given.get(name) != self.expected.get(name))
+            raise ValueError(f"the policy does not fit the engine at {name}: {given.get(name, 'nothing')}, "
+                             f"the engine's is {self.expected.get(name, 'nothing')}")
+        self.llm.wake_up(["weights"])
+        stream = ((name, dist.full(t)) for name, t in policy.named_hf_tensors())
+        self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
+        self.llm.wake_up(["kv_cache"])
+        self.asleep = False
+        # The cached prefixes are those of the old weights.
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
+
+    def sleep(self) -> None:
+        """Give up weights and KV cache, on CUDA their memory too, for the update; the next `sync` brings them
+        back."""
+        self.llm.sleep(level=2)
+        self.asleep = True
+
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
+                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
+        """One completion per prompt, in order, as TorchEngine.generate.
+
+        With tensor_parallel above 1 all ranks call it: those that hold one engine sample for each other, in
+        lock-step.
+        """
+        if self.asleep:
+            raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
+        first = dist.rank() % self.tensor_parallel
+        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
+        parts = [list(zip(prompts, seeds, limits, strict=True))]
+        if self.tensor_parallel > 1:
+            parts = dist.gather(parts)[dist.rank() - first:][:self.tensor_parallel]
+        wanted = [request for part in parts for request in part]
+        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
+                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
+                              logprobs=0, flat_logprobs=True) for _, seed, limit in wanted]
+        bar = partial(tqdm, leave=False) if progress else False
+        try:
+            asked = [{"prompt_token_ids": list(ids)} for ids, *_ in wanted]
+            outputs = self.llm.generate(asked, params, use_tqdm=bar)
+        except Exception as error:  # vLLM's errors have nothing else in common
+            raise RuntimeError(f"vLLM failed while sampling: {error}") from error
+        done = [output.outputs[0] for output in outputs]
+        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in done]
+        start = sum(map(len, parts[:first]))
+        return samples[start:start + len(prompts)]
+
+
+def import_vllm(device: torch.device) -> tuple[type, type]:
+    """vLLM's LLM and SamplingParams, readied for this device. Raises ConfigError for a missing or another
+    version."""
+    try:
+        import vllm  # optional, and slow
+        from vllm import LLM, SamplingParams
+    except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision of another build
+        raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
+                          "install requirements-gpu.txt, or set rollout.engine=torch") from error
+    if vllm.__version__.partition("+")[0] != VLLM_VERSION:
+        raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM_VERSION}, the version that is tested, not "
+                          f"{vllm.__version__}; install requirements-gpu.txt, or set rollout.engine=torch")
+    from vllm.platforms import current_platform
+
+    built_for = current_platform.device_type
+    if built_for != device.type:
+        raise ConfigError(f"rollout.engine=vllm: this vllm runs on {built_for}, and device={device.type}; "
+                          "install the build for it (requirements-gpu.txt for cuda), or set "
+                          "rollout.engine=torch")
+    if device.type == "cpu":
+        # It would compile one function for seconds, and pack Linear weights into a format that a reload does
+        # not reach: a tied head would silently stay old. Plain weights are live, as they are on a GPU.
+        torch._dynamo.config.disable = True
+        import vllm.model_executor.layers.utils as layers
+
+        layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear",
+                                                                                           F.linear)
+    return LLM, SamplingParams
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states,
+    threads."""
+    environ, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    python, array = random.getstate(), np.random.get_state()
+    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0", **environ,
+                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    try:
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            yield
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
+        random.setstate(python)
+        np.random.set_state(array)
+        torch.set_num_threads = set_threads
+        torch.set_num_threads(threads)
+
+

@@ -1,0 +1,52 @@
+"""The verifier on labelled cases: how often it is right, and where it is not."""
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from config import ConfigError
+
+CASE = {"gold": str, "completion": str, "correct": bool}
+
+
+def read_cases(path: Path) -> list[dict]:
+    """Read labelled completions. Raises ConfigError with the line of a malformed one."""
+    if not path.is_file():
+        raise ConfigError(f"--cases: file {path} not found")
+    cases = []
+    for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+        if line.strip():
+            cases.append(read_case(line, f"{path}:{i}"))
+    if not cases:
+        raise ConfigError(f"{path} holds no cases")
+    return cases
+
+
+def read_case(line: str, place: str) -> dict:
+    try:
+        case = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"{place}: not valid JSON ({error})") from None
+    for key, kind in CASE.items():
+        if not isinstance(case, dict) or not isinstance(case.get(key), kind):
+            raise ConfigError(f"{place}: a case needs {key!r}, a {kind.__name__}")
+    return case
+
+
+def count_outcomes(cases: list[dict], grades: list[dict]) -> dict[str, Counter]:
+    """Count true and false positives and negatives by category and in total, and print each false one."""
+    counts: dict[str, Counter] = {}
+    for case, graded in zip(cases, grades, strict=True):
+        right = graded["verdict"] == "right"
+        outcome = ("true " if case["correct"] == right else "false ") + ("positive" if right else "negative")
+        for name in (case.get("category", "all"), "total"):
+            counts.setdefault(name, Counter())[outcome] += 1
+        if case["correct"] != right:
+            print(f"{outcome}: {case.get('category', '')}: gold {shorten(case['gold'])!r}, answer "
+                  f"{shorten(graded['answer'] or '')!r}, judged {graded['verdict']}")
+    counts["total"] = counts.pop("total")  # to the end
+    return counts
+
+
+def shorten(text: str, width: int = 60) -> str:
+    return text if len(text) <= width else f"{text[:width // 2]} ... {text[-width // 2:]}"

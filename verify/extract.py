@@ -1,0 +1,152 @@
+r"""Find what a completion marks as its final answer. Text in, text out; every function reads its text once.
+
+The last \boxed{} or \fbox{} counts, several that are joined by a comma or "and" as one list; one that never
+closes, or is empty, is a wrong answer. Without a box the last of "#### x", "<answer>x</answer>" and "the
+answer is x" counts. The last number of a text without a mark is no answer, but what lenient grading looks at.
+"""
+
+import re
+from collections import deque
+
+TAIL, MARKS = 1000, 50  # characters behind a mark that are looked at; marks that are tried, the last ones
+
+END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
+                 r"</s>|<eos>|<end_of_turn>")
+BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\,]+)|\\.|[{}]", re.DOTALL)
+BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\q?quad\b|\\text|\band\b|"
+                           r"\bor\b|\bfor part \(\w\))*")
+MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d\.[ ]+[A-Z]))|<answer>|"
+                  r"(?<![</])\banswers?\b(?:[^.:=\n$\\<]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=])|[*_#\s]*\n)"
+                  r"[\s:*_]*", re.IGNORECASE)
+# A dollar sign with a space on its inner side, or before a digit, is money.
+MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\\[(.+?)\\\]|\\\((.+?)\\\))"
+                  r"[\s.*]*", re.DOTALL)
+SENTENCE_END = re.compile(r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
+                          r"[;,]?\s(?:because|since|which|where|so|given|therefore|thus|hence)\b|"
+                          r",\s+(?!and\b|or\b)(?=[a-z]{2})", re.IGNORECASE)
+VERB = re.compile(r".*\s(?:is|are|equals)\s+", re.DOTALL)
+FILLER = re.compile(r"(?:(?:therefore|thus|indeed|then|simply|exactly|just|only|approximately|about|clearly|"
+                    r"option|choice)\b,?\s*)+(?=\S)", re.IGNORECASE)
+NUMBER = re.compile(r"[-+]?(?:\d[\d,]*\.?\d*|\.\d+)")
+
+
+def until_end(text: str) -> str:
+    """Cut a text off before the first end-of-sequence token that is spelled out."""
+    return END.split(text, maxsplit=1)[0]
+
+
+def last_tag(text: str) -> str | None:
+    """Return the content of the last <answer>...</answer>."""
+    head, closed, _ = text.rpartition("</answer>")
+    _, opened, content = head.rpartition("<answer>")
+    return content.strip() if closed and opened else None
+
+
+def last_number(text: str) -> str | None:
+    """Return the last number of the answer tag, or of a text without one, commas removed."""
+    tag = last_tag(text)
+    numbers = NUMBER.findall((text if tag is None else tag).replace(",", ""))
+    return numbers[-1].removesuffix(".") if numbers else None
+
+
+def last_boxed(text: str) -> str | None:
+    r"""Return the content of the last \boxed{...} or \boxed 7, with those joined to it.
+
+    Of nested boxes the outermost counts. "" where the last box never closes, None where there is none.
+    """
+    boxes, unclosed = find_boxes(text)
+    if unclosed:
+        return ""
+    if not boxes:
+        return None
+    joined = [boxes[-1]]
+    for box in reversed(boxes[:-1]):
+        between = text[box[1]:min(joined[-1][0], box[1] + 80)]
+        if not (BETWEEN_BOXES.fullmatch(between) and re.search(r"[,;]|\band\b|\bor\b", between)):
+            break
+        joined.append(box)
+    contents = [text[start:end] for _, _, start, end in reversed(joined)]
+    return ", ".join(dict.fromkeys(contents))
+
+
+def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
+    """Find the outermost boxes: start and end of each and of its content. Also tells if the last is open."""
+    stack: list[tuple[int, int] | None] = []     # an open brace: where its box and its content start, or None
+    boxes: list[tuple[int, int, int, int]] = []
+    newest = -1
+    for mark in BRACES.finditer(text):
+        if mark["bare"]:
+            newest = mark.start()
+            boxes.append((mark.start(), mark.end(), *mark.span("bare")))
+        elif mark[0] == "}":
+            box = stack.pop() if stack else None
+            if box:
+                while boxes and boxes[-1][0] > box[0]:
+                    boxes.pop()
+                boxes.append((box[0], mark.end(), box[1], mark.start()))
+        elif mark[0] == "{":
+            stack.append(None)
+        elif mark[0][0] == "\\" and len(mark[0]) > 2:
+            newest = mark.start()
+            stack.append((mark.start(), mark.end()))
+    return boxes, any(box and box[0] == newest for box in stack)
+
+
+def phrase(tail: str) -> str:
+    """Read the answer at the start of what follows "the answer is".
+
+    It is formulas, or a sentence without its remarks.
+    """
+    tail = FILLER.sub("", tail, count=1) if FILLER.match(tail) else tail
+    math, formulas = MATH.match(tail), []
+    if math and not re.match(r"\s*(?:is|are|equals|=)\s", tail[math.end():]):
+        while math:
+            formulas.append(next(filter(None, math.groups())))
+            gap = re.match(r"(?:,|and\b|or\b|\s)*", tail[math.end():])
+            tail = tail[math.end() + gap.end():]
+            math = MATH.match(tail) if re.search(r",|and|or", gap[0]) else None
+        return ", ".join(formulas)
+    said = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"'")
+    return re.sub(r"(?<=\w)\s+\([^()]*\)$", "", FILLER.sub("", said) if FILLER.match(said) else said)
+
+
+def extract(text: str) -> str | None:
+    """Return the final answer that a completion marks, None where it marks none.
+
+    Text behind an end-of-sequence token does not count, nor do thoughts where an answer follows them.
+    """
+    text = until_end(text)
+    for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
+        answer = last_boxed(searched)
+        if answer is None:
+            answer = last_mark(searched)
+        if answer is not None:
+            return answer
+    return None
+
+
+def last_mark(text: str) -> str | None:
+    """Return the answer behind the last mark that is no box.
+
+    An answer in words counts where no mark has a number or a formula: "this answer is correct" is no other
+    answer.
+    """
+    in_words = None
+    for mark in reversed(deque(MARK.finditer(text), maxlen=MARKS)):
+        content = content_of(mark, text[mark.end():mark.end() + TAIL])
+        if re.search(r"[\d\\$]", content) or re.fullmatch(r"\(?[A-Z]\)?", content):
+            return content
+        if content and mark[0] == "<answer>":
+            return content
+        if content and mark[0] != "####" and len(content.split()) <= 3:
+            in_words = in_words or content
+    return in_words
+
+
+def content_of(mark: re.Match, tail: str) -> str:
+    """Read the answer at the start of what follows a mark."""
+    if mark[0] == "<answer>":
+        return tail.partition("</answer>")[0].strip() if "</answer>" in tail else ""
+    if mark[0] == "####":
+        return tail.strip().partition("\n")[0].partition("</answer>")[0]
+    return phrase(tail)

@@ -1,0 +1,222 @@
+"""Is this answer right? Text in, verdict out: "right", "wrong", "unparsed" or "timed_out".
+
+Verification goes from cheap to costly. Equal spelling, structure and numbers are seen in the caller's process
+(answer.py). Expressions are compared in a worker process (algebra.py), which the kernel ends after
+VERIFY_SECONDS and gives no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker
+outlives it. What a model writes behind an end-of-sequence token does not count.
+"""
+
+import functools
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Iterable
+from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
+
+from pebble import ProcessExpired, ProcessPool
+
+from config import ConfigError
+from verify.answer import equal, number, readable, same_numbers
+from verify.extract import extract, last_number, last_tag, until_end
+
+VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
+VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
+PATIENCE = 10            # times VERIFY_SECONDS by the clock, for a function that waits instead of computing
+WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+SHOWN = 10               # ids that a warning names
+
+
+# ---- calls in workers that may be killed
+
+class OverLimit(Exception):
+    """A worker took too long or asked for too much memory, and was ended."""
+
+
+@functools.cache
+def workers() -> ProcessPool:
+    """Start the worker processes, once."""
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if main and not Path(main).is_file():  # `python - < program`: no worker could ever start
+        raise ConfigError(f"the verifier's processes import the main program, and {main} is no file; "
+                          "run it from one")
+    # A process that had to be killed is replaced by a fork of one that has imported what takes long.
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
+    return ProcessPool(max_workers=WORKERS, initializer=limit_memory, context=context)
+
+
+def limit_memory() -> None:
+    """Allow this worker VERIFY_BYTES more than it has. CUDA's libraries alone take much."""
+    used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (used + VERIFY_BYTES, used + VERIFY_BYTES))
+
+
+def call_with_alarm(function: Callable, seconds: float, *args: object) -> object:
+    """Call a function in this worker, which ends if that takes more than `seconds` of computing.
+
+    An alarm without a handler ends the process at once, in the middle of a power of integers too, and also
+    when the trainer has died and nobody is left to kill its workers.
+    """
+    signal.setitimer(signal.ITIMER_PROF, seconds)
+    try:
+        return function(*args)
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+
+
+class Call:
+    """Call a function in a worker. The call starts at once, and `result` waits for it."""
+
+    def __init__(self, function: Callable, *args: object):
+        self.args = function, VERIFY_SECONDS, *args
+        self.start()
+
+    def start(self) -> None:
+        try:
+            self.schedule()
+        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up on the whole pool
+            workers().stop()
+            workers.cache_clear()
+            self.schedule()
+
+    def schedule(self) -> None:
+        timeout = PATIENCE * VERIFY_SECONDS
+        self.future = workers().schedule(call_with_alarm, args=self.args, timeout=timeout)
+
+    def result(self) -> object:
+        """Return what the function returns. Raises OverLimit, and what the function raises."""
+        for _ in range(2):
+            try:
+                return self.future.result()
+            except (ProcessExpired, TimeoutError, MemoryError) as error:
+                raise OverLimit(type(error).__name__) from error
+            except BrokenProcessPool:  # a worker was killed from outside while this call waited for one
+                self.start()
+        raise OverLimit("the workers are killed from outside")
+
+
+# ---- one answer
+
+class NeedsAlgebra(Exception):
+    """Spelling, structure and numbers do not tell whether two expressions are equal."""
+
+
+def leave_to_algebra(gold: str, answer: str) -> bool:
+    raise NeedsAlgebra
+
+
+@functools.lru_cache(maxsize=20_000)
+def begin_verdict(gold: str, answer: str | None) -> str | Call:
+    """Compare an answer with the gold one. Returns the verdict if that is cheap, else the call that tells."""
+
+    if answer is None or not answer.strip():
+        return "unparsed"
+    try:
+        return "right" if equal(gold, answer, leave_to_algebra) else "wrong"
+    except NeedsAlgebra:
+        return Call(compare_by_algebra, gold, answer)
+    except Exception:  # a text that nobody thought of must not end a run of days
+        return "unparsed"
+
+
+def compare_by_algebra(gold: str, answer: str) -> str:
+    """Return the verdict on an answer, in a worker: expressions are equal when their values are."""
+    from verify.algebra import compare
+
+    failures = []
+
+    def compare_or_note(a: str, b: str) -> bool:
+        try:
+            return compare(a, b)
+        except MemoryError:
+            raise
+        except Exception as error:  # of whatever kind math-verify and sympy raise on what is no mathematics
+            failures.append(error)
+            return False
+
+    if equal(gold, answer, compare_or_note):
+        return "right"
+    return "unparsed" if failures else "wrong"
+
+
+def finish_verdict(verdict: str | Call) -> str:
+    """Wait for a verdict: "right", "wrong", "unparsed" (no answer, or an unreadable one) or "timed_out"."""
+    if isinstance(verdict, str):
+        return verdict
+    try:
+        return verdict.result()
+    except OverLimit:
+        return "timed_out"
+    except Exception:  # as in begin_verdict
+        return "unparsed"
+
+
+def last_number_equal(gold: str, text: str) -> bool:
+    """Grade leniently, as CPPO does: whether the text, or the last number in it, is the gold answer.
+
+    Where the text has an answer tag, only what stands in the tag counts.
+    """
+    tag, written = last_tag(text), last_number(text)
+    if (text if tag is None else tag).strip() == gold:
+        return True
+    return bool(written and same_numbers(gold, written))
+
+
+# ---- many answers
+
+def grade(pairs: list[tuple[str, str]]) -> list[dict]:
+    """Grade pairs of a gold answer and a completion; the workers take them in parallel.
+
+    A grade holds the `answer` that the completion marks and its `verdict`; whether its last number is right
+    (`last_number`); and whether one of the two is (`lenient`).
+    """
+    golds = [gold for gold, _ in pairs]
+    texts = [until_end(text) for _, text in pairs]
+    answers = [extract(text) for text in texts]
+    verdicts = [begin_verdict(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+    grades = []
+    for gold, text, answer, unfinished in zip(golds, texts, answers, verdicts, strict=True):
+        verdict = finish_verdict(unfinished)
+        last_right = last_number_equal(gold, text)
+        grades.append({"answer": answer, "verdict": verdict, "last_number": last_right,
+                       "lenient": last_right or verdict == "right"})
+    return grades
+
+
+def unreadable(golds: Iterable[str]) -> set[str]:
+    """Return the gold answers that the verifier cannot read; only an identical spelling will be rewarded."""
+    uncertain = [gold for gold in dict.fromkeys(golds) if number(gold) is None]
+    calls = {gold: Call(readable, gold, algebra_reads) for gold in uncertain}
+    unread = set()
+    for gold, call in calls.items():
+        try:
+            if not call.result():
+                unread.add(gold)
+        except Exception:  # a gold answer that no worker survives
+            unread.add(gold)
+    return unread
+
+
+def algebra_reads(expression: str) -> bool:
+    """Tell, in a worker, whether math-verify's parser makes sense of an expression."""
+    from verify.algebra import read
+
+    try:
+        read(expression)
+        return True
+    except Exception:  # as in compare_by_algebra
+        return False
+
+
+def name_unreadable(name: str, golds: dict[str, str]) -> None:
+    """Warn of the gold answers of a data set, {id: answer}, that the verifier cannot read."""
+    unread = unreadable(golds.values())
+    ids = [i for i, gold in golds.items() if gold in unread]
+    if ids:
+        shown = ", ".join(ids[:SHOWN]) + (" ..." if len(ids) > SHOWN else "")
+        print(f"{name}: {len(ids)} of {len(golds)} gold answers cannot be read, and only the same spelling "
+              f"counts as right: {shown}", file=sys.stderr)
+

@@ -1,0 +1,80 @@
+"""Turn verdicts into rates with intervals, and compare two models by them.
+
+Dimension key:  N problems,  n or K answers to each.
+"""
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+
+import numpy as np
+
+from verify.answer import LONGEST, normalise, number
+
+RESAMPLES = 10_000    # of the problems, for the interval of a difference
+RIGHT = "\n"          # a vote for the gold answer, which no spelling is
+
+
+def mean(values: Iterable[float]) -> float:
+    values = list(values)
+    return math.fsum(values) / len(values)
+
+
+def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float, float]:
+    """Compute Wilson's score interval (95% at z = 1.96) of the mean share of right answers, n per problem.
+
+    The spread of the shares tells how many independent answers they are worth, at most N x n, and z becomes
+    Student's quantile (the first terms of its expansion), since the spread is estimated. With n = 1 it is
+    Wilson's own interval.
+    """
+    value_N = np.asarray(value_N, dtype=np.float64)
+    N, share = len(value_N), value_N.mean()
+    spread = value_N.var(ddof=1) if n > 1 and N > 1 else 0.0
+    count = min(N * share * (1 - share) / spread, N * n) if spread > 0 else N
+    z *= 1 + (z * z + 1) / (4 * (N - 1)) if n > 1 and N > 1 else 1
+    centre = (share + z * z / count / 2) / (1 + z * z / count)
+    half = z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
+    return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def pass_at(k: int, right: int, n: int) -> float:
+    """Estimate, without bias, the chance that one of k answers is right (arXiv:2107.03374, eq. 1)."""
+    return 1.0 - math.comb(n - right, k) / math.comb(n, k)
+
+
+def vote(response: dict) -> str | None:
+    """Reduce a response to what it votes for, None for no answer.
+
+    All right answers are one vote. Others are one where their number or spelling is the same, so that wrong
+    answers may lose votes to spelling.
+    """
+    if response["verdict"] == "right":
+        return RIGHT
+    spelled = normalise((response["answer"] or "")[:LONGEST])
+    return str((number(spelled) or [spelled])[0]) or None
+
+
+def majority(votes: list[str | None]) -> float:
+    """Return 1 if the most frequent answer is right; of several equally frequent ones the share that is."""
+    counts = Counter(filter(None, votes))
+    most = [vote for vote, count in counts.items() if count == max(counts.values())]
+    return (RIGHT in most) / len(most) if most else 0.0
+
+
+def majority_at(k: int, votes: list[str | None]) -> float:
+    """Average `majority` over as many blocks of k votes as there are."""
+    return mean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))
+
+
+def mcnemar(only_first: int, only_second: int) -> float:
+    """Compute the p-value of McNemar's exact test: chance of a split as uneven, were both equally good."""
+    count = only_first + only_second
+    tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
+    return min(1.0, 2 * tail / 2 ** count)
+
+
+def paired_interval(difference_N: np.ndarray) -> tuple[float, float]:
+    """Compute the 95% interval of a mean difference, by a bootstrap over problems with a fixed seed."""
+    draw, N = np.random.default_rng(0), len(difference_N)
+    means = [difference_N[draw.integers(0, N, N)].mean() for _ in range(RESAMPLES)]
+    return tuple(np.percentile(means, (2.5, 97.5)).tolist())
