@@ -35,7 +35,7 @@ MUTANTS = [
     ("rollout", "mine.copy_(dist.full(theirs))", "pass", "rollout"),
     ("rollout", "uniforms(seeds[i],", "uniforms(seeds[0],", "rollout"),
     ("pack", "[end - 1 for end in offsets[1:]]", "[end for end in offsets[1:]]", "pack"),
-    ("pack", "(fitting & -fitting).bit_length()", "fitting.bit_length()", "pack"),
+    ("pack", "bisect_left(room, (lengths[i], 0))", "bisect_left(room, (lengths[i] + 1, 0))", "pack"),
     ("pack", "minibatch.weight_NG[n_C, g_C] * plan.counts", "minibatch.weight_NG[n_C, g_C]", "pack"),
     ("pack", "torch.cat([torch.arange(length) for length in lengths])", "torch.arange(sum(lengths))", "pack"),
     ("loss", "(adv_C > 0) & (ratio_C > 1 + high)", "(adv_C < 0) & (ratio_C > 1 + high)", "loss"),
