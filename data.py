@@ -72,8 +72,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False) 
     seen: set[str] = set()
     for problem in problems:
         if problem.id in seen:
-            raise ConfigError(f"{name}: id {problem.id!r} occurs twice; ids must differ, or be left out of "
-                              "every line")
+            raise ConfigError(f"{name}: id {problem.id!r} occurs twice; "
+                              "ids must differ, or be left out of every line")
         seen.add(problem.id)
     return problems
 
@@ -89,8 +89,8 @@ def read_jsonl(path: Path) -> Iterable[tuple[str, dict]]:
             try:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not valid "
-                                  f"JSON ({error}); each line must be one object") from None
+                raise ConfigError(f"{path}:{number}: not valid JSON ({error}); "
+                                  "each line must be one object") from None
             yield f"{path}:{number}", row
 
 
@@ -140,8 +140,8 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
         answer = str(answer)
     for key, value in (("question", question), ("answer", answer), ("solution", solution)):
         if not isinstance(value, str) or not (value.strip() or key == "solution"):
-            raise ConfigError(f"{place}: {key!r} must be a non-empty text, not {value!r}; mend or remove the "
-                              "line")
+            raise ConfigError(f"{place}: {key!r} must be a non-empty text, not {value!r}; "
+                              "mend or remove the line")
     own_id = row.get("id")
     level, subject = (None if value is None else str(value).removeprefix("Level ") for value in (
         row.get("level"), row.get("subject", row.get("type"))))
@@ -156,12 +156,11 @@ def without_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[P
     known = set(map(same, evaluated))
     left = [p for p in problems if same(p) not in known]
     if len(left) < len(problems):
-        print(f"{len(problems) - len(left)} of {len(problems)} training problems are evaluated on, and left "
-              "out",
-              file=sys.stderr)
+        print(f"{len(problems) - len(left)} of {len(problems)} training problems are evaluated on, "
+              "and left out", file=sys.stderr)
     if not left:
-        raise ConfigError("data.train holds no problem that data.eval does not hold too; set one of them to "
-                          "another")
+        raise ConfigError("data.train holds no problem that data.eval does not hold too; "
+                          "set one of them to another")
     return left
 
 
@@ -272,9 +271,8 @@ def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None
                           "setting (of eval.py: --max-prompt-tokens), remove the problems, or leave those "
                           "of training out by data.drop_longer")
     if over:
-        print(f"{over} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} and are left "
-              "out",
-              file=sys.stderr)
+        print(f"{over} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
+              "and are left out", file=sys.stderr)
     return [Prompt(p.id, x, p.answer) for p, x in zip(problems, ids, strict=True) if len(x) <= max_tokens]
 
 

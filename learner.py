@@ -142,8 +142,8 @@ def roles(learner: Learner) -> dict[str, Role]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder, for eval.py or "
-                                                 "vLLM.")
+    parser = argparse.ArgumentParser(
+        description="A checkpoint as a Hugging Face folder, for eval.py or vLLM.")
     parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args()

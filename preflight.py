@@ -87,9 +87,9 @@ def require(checks: list[Check]) -> None:
     """Raises ConfigError with what failed and what to do about it."""
     failed = [c for c in checks if not c.passed]
     if failed:
-        raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed (train.py --check "
-                          "shows all):"
-                          + "".join(f"\n  {c.name}: {c.found}\n    {c.remedy}" for c in failed))
+        what = "".join(f"\n  {c.name}: {c.found}\n    {c.remedy}" for c in failed)
+        raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed "
+                          f"(train.py --check shows all):{what}")
 
 
 def report(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
@@ -178,11 +178,11 @@ def after_sync(fresh_C: Tensor, stale_C: Tensor, tolerance: float) -> Check:
     """The engine must follow when the policy changes; that it did is seen only where old and new differ."""
     fresh, stale = mean_and_max(fresh_C)[0], mean_and_max(stale_C)[0]
     return Check("engine follows a sync", fresh <= tolerance < stale,
-                 "|log-prob "
-                 f"difference| mean {fresh:.1e} to the policy synced, {stale:.1e} to the one before",
+                 f"|log-prob difference| mean {fresh:.1e} to the policy synced, "
+                 f"{stale:.1e} to the one before",
                  "the engine answers from other weights than it was given: a tied head or a cached prefix "
-                 f"left stale, or another version of vllm; the first must be at most {tolerance:g} and the "
-                 "second above")
+                 "left stale, or another version of vllm; "
+                 f"the first must be at most {tolerance:g} and the second above")
 
 
 def distinct(groups: list[Group]) -> Check:

@@ -255,7 +255,7 @@ MUTANTS = [
     ("collect", 'settings.kind if groups else "none"', "settings.kind", "collect"),
     ("collect", "len(batch.groups[n].prompt.ids) + ", "", "collect"),
     ("learner", "if norm > 0:", "if True:", "loop"),
-    ("update", "learner.seed, step, batch.offered,", "learner.seed, step, len(batch.groups),", "collect"),
+    ("update", "learner.seed, step, batch.offered,", "learner.seed, step, len(batch.groups),", "loop"),
     ("loss", "torch.tensor(offered * len_NG.shape[1])", "torch.tensor(len_NG.numel())", "unbiased"),
     ("train", 'history.restore(saved["history"])', "pass", "train"),
     ("infra/runfolder", ', "decisions.jsonl")', ")", "train"),

@@ -191,6 +191,15 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
             Path(written(tmp_path / "c.json", "right", other="x"))))
 
 
+def test_heads_are_compared_key_by_key_and_a_head_names_its_sets(tmp_path):
+    old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2, "d": 4}, "e": 5}
+    expected = ["b.d was 3 and is 4", "e was None and is 5", "a was 1 and is None"]
+    assert list(evaluation.differences(old, new)) == expected
+    (tmp_path / "x.json").write_text('{"head": {}, "results": {}}')
+    with pytest.raises(ConfigError, match="x.json is not a result of eval.py --out"):
+        evaluation.read_result(tmp_path / "x.json")
+
+
 @pytest.mark.slow
 def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path):
     """On one rank, on two, and killed on two and continued on one: one file, but for rounding."""

@@ -281,6 +281,13 @@ def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, tmp_path):
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "rollout.prompts_per_step=8", "update.minibatches=2"))
+    adv_NG = torch.tensor([[1.0, -1], [-1, 1]], dtype=torch.float64)
+    batch = as_batch(make_groups([[3, 2], [4, 5]], [4, 4]), adv_NG, keep_all(adv_NG))
+    assert update.update(learner, replace(batch, places=[1, 6], offered=8), 0, Clock())["train/tokens"] == 14
+
+
 def test_due_on_the_way_and_after_the_last_step():
     assert [step for step in range(1, 8) if train.due(3, step, 7)] == [3, 6, 7]
     assert [step for step in range(1, 8) if train.due(0, step, 7)] == [7]

@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
+from test_objectives import learner_on
 
 import data
 import learner
@@ -175,6 +176,13 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
     assert not preflight.fits(2 * GiB, 0, GiB, 0).passed and not preflight.fits(0, 2 * GiB, GiB, 0).passed
     assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in preflight.fits(GiB, 2 * GiB, 3 * GiB,
                                                                                        4 * GiB).found
+
+
+def test_the_largest_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
+    trainer = learner_on(tiny, toy_config(tmp_path / "run", name="ppo_toy.yaml"))
+    assert preflight.peak_of_update(trainer, longest=176) > 0
+    for model in (trainer.policy, trainer.critic.model):
+        assert all(p.grad is None for p in model.parameters())
 
 
 def test_memory_is_counted_by_hand():
