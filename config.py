@@ -24,6 +24,8 @@ Positive = Annotated[float, above(0)]
 PositiveOrZero = Annotated[float, at_least(0)]
 ZeroToOne = Annotated[float, within("[0, 1]")]
 BelowOne = Annotated[float, within("[0, 1)")]
+Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
+                                  "prune.completions.kind=none")]
 DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for what is always dropped")]
 
 
@@ -59,7 +61,7 @@ class Rollout:
     # informative: what must differ within a group. accuracy: whatever the other components add (DAPO)
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
-    oversample: Annotated[float, at_least(1)] = 1.5
+    oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
     window: int | None = None      # new tokens of a completion per step, more in the next (T-PPO); null: all
     engine: Literal["torch", "vllm"] = "torch"
     # Divides the logits here and in every training pass.
@@ -161,7 +163,7 @@ class KeepAll:
 class TopK:
     """CPPO (arXiv:2503.22342): train on the completions of the largest |advantage|. Biased."""
     kind: Literal["topk"] = "topk"
-    keep: int                      # per group, of rollout.group_size
+    keep: Kept                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
 
 
@@ -183,7 +185,7 @@ class Bernoulli:
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     kind: Literal["pps"] = "pps"
-    keep: int                      # per group, of rollout.group_size
+    keep: Kept                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
     size: Literal["adv", "norm"] = "norm"  # |advantage|, or a guess at the gradient's norm
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
@@ -249,7 +251,8 @@ class Loss:
     clip_high: PositiveOrZero = 0.2
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
     divergence: float | None = None  # total_variation: 0.15, binary_kl: 0.05 in the paper
-    ratio_cap: Annotated[float, above(1)] = 20.0  # total_variation, binary_kl: upper bound on the ratio
+    # total_variation, binary_kl: upper bound on the ratio
+    ratio_cap: Annotated[float, above(1, ", and left out with other kinds of loss.trust")] = 20.0
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
     likelihood: PositiveOrZero = 0.0  # weight of -log pi of correct completions; VAPO has 0.1
     old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
@@ -312,12 +315,12 @@ class Config:
     checkpoint: Checkpoint = Checkpoint()
 
 
-# A choice -> the settings that are for it alone; without it they keep their defaults.
+# A choice -> the settings that are for it alone, and why; without it they keep their defaults.
 SERVES = {
     "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
-    "rollout.window": ["advantage.bootstrap"],  # otherwise nothing is cut
+    "rollout.window": ["advantage.bootstrap: nothing is cut"],
     "loss.trust=clip, clip_sequence or clamp": ["loss.clip_low", "loss.clip_high"],
     "loss.trust=clip or clip_sequence": ["loss.dual_clip"],
     "loss.trust=total_variation or binary_kl": ["loss.divergence", "loss.ratio_cap"],
@@ -438,7 +441,7 @@ def loss_rules(cfg: Config) -> Iterator[Rule]:
 
 def load(name: str | Path, overrides: list[str] = ()) -> Config:
     """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
-    path = find(name)
+    path = settings.locate(name, Path(), CONFIGS)
     changes = reduce(merge, [settings.override(text, Config) for text in overrides], {})
     raw = reduce(merge, [*settings.layers(path, CONFIGS), changes], settings.first_kinds(Config))
     cfg = build(Config, {"out": f"runs/{path.stem}"} | raw)
@@ -448,10 +451,6 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")
     return cfg
-
-
-def find(name: str | Path) -> Path:
-    return settings.locate(name, Path(), CONFIGS)
 
 
 def dump(cfg: Config) -> str:

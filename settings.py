@@ -252,12 +252,12 @@ def table_rules(cfg: Any, serves: dict[str, list[str]], asks: dict[str, list[tup
     """Rules from two tables: what a choice alone has settings for, and what it asks of others."""
     flat = flatten(cfg)
     for choice, served in serves.items():
-        for key in served:
+        for key, _, why in (entry.partition(": ") for entry in served):
             if key in flat and not made(flat, choice):
                 section, name = key.split(".")
                 default = type(getattr(cfg, section)).__dataclass_fields__[name].default
                 shown = "null" if default is None else default
-                yield key, flat[key] == default, f"left out, or {shown}, unless {choice}"
+                yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
     for choice, asked in asks.items():
         chosen = choice.partition("=")[0]
         for key, allowed, why in asked if made(flat, choice) else ():

@@ -72,10 +72,13 @@ def good(tmp_path):
     (["prune.completions={kind: topk, keep: 4, keep: 2}"], "the value is not valid yaml: 'keep' is given twice in"),
     (["prune.completions={kind: topk, keep: 5}"],
      r"prune.completions.keep=5 must be in 1..4 \(rollout.group_size\); to train on all set prune.completions.kind"),
-    (["prune.completions={kind: topk, keep: 0}"], r"prune.completions.keep=0 must be in 1..4"),
+    (["prune.completions={kind: topk, keep: 0}"],
+     "prune.completions.keep=0 must be at least 1 and at most rollout.group_size; to train on"),
     (["prune.completions={kind: pps, keep: 5}"], r"prune.completions.keep=5 must be in 1..4"),
-    (["prune.completions.kind=topk"], r"missing key 'prune.completions.keep' \(a whole number\); it has no default"),
-    (["prune.completions.kind=pps"], r"missing key 'prune.completions.keep' \(a whole number\); it has no default"),
+    (["prune.completions.kind=topk"],
+     r"missing key 'prune.completions.keep' \(a whole number, at least 1 and at most rollout.group_size"),
+    (["prune.completions.kind=pps"],
+     r"missing key 'prune.completions.keep' \(a whole number, at least 1 and at most rollout.group_size"),
     (["prune.completions.kind=bernoulli"],
      r"missing key 'prune.completions.drop_prob' \(a finite number, in \[0, 1\): no weight makes up for .*no default"),
     (["prune.completions={kind: bottom, drop_prob: 1}"], r"prune.completions.drop_prob=1.0 must be in \[0, 1\)"),
@@ -155,7 +158,7 @@ def good(tmp_path):
     (["rollout.differ_in=accuracy"], "rollout.differ_in=accuracy must be left out, or reward, unless rollout.until"),
     (["rollout.differ_in=accuracy", "rollout.until=informative", "reward={accuracy: 0, wrong: -1}"],
      "rollout.differ_in=accuracy must be reward unless reward.accuracy has a weight"),
-    (["rollout.oversample=0.5"], "rollout.oversample=0.5 must be at least 1"),
+    (["rollout.oversample=0.5"], "rollout.oversample=0.5 must be at least 1, and left out unless"),
     (["rollout.oversample=2"], "rollout.oversample=2.0 must be left out, or 1.5, unless rollout.until=informat"),
     (["reward={overlong: 1, overlong_tokens: 0}"], "reward.overlong_tokens=0 must be in 1..8"),
     (["loss={trust: binary_kl, divergence: 0}"], "loss.divergence=0.0 must be above 0 with"),
@@ -175,7 +178,7 @@ def good(tmp_path):
     (["advantage={kind: gae, alpha: 1, lam: 0.9}", "critic.lr=1"], "advantage.lam=0.9 must be left out with advantage"),
     (["advantage={kind: gae, lam: 1.1}", "critic.lr=1"], r"advantage.lam=1.1 must be in \[0, 1\]"),
     (["advantage={kind: gae, bootstrap: true}", "critic.lr=1"],
-     "advantage.bootstrap=true must be left out, or prev, unless rollout.window"),
+     "advantage.bootstrap=true must be left out, or prev, unless rollout.window: nothing is cut"),
     (["rollout.window=4"], "advantage.kind=group_norm must be gae with rollout.window=4: completions of one"),
     (["advantage.kind=gae", "critic.lr=1", "rollout.window=9"], r"rollout.window=9 must be in 1..8 \(rollout.max_new"),
     (["advantage.kind=gae", "critic.lr=1", "rollout.window=4", "prune.completions={kind: topk, keep: 2}"],
@@ -192,7 +195,7 @@ def good(tmp_path):
      "prune.completions.kind=bernoulli must be none with rollout.group_size=1: there is nothing to compare"),
     (["optim.beta2=1"], r"optim.beta2=1.0 must be in \[0, 1\)"),
     (["eval.every=-1"], r"eval.every=-1 must be at least 0 \(0: only before and after\)"),
-    (["loss.ratio_cap=1"], "loss.ratio_cap=1.0 must be above 1"),
+    (["loss.ratio_cap=1"], "loss.ratio_cap=1.0 must be above 1, and left out with other"),
     (["loss.clip_low=1.1"], r"loss.clip_low=1.1 must be in \[0, 1\]"),
 ])
 def test_a_wrong_setting_is_named_with_its_value_and_what_is_allowed(good, overrides, message):
@@ -369,7 +372,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     for choice in [*config.SERVES, *config.ASKS, *demands]:
         key, _, values = choice.partition("=")
         assert {word for word in re.split(", | or ", values) if word} <= set(words[key]), choice
-    assert {key for served in config.SERVES.values() for key in served} <= words.keys()
+    assert {entry.partition(":")[0] for served in config.SERVES.values() for entry in served} <= words.keys()
     assert settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip")
     assert not settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip_sequence")
     assert settings.made({"rollout.window": 4}, "rollout.window") and not settings.made({}, "rollout.window")
