@@ -279,7 +279,7 @@ MUTANTS = [
     ("loss", "pruned.weight_NG * correct_NG /", "pruned.weight_NG /", "loss"),
     ("loss", "counted_NG = correct_NG & pruned.keep_NG if count", "counted_NG = correct_NG if count", "loss"),
     ("loss", "(counted_NG * len_NG).sum().clamp(min=1)", "(counted_NG * len_NG).sum()", "loss"),
-    ("loss", "segment_sum(x_C, segment_C) / segment_C.bincount()", "segment_sum(x_C, segment_C) / len(x_C)", "loss"),
+    ("loss", "/ segment_C.bincount()", "/ torch.tensor(len(x_C))", "loss"),
     ("loss", ".exp().clamp(1 - low, 1 + high)", ".exp().clamp(max=1 + high)", "loss"),
     ("loss", "(new_C - old_C) * move.adv_C.sign() > divergence", "(new_C - old_C).abs() > divergence", "loss"),
     ("loss", "(kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0)", "kl_C > divergence", "loss"),
