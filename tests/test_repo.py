@@ -1,14 +1,15 @@
-"""The repository keeps its own promises: imports, settings, messages, configs, metrics, README."""
+"""The repository keeps its own promises: imports, settings, messages, configs, metrics, pages."""
 
 import ast
 import io
 import re
+import runpy
 import shlex
-import subprocess
 import sys
 import tokenize
 from dataclasses import is_dataclass
 from typing import get_args, get_type_hints
+from xml.etree import ElementTree
 
 import pytest
 from conftest import ROOT, toy_config
@@ -22,7 +23,9 @@ FOLDERS = ("methods", "verify", "infra")
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
     if path.stem != "__init__"}
-OTHERS = [path for folder in ("bench", "experiments", "toy") for path in (ROOT / folder).glob("*.py")]
+PAGES = [ROOT / "README.md", ROOT / "RESULTS.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
+OTHERS = [path for folder in ("assets", "bench", "experiments", "toy") for path in (ROOT / folder).glob("*.py")]
 
 # What each file may import of the others: data flows one way.
 IMPORTS = {
@@ -125,6 +128,8 @@ def test_the_house_keeps_its_budgets():
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1250
     assert lines(*(name for name in FILES if name.startswith("infra."))) <= 900
     assert len(list(ROOT.glob("*.py"))) <= 24
+    assert len(TEXTS["README.md"].splitlines()) <= 200
+    assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
 
 
 def parameters(function: ast.FunctionDef) -> list[str]:
@@ -203,7 +208,7 @@ def test_every_kind_has_a_config():
 
 
 def test_messages_name_only_real_settings():
-    """Anything that looks like section.setting in a text of the code or the README is one."""
+    """Anything that looks like section.setting in a text of the code or on a page is one."""
     known = leaves()
     names = {key.split(".")[0] for key in known if "." in key}
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
@@ -212,7 +217,7 @@ def test_messages_name_only_real_settings():
                   "prune.PROMPTS", "prune.adapt", "rollout.TorchEngine", *(path.name for path in FILES.values())}
     texts = [node.value for path in FILES.values() for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    texts.append((ROOT / "README.md").read_text())
+    texts += TEXTS.values()
     named = {match for text in texts for match in re.findall(rf"\b(?:{'|'.join(names)})\.\w+(?:\.\w+)*", text)}
     assert {name for name in named - known - partial - attributes if not name.startswith("model.safetensors")} == set()
 
@@ -235,39 +240,90 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in ("run", "with_critic")
               for line in runfolder.read(tmp_path / run / "metrics.jsonl") for key in line}
     logged = {f"{'reward/<component>' if key.removeprefix('reward/') in reward.COMPONENTS else key}" for key in logged}
-    glossary = (ROOT / "README.md").read_text().partition("## Metrics")[2].partition("\n## ")[0]
+    glossary, = (table for table in tables("\n\n".join(TEXTS.values())) if table.startswith("| key | meaning |"))
     keys = re.findall(r"^\| (`.*?) \|", glossary, re.MULTILINE)
     assert logged == {name for key in keys for name in re.findall("`(.*?)`", key)}
 
 
+def tables(text: str) -> list[str]:
+    """Tables of markdown and blocks of printed output, code blocks with a language apart."""
+    return re.findall(r"(?:^\|.*\n)+|^```\n[^`]*\n```$", text, re.MULTILINE)
+
+
 def commands() -> list[str]:
-    """Every line of the README's shell blocks, comments dropped and continued lines joined."""
-    blocks = re.findall(r"```bash\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    """Every line of the pages' shell blocks, comments dropped and continued lines joined."""
+    blocks = [block for text in TEXTS.values() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
     return [" ".join(shlex.split(line, comments=True)) for line in lines if line.split("#")[0].strip()]
 
 
-def test_the_readmes_commands_exist():
-    """make targets are in the Makefile and in CI's reach, scripts exist, configs load with the overrides given."""
+def check_command(command: str) -> None:
+    """make targets are in the Makefile, scripts exist, configs load with the overrides given."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    words = command.split()
+    if words[0] == "make":
+        assert set(words[1:]) <= targets, command
+    for script in (word for word in words if word.endswith(".py")):
+        assert (ROOT / script).is_file(), command
+    if "--config" in words and not words[words.index("--config") + 1].startswith("runs/"):
+        sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
+        config.load(words[words.index("--config") + 1], sets)
+
+
+def test_the_commands_of_the_pages_exist():
     assert commands()
     for command in commands():
-        words = command.split()
-        if words[0] == "make":
-            assert set(words[1:]) <= targets, command
-        for script in (word for word in words if word.endswith(".py")):
-            assert (ROOT / script).is_file(), command
-        if "--config" in words and not words[words.index("--config") + 1].startswith("runs/"):
-            sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-            config.load(words[words.index("--config") + 1], sets)
+        check_command(command)
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm"))
+    assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
-def test_the_readmes_files_exist_and_all_files_are_in_it():
-    readme = (ROOT / "README.md").read_text()
-    table = readme.partition("## Files")[2].partition("\n## ")[0]
+def test_every_table_of_results_says_how_it_was_measured():
+    """Command, commit, date and machine stand in front of it, and the command's script or target exists."""
+    parts = re.split(r"^#{2,3} ", TEXTS["RESULTS.md"], flags=re.MULTILINE)
+    measured = [section for section in parts if tables(section)]
+    assert len(measured) > 15
+    for section in measured:
+        given = re.search(r"^Command: `(.+)`  \nCommit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. Machine: .+\.$", section,
+                          re.MULTILINE)
+        assert given and given.end() < section.index(tables(section)[0]), section[:80]
+        assert ".py" in given[1] or given[1].startswith("make "), given[1]
+        check_command(given[1])
+
+
+def slugs(text: str) -> set[str]:
+    """Anchors that a page's headings have."""
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+            for heading in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("page", TEXTS)
+def test_what_a_page_names_exists(page):
+    """Links and their anchors, the functions that a link to a file names, Python files, and configs by name."""
+    text, folder = TEXTS[page], (ROOT / page).parent
+    for words, link in re.findall(r"\[([^\]]*)\]\((?!http)([^)]+)\)", text):
+        file, _, anchor = link.partition("#")
+        target = (folder / file).resolve() if file else ROOT / page
+        assert target.exists(), link
+        assert not anchor or anchor in slugs(target.read_text()), link
+        for name in re.findall(r"`(\w+)`", words) if target.suffix == ".py" else []:
+            assert re.search(rf"^ *(?:def|class) {name}\b", target.read_text(), re.MULTILINE), (name, link)
+    for name in re.findall(r"`(?:python )?([\w/]+\.py)`", text):
+        assert (ROOT / name).is_file() or name in {path.name for path in FILES.values()}, name
+    for name in re.findall(r"`(\w+_(?:toy|math|gsm8k|\*))`", text):
+        assert list((ROOT / "configs").glob(f"{name}.yaml")), name
+
+
+def test_the_picture_of_the_loop_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "assets" / "draw_loop.py"))["svg"]()
+    ElementTree.fromstring(drawn)  # raises where it is no XML
+    assert (ROOT / "assets" / "loop.svg").read_text(encoding="utf-8") == drawn, "python assets/draw_loop.py"
+    files = set(re.findall(r"\w+\.py", drawn))
+    assert files == {"history.py", "rollout.py", "reward.py", "advantage.py", "prune.py", "pack.py", "loss.py"}
+    assert files <= {path.name for path in FILES.values()}
+
+
+def test_all_files_are_in_the_readmes_table():
+    table = TEXTS["README.md"].partition("## Files")[2].partition("\n## ")[0]
     assert set(re.findall(r"`(\w+\.py)`", table)) == {path.name for path in FILES.values()}
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True).stdout.split()
-    for link in re.findall(r"\]\((?!http|#)([^)#]+)", readme):
-        assert link in tracked or (ROOT / link).exists(), link

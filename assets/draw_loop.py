@@ -1,0 +1,149 @@
+"""Draw assets/loop.svg: one step of the loop, with completions that are pruned and packed.
+
+    python assets/draw_loop.py
+
+The numbers are computed, not sketched: rewards of two groups of eight, their standardised advantages, and one
+draw of prune.completions.kind=bernoulli at drop_prob 1/2: a small |A| is dropped with probability 1/2, and
+weighs 2 where it survives. The panel has its own background, so it reads on light and on dark pages.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import mean, pstdev
+
+INK, MUTED, PAPER, EDGE = "#26323a", "#62717a", "#f6f4ee", "#b9b5a8"
+RIGHT, WRONG, PROMPT, BACK = "#2f8f6b", "#c8643c", "#8a95a0", "#4a6fa5"
+WIDTH, HEIGHT, PITCH, TOP, UNIT = 1120, 404, 14, 92, 8.5  # UNIT: width of a token
+CAPACITY = 31  # tokens of a packed row
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    length: int
+    right: bool
+    survives: bool  # the draw, where its |A| is small
+
+
+GROUPS = (
+    (Completion(8, False, True), Completion(12, True, True), Completion(7, False, False),
+     Completion(10, False, True), Completion(15, False, False), Completion(9, True, True),
+     Completion(6, False, False), Completion(11, False, True)),
+    (Completion(9, True, False), Completion(7, True, True), Completion(13, False, True),
+     Completion(8, True, False), Completion(10, True, True), Completion(12, True, False),
+     Completion(6, False, True), Completion(9, True, True)),
+)
+STAGES = (
+    (18, "1 draw", "history.py", "skip q at times"),
+    (128, "2 sample", "rollout.py", "o\u1d62 ~ \u03c0(\u00b7|q)"),
+    (290, "3 score", "reward.py", "r\u1d62"),
+    (382, "4 compare", "advantage.py", "A\u1d62 = (r\u1d62 \u2212 mean) / std"),
+    (560, "5 prune", "prune.py", "w\u1d62 = 1/p\u1d62 or 0"),
+    (714, "6 pack", "pack.py", "no padding"),
+    (1000, "7 update", "loss.py", "\u2212\u03a3 w f A \u2207log \u03c0"),
+)
+
+
+def text(x: float, y: float, words: str, size: int = 13, fill: str = INK, weight: str = "normal") -> str:
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}" fill="{fill}" font-weight="{weight}">{words}</text>'
+
+
+def bar(x: float, y: float, width: float, fill: str, height: float = 9, ghost: bool = False) -> str:
+    paint = f'fill="{fill}"'
+    if ghost:
+        paint = f'fill="none" stroke="{fill}" stroke-opacity="0.6" stroke-dasharray="3 2"'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}" rx="2" {paint}/>'
+
+
+def path(points: str, arrow: bool = True) -> str:
+    end = ' marker-end="url(#head)"' if arrow else ""
+    return f'<path d="{points}" fill="none" stroke="{BACK}" stroke-width="2"{end}/>'
+
+
+def advantages(group: tuple[Completion, ...]) -> list[float]:
+    rewards = [float(c.right) for c in group]
+    return [(r - mean(rewards)) / pstdev(rewards) for r in rewards]
+
+
+def weights(group: tuple[Completion, ...]) -> list[int]:
+    """1 for an |A| at or above the group's mean |A|, else 2 or 0 by the draw."""
+    sizes = [abs(a) for a in advantages(group)]
+    return [1 if size >= mean(sizes) else 2 * c.survives for size, c in zip(sizes, group, strict=True)]
+
+
+def colour(completion: Completion) -> str:
+    return RIGHT if completion.right else WRONG
+
+
+def draw_group(top: float, number: int, group: tuple[Completion, ...]) -> list[str]:
+    """Draw stages 1 to 5 of one group, a line for each completion."""
+    marks = [bar(24, top + 40, 54, PROMPT, 22), path(f"M 82 {top + 51:g} H 120"),
+             text(43, top + 56, f"q{number}", fill=PAPER, weight="bold")]
+    for i, (c, adv, weight) in enumerate(zip(group, advantages(group), weights(group), strict=True)):
+        y = top + i * PITCH
+        marks.append(bar(130, y, c.length * UNIT, colour(c)))
+        marks.append(text(300, y + 9, "1" if c.right else "0", 12, colour(c), "bold"))
+        marks.append(bar(446 + min(adv, 0) * 26, y, abs(adv) * 26, colour(c)))
+        marks.append(bar(562, y, c.length * UNIT, colour(c), ghost=not weight))
+        marks.append(text(562 + c.length * UNIT + 5, y + 9, f"\u00d7{weight}" if weight else "", 11, MUTED))
+    marks.append(f'<path d="M 446 {top - 4:g} V {top + 8 * PITCH:g}" stroke="{MUTED}" stroke-width="1"/>')
+    return marks
+
+
+def pack() -> list[list[tuple[int, str]]]:
+    """Rows of (tokens, colour): kept completions, longest first, into the first row with room for them."""
+    weighed = [pair for group in GROUPS for pair in zip(group, weights(group), strict=True)]
+    kept = sorted(((c.length, colour(c)) for c, weight in weighed if weight), reverse=True)
+    rows: list[list[tuple[int, str]]] = []
+    for length, fill in kept:
+        item = [(2, PROMPT), (length, fill)]
+        room = [row for row in rows if sum(n for n, _ in row) + length + 2 <= CAPACITY]
+        room[0].extend(item) if room else rows.append(item)
+    return rows
+
+
+def draw_rows(top: float) -> list[str]:
+    marks = []
+    for i, row in enumerate(pack()):
+        x, y = 716.0, top + i * 30
+        marks.append(f'<rect x="{x:g}" y="{y:g}" width="{CAPACITY * UNIT}" height="18" rx="3" fill="none" '
+                     f'stroke="{EDGE}"/>')
+        for length, fill in row:
+            marks.append(bar(x + 0.5, y + 2, length * UNIT - 1, fill, 14))
+            x += length * UNIT
+    return marks
+
+
+def picture() -> str:
+    marks = [f'<rect x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="12" fill="{PAPER}" '
+             f'stroke="{EDGE}"/>']
+    for x, name, file, formula in STAGES:
+        marks += [text(x, 28, name, 17, weight="bold"), text(x, 46, file, 12, BACK)]
+        marks.append(text(x, 66, formula, 13, MUTED))
+    second = TOP + 8 * PITCH + 22
+    marks += draw_group(TOP, 1, GROUPS[0]) + draw_group(second, 2, GROUPS[1])
+    skipped = second + 8 * PITCH + 10
+    marks += [bar(24, skipped, 54, PROMPT, 22, ghost=True), text(43, skipped + 16, "q3", fill=MUTED),
+              text(86, skipped + 16, "skipped", 12, MUTED)]
+    marks += draw_rows(TOP + 30)
+    middle = TOP + 30 + 15 * len(pack())
+    marks += [path(f"M 990 {middle:g} H 1016"),
+              f'<rect x="1020" y="{middle - 28:g}" width="76" height="56" rx="8" fill="{BACK}"/>',
+              text(1047, middle + 9, "\u03c0", 26, PAPER, "bold"),
+              path(f"M 1058 {middle + 30:g} V {HEIGHT - 24} H 206 V {skipped - 2:g}"),
+              text(470, HEIGHT - 32, "new weights go into the engine that samples the next step", 13, BACK)]
+    return "\n".join(marks)
+
+
+def svg() -> str:
+    return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img"
+     font-family="Segoe UI, Helvetica, Arial, sans-serif">
+<title>One step of Winnow: draw prompts, sample groups, score, compare, prune, pack, update</title>
+<defs><marker id="head" viewBox="0 0 8 8" refX="6" refY="4" markerWidth="6" markerHeight="6" orient="auto">
+<path d="M 0 0 L 8 4 L 0 8 z" fill="{BACK}"/></marker></defs>
+{picture()}
+</svg>
+"""
+
+
+if __name__ == "__main__":
+    Path(__file__).with_name("loop.svg").write_text(svg(), encoding="utf-8")

@@ -1,0 +1,57 @@
+"""The recipes of README's "Make it yours" are followed to the letter: apply the diff, train its config."""
+
+import os
+import re
+import subprocess
+import sys
+import tarfile
+from io import BytesIO
+from pathlib import Path
+
+import pytest
+from conftest import ROOT
+
+SECTION = (ROOT / "README.md").read_text().partition("## Make it yours")[2].partition("\n## ")[0]
+RECIPES = re.findall(r"```diff\n(.*?)```", SECTION, re.DOTALL)
+SMALL = ("steps=2", "data.limit=8", "rollout.group_size=4", "rollout.prompts_per_step=2",
+         "rollout.max_new_tokens=16", "eval.max_new_tokens=16", "data.eval=few.jsonl")
+
+
+def copy_repository(folder: Path) -> Path:
+    """The files that git tracks, as they are in the working tree, and a few problems to evaluate on."""
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    packed = BytesIO()
+    with tarfile.open(fileobj=packed, mode="w") as tar:
+        for name in filter(lambda name: (ROOT / name).is_file(), tracked.splitlines()):
+            tar.add(ROOT / name, name)
+    packed.seek(0)
+    with tarfile.open(fileobj=packed) as tar:
+        tar.extractall(folder, filter="data")
+    test = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
+    (folder / "few.jsonl").write_text("".join(test[:4]))
+    return folder
+
+
+def run(folder: Path, *command: str, stdin: str | None = None) -> str:
+    """What a command prints in this folder; red with its errors where it fails."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GIT_CEILING_DIRECTORIES": str(folder.parent)}
+    done = subprocess.run(command, cwd=folder, env=env, input=stdin, capture_output=True, text=True)
+    assert done.returncode == 0, f"{' '.join(command)}\n{done.stdout[-2000:]}\n{done.stderr[-2000:]}"
+    return done.stdout
+
+
+def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
+    assert [re.findall(r"^\+\+\+ b/(\w+)\.py$", recipe, re.MULTILINE) for recipe in RECIPES] == [
+        ["advantage", "config"], ["prune", "config"]]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=["advantage", "pruner"])
+def test_a_recipe_applies_and_trains(recipe, tmp_path):
+    folder = copy_repository(tmp_path / "copy")
+    run(folder, "git", "apply", "-", stdin=recipe)
+    name, = re.findall(r"^\+\+\+ b/configs/(\w+\.yaml)$", recipe, re.MULTILINE)
+    sets = [part for setting in SMALL for part in ("--set", setting)]
+    printed = run(folder, sys.executable, "train.py", "--config", name, *sets, "--set", "out=run")
+    assert "after 2 steps" in printed
+    kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', recipe))
+    assert len(kinds) == 1 and f"kind: {kinds.pop()}\n" in (folder / "run" / "config.yaml").read_text()
