@@ -28,7 +28,9 @@ def test_one_outlier_of_sixteen_has_the_largest_advantage_of_the_released_codes(
 @pytest.mark.parametrize("value", [0.0, 1.0, 0.1, 1 / 3])
 def test_equal_rewards_give_exactly_zero(value):
     """0.1 and 1/3 are such that the mean of equal float32 numbers is off by an ulp."""
-    assert (group_norm(torch.full((1, 7), value), correction=1, eps=0.0) == 0).all()
+    reward_NG = torch.full((1, 7), value)
+    for adv_NG in (group_norm(reward_NG, correction=1, eps=0.0), centred(reward_NG), leave_one_out(reward_NG)):
+        assert (adv_NG == 0).all()
 
 
 def test_eps_is_added_to_the_deviation():
