@@ -274,7 +274,7 @@ class Optim:
     warmup_steps: CountOrZero = 0
     beta1: BelowOne = 0.9
     beta2: BelowOne = 0.999
-    weight_decay: PositiveOrZero = 0.0
+    weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
     clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
     offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory
 
