@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, Loss, Optim, Pack, Update
+from config import Config, ConfigError, Loss, Model, Optim, Pack, Update
 from infra import dist
 from infra.checkpoint import Role, restore, tensors, whole
 from infra.weights import export, find_model, load_weights
@@ -69,10 +69,11 @@ class Learner:
 
 def build_learner(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Learner:
     """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
-    policy = load_sharded(cfg, source, device, dtype)
+    given = source, cfg.model, cfg.optim.offload, device, dtype
+    policy = load_sharded(*given)
     residual, reference = getattr(cfg.advantage, "residual", None), None
     if cfg.loss.kl or residual:
-        reference = load_sharded(cfg, source, device, dtype).requires_grad_(False)
+        reference = load_sharded(*given).requires_grad_(False)
     return Learner(
         device, dtype, choose_backend(cfg.model.attention, device, dtype), policy, reference,
         optimizer=adam(policy, cfg.optim), loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
@@ -80,20 +81,21 @@ def build_learner(cfg: Config, source: Path, device: torch.device, dtype: torch.
         seed=cfg.seed, steps=cfg.steps, residual=residual)
 
 
-def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_sharded(source: Path, settings: Model, offload: bool, device: torch.device, dtype: torch.dtype,
+                 ) -> Decoder:
     """Load a model spread over the ranks, with weights of at least float32. No rank ever holds the whole."""
     model = empty_model(source, torch.promote_types(dtype, torch.float32))
-    spread(model, model, cfg, device, dtype)
+    spread(model, model, settings, offload, device, dtype)
     load_weights(model, source)
     return model
 
 
-def spread(model: nn.Module, backbone: Decoder, cfg: Config, device: torch.device, dtype: torch.dtype,
-           ) -> None:
+def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
+           dtype: torch.dtype) -> None:
     """Shard an empty model over the ranks and give it memory."""
-    dist.shard(model, backbone.layers, device, dtype, cfg.optim.offload)
-    model.to_empty(device="cpu" if cfg.optim.offload else device)
-    backbone.checkpoint_blocks, backbone.logp_chunk = cfg.model.checkpoint_blocks, cfg.model.logp_chunk
+    dist.shard(model, backbone.layers, device, dtype, offload)
+    model.to_empty(device="cpu" if offload else device)
+    backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
 
 
 def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

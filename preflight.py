@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 import memory
-from config import Config, ConfigError
+from config import Config, ConfigError, Rollout
 from data import Task, Tokenizer
 from history import sample_seed
 from infra import dist
@@ -48,7 +48,7 @@ def run(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
     scale(policy, 0.5)
     engine.sync(policy)
-    rows = in_rows(sample(engine, probes, cfg), learner, cfg.pack.capacity)
+    rows = in_rows(sample(engine, probes, cfg.rollout, cfg.seed), learner, cfg.pack.capacity)
     fresh_C = score(learner, rows) - sampled(rows)
     engine.sleep()
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
@@ -56,12 +56,12 @@ def run(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check
     scale(policy, 2.0)
     stale_C = score(learner, rows) - sampled(rows)
     engine.sync(policy)
-    groups = sample(engine, probes, cfg)
+    groups = sample(engine, probes, cfg.rollout, cfg.seed)
     rows = in_rows(groups, learner, cfg.pack.capacity)
     trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
     scored_C = score(learner, rows)
     alone_C = score(learner, in_rows(groups, learner, capacity=0))
-    rollout_peak = peak_of_rollout(cfg, learner, longest)
+    rollout_peak = peak_of_rollout(cfg.rollout, learner, longest)
     half = learner.dtype == torch.bfloat16
     return [
         after_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
@@ -79,7 +79,7 @@ def run(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check
         template(task.tokenizer, cfg.data.system_prompt),
         verifier(task.problems),
         fits(memory.fullest(update_peak, learner.device), memory.fullest(rollout_peak, learner.device),
-             memory.there_are(learner.device), counted(cfg, learner)),
+             memory.there_are(learner.device), counted(learner)),
     ]
 
 
@@ -112,12 +112,12 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
     return [*prompts[:PROBES - 1], Prompt("long", tuple(ids), "")]
 
 
-def sample(engine: Engine, probes: list[Prompt], cfg: Config) -> list[Group]:
+def sample(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """A few samples of every probe, as if each rank had the next few of the prompt's group."""
-    requests = [(prompt, sample_seed(cfg.seed, 0, prompt.id, dist.rank() * COPIES + g))
+    requests = [(prompt, sample_seed(seed, 0, prompt.id, dist.rank() * COPIES + g))
                 for prompt in probes for g in range(COPIES)]
     samples = engine.generate([prompt.ids for prompt, _ in requests], [seed for _, seed in requests],
-                              min(NEW_TOKENS, cfg.rollout.max_new_tokens), cfg.rollout.temperature)
+                              min(NEW_TOKENS, settings.max_new_tokens), settings.temperature)
     return [Group(prompt, tuple(samples[n * COPIES:(n + 1) * COPIES])) for n, prompt in enumerate(probes)]
 
 
@@ -272,24 +272,24 @@ def peak_of_update(learner: Learner, longest: int) -> float:
     return memory.in_use(learner.device) + copies
 
 
-def peak_of_rollout(cfg: Config, learner: Learner, longest: int) -> float:
+def peak_of_rollout(settings: Rollout, learner: Learner, longest: int) -> float:
     """Bytes in use while the engine, which is awake now, samples at full length."""
-    settings = cfg.rollout
     cache = memory.cache_bytes(learner.policy, settings.slots, longest) if settings.engine == "torch" else 0
     if learner.dtype == torch.bfloat16:
         cache //= 2  # the policy's weights are float32, the engine's keys and values are not
     return memory.in_use(learner.device) + cache
 
 
-def counted(cfg: Config, learner: Learner) -> float:
+def counted(learner: Learner) -> float:
     """Bytes of a step's full row on one rank as memory.peak_bytes counts them."""
-    return memory.peak_bytes(learner.policy.shape, cfg.pack.capacity, cfg.model.checkpoint_blocks,
-                             learner.dtype.itemsize, cfg.model.logp_chunk, dist.world_size())
+    policy = learner.policy
+    return memory.peak_bytes(policy.shape, learner.pack.capacity, policy.checkpoint_blocks,
+                             learner.dtype.itemsize, policy.logp_chunk, dist.world_size())
 
 
 def fits(update: float, rollout: float, total: float, counted_update: float) -> Check:
     gib = [f"{x / 2**30:.1f}" for x in (update, counted_update, rollout, total)]
     return Check("memory", max(update, rollout) <= total,
-                 f"update {gib[0]} "
-                 f"(counted {gib[1]} a rank), rollout {gib[2]} of {gib[3]} GiB at their peaks",
+                 f"update {gib[0]} (counted {gib[1]} a rank), "
+                 f"rollout {gib[2]} of {gib[3]} GiB at their peaks",
                  LESS_MEMORY)

@@ -76,7 +76,7 @@ def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
         backbone = Decoder(replace(read_shape(source), tied=True))  # has no head of its own, then
         model = ValueModel(backbone, low, high, cfg.critic.bounded)
         model = model.to(torch.promote_types(learner.dtype, torch.float32))
-    spread(model, backbone, cfg, learner.device, learner.dtype)
+    spread(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
     load_weights(backbone, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)

@@ -103,7 +103,7 @@ MUTANTS = [
     ("update", "range(settings.epochs)", "range(1)", "loop"),
     ("update", "batch.offered, settings.minibatches)]", "batch.offered, settings.minibatches)[:1]]", "loop"),
     ("update", "batch.adv_NG[members]", "batch.adv_NG[:len(members)]", "loop"),
-    ("learner", "reference = load_sharded(cfg, source, device, dtype).requires_grad_(False)",
+    ("learner", "reference = load_sharded(*given).requires_grad_(False)",
      "reference = policy", "loop"),
     ("loss", "k3(logp_C, scored.ref_logp_C)", "k3(logp_C, scored.old_logp_C)", "loop"),
     ("loss", "settings.clip_high, settings.dual_clip),", "settings.clip_high, None),", "loop"),

@@ -38,7 +38,7 @@ def learn(model, optimizer) -> None:
 
 def sharded():
     cfg = toy_config(ROOT / "runs" / "unused")
-    model = learner.load_sharded(cfg, TOY, CPU, torch.float32)
+    model = learner.load_sharded(TOY, cfg.model, cfg.optim.offload, CPU, torch.float32)
     return model, learner.adam(model, cfg.optim)
 
 
