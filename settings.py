@@ -243,7 +243,7 @@ Rule = tuple[str, bool, str]  # a setting, whether it is as it must be, and how 
 
 
 def made(flat: dict[str, Any], choice: str) -> bool:
-    """Whether a config has made a choice: "loss.per=token or sum" (either), "rollout.window" (not null)."""
+    """Whether a config has made a choice: "loss.per=token or sum" (either), "loss.tis_cap" (not null)."""
     key, named, values = choice.partition("=")
     return str(flat.get(key)) in re.split(", | or ", values) if named else flat.get(key) is not None
 

@@ -1,8 +1,8 @@
 """A critic, for PPO, VAPO and T-PPO (advantage.kind=gae): its model, its advantages, and its steps.
 
 It learns from completions that have ended, from all of their tokens and whatever the policy is trained on:
-pruning of completions does not touch them, and with rollout.window they were sampled over several steps
-(T-PPO, arXiv:2506.15050, as reported).
+pruning of completions does not touch them, and in T-PPO (arXiv:2506.15050, as reported) they were sampled
+over several steps.
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row, which are
 those of  S completions,  K completions that have ended.
