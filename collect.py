@@ -41,13 +41,11 @@ class Sampler:
         kept = [turn for turn in turns if turn.kept]
         prompts = [turn.prompt.ids for turn in kept for _ in range(G)]
         seeds = [sample_seed(self.seed, turn.epoch, turn.prompt.id, g) for turn in kept for g in range(G)]
-        samples = self.complete(prompts, seeds, self.sampling.max_new_tokens)
+        samples = self.complete(prompts, seeds, [self.sampling.max_new_tokens] * len(prompts))
         return [Group(turn.prompt, tuple(samples[n * G:(n + 1) * G])) for n, turn in enumerate(kept)]
 
-    def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: int | list[int],
-                 ) -> list[Sample]:
+    def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
         """Sample one completion per prompt and seed, up to its limit. Each rank samples its share."""
-        limits = [limits] * len(prompts) if isinstance(limits, int) else limits
         samples = self.engine.generate(
             dist.mine(prompts), dist.mine(seeds), dist.mine(limits), self.sampling.temperature,
             progress="rollout" if dist.rank() == 0 else None)

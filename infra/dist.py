@@ -93,13 +93,6 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     return [part[:count] for part, count in zip(parts, counts, strict=True)]
 
 
-def exchange(parts: list[Tensor], sizes: list[int]) -> Tensor:
-    """Send each rank its part; returns what they sent here, in rank order, of which the sizes are known."""
-    arrived = parts[0].new_empty(sum(sizes))
-    td.all_to_all_single(arrived, torch.cat(parts), sizes, [len(part) for part in parts])
-    return arrived
-
-
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
           offload: bool = False) -> None:
     """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.

@@ -92,6 +92,6 @@ def rewards_of(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list
     ids = [prompt.ids for prompt in prompts for _ in range(count)]
     seeds = [dist.seed_for(sampler.seed, prompt.id, k, "reference")
              for prompt in prompts for k in range(count)]
-    samples = sampler.complete(ids, seeds, sampler.sampling.max_new_tokens)
+    samples = sampler.complete(ids, seeds, [sampler.sampling.max_new_tokens] * len(ids))
     groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
     return sampler.score(groups).total_NG.tolist()
