@@ -33,9 +33,9 @@ DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for what is a
 class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
-    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # model.BACKENDS
+    attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # the kernel; sdpa runs anywhere
     checkpoint_blocks: bool = False  # recompute activations in backward: less memory, a third more time
-    logp_chunk: Count = 1024       # positions whose [V] logits are in memory at once
+    logp_chunk: Count = 1024       # positions whose logits over the vocabulary are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +43,7 @@ class Data:
     train: str                     # .jsonl, .parquet, a named set or user/set:config:split on the hub
     eval: str                      # one or several of the same, separated by commas
     dir: str | None = None         # folder that holds the named sets; null: from the hub
-    system_prompt: str | None = None
+    system_prompt: str | None = None  # put before every question; null: what the chat template has
     max_prompt_tokens: Count = 512  # a longer prompt is an error, never cut
     drop_longer: bool = False      # longer training prompts are left out, and their number is printed
     limit: Count | None = None     # train on the first so many problems; null: on all
@@ -53,7 +53,7 @@ class Data:
 class Rollout:
     group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
-    max_new_tokens: Count
+    max_new_tokens: Count          # tokens after which a completion is cut
     # When a step has enough. offered: after N prompts. informative: after N groups whose rewards differ; the
     # others are replaced (DAPO). full: when what is kept fills pack.budget, N prompts at a time.
     until: Literal["offered", "informative", "full"] = "offered"
@@ -63,8 +63,8 @@ class Rollout:
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
     window: int | None = None      # new tokens of a completion per step, more in the next (T-PPO); null: all
-    engine: Literal["torch", "vllm"] = "torch"
-    # Divides the logits here and in every training pass.
+    engine: Literal["torch", "vllm"] = "torch"  # torch: the embedded one
+    # divides the logits here and in every training pass
     temperature: Annotated[float, above(0, ": greedy groups have no advantage")] = 1.0
     slots: Count = 256             # sequences decoded at once, per engine; decides the size of the KV cache
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
@@ -78,12 +78,12 @@ class Reward:
     wrong: float = 0.0             # 1 where it is not, so a punishment has a weight below 0
     boxed: float = 0.0             # an answer is in a box, right or not
     format: float = 0.0            # think and answer tags as CPPO asks for them
-    tag_exact: float = 0.0         # CPPO's two grades of a GSM8K answer
-    tag_number: float = 0.0
+    tag_exact: float = 0.0         # the last answer tag holds the gold answer, commas aside (CPPO)
+    tag_number: float = 0.0        # it and the gold answer hold one number each, the same (CPPO)
     overlong: float = 0.0          # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
-    overlong_tokens: int | None = None
+    overlong_tokens: int | None = None  # length of that slope
     custom: float = 0.0            # what reward(text, gold, tokens) of custom_file returns, in [-1, 1]
-    custom_file: str | None = None
+    custom_file: str | None = None  # a Python file of your own
 
     @property
     def weights(self) -> dict[str, float]:
@@ -116,15 +116,15 @@ class LeaveOneOut:
 class Decoupled:
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
-    correction: Literal[0, 1] = 1  # as in GroupNorm
-    eps: PositiveOrZero = 1e-4
+    correction: Literal[0, 1] = 1  # of the standard deviation, as with group_norm
+    eps: PositiveOrZero = 1e-4     # added to it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SoftValue:
     """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
     kind: Literal["soft_value"] = "soft_value"
-    beta: Positive = 0.5           # KL weight that V* is of
+    beta: Positive = 0.5           # weight of the KL term in the problem that V* solves
     samples: Count = 8             # of the initial policy per training prompt, before the first step
     residual: Positive | None = None  # beta of its squared loss (methods/soft_value.py); 1e-3 in the paper
 
@@ -145,8 +145,8 @@ Advantage = GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
 @dataclass(frozen=True, slots=True)
 class Critic:
     """Of advantage.kind=gae: a value head on the policy's backbone. What is not here is as in `optim`."""
-    lr: float | None = None
-    warmup_steps: CountOrZero = 0  # then constant
+    lr: float | None = None        # learning rate, constant after the warm-up
+    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
     epochs: Count = 1              # passes over each rollout
     minibatches: Count = 1         # optimizer steps per pass
     bounded: bool = False          # values within the range of rewards, by a sigmoid
@@ -243,14 +243,15 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    per: Literal["token", "sequence", "constant", "sum"] = "sequence"  # counts the same: token_weight
+    per: Literal["token", "sequence", "constant", "sum"] = "sequence"  # what counts the same (token_weight)
     count: Literal["all", "kept"] = "all"  # divide by all that was offered, or by what pruning kept
-    # How far the policy may move: PPO, GRPO, DAPO; GSPO; CISPO; Divergence PPO twice; no bound (loss.TRUST)
+    # How far the policy may move. clip: PPO, GRPO, DAPO; clip_sequence: GSPO; clamp: CISPO;
+    # total_variation, binary_kl: Divergence PPO; none: no bound (loss.TRUST)
     trust: Literal["clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"] = "clip"
-    clip_low: ZeroToOne = 0.2
-    clip_high: PositiveOrZero = 0.2
+    clip_low: ZeroToOne = 0.2      # the ratio counts from 1 - clip_low
+    clip_high: PositiveOrZero = 0.2  # to 1 + clip_high
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
-    divergence: float | None = None  # total_variation: 0.15, binary_kl: 0.05 in the paper
+    divergence: float | None = None  # bound on it; in the paper total_variation 0.15, binary_kl 0.05
     # total_variation, binary_kl: upper bound on the ratio
     ratio_cap: Annotated[float, above(1, ", and left out with other kinds of loss.trust")] = 20.0
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
@@ -269,11 +270,11 @@ class Update:
 
 @dataclass(frozen=True, slots=True)
 class Optim:
-    lr: Positive
-    schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: CountOrZero = 0
-    beta1: BelowOne = 0.9
-    beta2: BelowOne = 0.999
+    lr: Positive                   # learning rate of AdamW
+    schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
+    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
+    beta1: BelowOne = 0.9          # decay of the mean of gradients
+    beta2: BelowOne = 0.999        # decay of the mean of their squares
     weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
     clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
     offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory
@@ -281,11 +282,11 @@ class Optim:
 
 @dataclass(frozen=True, slots=True)
 class Eval:
-    max_new_tokens: Count
+    max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
-    top_p: Annotated[float, within("(0, 1]")] = 1.0
+    top_p: Annotated[float, within("(0, 1]")] = 1.0  # sample from the likeliest tokens of this probability
 
 
 @dataclass(frozen=True, slots=True)
@@ -297,15 +298,15 @@ class Checkpoint:
 @dataclass(frozen=True, slots=True)
 class Config:
     out: str                       # the run folder; runs/<config name> unless set
-    steps: Count
+    steps: Count                   # steps of the whole run
     model: Model
     data: Data
     rollout: Rollout
     pack: Pack
     optim: Optim
     eval: Eval
-    seed: int = 0
-    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 0                  # of everything that is drawn
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
     reward: Reward = Reward()
     advantage: Advantage = GroupNorm()
     critic: Critic = Critic()

@@ -27,6 +27,7 @@ from config import Config, ConfigError
 from data import Tokenizer, load_problems, to_prompts
 from infra import dist
 from infra.results import Store, differences, hash_files, read_result, require_same, sha256, write_result
+from infra.runfolder import note
 from infra.weights import find_model
 from model import check_positions, choose_backend, load_model
 from records import EngineSpec, Problem, Prompt
@@ -94,6 +95,8 @@ def answered(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Samp
         before = len(wanted) - len(missing) + start
         in_pieces = before > 0 or chunk < len(missing)
         label = f"{progress} from {before}/{len(wanted)}" if progress and in_pieces else progress
+        if label:
+            note(label)
         responses = respond(engine, tokenizer, held_out, missing[start:start + chunk], sampling, label)
         known |= {(response["id"], response["k"]): response for response in responses}
         if store:

@@ -22,6 +22,7 @@ import numpy as np
 import config
 from config import ConfigError
 from infra import runfolder
+from verify.statistics import half_width
 
 matplotlib.use("Agg")
 from matplotlib import pyplot  # noqa: E402
@@ -32,8 +33,7 @@ from matplotlib.ticker import EngFormatter  # noqa: E402
 SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
 UNIT = {"steps": 1, "generated tokens": 1000, "trained tokens": 1000, "seconds": 1}  # of tables
-# Student's t at 97.5% for 1 to 10 degrees of freedom
-T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+OUTSIDE = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,7 +76,7 @@ def read_run(folder: Path) -> Run:
         if key.endswith("/accuracy"):
             accuracy[key.split("/")[1]] = np.array([100 * line[key] for line in evals])
     phases = runfolder.phase_seconds(lines)
-    phases["other"] = phases["step"] - sum(s for phase, s in phases.items() if phase != "step")
+    phases["other"] = phases["step"] - sum(s for phase, s in phases.items() if phase not in OUTSIDE)
     settings = config.flatten(config.load(folder / "config.yaml"))
     same = {key: value for key, value in settings.items() if key not in ("seed", "out")}
     return Run(folder, settings["seed"], same, spent, accuracy, phases)
@@ -115,14 +115,6 @@ def group_runs(runs: list[Run]) -> Groups:
 
 
 # ---- tables
-
-def half_width(values: np.ndarray) -> np.ndarray:
-    """Compute half the 95% interval of the mean over the first axis; nan for one value."""
-    if len(values) == 1:
-        return np.full(values.shape[1:], np.nan)
-    t = T95[min(len(values) - 1, len(T95)) - 1]
-    return t * values.std(axis=0, ddof=1) / len(values) ** 0.5
-
 
 def with_interval(values: list[float]) -> str:
     half = half_width(np.array(values))
@@ -230,7 +222,7 @@ def plot_seconds(groups: Groups, path: Path) -> None:
         axis.barh(list(groups), width, left=left, label=phase)
         left += width
     axis.invert_yaxis()
-    axis.set_xlabel("seconds of a whole run, evaluation apart")
+    axis.set_xlabel("seconds of a whole run")
     axis.legend()
     figure.savefig(path, dpi=100)
     pyplot.close(figure)

@@ -238,7 +238,8 @@ class TorchEngine:
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
         count, started, tokens, begun = len(prompts), 0, 0, perf_counter()
         state = Decoding(self.model, min(self.slots, count), prompts, for_each(max_new_tokens, count))
-        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=progress is None) as bar:
+        hidden = True if progress is None else None  # None: unless there is a terminal
+        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
                 idle = state.idle()
                 bar.update(started - len(state.owner_S) + len(idle) - bar.n)

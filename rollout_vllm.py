@@ -110,7 +110,7 @@ class VLLMEngine:
         params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
                               stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
                               logprobs=0, flat_logprobs=True) for _, seed, limit in wanted]
-        bar = partial(tqdm, leave=False) if progress else False
+        bar = partial(tqdm, leave=False, disable=None) if progress else False  # None: unless at a terminal
         try:
             asked = [{"prompt_token_ids": list(ids)} for ids, *_ in wanted]
             outputs = self.llm.generate(asked, params, use_tqdm=bar)

@@ -227,6 +227,8 @@ def describe(kind: Any) -> str:
     if get_origin(kind) is Annotated:
         plain, (_, allowed) = get_args(kind)
         return f"{describe(plain)}, {allowed}"
+    if get_origin(kind) in UNIONS:
+        return f"{describe(get_args(kind)[0])}, or null"
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 

@@ -1,6 +1,7 @@
 """Train a reasoning model with group-based reinforcement learning.
 
-    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]] [--check]
+    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]]
+        [--check | --show]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, choose
 what is trained on, update the policy, hand it to the engine.
@@ -28,6 +29,7 @@ from history import PromptHistory
 from infra import dist, runfolder
 from infra.checkpoint import Checkpoints
 from infra.runfolder import Resume
+from infra.show import resolved
 from infra.signals import Stop, asked_to_stop
 from infra.weights import export, find_model
 from learner import Learner, NotFinite, build_learner, roles
@@ -109,6 +111,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
 def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
     """Load everything, go on from a checkpoint or open the run folder, and evaluate before the first step."""
+    clock = Clock()
     folder = runfolder.claim(cfg, resume)
     task = load(cfg)
     learner, engine = set_up(cfg, task)
@@ -129,6 +132,7 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
         log.resume(saved["step"])
     engine.sync(learner.policy)
     run = Run(task, learner, engine, sampler, history, checkpoints, log, saved["step"] if saved else 0)
+    log.unlogged["time/start"] = clock.metrics()["time/step"]
     if run.first == 0:
         evaluate_sets(run, cfg.eval, step=0)
     if cfg.advantage.kind == "soft_value":
@@ -140,9 +144,10 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
 def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
-    run.log.evaluated(step, {
-        s.name: evaluate(run.engine, run.task.tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
-        for s in run.task.sets})
+    clock, results, tokenizer = Clock(), {}, run.task.tokenizer
+    for s in run.task.sets:
+        results[s.name] = evaluate(run.engine, tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
+    run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
 def beside_weights(cfg: Config, history: PromptHistory) -> dict:
@@ -223,9 +228,13 @@ def main() -> int:
                         help="go on from the newest checkpoint; auto: or begin where there is none")
     parser.add_argument("--check", action="store_true",
                         help="try all that a run needs, print it and stop; status 2 when something fails")
+    parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
     args = parser.parse_args()
     try:
         cfg = config.load(args.config, args.set)
+        if args.show:
+            print(resolved(cfg))
+            return 0
         if args.check:
             task = load(cfg)
             return preflight.report(cfg, *set_up(cfg, task), task)

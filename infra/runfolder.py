@@ -13,7 +13,9 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
+from time import perf_counter
 from typing import Literal
 
 import torch
@@ -129,6 +131,7 @@ class Log:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
+        self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
@@ -154,9 +157,10 @@ class Log:
             rewrite(self.folder / name, kept)
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yield the steps still to do, and move a bar."""
+        """Yield the steps still to do, and move a bar where there is a terminal."""
         self.outer = tqdm(range(first, last), "training", initial=first, total=last, unit="step",
-                          disable=self.folder is None)
+                          disable=None if self.folder else True)  # None: unless there is a terminal
+        self.first, self.start = first, perf_counter()
         yield from self.outer
 
     def bar(self, name: str) -> str | None:
@@ -168,25 +172,36 @@ class Log:
         if self.folder is not None:
             append(self.folder / name, line)
 
-    def evaluated(self, step: int, results: dict[str, dict]) -> None:
+    def measure(self, line: dict) -> None:
+        """Append a line to metrics.jsonl."""
+        self.write("metrics.jsonl", {"step": line["step"]} | self.unlogged | line)
+        self.unlogged = {}
+
+    def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
         keys = ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed")
-        line: dict = {"step": step}
+        line: dict = {"step": step, "time/eval": seconds}
         for name, result in results.items():
             line |= {f"eval/{name}/{key}": result[key] for key in keys}
             if (n := result["n"]) > 1:
                 line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
-        self.write("metrics.jsonl", line)
+        self.measure(line)
         for name, result in results.items():
             bounds = f"[{result['low']:.1%}, {result['high']:.1%}]"
             self.say(f"step {step}: {name} {result['accuracy']:.1%} {bounds}, {result['length']:.1f} tokens")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step, and show some behind the bar."""
-        self.write("metrics.jsonl", {"step": step} | metrics)
+        """Log the metrics of a step, and show some behind the bar, or in a line where there is none."""
+        self.measure({"step": step} | metrics)
         names = {"reward": "reward/mean", "length": "rollout/length"}  # absent where a step rolls nothing out
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
-        self.outer.set_postfix(shown, kept=f"{metrics['prune/kept']}/{metrics['prune/offered']}")
+        shown["kept"] = f"{metrics['prune/kept']}/{metrics['prune/offered']}"
+        self.outer.set_postfix(shown)
+        if self.folder is not None:
+            total, seconds = self.outer.total, (perf_counter() - self.start) / (step - self.first)
+            values = ", ".join(f"{name} {value}" for name, value in shown.items())
+            left = timedelta(seconds=round(seconds * (total - step)))
+            note(f"step {step}/{total}: {values}, {metrics['time/step']:.1f} s, {left} left")
 
     def sample(self, step: int, line: dict) -> None:
         """Keep one group of the step, and show one completion of it now and then."""
@@ -204,6 +219,12 @@ class Log:
         """Print a line above the bar, if there is anything to say."""
         if self.folder is not None and text:
             tqdm.write(text, file=sys.stderr)
+
+
+def note(text: str) -> None:
+    """Print a line of progress where stderr is no terminal, which would show a bar."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
 
 
 def read(path: Path) -> list[dict]:
@@ -233,7 +254,7 @@ def mended(path: Path) -> list[dict]:
 
 
 def summary(folder: Path) -> str:
-    """Tabulate accuracy before and after with 95% intervals, and seconds by phase."""
+    """Tabulate accuracy before and after with 95% intervals, and seconds by phase; name the next commands."""
     lines = read(folder / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)]
     first, last = evals[0], evals[-1]
@@ -245,7 +266,9 @@ def summary(folder: Path) -> str:
         table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
     seconds = phase_seconds(lines)
     phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
-    return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}"])
+    return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
+                      f"next  python eval.py --config {folder}/config.yaml --model {folder}/hf",
+                      f"      python report.py {folder}"])
 
 
 def is_evaluation(line: dict) -> bool:
@@ -259,12 +282,11 @@ def accuracy_cell(line: dict, name: str) -> str:
 
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
-    """Add up the seconds of each phase over the steps of a metrics log, in the order of the phases there."""
+    """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
     seconds: dict[str, float] = {}
     for line in lines:
-        if "time/step" in line:
-            for key in line:
-                if key.startswith("time/"):
-                    phase = key.removeprefix("time/")
-                    seconds[phase] = seconds.get(phase, 0.0) + line[key]
+        for key in line:
+            if key.startswith("time/"):
+                phase = key.removeprefix("time/")
+                seconds[phase] = seconds.get(phase, 0.0) + line[key]
     return seconds

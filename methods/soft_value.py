@@ -74,10 +74,13 @@ def table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: 
                           "policy can be asked for; restore the file, or begin another run with --set "
                           "out=...")
     chunk = max(1, ROUNDS_OF_SLOTS * sampler.sampling.slots * dist.world_size() // settings.samples)
-    for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=dist.rank() > 0):
+    hidden = True if dist.rank() > 0 else None  # None: unless there is a terminal
+    for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         if stopping():
             raise KeyboardInterrupt
         asked = missing[start:start + chunk]
+        if dist.rank() == 0:
+            runfolder.note(f"soft values: {len(known)}/{len(prompts)} prompts")
         for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
             known[prompt.id] = rewards
             if dist.rank() == 0:

@@ -2,7 +2,8 @@
 
 import ast
 import re
-from dataclasses import is_dataclass
+import sys
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -10,6 +11,7 @@ import pytest
 
 import config
 import settings
+import train
 from config import ConfigError, load
 
 GOOD = {
@@ -403,3 +405,35 @@ def test_files_that_are_no_config_are_named(tmp_path):
         (tmp_path / "bad.yaml").write_text(text)
         with pytest.raises(ConfigError, match=message):
             load(tmp_path / "bad.yaml")
+
+
+def differing(section, path: str = "") -> set[str]:
+    """Settings of a config that are not at the default that their dataclass gives them."""
+    names = set()
+    for f in fields(section):
+        value = getattr(section, f.name)
+        if is_dataclass(value):
+            names |= differing(value, f"{path}{f.name}.")
+        elif f.default not in (MISSING, value):
+            names.add(path + f.name)
+    return names
+
+
+@pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
+def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path, capsys, monkeypatch):
+    extra = ["data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7"]
+    cfg = load(f"{name}.yaml", extra)
+    command = ["train.py", "--config", f"{name}.yaml", "--show", "--set", extra[0], "--set", extra[1]]
+    monkeypatch.setattr(sys, "argv", command)
+    assert train.main() == 0
+    shown = capsys.readouterr().out
+    (tmp_path / "shown.yaml").write_text(shown)
+    assert load(tmp_path / "shown.yaml") == cfg
+    lines = [line for line in shown.splitlines() if not re.fullmatch(r" *\w+:( +#.*)?", line)]
+    keys = list(config.flatten(cfg))
+    assert [line.split(":")[0].strip() for line in lines] == [key.rpartition(".")[2] for key in keys]
+    marked = {key for key, line in zip(keys, lines, strict=True) if "# <- " in line}
+    first = {"advantage.kind": "group_norm", "prune.completions.kind": "none", "prune.prompts.kind": "none"}
+    flat = config.flatten(cfg)
+    assert marked == differing(cfg) | {key for key, kind in first.items() if flat[key] != kind}
+    assert "  temperature: 0.7                        # <- 1.0  divides the logits" in shown

@@ -1,15 +1,21 @@
-"""The lock of a run folder: it names who holds it, and is free when that process is gone, however it went."""
+"""The lock of a run folder: it names who holds it, and is free when that process is gone, however it went. And
+what a run prints: plain lines in a log file, bars at a terminal.
+"""
 
 import errno
 import fcntl
 import os
+import pty
+import re
 import subprocess
 import sys
+import termios
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, toy_config
 
 import config
+import train
 from config import ConfigError
 from infra import runfolder
 
@@ -72,3 +78,33 @@ def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monke
     there, now = {"kind": "topk", "keep": 4, "out": "x"}, {"kind": "none", "explore": 0.1, "out": "y"}
     assert runfolder.changed_settings(there, now) == [
         "kind ('topk' there, 'none' now)", "explore (absent there, 0.1 now)", "keep (4 there, absent now)"]
+
+
+def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
+    train.train(toy_config(tmp_path / "run", "steps=3"))
+    out, err = capfd.readouterr()
+    assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out + err)  # control characters but the end of a line
+    steps = [line for line in err.splitlines() if re.match(r"step \d+/3: ", line)]
+    assert [line.split(":")[0] for line in steps] == ["step 1/3", "step 2/3", "step 3/3"]
+    assert all(re.search(r": reward [\d.]+, length [\d.]+, kept \d+/32, [\d.]+ s, \d:\d\d:\d\d left$", line)
+               for line in steps)
+    first = runfolder.read(tmp_path / "run" / "metrics.jsonl")[0]
+    assert first["time/start"] > 0 < first["time/eval"]
+    assert re.search(r"^seconds  start [\d.]+  eval [\d.]+  rollout ", out, re.MULTILINE)
+    assert f"python eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out
+
+
+def test_a_terminal_gets_a_bar_and_no_lines():
+    """Through a pseudo-terminal, since tqdm and `note` ask the stream itself."""
+    code = """
+from infra.runfolder import Log, note
+from pathlib import Path
+for step in Log(Path(".")).steps(0, 2):
+    note("a line")
+"""
+    ours, theirs = pty.openpty()
+    termios.tcsetwinsize(theirs, (24, 80))
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=theirs, check=True)
+    os.close(theirs)
+    shown = os.read(ours, 10_000).decode()
+    assert "training: 100%" in shown and "\r" in shown and "a line" not in shown

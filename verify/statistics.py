@@ -11,6 +11,8 @@ import numpy as np
 
 from verify.answer import LONGEST, normalise, number
 
+# Student's t at 97.5% for 1 to 10 degrees of freedom
+T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 RESAMPLES = 10_000    # of the problems, for the interval of a difference
 RIGHT = "\n"          # a vote for the gold answer, which no spelling is
 
@@ -35,6 +37,14 @@ def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float
     centre = (share + z * z / count / 2) / (1 + z * z / count)
     half = z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def half_width(values: np.ndarray) -> np.ndarray:
+    """Compute half of Student's 95% interval of the mean over the first axis; nan for one value."""
+    if len(values) == 1:
+        return np.full(values.shape[1:], np.nan)
+    t = T95[min(len(values) - 1, len(T95)) - 1]
+    return t * values.std(axis=0, ddof=1) / len(values) ** 0.5
 
 
 def pass_at(k: int, right: int, n: int) -> float:
