@@ -1,4 +1,4 @@
-"""Advantages: rewards in, one number per completion out. Pure functions.
+"""Compute advantages: rewards in, one number per completion out. Pure functions.
 
 Dimension key:  N prompts (groups) in one step,  G completions per prompt.
 """
@@ -17,19 +17,19 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
 
 
 def flat(reward_NG: Tensor) -> Tensor:
-    """bool [N]: groups whose rewards are all equal. Not std > 0: the mean of equal floats may be off."""
+    """Mark groups of equal rewards, bool [N]. Not by std > 0: the mean of equal floats may be off."""
     return (reward_NG == reward_NG[:, :1]).all(dim=1)
 
 
 def centred(reward_NG: Tensor) -> Tensor:
-    """Dr. GRPO (arXiv:2503.20783): r - mean of the group. Without the deviation hard and easy prompts weigh
-    no more than others. Exactly 0 for a flat group.
+    """Subtract the group's mean: Dr. GRPO (arXiv:2503.20783). Without a division by the deviation, hard and
+    easy prompts weigh no more than others. Exactly 0 for a flat group.
     """
     return torch.where(flat(reward_NG)[:, None], 0.0, reward_NG - reward_NG.mean(dim=1, keepdim=True))
 
 
 def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
-    """GRPO (arXiv:2402.03300): the reward standardised within its group, (r - mean) / (std + eps).
+    """Standardise rewards within their group, (r - mean) / (std + eps): GRPO (arXiv:2402.03300).
 
     correction 0 is the paper's population deviation, 1 the sample deviation of the released codes.
     A group whose rewards are all equal carries no signal and gets exactly 0, and so does a group of one.
@@ -41,23 +41,23 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
 
 
 def leave_one_out(reward_NG: Tensor) -> Tensor:
-    """RLOO (arXiv:2402.14740): r - mean of the group's others. Unbiased, unlike a mean that r is part of.
+    """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). Unbiased, unlike a mean
+    that includes r.
 
-    Not divided by a deviation: of the others alone it may be 0 while the difference is not.
+    Not divided by a deviation: that of the other rewards may be 0 while the difference is not.
     """
     G = reward_NG.shape[1]
     return centred(reward_NG) * (G / (G - 1))
 
 
 def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
-    """GDPO (arXiv:2601.05242): each component standardised within its group, then summed by weight, then
-    scaled by the deviation over the step. Rewards that are summed first map distinct combinations to one
-    advantage.
+    """Standardise each component within its group, sum them by weight, and divide by the deviation over the
+    step: GDPO (arXiv:2601.05242). Rewards that are summed first map distinct combinations to one advantage.
 
-    Every group's sum is 0, so the step's mean is 0 and only its scale is left to normalise. Taken over
-    completions, as the authors do in TRL; verl takes it over tokens, where long ones count more.
+    Every group's sum is 0, so the step's mean is 0 and only its scale is normalised: over completions, as the
+    authors do in TRL; verl does it over tokens, where long completions count more.
     """
-    adv_NG = sum(weight * group_norm(rewards.parts[name], correction, eps)
+    adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps)
                  for name, weight in rewards.weights.items())
     return adv_NG / (adv_NG.std(correction=0) + eps) if adv_NG.any() else adv_NG
 
@@ -68,6 +68,6 @@ ESTIMATORS = {
     "centred": lambda rewards, settings: centred(rewards.total_NG),
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
-    # What pruning goes by; a critic's values make another advantage of every token (methods/critic.py).
+    # Read by pruning alone; the loss takes the critic's advantage of every token (methods/critic.py).
     "gae": lambda rewards, settings: group_norm(rewards.total_NG, correction=1, eps=1e-4),
 }

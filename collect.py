@@ -1,4 +1,4 @@
-"""What the loop calls to collect a step: sample and score groups until there are enough, and choose.
+"""Collect a step: sample and score groups until there are enough, and choose what is trained on.
 
 Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  R completions,
 T tokens of all completions, laid end to end.
@@ -22,12 +22,12 @@ from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths
 from reward import OF_LENGTH, measured, score, span
 from rollout import Engine
 
-AT_ONCE = 128  # completions of each rank that travel together: little more is in memory than what arrives
+AT_ONCE = 128  # completions that each rank sends at a time, so that little more than the result is in memory
 
 
 @dataclass(frozen=True, slots=True)
 class Sampler:
-    """What samples and scores completions, and the settings by which it does."""
+    """The engine and tokenizer that sample and score completions, and the settings that they read."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -45,36 +45,36 @@ class Sampler:
         return [Group(turn.prompt, tuple(samples[n * G:(n + 1) * G])) for n, turn in enumerate(kept)]
 
     def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
-        """Sample one completion per prompt and seed, up to its limit. Each rank samples its share."""
+        """Sample one completion per prompt and seed, up to its limit. Each rank samples its `local_slice`."""
         samples = self.engine.generate(
-            dist.mine(prompts), dist.mine(seeds), dist.mine(limits), self.sampling.temperature,
+            *map(dist.local_slice, (prompts, seeds, limits)), self.sampling.temperature,
             progress="rollout" if dist.rank() == 0 else None)
         return gather_samples(samples)
 
     def score(self, groups: list[Group]) -> Rewards:
-        """Score the completions of whole groups. Each rank scores its share."""
+        """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt.answer) for group in groups for sample in group.samples]
-        share = [(self.tokenizer.decode(sample.ids), answer, sample.length)
-                 for sample, answer in dist.mine(answered)]
+        completions = [(self.tokenizer.decode(sample.ids), answer, sample.length)
+                 for sample, answer in dist.local_slice(answered)]
         names = measured(self.reward)
-        values = score(share, self.sampling.max_new_tokens, self.reward)
-        mine = torch.tensor(values, dtype=torch.float64).view(-1, len(names))
-        all_RP = torch.cat(dist.gather_rows(mine))
+        values = score(completions, self.sampling.max_new_tokens, self.reward)
+        local_RP = torch.tensor(values, dtype=torch.float64).view(-1, len(names))
+        all_RP = torch.cat(dist.gather_rows(local_RP))
         G = len(groups[0].samples) if groups else self.sampling.group_size
-        parts = {name: part_R.view(-1, G) for name, part_R in zip(names, all_RP.T, strict=True)}
-        return Rewards(parts, self.reward.weights, self.sampling.differ_in)
+        components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
+        return Rewards(components, self.reward.weights, self.sampling.differ_in)
 
 
 def gather_samples(samples: list[Sample]) -> list[Sample]:
     """Give every rank the completions of all, in rank order. They travel as flat arrays, 12 bytes a token."""
     by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
     for first in range(0, int(dist.max_over_ranks(len(samples))), AT_ONCE):
-        some = samples[first:first + AT_ONCE]
-        flat = (torch.tensor([len(sample.ids) for sample in some], dtype=torch.int64),
-                torch.tensor([sample.finished for sample in some], dtype=torch.bool),
-                torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in some)])),
-                torch.from_numpy(np.concatenate([np.empty(0), *(sample.logp for sample in some)])))
-        gathered = zip(by_rank, *map(dist.gather_rows, flat), strict=True)
+        block = samples[first:first + AT_ONCE]
+        arrays = (torch.tensor([len(sample.ids) for sample in block], dtype=torch.int64),
+                torch.tensor([sample.finished for sample in block], dtype=torch.bool),
+                torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in block)])),
+                torch.from_numpy(np.concatenate([np.empty(0), *(sample.logp for sample in block)])))
+        gathered = zip(by_rank, *map(dist.gather_rows, arrays), strict=True)
         for arrived, lengths_R, finished_R, ids_T, logp_T in gathered:
             ids, logp = array("i", ids_T.numpy().tobytes()), array("d", logp_T.numpy().tobytes())
             places = pairwise(accumulate(lengths_R.tolist(), initial=0))
@@ -85,7 +85,7 @@ def gather_samples(samples: list[Sample]) -> list[Sample]:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The settings that decide when a step has enough, and what of it is trained on."""
+    """The settings that decide when a step has enough, and which completions are trained on."""
 
     rollout: Rollout
     prune: Prune
@@ -101,13 +101,13 @@ class Selection:
 
 
 def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
-    """Number of prompts that the next round draws; 0 where the step has enough, or has had its rounds.
+    """Count the prompts that the next round draws; 0 where the step has enough, or has had its rounds.
 
     offered      N prompts, once
     informative  in rounds of oversample x N until N groups differ (DAPO); with GRESO as many as are estimated
     full         N at a time until what `choose` keeps fills pack.budget
-    Under the last two how many prompts a step takes depends on what they gave: the estimator is another one
-    then, and stands outside the proof of unbiased pruning.
+    Under the last two the number of prompts in a step depends on their rewards: the estimator is another one
+    then, and the proof of unbiased pruning does not cover it.
     """
     settings, rounds = selection.rollout, len(rolled.sizes)
     N = settings.prompts_per_step
@@ -119,35 +119,35 @@ def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
 
 
 def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
-    """Number of prompts that the next round draws in search of N informative groups.
+    """Count the prompts that the next round draws in search of N informative groups.
 
-    Goes through the rounds there were again, because each was made as large as the one before it let expect.
+    Recomputes the size of every round so far, because each was estimated from the round before it.
     """
-    count = most = int(settings.oversample * settings.prompts_per_step)
+    count = largest = int(settings.oversample * settings.prompts_per_step)
     missing, last = settings.prompts_per_step, False
     for informative_N in informative(rolled).split(rolled.sizes):
         missing -= int(informative_N.sum())
         if missing <= 0 or last:
             return 0
         if estimated:
-            count, last = next_round(missing, 1 - informative_N.double().mean().item(), most)
+            count, last = next_round(missing, 1 - informative_N.double().mean().item(), largest)
     return count if len(rolled.sizes) < settings.max_rounds else 0
 
 
 def informative(rolled: Rolled) -> Tensor:
-    """bool [N]: groups whose completions differ in what rollout.differ_in names."""
+    """Mark the groups whose completions differ in what rollout.differ_in names, bool [N]."""
     return torch.empty(0, dtype=torch.bool) if rolled.rewards is None else ~flat(rolled.rewards.compared_NG)
 
 
 def tokens_short(batch: Batch, budget: int) -> int:
-    """Number of tokens, prompts included, that the completions kept leave of the budget."""
+    """Count the tokens that the kept completions, with their prompts, leave of the budget."""
     tokens = sum(len(batch.groups[n].prompt.ids) + batch.groups[n].samples[g].length
                  for n, g in batch.pruned.keep_NG.nonzero().tolist())
     return max(0, budget - tokens)
 
 
 def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
-    """Say what a step goes on without, having had its rounds; empty where it lacks nothing."""
+    """Say how far a step that has had its rounds is short of its target; empty where it is not."""
     missing, unit = 0, "groups"
     if selection.rollout.until == "informative":
         missing = selection.rollout.prompts_per_step - len(batch.groups)
@@ -178,20 +178,20 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     settings = selection.prune.completions
     offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1)
     pruned = COMPLETIONS[settings.kind if groups else "none"](offer, settings)
-    left_NG = weight_N1 * (without_truncated(groups, G) if selection.prune.truncated else 1)
-    both = Pruned(pruned.keep_NG & (left_NG > 0), pruned.weight_NG * left_NG, pruned.prob_NG * prob_N1)
-    correct_NG = rolled.rewards.parts["accuracy"][kept] == 1
+    factor_NG = weight_N1 * (without_truncated(groups, G) if selection.prune.truncated else 1)
+    both = Pruned(pruned.keep_NG & (factor_NG > 0), pruned.weight_NG * factor_NG, pruned.prob_NG * prob_N1)
+    correct_NG = rolled.rewards.components["accuracy"][kept] == 1
     return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed)
 
 
 def without_truncated(groups: list[Group], G: int) -> Tensor:
-    """bool [N, G]: completions that ended, or go on."""
+    """Mark the completions that ended or go on in the next step, bool [N, G]."""
     ended = [[sample.finished for sample in group.samples] for group in groups]
     return torch.tensor(ended, dtype=torch.bool).view(-1, G) | pending(groups, G)
 
 
 def middle(reward: Reward, differ_in: str) -> float:
-    """Midpoint of the range of what groups are compared by. A group whose values are all equal is easy above
-    it and hard below it. Length terms are left out."""
+    """Compute the midpoint of the range that groups are compared in. A group whose values are all equal is
+    easy above it and hard below it. Length terms are left out."""
     weights = {name: weight for name, weight in reward.weights.items() if name not in OF_LENGTH}
     return sum(span(weights if differ_in == "reward" else {"accuracy": 1.0})) / 2

@@ -61,20 +61,20 @@ def load_problems(name: str, folder: str | None = None, training: bool = False) 
     if name in SETS and len(rows) != SETS[name][0]:
         print(f"{name} holds {len(rows)} problems here, not {SETS[name][0]}", file=sys.stderr)
     for mark, why in DOUBTS.items() if training else ():
-        left = [row for row in rows if not (isinstance(row[2], dict) and row[2].get(mark))]
-        if len(left) < len(rows):
-            gone = f"{len(rows) - len(left)} of {len(rows)}"
-            print(f"{name}: {gone} problems {why} and are left out", file=sys.stderr)
-        rows = left
+        unmarked = [row for row in rows if not (isinstance(row[2], dict) and row[2].get(mark))]
+        if len(unmarked) < len(rows):
+            dropped = f"{len(rows) - len(unmarked)} of {len(rows)}"
+            print(f"{name}: {dropped} problems {why} and are left out", file=sys.stderr)
+        rows = unmarked
     problems = [to_problem(row, place, default_id) for default_id, place, row in rows]
     if not problems:
         raise ConfigError(f"{name} holds no problems")
-    seen: set[str] = set()
+    ids: set[str] = set()
     for problem in problems:
-        if problem.id in seen:
+        if problem.id in ids:
             raise ConfigError(f"{name}: id {problem.id!r} occurs twice; "
                               "ids must differ, or be left out of every line")
-        seen.add(problem.id)
+        ids.add(problem.id)
     return problems
 
 
@@ -115,7 +115,7 @@ def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
                           "path.") from error
     usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows)
               if {"answer", "final_answer"} & row.keys() or last_boxed(row["solution"])]
-    if len(usable) < len(rows):  # two of MATH's training rows box nothing, and nobody can mend a hub's rows
+    if len(usable) < len(rows):  # two of MATH's training rows box nothing, and a user cannot mend the hub's
         print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out",
               file=sys.stderr)
     return usable
@@ -149,31 +149,31 @@ def to_problem(row: object, place: str, default_id: str) -> Problem:
 
 
 def without_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Problem]:
-    """Leave out problems whose question is evaluated on, spaces and case aside, and say how many."""
-    def same(problem: Problem) -> str:
+    """Leave out problems whose question is evaluated on, ignoring spaces and case, and print how many."""
+    def spelling(problem: Problem) -> str:
         return "".join(problem.question.lower().split())
 
-    known = set(map(same, evaluated))
-    left = [p for p in problems if same(p) not in known]
-    if len(left) < len(problems):
-        print(f"{len(problems) - len(left)} of {len(problems)} training problems are evaluated on, "
+    evaluated_spellings = set(map(spelling, evaluated))
+    kept = [p for p in problems if spelling(p) not in evaluated_spellings]
+    if len(kept) < len(problems):
+        print(f"{len(problems) - len(kept)} of {len(problems)} training problems are evaluated on, "
               "and left out", file=sys.stderr)
-    if not left:
+    if not kept:
         raise ConfigError("data.train holds no problem that data.eval does not hold too; "
                           "set one of them to another")
-    return left
+    return kept
 
 
 class Tokenizer:
     """The tokenizer, chat template and end-of-sequence ids of a Hugging Face model folder."""
 
     def __init__(self, folder: Path):
-        path = require(folder / "tokenizer.json", "the tokenizer")
+        path = require_file(folder / "tokenizer.json", "the tokenizer")
         try:
             self.rust = RustTokenizer.from_str(path.read_text())
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
-        require(folder / "tokenizer_config.json", "the chat template")
+        require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
         template = folder / "chat_template.jinja"
         source = template.read_text() if template.is_file() else settings.get("chat_template")
@@ -196,7 +196,7 @@ class Tokenizer:
         return self.conversation([*messages, {"role": "user", "content": question}], generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
-        """Render messages, with the opening of an answer behind them to `generate` one."""
+        """Render messages; to `generate` an answer, its opening is added behind them."""
         try:
             return self.template.render(messages=messages, add_generation_prompt=generate, **self.special)
         except jinja2.TemplateError as error:
@@ -204,44 +204,44 @@ class Tokenizer:
                               f"fails: {error}; does it accept data.system_prompt?") from error
 
     def closing_token(self) -> int | None:
-        """The first special token that the template writes behind an answer; None where it writes none."""
+        """Return the first special token that the template writes behind an answer, None without one."""
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
         text = self.conversation(messages, generate=False)
         tail, = self.encode([text.rpartition("ANSWER")[2]])
         return next((i for i in tail if not self.decode([i])), None)
 
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
-        """Token ids without added special tokens: the template has written them already."""
+        """Tokenize texts without adding special tokens: the template has written them already."""
         return [tuple(e.ids) for e in self.rust.encode_batch(texts, add_special_tokens=False)]
 
     def decode(self, ids: Iterable[int]) -> str:
-        """Text of a completion; special tokens, the EOS among them, are left out."""
+        """Decode a completion; special tokens, the EOS among them, are left out."""
         return self.rust.decode(list(ids), skip_special_tokens=True)
 
 
-def require(path: Path, what: str) -> Path:
+def require_file(path: Path, what: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path} not found; the model folder must hold {what}")
     return path
 
 
 def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """Every id that ends a completion. Models list several, in different files; one missed never stops."""
-    found: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    """Collect every id that ends a completion, from all files: one that is missed does not end any."""
+    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         eos = read_json(path).get("eos_token_id") if path.is_file() else None
-        found.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
-    if not found:
+        ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    if not ids:
         raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
-    return frozenset(found)
+    return frozenset(ids)
 
 
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """The jinja dialect that chat templates are written in (transformers, chat_template_utils).
+    """Build the jinja dialect that chat templates are written in (transformers, chat_template_utils).
 
-    One thing is left out on purpose: strftime_now. With it Llama 3's prompts change from day to day, and a
-    run resumed tomorrow is another run; without it the template falls back on its own fixed date.
+    strftime_now is left out on purpose: with it Llama 3's prompts change from day to day, and a run resumed
+    tomorrow is another run; without it the template falls back on its own fixed date.
     """
 
     def refuse(message: str) -> None:
@@ -261,24 +261,24 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
 
 def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None, max_tokens: int,
                drop_longer: bool = False) -> list[Prompt]:
-    """Render and tokenize. A prompt of more than `max_tokens` is never cut: it is an error, or left out."""
+    """Render and tokenize problems. A prompt longer than `max_tokens` is an error or left out, never cut."""
     ids = tokenizer.encode([tokenizer.render(p.question, system) for p in problems])
     longest = max(range(len(ids)), key=lambda i: len(ids[i]))
-    over = sum(len(x) > max_tokens for x in ids)
-    if over and (over == len(ids) or not drop_longer):
+    too_long = sum(len(x) > max_tokens for x in ids)
+    if too_long and (too_long == len(ids) or not drop_longer):
         raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
-                          f"data.max_prompt_tokens={max_tokens} ({over} of {len(ids)} prompts do); raise the "
-                          "setting (of eval.py: --max-prompt-tokens), remove the problems, or leave those "
-                          "of training out by data.drop_longer")
-    if over:
-        print(f"{over} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
+                          f"data.max_prompt_tokens={max_tokens} ({too_long} of {len(ids)} prompts do); raise "
+                          "the setting (eval.py: --max-prompt-tokens), remove the problems, or leave them "
+                          "out by data.drop_longer=true (training)")
+    if too_long:
+        print(f"{too_long} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
               "and are left out", file=sys.stderr)
     return [Prompt(p.id, x, p.answer) for p, x in zip(problems, ids, strict=True) if len(x) <= max_tokens]
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """What is trained on and evaluated on, as the model reads it."""
+    """The problems to train on and the sets to evaluate on, rendered for one model."""
 
     source: Path                # the model's folder
     tokenizer: Tokenizer

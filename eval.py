@@ -78,58 +78,58 @@ class Set:
 def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling,
              progress: str | None = None) -> dict:
     """Sample and grade sampling.n answers to every problem, spread over the ranks; all return `scores`."""
-    return scores(answered(engine, tokenizer, held_out, sampling, progress))
+    return summarise(answer_problems(engine, tokenizer, held_out, sampling, progress))
 
 
-def answered(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling, progress: str | None,
-             store: Store | None = None) -> list[dict]:
+def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling,
+                    progress: str | None, store: Store | None = None) -> list[dict]:
     """Sample and grade, and return every problem with its responses.
 
-    What a `store` holds is not sampled again, and what is new is kept in it as it comes.
+    Responses that a `store` holds are not sampled again; new ones are written to it as they come.
     """
-    known = store.known(held_out.name) if store else {}
-    wanted = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
-    missing = [(i, k) for i, k in wanted if (held_out.problems[i].id, k) not in known]
-    chunk = store.chunk if store else len(wanted)
+    stored = store.responses_of(held_out.name) if store else {}
+    requests = [(i, k) for i in range(len(held_out.prompts)) for k in range(sampling.n)]
+    missing = [(i, k) for i, k in requests if (held_out.problems[i].id, k) not in stored]
+    chunk = store.chunk if store else len(requests)
     for start in range(0, len(missing), chunk):
-        before = len(wanted) - len(missing) + start
+        before = len(requests) - len(missing) + start
         in_pieces = before > 0 or chunk < len(missing)
-        label = f"{progress} from {before}/{len(wanted)}" if progress and in_pieces else progress
+        label = f"{progress} from {before}/{len(requests)}" if progress and in_pieces else progress
         if label:
             note(label)
         responses = respond(engine, tokenizer, held_out, missing[start:start + chunk], sampling, label)
-        known |= {(response["id"], response["k"]): response for response in responses}
+        stored |= {(response["id"], response["k"]): response for response in responses}
         if store:
-            store.write(held_out.name, responses)
+            store.keep(held_out.name, responses)
     problems = []
     for p in held_out.problems:
-        responses = [known[p.id, k] for k in range(sampling.n)]
+        responses = [stored[p.id, k] for k in range(sampling.n)]
         problems.append({"id": p.id, "gold": p.answer, "level": p.level, "subject": p.subject,
                          "responses": responses})
     return problems
 
 
-def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, wanted: list[tuple[int, int]],
+def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, requests: list[tuple[int, int]],
             sampling: Sampling, progress: str | None) -> list[dict]:
     """Sample and grade the k-th answer to the i-th prompt for each wanted (i, k). All ranks return all.
 
     Each has a seed of its own, so neither the number of ranks nor what is sampled beside it changes it, up to
     rounding.
     """
-    share = [(held_out.prompts[i], k) for i, k in dist.mine(wanted)]
-    seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in share]
-    samples = engine.generate([prompt.ids for prompt, _ in share], seeds, sampling.max_new_tokens,
+    local_requests = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
+    seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in local_requests]
+    samples = engine.generate([prompt.ids for prompt, _ in local_requests], seeds, sampling.max_new_tokens,
                               sampling.temperature, sampling.top_p, progress)
     texts = [tokenizer.decode(sample.ids) for sample in samples]
-    grades = grade([(prompt.answer, text) for (prompt, _), text in zip(share, texts, strict=True)])
+    grades = grade([(prompt.answer, text) for (prompt, _), text in zip(local_requests, texts, strict=True)])
     responses = []
-    for (prompt, k), sample, text, graded in zip(share, samples, texts, grades, strict=True):
+    for (prompt, k), sample, text, graded in zip(local_requests, samples, texts, grades, strict=True):
         responses.append({"id": prompt.id, "k": k, "tokens": len(sample.ids), "finished": sample.finished,
                           "text": text} | graded)
     return dist.gather(responses)
 
 
-def scores(problems: list[dict], sizes: list[int] | None = None) -> dict:
+def summarise(problems: list[dict], sizes: list[int] | None = None) -> dict:
     """Summarise n graded responses to each problem.
 
     accuracy is the mean over responses (avg@n) with its interval (low, high); lenient counts a response also
@@ -146,7 +146,7 @@ def scores(problems: list[dict], sizes: list[int] | None = None) -> dict:
     value_N = [right / n for right in right_N]
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
 
-    result = {"accuracy": mean(value_N), **interval(value_N, n), "n": n}
+    result = {"accuracy": mean(value_N), **wilson_interval(value_N, n), "n": n}
     for key in ("lenient", "last_number"):
         result[key] = mean(r[key] for r in responses)
     result["pass"], result["majority"] = {}, {}
@@ -166,7 +166,7 @@ def count_right(problem: dict) -> int:
     return sum(response["verdict"] == "right" for response in problem["responses"])
 
 
-def interval(value_N: list[float], n: int) -> dict:
+def wilson_interval(value_N: list[float], n: int) -> dict:
     low, high = wilson(value_N, n)
     return {"low": low, "high": high, "count": len(value_N)}
 
@@ -181,7 +181,7 @@ def grouped(problems: list[dict], value_N: list[float], n: int) -> dict[str, dic
         by_label: dict[str, list[float]] = {}
         for label, value in zip(labels, value_N, strict=True):
             by_label.setdefault(label or "none", []).append(value)
-        groups[kind] = {label: {"accuracy": mean(values), **interval(values, n)}
+        groups[kind] = {label: {"accuracy": mean(values), **wilson_interval(values, n)}
                         for label, values in sorted(by_label.items())}
     return groups
 
@@ -226,13 +226,13 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
         problems = []
         for problem in old["problems"]:
             problems.append(problem | {"responses": [r | next(grades) for r in problem["responses"]]})
-        results[name] = scores(problems, sizes or list(map(int, old["pass"])))
+        results[name] = summarise(problems, sizes or list(map(int, old["pass"])))
     return {"head": result["head"] | {"verifier": verifier_version()}, "results": results}
 
 
 # ---- what people read
 
-def table(results: dict[str, dict]) -> str:
+def results_table(results: dict[str, dict]) -> str:
     """Tabulate results by set, and below it accuracy by level and subject."""
     lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'accuracy':>9} {'95% interval':<16} {'lenient':>8} "
              f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"]
@@ -249,7 +249,7 @@ def table(results: dict[str, dict]) -> str:
     return "\n".join(lines)
 
 
-def compared(first: dict, second: dict) -> str:
+def comparison_table(first: dict, second: dict) -> str:
     """Tabulate the accuracy of the second result less that of the first, on the sets that both have.
 
     Raises ConfigError without any, and where a set holds other problems in one of them.
@@ -263,14 +263,14 @@ def compared(first: dict, second: dict) -> str:
             continue
         if first["head"]["sets"][name]["data"] != second["head"]["sets"][name]["data"]:
             raise ConfigError(f"--compare: {name} holds other problems in the two results")
-        lines.append(compared_set(name, first["results"][name], second["results"][name]))
+        lines.append(comparison_row(name, first["results"][name], second["results"][name]))
     if len(lines) == 1:
         raise ConfigError(f"--compare: the results have no set in common: {', '.join(first['results'])} and "
                           f"{', '.join(second['results'])}")
     return "\n".join(lines)
 
 
-def compared_set(name: str, a: dict, b: dict) -> str:
+def comparison_row(name: str, a: dict, b: dict) -> str:
     """Write the row of one set."""
     difference_N = shares_right(b) - shares_right(a)
     low, high = paired_interval(difference_N)
@@ -413,7 +413,7 @@ def run(args: argparse.Namespace) -> dict:
         if stored:
             require_same(args.out, stored["head"], head)
             print(f"{args.out} is complete; nothing is sampled again", file=sys.stderr)
-            results = {name: scores(old["problems"], args.k) for name, old in stored["results"].items()}
+            results = {name: summarise(old["problems"], args.k) for name, old in stored["results"].items()}
             return {"head": head, "results": results}
         store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size())
     engine = start_engine(args.engine, spec)
@@ -421,7 +421,7 @@ def run(args: argparse.Namespace) -> dict:
     results = {}
     for s in sets:
         progress = s.name if dist.rank() == 0 else None
-        results[s.name] = scores(answered(engine, tokenizer, s, sampling, progress, store), args.k)
+        results[s.name] = summarise(answer_problems(engine, tokenizer, s, sampling, progress, store), args.k)
     if store and dist.rank() == 0:
         write_result(args.out, {"head": head, "results": results})
         store.remove()
@@ -433,13 +433,13 @@ def show(args: argparse.Namespace) -> None:
     if args.out and not args.out.parent.is_dir():
         raise ConfigError(f"--out: folder {args.out.parent} not found; create it first")
     if args.compare:
-        print(compared(*map(read_result, args.compare)))
+        print(comparison_table(*map(read_result, args.compare)))
         return
     result = rescore(read_result(args.rescore), args.k) if args.rescore else run(args)
     if args.rescore and args.out:
         write_result(args.out, result)
     if args.rescore or dist.rank() == 0:
-        print(table(result["results"]), flush=True)
+        print(results_table(result["results"]), flush=True)
 
 
 def main() -> int:

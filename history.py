@@ -1,4 +1,4 @@
-"""The order in which prompts come up, and what is remembered of their rollouts.
+"""Draw prompts in a seeded order, and remember the rewards of their rollouts.
 
 Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  K prompts that come up.
 """
@@ -13,23 +13,23 @@ from torch import Tensor
 from advantage import flat
 from config import Prompts
 from infra.dist import seed_for
-from prune import PROMPTS, REFILLING, Memory, adapt
+from prune import PROMPTS, REFILLING, Memory, adapt_p
 from records import Prompt, Rolled, Turn
 
 
 def order(count: int, seed: int, epoch: int) -> np.ndarray:
-    """The order of `count` prompts in one epoch: a permutation, a pure function of (seed, epoch)."""
+    """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
     return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
 
 
 def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
-    """Of the g-th completion of a prompt in an epoch, whichever rank and step sample it."""
+    """Derive the seed of a prompt's g-th completion in an epoch, whichever rank and step sample it."""
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """What is remembered of a prompt: its newest rollout, from all of its completions."""
+    """The newest rollout of a prompt, from all of its completions, and how often it was easy or skipped."""
 
     epoch: int
     rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
@@ -41,16 +41,16 @@ class Visit:
 
 
 def easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
-    """bool [N] each: groups whose values are all equal, and above `middle`; all equal, and not above."""
+    """Mark easy groups, of equal values above `middle`, and hard ones, of other equal values, bool [N]."""
     flat_N, high_N = flat(value_NG), value_NG[:, 0] > middle
     return flat_N & high_N, flat_N & ~high_N
 
 
 class PromptHistory:
-    """The one state that drawing prompts has: the place in the endless row of epochs, and, where a kind of
-    prune.prompts asks for it, what earlier rollouts showed.
+    """The place in the endless sequence of epochs, and, where a kind of prune.prompts needs them, the sizes
+    and rewards of earlier rollouts: all the state that drawing prompts has.
 
-    The same on every rank, and independent of their number: it is kept from records that all ranks hold.
+    It is the same on every rank, and independent of their number: it is made of records that all ranks hold.
     """
 
     def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, middle: float):
@@ -61,8 +61,8 @@ class PromptHistory:
         self.explore = (getattr(pruning, "explore", 0.5),) * 2  # GRESO's p for easy and for hard prompts
 
     def draw(self, count: int) -> list[Turn]:
-        """Take the turns of the next `count` prompts, kept or skipped; with a kind that refills (REFILLING)
-        of as many as it takes until `count` are kept.
+        """Take the turns of the next `count` prompts, kept or skipped; a kind that refills (REFILLING) takes
+        turns until `count` are kept.
 
         Whether a prompt is kept is a function of the seed, the epoch and its id, and of the turns before this
         call.
@@ -87,7 +87,7 @@ class PromptHistory:
         return turns
 
     def coming(self, count: int) -> list[tuple[int, Prompt]]:
-        """Pass by the next `count` prompts in the endless row of epochs; each comes with its epoch."""
+        """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""
         size = len(self.prompts)
         places = [divmod(i, size) for i in range(self.place, self.place + count)]
         orders = {epoch: order(size, self.seed, epoch) for epoch in {epoch for epoch, _ in places}}
@@ -95,7 +95,7 @@ class PromptHistory:
         return [(epoch, self.prompts[orders[epoch][i]]) for epoch, i in places]
 
     def remembered(self, ids: list[str]) -> Memory:
-        """What prune.PROMPTS may look at of these prompts."""
+        """Gather what prune.PROMPTS reads of these prompts' history."""
         visits = [self.visits.get(i) for i in ids]
         sizes = [visit.size for visit in self.visits.values()]
 
@@ -108,7 +108,7 @@ class PromptHistory:
                       mean, self.explore)
 
     def record(self, rolled: Rolled) -> None:
-        """Remember a round, where prompts are pruned by what they showed."""
+        """Remember a round's rollouts, where prompts are pruned by them."""
         if self.pruning.kind == "none":
             return
         value_NG = rolled.rewards.compared_NG
@@ -122,14 +122,14 @@ class PromptHistory:
                                                 hard + 1 if is_hard else 0, times + 1)
 
     def adapt(self, rolled: Rolled) -> None:
-        """Move GRESO's p (prune.adapt) by what a step has shown, from the second epoch on."""
+        """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
         if self.pruning.kind in REFILLING and rolled.turns[-1].epoch > 0:
             easy, hard = (x_N.double().mean().item()
                           for x_N in easy_and_hard(rolled.rewards.compared_NG, self.middle))
-            self.explore = adapt(self.explore, easy, hard, self.pruning.target)
+            self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
-        """Plain values for a checkpoint."""
+        """Return plain values for a checkpoint."""
         return {"place": self.place, "explore": self.explore,
                 "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()}}
 

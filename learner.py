@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from config import Config, ConfigError, Loss, Model, Optim, Pack, Update
 from infra import dist
-from infra.checkpoint import Role, restore, tensors, whole
+from infra.checkpoint import Role, is_complete, load_tensors, tensors
 from infra.weights import export, find_model, load_weights
 from model import BACKENDS, Decoder, choose_backend, empty_model, load_model
-from pack import Minibatch, build, pack
+from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
 
 
@@ -64,7 +64,7 @@ class Learner:
         """Pack a mini-batch, and build this rank's rows of it on the device."""
         hands = pack(minibatch, self.pack, dist.world_size(), self.policy.quadratic)
         dtype = self.policy.embed_tokens.weight.dtype
-        return [build(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
+        return [build_row(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Learner:
@@ -150,14 +150,14 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args()
     try:
-        if not whole(args.checkpoint):
+        if not is_complete(args.checkpoint):
             raise ConfigError(f"{args.checkpoint} is not a whole checkpoint: files are missing or cut off")
         device = dist.init("cpu")
         cfg = torch.load(args.checkpoint / "extra.pt", weights_only=True)["config"]
         source = find_model(cfg["model.path"])
         dtype = torch.float64 if cfg["model.dtype"] == "float64" else torch.float32
         model = load_model(source, dtype, device)
-        restore(args.checkpoint / "policy", tensors(model, None))
+        load_tensors(args.checkpoint / "policy", tensors(model, None))
         export(model, source, args.out)
         return 0
     except ConfigError as error:

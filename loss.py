@@ -1,4 +1,4 @@
-"""The loss as a weighted sum over tokens: what each weighs, how far the policy may move, and may drift.
+"""Compute the loss as a weighted sum over tokens: token weights, trust regions, the KL to a reference.
 
 Every objective has the gradient  - sum_t  w_t * f_t * A_t * grad logp_t  (+ the KL's): token weight w, trust
 region f, advantage A. So a trust region returns f, as a constant. For the surrogate that every reader knows,
@@ -18,11 +18,11 @@ import torch
 from torch import Tensor
 
 from config import Loss
-from records import Pruned, Scored
+from records import PreparedRow, Pruned
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
-    """Weight of every token of each completion, [N, G]; the loss is then a plain weighted SUM.
+    """Compute the weight of every token of each completion, [N, G]; the loss is then a plain weighted SUM.
 
     per     "token"    every token counts the same             (DAPO, arXiv:2503.14476)
             "sequence" every completion counts the same        (GRPO, arXiv:2402.03300)
@@ -30,8 +30,8 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
             "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
     count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
             "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
-    offered prompts of this mini-batch, those skipped before rollout included Computed from the whole
-    mini-batch, so cutting it into rows or ranks cannot change the gradient. Two prompts of two completions,
+    offered prompts of this mini-batch, those skipped before rollout included. It is computed from the whole
+    mini-batch, so cutting that into rows or ranks cannot change the gradient. Two prompts of two completions,
     of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token 1/8, "sequence" 1/4, 1/12, 1/8, 1/8.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)
@@ -39,13 +39,13 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
     tokens = (kept_NG * len_NG).sum() if count == "kept" else len_NG.sum()
     # Pruning may leave a mini-batch with nothing: its weights are 0, not 0/0.
     items, tokens = items.clamp(min=1), tokens.clamp(min=1)
-    over = {"token": tokens, "sequence": len_NG * items, "constant": max_len * items, "sum": items}
-    return pruned.weight_NG / over[per]
+    denominators = {"token": tokens, "sequence": len_NG * items, "constant": max_len * items, "sum": items}
+    return pruned.weight_NG / denominators[per]
 
 
 def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float, count: str) -> Tensor:
-    """Weight of every token of each completion in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu
-    times the mean of -log pi over the tokens of all correct completions; 0 where none is correct.
+    """Compute the token weight in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu times the mean
+    of -log pi over the tokens of all correct completions; 0 where none is correct.
     """
     counted_NG = correct_NG & pruned.keep_NG if count == "kept" else correct_NG
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
@@ -53,7 +53,7 @@ def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: fl
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """How the policy has moved on the tokens of one row."""
+    """The log-probs of one row's tokens before and after the policy moved."""
 
     logp_C: Tensor      # log-probs in nats under the current policy
     old_logp_C: Tensor  # and under the one before the update, or under the engine (loss.old_logp)
@@ -63,7 +63,7 @@ class Move:
 
 def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None,
          ) -> Tensor:
-    """PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where the clip stops the gradient.
+    """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where it stops the gradient.
 
     Args:    logp_C, old_logp_C  log-probs in nats under the current policy and the one before the update
              low, high           region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
@@ -79,7 +79,7 @@ def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: fl
 
 
 def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Tensor:
-    """GSPO (arXiv:2507.18071): `clip` by the ratio of the whole completion, its tokens' geometric mean.
+    """Clip by the geometric mean of a completion's token ratios: GSPO (arXiv:2507.18071).
 
     With loss.per=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
     """
@@ -88,21 +88,21 @@ def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Te
 
 
 def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor:
-    """CISPO (arXiv:2506.13585): the ratio within [1 - low, 1 + high]; no gradient stops. low 1: no bound."""
+    """Clamp the ratio to [1 - low, 1 + high], stop no gradient: CISPO (arXiv:2506.13585). low 1: no bound."""
     return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
 
 
 def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
-    """Divergence PPO (arXiv:2602.04879), binary total variation: min(ratio, cap), or 0 where the token's
-    probability has moved by more than `divergence` in the advantage's direction. Rare tokens may double,
-    frequent ones may not.
+    """Return min(ratio, cap), or 0 where a token's probability has moved by more than `divergence` in the
+    advantage's direction: Divergence PPO (arXiv:2602.04879) by binary total variation. The probability of a
+    rare token may double, that of a frequent one may not.
     """
     new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
     return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
 
 
 def binary_kl(move: Move, divergence: float, cap: float) -> Tensor:
-    """Divergence PPO (arXiv:2602.04879), binary KL(old, new) in nats in place of the total variation."""
+    """Do as `total_variation`, with the binary KL(old, new) in nats in its place."""
     new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
     kl_C = sum(torch.xlogy(p, p) - torch.xlogy(p, q) for p, q in ((old_C, new_C), (1 - old_C, 1 - new_C)))
     return capped(move, (kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0), cap)
@@ -128,7 +128,7 @@ TRUST = {
 
 @dataclass(frozen=True, slots=True)
 class RowLoss:
-    """The loss of one row, and what it was made of."""
+    """The loss of one row, and the terms that it was computed from."""
 
     loss: Tensor
     correction_C: Tensor     # engine_weight
@@ -136,10 +136,10 @@ class RowLoss:
     k3_C: Tensor | None      # None without a KL
 
 
-def row_loss(logp_C: Tensor, scored: Scored, adv_C: Tensor, loss: Loss) -> RowLoss:
-    """One row's share of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t."""
-    row = scored.row
-    old_C = row.sampled_logp_C if loss.old_logp == "engine" else scored.old_logp_C
+def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss) -> RowLoss:
+    """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t."""
+    row = prepared.row
+    old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
     correction_C = torch.ones_like(logp_C.detach())
     if loss.tis_cap or loss.mask_ratio:
         correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
@@ -148,27 +148,27 @@ def row_loss(logp_C: Tensor, scored: Scored, adv_C: Tensor, loss: Loss) -> RowLo
     total = -((weight_C * f_C * adv_C + row.likelihood_C * correction_C) * logp_C).sum()
     if not loss.kl:
         return RowLoss(total, correction_C, f_C, None)
-    k3_C = k3(logp_C, scored.ref_logp_C)
+    k3_C = k3(logp_C, prepared.ref_logp_C)
     return RowLoss(total + loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach())
 
 
 def needs_old(loss: Loss) -> bool:
-    """Whether the loss takes a ratio to the policy before the update, or to the engine."""
+    """Tell whether the loss takes a ratio to the policy before the update, or to the engine."""
     return loss.trust != "none" or loss.tis_cap is not None or loss.mask_ratio is not None
 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
                   mask_ratio: float | None) -> Tensor:
-    """Importance weight of tokens that the engine drew from a policy slightly other than the trainer's.
+    """Compute importance weights for tokens whose engine samples from a slightly different policy.
 
     Args:    old_logp_C, engine_logp_C  log-probs in nats of the trainer before the update and of the engine
              segment_C   which completion each token belongs to: 0, 1, ...
              cap         truncated importance sampling: min(pi_old / pi_engine, cap) per token; none: 1
              mask_ratio  0 for a completion whose geometric mean of pi_old / pi_engine is outside
                          [1 / mask_ratio, mask_ratio]; none: no completion
-    Returns: w_C, without gradient. It multiplies the whole term, the KL included, under unchanged
-    denominators. The per-token ratio leaves the tokens before it uncorrected, and the cap its tail: less
-    variance for some bias.
+    Returns: w_C, without gradient. It multiplies a token's whole term, the KL included, under unchanged
+    denominators. A ratio per token does not correct for the tokens before it, and the cap cuts large ratios:
+    less variance for some bias.
     """
     gap_C = (old_logp_C - engine_logp_C).detach()
     weight_C = torch.ones_like(gap_C) if cap is None else gap_C.exp().clamp(max=cap)
@@ -179,7 +179,7 @@ def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, 
 
 
 def segment_sum(x_C: Tensor, segment_C: Tensor) -> Tensor:
-    """[S] sums of x over the tokens of each completion."""
+    """Sum x over the tokens of each completion, [S]."""
     count = int(segment_C.max()) + 1
     return torch.zeros(count, dtype=x_C.dtype, device=x_C.device).index_add(0, segment_C, x_C)
 
@@ -189,15 +189,15 @@ def segment_mean(x_C: Tensor, segment_C: Tensor) -> Tensor:
 
 
 def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
-    """Per-token estimate of KL(policy, reference) in nats, never negative: e^d - d - 1 with d = ref - logp.
+    """Estimate KL(policy, reference) of each token in nats: e^d - d - 1 >= 0 with d = ref - logp.
 
     Unbiased in value under samples of the policy; its gradient is GRPO's (arXiv:2402.03300, eq. 4).
-    It is not held; verl's low_var_kl is, at 10.
+    It has no upper bound; verl's low_var_kl is cut at 10.
     """
     d_C = ref_logp_C - logp_C
     return d_C.exp() - d_C - 1
 
 
 def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
-    """Half the weighted sum of squared errors of a critic."""
+    """Compute half the weighted sum of a critic's squared errors."""
     return (weight_C * (value_C - target_C).square()).sum() / 2

@@ -1,4 +1,4 @@
-"""What fits: bytes of a training step and of the rollout, counted from shapes and measured on the machine."""
+"""Count the bytes of a training step and of the rollout from shapes, and measure those of the machine."""
 
 import os
 import resource
@@ -49,7 +49,7 @@ def cache_bytes(model: Decoder, slots: int, max_len: int, tensor_parallel: int =
 
 
 def in_use(device: torch.device) -> float:
-    """Bytes that this rank has taken; torch gives nothing back, so this is a peak."""
+    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
@@ -57,13 +57,14 @@ def in_use(device: torch.device) -> float:
 
 
 def fullest(bytes_here: float, device: torch.device) -> float:
-    """Bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory. Collective."""
+    """Return the bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory.
+    Collective."""
     ranks = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     return ranks * dist.max_over_ranks(bytes_here)
 
 
-def there_are(device: torch.device) -> float:
-    """Bytes of the smallest GPU, or of the smallest machine's memory. Collective."""
+def total_bytes(device: torch.device) -> float:
+    """Return the bytes of the smallest GPU, or of the smallest machine's memory. Collective."""
     cuda = device.type == "cuda"
     host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return -dist.max_over_ranks(-(torch.cuda.mem_get_info(device)[1] if cuda else host))

@@ -1,4 +1,4 @@
-"""What a step reports. Sums and counts are added up over rows and ranks first; means are computed last.
+"""Compute a step's metrics. Sums and counts are added up over rows and ranks first; means are computed last.
 
 Dimension key:  N groups,  G completions per group,  C completion tokens of one packed row.
 """
@@ -15,7 +15,7 @@ from advantage import flat
 from infra import dist
 from loss import RowLoss
 from pack import cost
-from records import Batch, Rolled, Scored, pending
+from records import Batch, PreparedRow, Rolled, pending
 
 
 @dataclass(slots=True)
@@ -39,7 +39,7 @@ class Clock:
 
 
 def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
-    """Metrics of records that every rank holds. Where nothing was rolled out, no mean of it is given."""
+    """Compute the metrics of records that every rank holds. Without rollouts the means are left out."""
     reward_NG, weight_NG = rolled.rewards.total_NG, batch.pruned.weight_NG
     samples = [s for group in rolled.groups for s in group.samples]
     ended = [s for s in samples if not s.pending]
@@ -62,8 +62,8 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         counts["advantage/flat_groups"] = flat(reward_NG).double().mean().item()
     if not ended:
         return counts
-    means = {f"reward/{name}": part_NG[ended_NG].mean().item()
-             for name, part_NG in rolled.rewards.parts.items()}
+    means = {f"reward/{name}": component_NG[ended_NG].mean().item()
+             for name, component_NG in rolled.rewards.components.items()}
     return counts | means | {
         "reward/mean": reward_NG[ended_NG].mean().item(),
         "reward/std": reward_NG[ended_NG].std(correction=0).item(),
@@ -73,8 +73,8 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
 
 
 def decisions(rolled: Rolled, batch: Batch) -> dict:
-    """What was offered and kept, with which probability and weight: with the step's rollouts, which are a
-    function of prompt, epoch and policy, enough to compute its gradient again.
+    """List the prompts and completions offered and kept, with probability and weight: enough to compute the
+    gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained on also
     "slot": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
@@ -97,7 +97,7 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
 class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("loss", "tokens", "seen", "clipped", "k3", "packed", "rows", "cost", "corrected", "masked",
+    NAMES = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "cost", "corrected", "masked",
              "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
 
     def __init__(self, quadratic: float = 0.0):
@@ -105,26 +105,26 @@ class PassSums:
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max = torch.tensor(0.0)
 
-    def add(self, scored: Scored, made: RowLoss, first_pass: bool) -> None:
+    def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
         """Add one row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted."""
-        row = scored.row
+        row = prepared.row
         on_C = row.weight_C > 0
-        self.sums["loss"] += made.loss.detach()
-        self.sums["seen"] += on_C.sum()
-        self.sums["clipped"] += (on_C & (made.f_C == 0)).sum()
-        if made.k3_C is not None:
-            self.sums["k3"] += made.k3_C[on_C].sum()
+        self.sums["loss"] += terms.loss.detach()
+        self.sums["passed"] += on_C.sum()  # tokens, once for each pass
+        self.sums["clipped"] += (on_C & (terms.f_C == 0)).sum()
+        if terms.k3_C is not None:
+            self.sums["k3"] += terms.k3_C[on_C].sum()
         if first_pass:
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
             self.sums["rows"] += 1
             self.sums["cost"] += cost(row.offsets.diff().tolist(), self.quadratic)
-            self.sums["corrected"] += made.correction_C[on_C].sum()
-            self.sums["masked"] += (on_C & (made.correction_C == 0)).sum()
+            self.sums["corrected"] += terms.correction_C[on_C].sum()
+            self.sums["masked"] += (on_C & (terms.correction_C == 0)).sum()
             self.sums["probability"] += row.sampled_logp_C[on_C].exp().sum()
-        if first_pass and scored.old_logp_C is not None and on_C.any():
+        if first_pass and prepared.old_logp_C is not None and on_C.any():
             # log pi_trainer - log pi_engine of tokens that the engine drew
-            gap_C = (scored.old_logp_C - row.sampled_logp_C)[on_C].double()
+            gap_C = (prepared.old_logp_C - row.sampled_logp_C)[on_C].double()
             self.sums["compared"] += len(gap_C)
             self.sums["mismatch"] += gap_C.abs().sum()
             self.sums["engine_kl"] += (gap_C.exp() - gap_C - 1).sum()
@@ -133,15 +133,15 @@ class PassSums:
             self.mismatch_max = torch.maximum(self.mismatch_max.to(gap_C), gap_C.abs().max())
 
     def metrics(self, capacity: int, updates: int) -> dict[str, float]:
-        """Collective: every rank calls it once per step, with the number of optimizer steps."""
+        """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
-        most = dist.max_over_ranks(self.sums["cost"])
-        tokens, seen, compared = (max(total[name], 1) for name in ("tokens", "seen", "compared"))
+        highest_cost = dist.max_over_ranks(self.sums["cost"])
+        tokens, passed, compared = (max(total[name], 1) for name in ("tokens", "passed", "compared"))
         return {
             "train/loss": total["loss"] / updates,
             "train/tokens": int(total["tokens"]),
-            "train/clipped": total["clipped"] / seen,
-            "train/kl": total["k3"] / seen,
+            "train/clipped": total["clipped"] / passed,
+            "train/kl": total["k3"] / passed,
             "train/probability": total["probability"] / tokens,
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
             "mismatch/logp_abs_max": dist.max_over_ranks(float(self.mismatch_max)),
@@ -153,5 +153,5 @@ class PassSums:
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
             "pack/density": total["packed"] / max(total["rows"] * capacity, 1),
-            "pack/imbalance": most * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
+            "pack/imbalance": highest_cost * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
         }

@@ -142,7 +142,7 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
             for hand in hands]
 
 
-def build(minibatch: Minibatch, plan: Plan) -> Row:
+def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     """Lay a row's completions out. The tokens scored are those that this step has sampled.
 
     A prompt of ids 7 8 with the completions 4 5 and 6 becomes two sequences, ids_T = 7 8 4 5 7 8 6,

@@ -20,7 +20,7 @@ from history import sample_seed
 from infra import dist
 from learner import Learner, roles
 from model import Decoder
-from pack import Minibatch, Plan, build
+from pack import Minibatch, Plan, build_row
 from records import Group, Problem, Prompt, Row, Sample
 from rollout import Engine
 from verify.extract import extract
@@ -37,49 +37,49 @@ LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set mode
 class Check:
     name: str
     passed: bool
-    found: str    # the numbers
+    figures: str  # what was measured
     remedy: str   # what to do where it failed
 
 
-def run(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
+def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
     """Run all checks, on the training prompts and the problems behind them."""
     policy = learner.policy
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
     scale(policy, 0.5)
     engine.sync(policy)
-    rows = in_rows(sample(engine, probes, cfg.rollout, cfg.seed), learner, cfg.pack.capacity)
-    fresh_C = score(learner, rows) - sampled(rows)
+    rows = in_rows(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, cfg.pack.capacity)
+    fresh_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sleep()
     longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
     update_peak = peak_of_update(learner, longest)
     scale(policy, 2.0)
-    stale_C = score(learner, rows) - sampled(rows)
+    stale_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sync(policy)
-    groups = sample(engine, probes, cfg.rollout, cfg.seed)
+    groups = sample_probes(engine, probes, cfg.rollout, cfg.seed)
     rows = in_rows(groups, learner, cfg.pack.capacity)
     trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
-    scored_C = score(learner, rows)
-    alone_C = score(learner, in_rows(groups, learner, capacity=0))
+    trainer_C = trainer_logp(learner, rows)
+    unpacked_C = trainer_logp(learner, in_rows(groups, learner, capacity=0))
     rollout_peak = peak_of_rollout(cfg.rollout, learner, longest)
     half = learner.dtype == torch.bfloat16
     return [
         after_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
-        within("engine's log-probs", sampled(rows) - scored_C, 0.1 if half else 1e-3,
-               "the engine samples from another policy than the one trained: look for another dtype, "
-               "attention (model.attention), rotary scaling or quantised weights; loss.tis_cap corrects a "
-               "small gap"),
-        within("ratio is 1 before the update", trained_C - scored_C, 0.02 if half else 1e-5,
-               "a pass with gradient differs from one without: try other model.checkpoint_blocks or "
-               "model.attention"),
-        within("packed equals alone", alone_C - scored_C, 0.1 if half else 1e-4,
-               "attention leaks between the sequences of a row: set model.attention=sdpa"),
+        check_gap("engine's log-probs", engine_logp(rows) - trainer_C, 0.1 if half else 1e-3,
+                  "the engine samples from another policy than the one trained: look for another dtype, "
+                  "attention (model.attention), rotary scaling or quantised weights; loss.tis_cap corrects a "
+                  "small gap"),
+        check_gap("ratio is 1 before the update", trained_C - trainer_C, 0.02 if half else 1e-5,
+                  "a pass with gradient differs from one without: try other model.checkpoint_blocks or "
+                  "model.attention"),
+        check_gap("packed equals alone", unpacked_C - trainer_C, 0.1 if half else 1e-4,
+                  "attention leaks between the sequences of a row: set model.attention=sdpa"),
         distinct(groups),
         eos_agree(groups, engine, task.tokenizer, policy),
         template(task.tokenizer, cfg.data.system_prompt),
         verifier(task.problems),
         fits(memory.fullest(update_peak, learner.device), memory.fullest(rollout_peak, learner.device),
-             memory.there_are(learner.device), counted(learner)),
+             memory.total_bytes(learner.device), counted(learner)),
     ]
 
 
@@ -87,21 +87,21 @@ def require(checks: list[Check]) -> None:
     """Raises ConfigError with what failed and what to do about it."""
     failed = [c for c in checks if not c.passed]
     if failed:
-        what = "".join(f"\n  {c.name}: {c.found}\n    {c.remedy}" for c in failed)
+        what = "".join(f"\n  {c.name}: {c.figures}\n    {c.remedy}" for c in failed)
         raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed "
                           f"(train.py --check shows all):{what}")
 
 
 def report(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
     """Print the table of all checks; returns the exit status, 2 where one failed."""
-    checks = run(cfg, learner, engine, task)
+    checks = run_checks(cfg, learner, engine, task)
     if dist.rank() == 0:
-        print(table(checks), flush=True)
+        print(checks_table(checks), flush=True)
     return 0 if all(check.passed for check in checks) else 2
 
 
-def table(checks: list[Check]) -> str:
-    return "\n".join(f"{'pass' if c.passed else 'FAIL':<5} {c.name:<30} {c.found}"
+def checks_table(checks: list[Check]) -> str:
+    return "\n".join(f"{'pass' if c.passed else 'FAIL':<5} {c.name:<30} {c.figures}"
                      + ("" if c.passed else f"\n{'':<6}{c.remedy}") for c in checks)
 
 
@@ -112,7 +112,7 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
     return [*prompts[:PROBES - 1], Prompt("long", tuple(ids), "")]
 
 
-def sample(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
+def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """A few samples of every probe, as if each rank had the next few of the prompt's group."""
     requests = [(prompt, sample_seed(seed, 0, prompt.id, dist.rank() * COPIES + g))
                 for prompt in probes for g in range(COPIES)]
@@ -135,16 +135,16 @@ def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
         used += length
     dtype = learner.policy.embed_tokens.weight.dtype
     minibatch = Minibatch.plain(groups, ones.bool(), ones, ones)
-    return [build(minibatch, Plan(members)).to(learner.device, dtype) for members in bins]
+    return [build_row(minibatch, Plan(members)).to(learner.device, dtype) for members in bins]
 
 
-def sampled(rows: list[Row]) -> Tensor:
+def engine_logp(rows: list[Row]) -> Tensor:
     """The engine's log-probs."""
     return torch.cat([row.sampled_logp_C for row in rows])
 
 
 @torch.no_grad()
-def score(learner: Learner, rows: list[Row]) -> Tensor:
+def trainer_logp(learner: Learner, rows: list[Row]) -> Tensor:
     """The trainer's."""
     return torch.cat(passes(learner, rows))
 
@@ -168,7 +168,7 @@ def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
     return total["sum"] / total["count"], dist.max_over_ranks(gap_C.abs().max().item())
 
 
-def within(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
+def check_gap(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
     mean, largest = mean_and_max(gap_C)
     return Check(name, mean <= tolerance, f"|log-prob difference| mean {mean:.1e}, max {largest:.1e} "
                                           f"(mean at most {tolerance:g})", remedy)
@@ -197,7 +197,7 @@ def distinct(groups: list[Group]) -> Check:
                for n, group in enumerate(groups) for g, s in enumerate(group.samples)]
     ordered = sorted(dist.gather(samples))
     pairs = list(zip(ordered[::2], ordered[1::2], strict=True))
-    equal = [logp for (*_, ids, logp), (*_, other, _) in pairs if ids == other]
+    equal = [logp for (*_, ids, logp), (*_, paired_ids, _) in pairs if ids == paired_ids]
     log_chance = sum(equal) + math.log(math.comb(len(pairs), len(equal)))
     return Check("distinct samples", log_chance > math.log(1e-6),
                  f"{len(equal)} of {len(pairs)} pairs of seeds gave equal samples, by a chance of "
@@ -210,14 +210,14 @@ def eos_agree(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy:
     writes."""
     ids, closing = tokenizer.eos_ids, tokenizer.closing_token()
     named = ", ".join(f"{i} {tokenizer.rust.id_to_token(i)!r}" for i in sorted(ids))
-    found = f"{named}; the template closes an answer with " + (
+    figures = f"{named}; the template closes an answer with " + (
         "no token of its own" if closing is None else repr(tokenizer.rust.id_to_token(closing)))
     samples = [s for group in groups for s in group.samples]
     stops = all(s.finished == (s.ids[-1] in ids) and not ids & set(s.ids[:-1]) for s in samples)
-    known = max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
-    agree = engine.eos_ids == ids and known
+    in_vocabulary = max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
+    agree = engine.eos_ids == ids and in_vocabulary
     passed = dist.max_over_ranks(float(not (agree and stops))) == 0
-    return Check("ends of an answer", passed, found,
+    return Check("ends of an answer", passed, figures,
                  "name every closing token in generation_config.json's eos_token_id, within the model's "
                  "vocabulary; one that is missing is never learnt as an end")
 

@@ -15,13 +15,13 @@ from torch import Tensor
 
 from records import Pruned
 
-FLOOR = 0.1  # of the mean size: what a completion without advantage counts for while it still carries a KL
-SLACK = 1 - 1e-5  # of a mean: equal sizes are not below it, however their sum is rounded
+FLOOR = 0.1  # smallest size over the mean size, for a completion without advantage that still carries a KL
+SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
 
 
 @dataclass(frozen=True, slots=True)
 class Offer:
-    """What a pruner may look at: the completions of a step before any is dropped."""
+    """The completions of a step before any is dropped, as far as a pruner may look at them."""
 
     adv_NG: Tensor
     len_NG: Tensor   # completion tokens
@@ -32,12 +32,12 @@ class Offer:
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
-    one_NG = torch.ones_like(adv_NG)
-    return Pruned(one_NG.bool(), one_NG, one_NG)
+    ones_NG = torch.ones_like(adv_NG)
+    return Pruned(ones_NG.bool(), ones_NG, ones_NG)
 
 
 def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
-    """CPPO (arXiv:2503.22342): keep the completions with the largest |advantage|.
+    """Keep the completions with the largest |advantage|, as CPPO (arXiv:2503.22342).
 
     scope   "group"  `keep` of every group, as the paper's eq. 8-10 have it
             "batch"  `keep` x N of the whole step, as the released code has it: groups whose rewards are all
@@ -55,8 +55,8 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
-    """The listed algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported): of every
-    group the floor(drop_prob x G) completions with the smallest |advantage| go. Biased: nothing is left to
+    """Drop the floor(drop_prob x G) completions of each group with the smallest |advantage|: the listed
+    algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported). Biased: nothing is left to
     chance, so there is no probability to weigh by, and its theorem does not cover it.
     """
     G = adv_NG.shape[1]
@@ -64,33 +64,32 @@ def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
 
 
 def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:
-    """A survivor of probability p weighs 1/p, so that the expected weight of everyone is 1."""
+    """Weigh a survivor of probability p by 1/p, so that the expected weight of every completion is 1."""
     return Pruned(keep_NG, torch.where(keep_NG, 1 / prob_NG, 0.0), prob_NG)
 
 
 def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
-    """Dynamic Pruning's keep probability [N, G]: 1 - drop_prob for an |advantage| below its group's mean,
-    else 1."""
+    """Compute the probability to keep, [N, G]: 1 - drop_prob below the group's mean |advantage|, else 1."""
     size_NG = adv_NG.abs()
     small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * SLACK
     return 1 - drop_prob * small_NG.to(adv_NG.dtype)
 
 
 def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
-    """Dynamic Pruning (arXiv:2603.04135) of completions, as its theorem has it. Unbiased."""
+    """Drop completions at random by `below_mean`: Dynamic Pruning (arXiv:2603.04135) as proved. Unbiased."""
     prob_NG = below_mean(adv_NG, drop_prob)
     uniform_NG = torch.rand(adv_NG.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
     return thin(prob_NG, uniform_NG < prob_NG)
 
 
 def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
-    """Size of a completion in `pps`, [N, G]: a guess at the norm of its gradient, up to a common factor.
+    """Estimate the norm of each completion's gradient up to a common factor, [N, G]: its size in `pps`.
 
     size     "adv"   |A|
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
     A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
-    least FLOOR of the mean, for what is never kept cannot be made up for by a weight.
+    least FLOOR of the mean: no weight could make up for a completion that is never kept.
     """
     size_NG, root_NG = offer.adv_NG.abs() * offer.weight_N1, offer.len_NG.sqrt()
     if size == "norm":
@@ -104,39 +103,43 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
 
 
 def inclusion(size_K: Tensor, count: int) -> Tensor:
-    """Probabilities [K] proportional to size and at most 1, which add up to `count`; or 1 for every size
-    above 0 where there are no more of them than that.
+    """Compute probabilities [K] in proportion to size, at most 1 each, that add up to `count`.
 
-    Whoever would pass 1 gets 1, largest first, and the rest share what is left in proportion.
+    An item whose probability would pass 1 gets 1, largest first, and the others divide the places left in
+    proportion to their size. With at most `count` sizes above 0, each of those gets 1. To keep 2 of the sizes
+    4 2 1 1: the first would get 2 x 4/8 = 1 and is certain, the others divide 1 place: 1 1/2 1/4 1/4.
     """
     sorted_K, order_K = size_K.double().sort(descending=True, stable=True)
-    rest_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
-    left_K = count - torch.arange(len(size_K), dtype=torch.float64)
-    certain = int((left_K * sorted_K >= rest_K).logical_and(left_K > 0).cumprod(0).sum())
+    tail_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
+    places_K = count - torch.arange(len(size_K), dtype=torch.float64)
+    certain = int((places_K * sorted_K >= tail_K).logical_and(places_K > 0).cumprod(0).sum())
     prob_K = (sorted_K > 0).double()
-    if certain < count and certain < len(size_K) and rest_K[certain] > 0:
-        prob_K[certain:] = left_K[certain] * sorted_K[certain:] / rest_K[certain]
+    if certain < count and certain < len(size_K) and tail_K[certain] > 0:
+        prob_K[certain:] = places_K[certain] * sorted_K[certain:] / tail_K[certain]
     return torch.zeros_like(prob_K).scatter_(0, order_K, prob_K)
 
 
 def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
-    """Which items [K] a comb of distance 1, begun at `start` in [0, 1), meets when they lie end to end in
-    this order, each as long as its probability. Over a uniform start each is met with exactly its
-    probability, and as many are met as the probabilities add up to.
+    """Draw items by systematic sampling, bool [K]: they lie end to end in this order, each as long as its
+    probability, and those are kept in which one of the points start, start + 1, ... lies (start in [0, 1)).
+
+    Over a uniform start each item is kept with exactly its probability, and always as many are kept as the
+    probabilities add up to. Probabilities 1/2 1/2 3/4 1/4 in that order end at 1/2 1 7/4 2: start 0.6 has its
+    points at 0.6 and 1.6 and keeps the second and third item, start 0.2 the first and third.
     """
     chance_K = order_K[prob_K[order_K] < 1]
     ends = prob_K[chance_K].cumsum(0)
     if len(ends):
-        ends[-1] = ends[-1].round()  # a whole number but for rounding
-    teeth = (ends - start).ceil()
+        ends[-1] = ends[-1].round()  # an integer but for rounding
+    points = (ends - start).ceil()  # how many lie before each end
     keep_K = prob_K >= 1
-    keep_K[chance_K] = teeth.diff(prepend=teeth.new_zeros(1)) > 0
+    keep_K[chance_K] = points.diff(prepend=points.new_zeros(1)) > 0
     return keep_K
 
 
 def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
-    """Sampling with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
-    of the step, and fewer only where fewer have a size. CPPO's fixed cost with Dynamic Pruning's
+    """Sample with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
+    of the step, and fewer only where fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
     unbiasedness.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -164,7 +167,7 @@ COMPLETIONS = {
 
 @dataclass(frozen=True, slots=True)
 class Memory:
-    """What is known of K prompts that come up, before they are rolled out."""
+    """The history of K prompts that come up, before they are rolled out."""
 
     size_K: Tensor    # mean |A| of the newest rollout, from all G; nan for a prompt that never was rolled out
     skipped_K: Tensor  # turns at which it was skipped since
@@ -175,21 +178,18 @@ class Memory:
 
 
 def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:
-    """Dynamic Pruning (arXiv:2603.04135) at the prompt level: probability [K] of a rollout, 1 - drop_prob for
-    a size below the mean. A prompt that was never rolled out is certain.
-
-    The rule is a reconstruction: the sources say that prompts of low historical advantage go, not how low is
-    told.
+    """Compute each prompt's probability of a rollout, [K]: 1 - drop_prob for a size below the mean, else 1,
+    also for a prompt never rolled out. Dynamic Pruning (arXiv:2603.04135) at the prompt level, reconstructed:
+    the sources say that prompts of low historical advantage are skipped, not where low begins.
     """
     return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
 
 
 def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
-    """The listed algorithm of Dynamic Pruning at the prompt level, as it is reported: probability [K], 0 for
-    the floor(drop_prob x K) prompts of the lowest size and 1 for the others. Biased, as `drop_bottom` is.
-
-    A prompt that was never rolled out is not skipped, nor one that was `max_skips` times in a row before this
-    step: without that its size would never be measured again (our addition).
+    """Skip the floor(drop_prob x K) prompts of the lowest size: probability 0 or 1 of a rollout, [K]. The
+    listed algorithm of Dynamic Pruning, as it is reported. Biased, as `drop_bottom` is. A prompt that was
+    never rolled out is not skipped, nor one that was skipped `max_skips` times in a row before this step:
+    otherwise its size would never be measured again (our addition).
     """
     free_K = memory.size_K.isnan() | (memory.skipped_K >= max_skips)
     order_K = memory.size_K.masked_fill(free_K, torch.inf).argsort(stable=True)
@@ -199,31 +199,31 @@ def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
 
 
 def explored(memory: Memory) -> Tensor:
-    """GRESO (arXiv:2506.02177): probability [K] of a rollout, max(p^z, 0.01) after z rollouts in a row that
-    were all easy, or all hard; p differs for the two. Biased on purpose: what is rolled out keeps weight 1.
+    """Compute GRESO's probability of a rollout (arXiv:2506.02177), [K]: max(p^z, 0.01) after z rollouts in a
+    row that were all easy, or all hard; p differs for the two. Biased on purpose: every weight stays 1.
     """
     easy, hard = memory.explore
     return torch.where(memory.easy_K > 0, easy ** memory.easy_K, hard ** memory.hard_K).clamp(min=0.01)
 
 
-def adapt(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
-    """GRESO's p for easy and hard prompts after a step in which these shares of the prompts rolled out were
-    easy and hard: 0.01 less where the share has reached its part of the `target`, a third for easy ones, else
-    0.01 more.
+def adapt_p(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
+    """Move GRESO's p for easy and for hard prompts by the fractions of a step's prompts that were easy and
+    hard: 0.01 down where a fraction has reached its limit, a third of `target` for easy prompts and two
+    thirds for hard ones, else 0.01 up.
     """
-    def moved(p: float, share: float, limit: float) -> float:
-        return min(max(p - 0.01 if share >= limit else p + 0.01, 0.05), 0.95)
+    def moved(p: float, fraction: float, limit: float) -> float:
+        return min(max(p - 0.01 if fraction >= limit else p + 0.01, 0.05), 0.95)
 
     return moved(explore[0], easy, target / 3), moved(explore[1], hard, target * 2 / 3)
 
 
-def next_round(missing: int, flat: float, most: int) -> tuple[int, bool]:
-    """GRESO's batch adaptation: how many prompts to roll out for `missing` informative groups when the share
-    `flat` of the last round was not, within [most / 6, most] as released; and whether that is estimated to be
-    enough.
+def next_round(missing: int, flat_share: float, largest: int) -> tuple[int, bool]:
+    """Size GRESO's next round for `missing` informative groups when `flat_share` of the last round's groups
+    were flat: a number of prompts within [largest / 6, largest] as released, and whether it is estimated to
+    be enough.
     """
-    wanted = 1.25 * missing / (1 - flat) if flat < 1 else float("inf")
-    return max(int(min(wanted, most)), most // 6, 1), wanted <= most
+    estimate = 1.25 * missing / (1 - flat_share) if flat_share < 1 else float("inf")
+    return max(int(min(estimate, largest)), largest // 6, 1), estimate <= largest
 
 
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
@@ -233,4 +233,4 @@ PROMPTS = {
     "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
     "greso": lambda memory, settings: explored(memory),
 }
-REFILLING = {"greso"}  # kinds that replace a prompt they skip, so the rest has no weight to carry for it
+REFILLING = {"greso"}  # kinds that replace a prompt they skip, so no other prompt is weighed up for it

@@ -1,4 +1,4 @@
-"""The records that flow from stage to stage. Frozen, complete at birth: no later stage fills anything in.
+"""The records that pass from stage to stage. Frozen and complete when made: no later stage fills one in.
 
 Dimension key:  N prompts (groups) in one step,  G completions per prompt,  T tokens of one packed row
 (prompts included),  C completion tokens among them, the only ones that are projected and scored,  S sequences
@@ -74,7 +74,7 @@ class Sample:
 
     @property
     def fresh(self) -> int:
-        """Number of tokens that this step has sampled."""
+        """Count the tokens that this step has sampled."""
         return len(self.ids) - self.start
 
 
@@ -87,42 +87,42 @@ class Group:
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
-    """[N, G] tokens of each completion that this step has sampled; N may be 0."""
+    """Count the tokens of each completion that this step has sampled, [N, G]; N may be 0."""
     return torch.tensor([[s.fresh for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
 
 
 def pending(groups: list[Group], G: int) -> Tensor:
-    """bool [N, G]: completions that go on in the next step, and have no reward yet."""
+    """Mark completions that go on in the next step and have no reward yet, bool [N, G]."""
     flags = [[s.pending for s in group.samples] for group in groups]
     return torch.tensor(flags, dtype=torch.bool).view(-1, G)
 
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """What the completions of N groups earned."""
+    """The rewards of the completions of N groups."""
 
-    parts: dict[str, Tensor]    # each component that reward.measured names, float64 [N, G]
+    components: dict[str, Tensor]  # each that reward.measured names, float64 [N, G]
     weights: dict[str, float]   # of the components that count
     differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)
 
     @property
     def total_NG(self) -> Tensor:
-        """The reward: the weighted sum of the components."""
-        return sum(weight * self.parts[name] for name, weight in self.weights.items())
+        """Compute the reward: the weighted sum of the components."""
+        return sum(weight * self.components[name] for name, weight in self.weights.items())
 
     @property
     def compared_NG(self) -> Tensor:
-        """What tells informative groups from those that are easy or hard."""
-        return self.total_NG if self.differ_in == "reward" else self.parts["accuracy"]
+        """Return the values that must differ within an informative group (rollout.differ_in)."""
+        return self.total_NG if self.differ_in == "reward" else self.components["accuracy"]
 
-    def __add__(self, other: "Rewards") -> "Rewards":
-        parts = {name: torch.cat([part_NG, other.parts[name]]) for name, part_NG in self.parts.items()}
-        return replace(self, parts=parts)
+    def __add__(self, newest: "Rewards") -> "Rewards":
+        joined = {name: torch.cat([x_NG, newest.components[name]]) for name, x_NG in self.components.items()}
+        return replace(self, components=joined)
 
 
 @dataclass(frozen=True, slots=True)
 class Rolled:
-    """All that came up in a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
+    """All rounds of a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
 
     turns: list[Turn] = field(default_factory=list)    # in order, those skipped included
     groups: list[Group] = field(default_factory=list)  # of the turns kept
@@ -134,12 +134,12 @@ class Rolled:
     def kept(self) -> list[Turn]:
         return [turn for turn in self.turns if turn.kept]
 
-    def __add__(self, other: "Rolled") -> "Rolled":
-        sizes = (*self.sizes, len(other.groups))
+    def __add__(self, newest: "Rolled") -> "Rolled":
+        sizes = (*self.sizes, len(newest.groups))
         if not self.sizes:
-            return replace(other, sizes=sizes)
-        return Rolled(self.turns + other.turns, self.groups + other.groups, self.rewards + other.rewards,
-                      torch.cat([self.adv_NG, other.adv_NG]), sizes)
+            return replace(newest, sizes=sizes)
+        return Rolled(self.turns + newest.turns, self.groups + newest.groups, self.rewards + newest.rewards,
+                      torch.cat([self.adv_NG, newest.adv_NG]), sizes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Pruned:
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """What a step trains on, the same on every rank. Its N may be fewer than were rolled out."""
+    """The groups that a step trains on, the same on every rank, perhaps fewer than were rolled out."""
 
     turns: list[Turn]
     groups: list[Group]
@@ -184,11 +184,11 @@ class Row:
 
     @property
     def segment_C(self) -> Tensor:
-        """Which of the row's sequences each completion token belongs to."""
+        """Number the row's sequence that each completion token belongs to."""
         return torch.bucketize(self.predict_C, self.offsets, right=True) - 1
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
-        """On `device`, with the floating-point fields in `dtype`."""
+        """Move the row to `device`, with the floating-point fields in `dtype`."""
         moved = {}
         for f in fields(self):
             value = getattr(self, f.name)
@@ -199,18 +199,18 @@ class Row:
 
 
 @dataclass(frozen=True, slots=True)
-class Scored:
-    """A row, and what passes without gradient told of it before the update."""
+class PreparedRow:
+    """A row, and what passes without gradient computed for it before the update."""
 
     row: Row
     adv_C: Tensor                 # the row's, or by a critic's values
-    ref_logp_C: Tensor | None     # under the reference, where the loss needs one
-    old_logp_C: Tensor | None     # under the policy before the update; None until a first pass has told it
+    ref_logp_C: Tensor | None     # log-probs under the reference, where the loss needs one
+    old_logp_C: Tensor | None     # under the policy before the update; None until a pass computes them
 
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """What a rollout engine is started with."""
+    """The arguments that a rollout engine is started with."""
 
     folder: Path                 # of the model
     dtype: torch.dtype           # of weights and computation

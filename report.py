@@ -37,7 +37,7 @@ OUTSIDE = ("step", "start", "eval", "checkpoint")  # phases that are no part of 
 
 
 @dataclass(frozen=True, slots=True)
-class Run:
+class LoggedRun:
     folder: Path
     seed: int
     settings: dict                   # all but the seed and the folder
@@ -56,12 +56,12 @@ class Run:
         return float(np.interp(level, curve[i - 1:i + 1], spent[i - 1:i + 1]) if i else spent[0])
 
 
-Groups = dict[str, list[Run]]  # label -> runs of one config
+Groups = dict[str, list[LoggedRun]]  # label -> runs of one config
 
 
 # ---- reading runs
 
-def read_run(folder: Path) -> Run:
+def read_run(folder: Path) -> LoggedRun:
     """Read a run. Raises ConfigError for a folder that is no run, or one without two evaluations."""
     if not (folder / "config.yaml").is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; "
@@ -78,8 +78,8 @@ def read_run(folder: Path) -> Run:
     phases = runfolder.phase_seconds(lines)
     phases["other"] = phases["step"] - sum(s for phase, s in phases.items() if phase not in OUTSIDE)
     settings = config.flatten(config.load(folder / "config.yaml"))
-    same = {key: value for key, value in settings.items() if key not in ("seed", "out")}
-    return Run(folder, settings["seed"], same, spent, accuracy, phases)
+    comparable = {key: value for key, value in settings.items() if key not in ("seed", "out")}
+    return LoggedRun(folder, settings["seed"], comparable, spent, accuracy, phases)
 
 
 def spent_until(evals: list[dict], lines: list[dict], key: str | None) -> np.ndarray:
@@ -91,16 +91,16 @@ def spent_until(evals: list[dict], lines: list[dict], key: str | None) -> np.nda
     return np.array(totals, dtype=float)
 
 
-def group_runs(runs: list[Run]) -> Groups:
+def group_runs(runs: list[LoggedRun]) -> Groups:
     """Put runs of one config together, in the order given, under the first one's name without its seed.
 
     Where that name is taken it is the whole path. Raises ConfigError for two runs of one config and seed, for
     they are one observation.
     """
-    groups: list[list[Run]] = []
+    groups: list[list[LoggedRun]] = []
     for run in runs:
-        same = next((group for group in groups if group[0].settings == run.settings), None)
-        groups.append([run]) if same is None else same.append(run)
+        run_group = next((group for group in groups if group[0].settings == run.settings), None)
+        groups.append([run]) if run_group is None else run_group.append(run)
     named = {}
     for group in groups:
         seeds = {run.seed for run in group}
@@ -201,7 +201,7 @@ def plot_accuracy(groups: Groups, names: list[str], path: Path) -> None:
     pyplot.close(figure)
 
 
-def plot_curve(axis: Axes, label: str, group: list[Run], name: str, kind: str) -> None:
+def plot_curve(axis: Axes, label: str, group: list[LoggedRun], name: str, kind: str) -> None:
     grid = np.linspace(0, min(run.spent[kind][-1] for run in group), 200)
     curves = np.array([np.interp(grid, run.spent[kind], run.accuracy[name]) for run in group])
     middle, half = curves.mean(axis=0), half_width(curves)
@@ -212,15 +212,15 @@ def plot_curve(axis: Axes, label: str, group: list[Run], name: str, kind: str) -
 def plot_seconds(groups: Groups, path: Path) -> None:
     """Draw stacked bars: seconds of each phase of a whole run, mean over runs."""
     figure, axis = pyplot.subplots(figsize=(9, 1 + 0.5 * len(groups)), layout="constrained")
-    left = np.zeros(len(groups))
+    starts = np.zeros(len(groups))
     for phase in phases_of(groups):
         if phase == "step":
             continue
         width = []
         for group in groups.values():
             width.append(mean(run.phases.get(phase, 0.0) for run in group))
-        axis.barh(list(groups), width, left=left, label=phase)
-        left += width
+        axis.barh(list(groups), width, left=starts, label=phase)
+        starts += width
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a whole run")
     axis.legend()
@@ -230,7 +230,7 @@ def plot_seconds(groups: Groups, path: Path) -> None:
 
 # ---- the page
 
-def report(folders: list[Path], out: Path) -> str:
+def write_report(folders: list[Path], out: Path) -> str:
     """Write the page and its plots into `out`, and return the page. Raises ConfigError."""
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
@@ -256,7 +256,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/report"))
     args = parser.parse_args()
     try:
-        print(report(args.runs, args.out))
+        print(write_report(args.runs, args.out))
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -178,12 +178,12 @@ def score(completions: list[tuple[str, str, int]], longest: int, cfg: Reward) ->
 
 def span(weights: dict[str, float]) -> tuple[float, float]:
     """Return the least and the most that a reward can be."""
-    least = most = 0.0
+    least = greatest = 0.0
     for name, weight in weights.items():
         _, low, high = COMPONENTS[name]
         least += min(weight * low, weight * high)
-        most += max(weight * low, weight * high)
-    return least, most
+        greatest += max(weight * low, weight * high)
+    return least, greatest
 
 
 def main() -> int:
@@ -202,8 +202,8 @@ def main() -> int:
     counts = count_outcomes(cases, grades)
     print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")
     for name, outcomes in counts.items():
-        share = (outcomes["true positive"] + outcomes["true negative"]) / outcomes.total()
-        print(f"{name:<24} {outcomes.total():>6} {share:>9.1%} {outcomes['false positive']:>16} "
+        fraction_right = (outcomes["true positive"] + outcomes["true negative"]) / outcomes.total()
+        print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
               f"{outcomes['false negative']:>16}")
     killed = sum(graded["verdict"] == "timed_out" for graded in grades)
     print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took the verifier more than "

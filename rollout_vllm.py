@@ -40,8 +40,8 @@ class VLLMEngine:
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
         # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that
         # cannot.
-        whole = {"enable_chunked_prefill": False, "enforce_eager": True,
-                 "max_num_batched_tokens": max(spec.max_len, 8192)}
+        cpu_options = {"enable_chunked_prefill": False, "enforce_eager": True,
+                       "max_num_batched_tokens": max(spec.max_len, 8192)}
         with undisturbed(spec.device):
             llm, self.params = import_vllm(spec.device)
             try:
@@ -55,7 +55,7 @@ class VLLMEngine:
                     # The size of the cache is given, so this share only decides whether vLLM finds enough
                     # free memory to start beside the trainer.
                     gpu_memory_utilization=0.01,
-                    **({"enable_sleep_mode": True} if spec.device.type == "cuda" else whole))
+                    **({"enable_sleep_mode": True} if spec.device.type == "cuda" else cpu_options))
             except (ValueError, torch.OutOfMemoryError) as error:
                 raise ConfigError(
                     f"rollout.engine=vllm cannot start with slots={spec.slots}, sequences of {spec.max_len} "
@@ -71,12 +71,13 @@ class VLLMEngine:
 
         Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
         """
-        given = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
-        if given != self.expected:
-            name = min(name for name in given.keys() | self.expected.keys()
-                       if given.get(name) != self.expected.get(name))
-            raise ValueError(f"the policy does not fit the engine at {name}: {given.get(name, 'nothing')}, "
-                             f"the engine's is {self.expected.get(name, 'nothing')}")
+        policy_shapes = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
+        if policy_shapes != self.expected:
+            name = min(name for name in policy_shapes.keys() | self.expected.keys()
+                       if policy_shapes.get(name) != self.expected.get(name))
+            raise ValueError(f"the policy does not fit the engine at {name}: its shape is "
+                             f"{policy_shapes.get(name, 'nothing')}, the engine's "
+                             f"{self.expected.get(name, 'nothing')}")
         self.llm.wake_up(["weights"])
         stream = ((name, dist.full(t)) for name, t in policy.named_hf_tensors())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -103,22 +104,22 @@ class VLLMEngine:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
         limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        parts = [list(zip(prompts, seeds, limits, strict=True))]
+        by_rank = [list(zip(prompts, seeds, limits, strict=True))]
         if self.tensor_parallel > 1:
-            parts = dist.gather(parts)[dist.rank() - first:][:self.tensor_parallel]
-        wanted = [request for part in parts for request in part]
+            by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
+        requests = [request for rank_requests in by_rank for request in rank_requests]
         params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
                               stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
-                              logprobs=0, flat_logprobs=True) for _, seed, limit in wanted]
+                              logprobs=0, flat_logprobs=True) for _, seed, limit in requests]
         bar = partial(tqdm, leave=False, disable=None) if progress else False  # None: unless at a terminal
         try:
-            asked = [{"prompt_token_ids": list(ids)} for ids, *_ in wanted]
+            asked = [{"prompt_token_ids": list(ids)} for ids, *_ in requests]
             outputs = self.llm.generate(asked, params, use_tqdm=bar)
         except Exception as error:  # vLLM's errors have nothing else in common
             raise RuntimeError(f"vLLM failed while sampling: {error}") from error
-        done = [output.outputs[0] for output in outputs]
-        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in done]
-        start = sum(map(len, parts[:first]))
+        completions = [output.outputs[0] for output in outputs]
+        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in completions]
+        start = sum(map(len, by_rank[:first]))
         return samples[start:start + len(prompts)]
 
 

@@ -122,9 +122,9 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
         history, sampler = window.windowed(history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     log = runfolder.Log(folder if dist.rank() == 0 else None)
-    saved = restore(resume, checkpoints, log)
+    saved = load_newest(resume, checkpoints, log)
     if saved is None:
-        preflight.require(preflight.run(cfg, learner, engine, task))
+        preflight.require(preflight.run_checks(cfg, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, learner.device)
     else:
@@ -136,8 +136,8 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
     if run.first == 0:
         evaluate_sets(run, cfg.eval, step=0)
     if cfg.advantage.kind == "soft_value":
-        run = replace(run, table=soft_value.table(sampler, task.prompts, cfg.advantage, folder, run.first > 0,
-                                                  partial(asked_to_stop, stop)))
+        run = replace(run, table=soft_value.estimate_table(
+            sampler, task.prompts, cfg.advantage, folder, run.first > 0, partial(asked_to_stop, stop)))
     return run
 
 
@@ -157,7 +157,7 @@ def beside_weights(cfg: Config, history: PromptHistory) -> dict:
     return {"config": config.flatten(cfg), "history": history.state()}
 
 
-def restore(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
+def load_newest(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
     """Load the newest checkpoint; returns what it holds beside weights and moments, or None to begin."""
     if resume == "never":
         return None

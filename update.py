@@ -1,4 +1,4 @@
-"""The update on one rollout: weights and rows made once, then epochs of mini-batches.
+"""Update the policy on one rollout: make weights and rows once, then run epochs of mini-batches.
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row.
 """
@@ -14,43 +14,42 @@ from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
 from methods import critic, soft_value
 from metrics import Clock, PassSums
 from pack import Minibatch
-from records import Batch, Pruned, Row, Scored, lengths
+from records import Batch, PreparedRow, Pruned, Row, lengths
 
 
 def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
-    """Take all optimizer steps of the policy on one rollout. Masks, weights and rows are made once and serve
-    every epoch. Nothing is done before learner.first.
+    """Take all optimizer steps of the policy on one rollout, and none before step learner.first.
 
-    A mini-batch without any gradient changes nothing. That is Adam's path, not the gradient, whose mean over
-    the draws stays the full batch's. Raises NotFinite.
+    A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient, whose
+    mean over the draws stays the full batch's. Raises NotFinite.
     """
     first, settings = learner.first, learner.update
     if step < first:
         return {}
     with clock.phase("pack"):
         batches = [learner.rows(minibatch(learner, batch, places))
-                   for places in split(learner.seed, step, batch.offered, settings.minibatches)]
-    with clock.phase("score"):
+                   for places in split_prompts(learner.seed, step, batch.offered, settings.minibatches)]
+    with clock.phase("prepare"):
         # One batch needs no extra pass: its first pass itself runs under the policy before the update.
         extra = len(batches) > 1 and learner.loss.old_logp == "recompute" and needs_old(learner.loss)
-        scored = [[score(learner, row, extra) for row in rows] for rows in batches]
+        prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in batches]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     learner.optimizer.param_groups[0]["lr"] = rate
     sums, norms = PassSums(learner.policy.quadratic), []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
-            for rows in scored:
+            for rows in prepared:
                 for i, row in enumerate(rows):
-                    rows[i], made = backward(learner, row, unmoved=not norms)
-                    sums.add(rows[i], made, first_pass=epoch == 0)
+                    rows[i], terms = add_gradient(learner, row, unmoved=not norms)
+                    sums.add(rows[i], terms, first_pass=epoch == 0)
                 norms.append(descend(learner.policy, learner.optimizer, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
     return sums.metrics(learner.pack.capacity, len(norms)) | {
         "train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
 
 
-def split(seed: int, step: int, offered: int, count: int) -> list[list[int]]:
+def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[int]]:
     """Deal the prompts offered to the optimizer steps of an epoch: a seeded draw, the same in every epoch.
 
     Prompts skipped take part, so that a mini-batch varies in its groups and not in its denominator.
@@ -64,8 +63,8 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     """Weigh the completions of the prompts offered at these places by the mini-batch's own denominator."""
     group_at = {place: n for n, place in enumerate(batch.places)}
     members = [group_at[place] for place in places if place in group_at]
-    groups, whole, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
-    pruned = Pruned(whole.keep_NG[members], whole.weight_NG[members], whole.prob_NG[members])
+    groups, of_step, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
+    pruned = Pruned(of_step.keep_NG[members], of_step.weight_NG[members], of_step.prob_NG[members])
     len_NG = lengths(groups, batch.adv_NG.shape[1])
     weight_NG = token_weight(len_NG, pruned, loss.per, loss.count, learner.max_new_tokens, len(places))
     likelihood_NG = torch.zeros_like(weight_NG)
@@ -77,26 +76,27 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 
 
 @torch.no_grad()
-def score(learner: Learner, row: Row, extra_pass: bool) -> Scored:
-    """Run a row before the update through the reference, a critic, and where asked for the policy."""
-    return Scored(
+def prepare_row(learner: Learner, row: Row, extra_pass: bool) -> PreparedRow:
+    """Run a row through the reference, a critic and, in an `extra_pass`, the policy before the update."""
+    return PreparedRow(
         row,
         adv_C=critic.advantages(learner, row) if learner.critic else row.adv_C,
         ref_logp_C=learner.log_probs(learner.reference, row) if learner.reference else None,
         old_logp_C=learner.log_probs(learner.policy, row) if extra_pass else None)
 
 
-def backward(learner: Learner, scored: Scored, unmoved: bool) -> tuple[Scored, RowLoss]:
+def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:
     """Add a row's gradient to the policy's.
 
-    While the policy is unmoved since the rollout, this pass tells the log-probs before the update.
+    While the policy is unmoved since the rollout, this pass computes the log-probs before the update.
     """
-    logp_C = learner.log_probs(learner.policy, scored.row)
-    if scored.old_logp_C is None and unmoved:
-        scored = replace(scored, old_logp_C=logp_C.detach())
-    adv_C = scored.adv_C
+    logp_C = learner.log_probs(learner.policy, prepared.row)
+    if prepared.old_logp_C is None and unmoved:
+        prepared = replace(prepared, old_logp_C=logp_C.detach())
+    adv_C = prepared.adv_C
     if learner.residual:
-        adv_C = soft_value.residual(logp_C, scored.ref_logp_C, adv_C, scored.row.segment_C, learner.residual)
-    made = row_loss(logp_C, scored, adv_C, learner.loss)
-    made.loss.backward()
-    return scored, made
+        adv_C = soft_value.residual(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C,
+                                    learner.residual)
+    terms = row_loss(logp_C, prepared, adv_C, learner.loss)
+    terms.loss.backward()
+    return prepared, terms

@@ -75,12 +75,12 @@ def timed(function: Callable[[], object]) -> float:
 
 def plainly(path: Path, role: Role) -> None:
     """Save what each rank must hand over, in one file."""
-    whole = {
+    full_state = {
         kind: {name: dist.full(t) for name, t in tensors.items()}
         for kind, tensors in checkpoint.tensors(*role).items()
     }
     if dist.rank() == 0:
-        torch.save(whole, path)
+        torch.save(full_state, path)
         checkpoint.flush(path)
 
 
@@ -116,7 +116,7 @@ def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, 
     waiting = timed(lambda: dcp.save(checkpoint.tensors(*role), checkpoint_id=waiting_at))
     if dist.rank() == 0:
         shutil.rmtree(waiting_at)
-    alone = timed(lambda: work(*role, PASSES, STEPS))
+    without_save = timed(lambda: work(*role, PASSES, STEPS))
 
     def in_the_background() -> None:
         checkpoints.save(step, {})
@@ -124,10 +124,11 @@ def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, 
         checkpoints.wait_for_copies()
         work(*role, 0, STEPS)
 
-    beside = timed(in_the_background)
-    still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
+    during_save = timed(in_the_background)
+    standing_still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
     written = timed(checkpoints.wait)
-    return {"torch.save": plain, "waiting": waiting, "still": still, "lost": beside + written - alone}
+    lost = during_save + written - without_save
+    return {"torch.save": plain, "waiting": waiting, "still": standing_still, "lost": lost}
 
 
 def load(rank: int, ranks: int, folder: str, rounds: int) -> None:

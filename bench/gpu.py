@@ -109,9 +109,9 @@ def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: in
 
         seconds = timed(device, work)
         pairs = zip(results[backend], results["sdpa"], strict=True)
-        apart = max(float((a - b).detach().float().abs().max()) for a, b in pairs)
-        rows.append({"backend": backend, "seconds": seconds, "largest_difference": apart})
-        print(f"{backend:<9} {spread(seconds)} {apart:>18.1e}")
+        difference = max(float((a - b).detach().float().abs().max()) for a, b in pairs)
+        rows.append({"backend": backend, "seconds": seconds, "largest_difference": difference})
+        print(f"{backend:<9} {spread(seconds)} {difference:>18.1e}")
     return rows
 
 
@@ -188,10 +188,10 @@ def updates(learner: Learner, groups: list[Group], sizes: tuple[int, ...], peak:
           "AdamW included\n"
           f"{'capacity':>8} {'keep':>5} {'blocks':>10} {'tokens':>8} {'rows':>5} {'seconds':>9} "
           f"{'min - max':>21} {'tokens/s':>9} {'MFU' if peak else 'TFLOP/s':>8} {'GiB':>6}")
-    most, places, rows = sizes[-1], list(range(len(groups))), []
+    largest, places, rows = sizes[-1], list(range(len(groups))), []
     ways = [(size, 16, False) for size in sizes]
-    ways += [(most, 16, True)]
-    ways += [(most, keep, False) for keep in (8, 4, 2)]
+    ways += [(largest, 16, True)]
+    ways += [(largest, keep, False) for keep in (8, 4, 2)]
     for capacity, keep, again in ways:
         pruned = keep_largest(adv_NG, keep, "group")
         batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, places, len(groups), seed=0)

@@ -68,7 +68,7 @@ def step(shape: str, tokens: int, recompute: bool) -> None:
         optimizer.zero_grad()
 
 
-def apart(function: Callable, *arguments) -> int:
+def in_own_process(function: Callable, *arguments) -> int:
     """Peak bytes of one call, in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measured, function, *arguments).result()
@@ -88,14 +88,14 @@ def losses() -> dict[str, int]:
     for width, tokens, chunk in tqdm([(64, 2048, None), (64, 4096, None), (64, 16384, 1024),
                                       (64, 16384, 4096), (896, 2048, 1024)], "loss"):
         way = f"width {width}, " + ("dense" if chunk is None else f"chunks of {chunk}")
-        sizes[way, tokens] = apart(loss, width, tokens, chunk)
+        sizes[way, tokens] = in_own_process(loss, width, tokens, chunk)
     small, large = sizes["width 64, dense", 2048], sizes["width 64, dense", 4096]
-    most = large + (large - small) * (16384 - 4096) // 2048
-    sizes["width 64, dense, extended linearly", 16384] = most
+    dense = large + (large - small) * (16384 - 4096) // 2048
+    sizes["width 64, dense, extended linearly", 16384] = dense
     print(f"{'loss at a vocabulary of ' + format(VOCAB, ','):<40} {'tokens':>7} {'GiB':>6} {'of dense':>9}")
     for (way, tokens), size in sizes.items():
-        share = f"1 / {most / size:.1f}" if "chunks" in way else ""
-        print(f"{way:<40} {tokens:>7,} {size / GIB:>6.2f} {share:>9}", flush=True)
+        saving = f"1 / {dense / size:.1f}" if "chunks" in way else ""
+        print(f"{way:<40} {tokens:>7,} {size / GIB:>6.2f} {saving:>9}", flush=True)
     return {f"{way} {tokens}": size for (way, tokens), size in sizes.items()}
 
 
@@ -107,7 +107,7 @@ def shape_of(name: str) -> Shape:
 def counted_and_measured(name: str, tokens: int, recompute: bool) -> dict:
     """The peak of a step in float32 on one rank, by the count and as it was here."""
     computed = peak_bytes(shape_of(name), tokens, recompute, element=4, chunk=CHUNK)
-    real = apart(step, name, tokens, recompute)
+    real = in_own_process(step, name, tokens, recompute)
     print(f"{name:<16} {tokens:>7,} {recompute!s:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
           f"{computed / real:>6.2f}", flush=True)
     return {"shape": name, "tokens": tokens, "recompute": recompute, "computed": computed, "measured": real}

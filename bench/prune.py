@@ -36,7 +36,7 @@ from infra import dist
 from learner import Learner
 from prune import COMPLETIONS, Offer, pps
 from records import Batch, Group, Pruned, lengths
-from update import backward, minibatch, score
+from update import add_gradient, minibatch, prepare_row
 
 STEPS = {"early": 3, "late": 8}
 ROLLOUTS, DRAWS, BUDGETS = 6, 150, (0.5, 0.25, 0.125, 0.0625)
@@ -98,9 +98,9 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
     only_NG = torch.zeros_like(adv_NG, dtype=torch.bool)
     only_NG[member] = True
     pruned = Pruned(only_NG, only_NG.to(adv_NG), torch.ones_like(adv_NG))
-    alone = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
-    for row in learner.rows(minibatch(learner, alone, list(range(N)))):
-        backward(learner, score(learner, row, extra_pass=False), unmoved=True)
+    single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
+    for row in learner.rows(minibatch(learner, single, list(range(N)))):
+        add_gradient(learner, prepare_row(learner, row, extra_pass=False), unmoved=True)
     gradient = torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
     return gradient

@@ -180,15 +180,15 @@ def main() -> None:
             print(json.dumps(measured))
         dist.close()
         return
-    there = [kind for kind, package in ENGINES.items()
+    installed = [kind for kind, package in ENGINES.items()
              if package is None or importlib.util.find_spec(package)]
     tokens = PROMPTS * COPIES * NEW
-    print(f"{tokens:,} tokens; not installed here: {', '.join(set(ENGINES) - set(there)) or 'none'}")
+    print(f"{tokens:,} tokens; not installed here: {', '.join(set(ENGINES) - set(installed)) or 'none'}")
     print(f"{'shape':<6} {'engine':<14} {'tokens/s':>9} {'min - max':>17} {'GiB':>6}")
-    rates = [row for shape in args.shapes.split(",") for row in generations(shape, there)]
+    rates = [row for shape in args.shapes.split(",") for row in generations(shape, installed)]
     print(f"\n{'sync of 0.5B':<14} {'policy':<7} {'seconds':>8} {'min - max':>14} {'extra GiB':>10} "
           f"{'largest tensor':>15}")
-    synced = [row for kind in there if kind != "transformers" for row in syncs(kind)]
+    synced = [row for kind in installed if kind != "transformers" for row in syncs(kind)]
     print(json.dumps({"bench": "rollout", "tokens": tokens, "generate": rates, "sync": synced}))
 
 

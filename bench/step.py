@@ -72,12 +72,12 @@ def beside_unpruned(learner: Learner, rolled: Rolled, cfg: config.Config, keep: 
     """Time updates on `keep` completions of each group, each after one on all of them."""
     pairs = [(updated(learner, rolled, cfg, cfg.rollout.group_size), updated(learner, rolled, cfg, keep))
              for _ in range(PAIRS)]
-    whole, pruned = pairs[0]
+    unpruned, pruned = pairs[0]
     ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
     row = {
         "keep": keep,
         "tokens": pruned["pack/tokens"],
-        "share": pruned["pack/tokens"] / whole["pack/tokens"],
+        "share": pruned["pack/tokens"] / unpruned["pack/tokens"],
         "rows": pruned["pack/rows"],
         "density": pruned["pack/density"],
         "pack": median(b["time/pack"] for _, b in pairs),
@@ -120,15 +120,15 @@ def travel(rank: int, folder: str, completions: int) -> None:
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    mine = sampled(rank, len(range(rank, completions, RANKS)))
-    gather_samples(mine[:1])  # connections and code that the first call loads
+    own_samples = sampled(rank, len(range(rank, completions, RANKS)))
+    gather_samples(own_samples[:1])  # connections and code that the first call loads
     before = resident()
     seconds, risen = [], []
     for _ in range(ROUNDS):
         forget_peak()
         dist.barrier()
         start = perf_counter()
-        step = gather_samples(mine)
+        step = gather_samples(own_samples)
         seconds.append(dist.max_over_ranks(perf_counter() - start))
         risen.append(dist.max_over_ranks(peak() - before))
         assert len(step) == completions

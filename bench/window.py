@@ -51,10 +51,10 @@ class Tailed:
         self.engine, self.lengths = engine, lengths
 
     def generate(self, prompts, seeds, limits, temperature, progress=None) -> list[Sample]:
-        left = [self.lengths[p[:PROMPT]] - (len(p) - PROMPT) for p in prompts]
-        limits = [min(pair) for pair in zip(limits, left, strict=True)]
+        remaining = [self.lengths[p[:PROMPT]] - (len(p) - PROMPT) for p in prompts]
+        limits = [min(pair) for pair in zip(limits, remaining, strict=True)]
         samples = self.engine.generate(prompts, seeds, limits, temperature)
-        return [replace(s, finished=s.length == n) for s, n in zip(samples, left, strict=True)]
+        return [replace(s, finished=s.length == n) for s, n in zip(samples, remaining, strict=True)]
 
 
 def workload(count: int) -> tuple[list[Prompt], dict[tuple[int, ...], int]]:
@@ -147,10 +147,10 @@ def main() -> None:
         print(json.dumps(measure(*args.child)))
         dist.close()
         return
-    there = [kind for kind in ("torch", "vllm") if kind == "torch" or importlib.util.find_spec("vllm")]
+    installed = [kind for kind in ("torch", "vllm") if kind == "torch" or importlib.util.find_spec("vllm")]
     print(f"{'shape':<6} {'engine':<7} {'window':>7} {'tokens/s':>9} {'min - max':>17} {'of whole':>9} "
           f"{'steps':>6} {'longest step, s':>16}")
-    results = [row for shape in args.shapes.split(",") for kind in there for row in compared(shape, kind)]
+    results = [row for shape in args.shapes.split(",") for kind in installed for row in compared(shape, kind)]
     print(json.dumps({"bench": "window", "answers": ANSWERS, "results": results}))
 
 

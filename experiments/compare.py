@@ -15,7 +15,7 @@ from pathlib import Path
 from statistics import mean
 
 from tqdm import tqdm
-from training import ROOT, run
+from training import ROOT, train_once
 
 import report
 from infra import runfolder
@@ -33,7 +33,7 @@ STEPS = 20
 COMMON = [f"steps={STEPS}", "eval.every=1", "data.limit=160", "checkpoint.every=0"]
 
 
-def score(folder: Path, name: str) -> float:
+def mean_accuracy(folder: Path, name: str) -> float:
     """Average the accuracy over the evaluations of a run."""
     lines = runfolder.read(folder / "metrics.jsonl")
     return mean(line[f"eval/{name}/accuracy"] for line in lines if f"eval/{name}/accuracy" in line)
@@ -48,9 +48,10 @@ def tune(out: Path, bar: tqdm) -> dict[str, dict[str, float]]:
     for rate in RATES:
         for method in METHODS:
             bar.set_description(f"{method}, rate {rate}")
-            folder = run(out / "rates" / f"{method}-{rate}", *METHODS[method], *COMMON, f"optim.lr={rate}",
-                         f"seed={TUNING_SEED}", f"data.eval={validation}")
-            scores[method][rate] = score(folder, "validation")
+            folder = train_once(
+                out / "rates" / f"{method}-{rate}", *METHODS[method], *COMMON, f"optim.lr={rate}",
+                f"seed={TUNING_SEED}", f"data.eval={validation}")
+            scores[method][rate] = mean_accuracy(folder, "validation")
             bar.update()
     return scores
 
@@ -61,8 +62,9 @@ def compare(out: Path, best: dict[str, str], bar: tqdm) -> list[Path]:
     for seed in SEEDS:
         for method in METHODS:
             bar.set_description(f"{method}, seed {seed}")
-            folders[method].append(run(out / f"{method}-seed{seed}", *METHODS[method], *COMMON,
-                                       f"optim.lr={best[method]}", f"seed={seed}"))
+            folders[method].append(train_once(
+                out / f"{method}-seed{seed}", *METHODS[method], *COMMON, f"optim.lr={best[method]}",
+                f"seed={seed}"))
             bar.update()
     return sum(folders.values(), [])
 
@@ -83,7 +85,7 @@ def main() -> None:
         print(f"{method:<17}" + "  ".join(cells))
     folders = compare(out, best, bar)
     bar.close()
-    print(report.report(folders, out / "report"))
+    print(report.write_report(folders, out / "report"))
     print(json.dumps({"bench": "compare", "scores": scores, "rates": best, "steps": STEPS,
                       "seeds": len(SEEDS)}))
 

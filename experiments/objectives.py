@@ -13,7 +13,7 @@ import json
 from pathlib import Path
 
 from tqdm import tqdm
-from training import ROOT, run
+from training import ROOT, train_once
 
 from infra import runfolder
 
@@ -30,7 +30,7 @@ def evaluations(lines: list[dict]) -> list[dict]:
     return [line for line in lines if "eval/test/accuracy" in line]
 
 
-def interval(line: dict) -> str:
+def with_interval(line: dict) -> str:
     accuracy = line["eval/test/accuracy"]
     low = line["eval/test/low"]
     high = line["eval/test/high"]
@@ -42,8 +42,8 @@ def row(name: str, lines: list[dict]) -> str:
     first, last = evaluations(lines)
     seconds = [line["time/step"] for line in lines if "time/step" in line]
     lengths = f"{first['eval/test/length']:.1f} -> {last['eval/test/length']:.1f}"
-    return (f"{name:<28} {interval(first):>22} {interval(last):>22} {len(seconds):>6} {lengths:>13} "
-            f"{sum(seconds):>8.0f}")
+    return (f"{name:<28} {with_interval(first):>22} {with_interval(last):>22} {len(seconds):>6} "
+            f"{lengths:>13} {sum(seconds):>8.0f}")
 
 
 def curve(name: str, lines: list[dict]) -> str:
@@ -68,7 +68,7 @@ def main() -> None:
         bar.set_description(f"{name}, seed {seed}")
         out = args.out.resolve() / name.replace(",", "").replace(" ", "-") / str(seed)
         out.parent.mkdir(parents=True, exist_ok=True)
-        folder = run(out, METHODS[name][0], f"seed={seed}", *METHODS[name][1:])
+        folder = train_once(out, METHODS[name][0], f"seed={seed}", *METHODS[name][1:])
         results.setdefault(name, []).append(runfolder.read(folder / "metrics.jsonl"))
     show(results)
     kept = {name: list(map(evaluations, several)) for name, several in results.items()}

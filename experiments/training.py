@@ -11,12 +11,12 @@ sys.path.insert(0, str(ROOT))
 import config  # noqa: E402
 
 
-def run(out: Path, name: str, *settings: str) -> Path:
+def train_once(out: Path, name: str, *settings: str) -> Path:
     """Train, unless a whole run of the same settings is there. One that was cut off starts anew."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
-    same = stored.is_file() and config.load(stored) == config.load(name, settings)
-    if same and (out / "finished").is_file():
+    unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
+    if unchanged and (out / "finished").is_file():
         return out
     shutil.rmtree(out, ignore_errors=True)
     command = [sys.executable, "train.py", "--config", name]

@@ -53,9 +53,9 @@ class Checkpoints:
         meanwhile."""
         with self.standing_still():
             self.wait()
-            fresh, rest = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
+            fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
-                torch.save({"step": step} | extra, rest)
+                torch.save({"step": step} | extra, extra_file)
             saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
                                     # Without copies ahead the writer does not touch the GPU, which is
                                     # another's here.
@@ -64,7 +64,7 @@ class Checkpoints:
                                     async_checkpointer_type=AsyncCheckpointerType.THREAD)
                      for name, role in self.roles.items()]
             self.copied = [save.staging_completion for save in saves]
-            self.written = self.worker.submit(self.finish, fresh, rest.getvalue(),
+            self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue(),
                                               [save.upload_completion for save in saves])
 
     def finish(self, fresh: Path, extra: bytes, uploads: list[Future]) -> None:
@@ -110,9 +110,9 @@ class Checkpoints:
 
     @contextmanager
     def standing_still(self) -> Iterator[None]:
-        begun = perf_counter()
+        start = perf_counter()
         yield
-        self.seconds += perf_counter() - begun
+        self.seconds += perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
         seconds, self.seconds = self.seconds, 0.0
@@ -124,36 +124,36 @@ class Checkpoints:
         Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when none
         is, and when it is another model's.
         """
-        found = []
+        chosen = []
         if dist.rank() == 0:  # which decides for all
             for leftover in self.folder.glob("*.unfinished"):
                 shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            found = [newest(self.folder)]
-        path, = dist.gather(found)
+            chosen = [newest(self.folder)]
+        path, = dist.gather(chosen)
         if path is None:
             return None
         for name, role in self.roles.items():
-            restore(path / name, tensors(*role))
+            load_tensors(path / name, tensors(*role))
         return torch.load(path / "extra.pt", weights_only=True)
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
     """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not
     copies."""
-    found = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
+    by_kind = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for name, p in model.named_parameters():
         for kind, t in (optimizer.state[p] if optimizer else {}).items():
-            found.setdefault(kind, {})[name] = t
-    return found
+            by_kind.setdefault(kind, {})[name] = t
+    return by_kind
 
 
 def publish(fresh: Path, keep: int) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
     for role in (path for path in fresh.iterdir() if path.is_dir()):
-        parts = len(list(role.glob("*.distcp")))
-        if parts < dist.world_size():
-            raise OSError(f"{role} has parts of {parts} of {dist.world_size()} ranks; all machines must "
+        files = len(list(role.glob("*.distcp")))
+        if files < dist.world_size():
+            raise OSError(f"{role} has files of {files} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
     (fresh / "files.json").write_text(json.dumps(sizes(fresh)))
     for path in (fresh / "extra.pt", fresh / "files.json"):
@@ -165,7 +165,7 @@ def publish(fresh: Path, keep: int) -> None:
     pointer.write_text(name)
     flush(pointer)
     os.replace(pointer, folder / "latest")
-    for old in [path for path in steps(folder) if path.name <= name][:-keep]:
+    for old in [path for path in step_folders(folder) if path.name <= name][:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
 
 
@@ -181,11 +181,11 @@ def sizes(path: Path) -> dict[str, int]:
             for file in sorted(path.rglob("*")) if file.is_file() and file.name != "files.json"}
 
 
-def steps(folder: Path) -> list[Path]:
+def step_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.suffix == "")
 
 
-def whole(path: Path) -> bool:
+def is_complete(path: Path) -> bool:
     """Whether every file is there, as long as it was written."""
     listed = path / "files.json"
     return listed.is_file() and json.loads(listed.read_text()) == sizes(path)
@@ -200,28 +200,28 @@ def newest(folder: Path) -> Path | None:
     """
     pointer = folder / "latest"
     named = pointer.read_text() if pointer.is_file() else None
-    for path in reversed(steps(folder)):
+    for path in reversed(step_folders(folder)):
         if named is None or path.name <= named:
-            if whole(path):
+            if is_complete(path):
                 return path
             print(f"{path} is not whole: files are missing or cut off", file=sys.stderr)
-    if steps(folder):
+    if step_folders(folder):
         raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; "
                           "restore the missing files, or begin another run with --set out=...")
     return None
 
 
-def restore(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
+def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or
     shape."""
-    wanted = {f"{kind}.{name}": t for kind, part in state.items() for name, t in part.items()}
-    stored = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
-    found = {name: (tuple(t.size), t.properties.dtype) for name, t in stored.items()}
-    differing = sorted(name for name, t in wanted.items() if found.get(name) != (tuple(t.shape), t.dtype))
-    differing += sorted(name for name in found.keys() - wanted.keys() if name.startswith("weights."))
+    expected = {f"{kind}.{name}": t for kind, by_name in state.items() for name, t in by_name.items()}
+    metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
+    stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
+    differing = sorted(name for name, t in expected.items() if stored.get(name) != (tuple(t.shape), t.dtype))
+    differing += sorted(name for name in stored.keys() - expected.keys() if name.startswith("weights."))
     if differing:
-        name, t = differing[0], wanted.get(differing[0])
-        raise ConfigError(f"{path} is of another model: {name} is {found.get(name, 'missing')} there and "
+        name, t = differing[0], expected.get(differing[0])
+        raise ConfigError(f"{path} is of another model: {name} is {stored.get(name, 'missing')} there and "
                           f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} "
                           "differ); resume with the model that wrote it")
     dcp.load(state, checkpoint_id=path)

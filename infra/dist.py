@@ -23,11 +23,11 @@ def init(device: str) -> torch.device:
     decide alike. Raises ConfigError for a device that is missing, and where restarted workers would not find
     each other.
     """
-    found, wanted = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device == "cuda" and found < wanted:
-        raise ConfigError(f"device=cuda, but this machine shows {found} CUDA devices to {wanted} processes; "
-                          "set device=cpu (or auto), or start fewer processes")
-    cuda = device != "cpu" and found >= wanted
+    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if device == "cuda" and devices < processes:
+        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
+                          "processes; set device=cpu (or auto), or start fewer processes")
+    cuda = device != "cpu" and devices >= processes
     chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
@@ -43,8 +43,8 @@ def init(device: str) -> torch.device:
     if not td.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
         store = None if "RANK" in os.environ else td.HashStore()
-        alone = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-        td.init_process_group(backend, timeout=timedelta(minutes=30), **alone)
+        group_of_one = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
+        td.init_process_group(backend, timeout=timedelta(minutes=30), **group_of_one)
     return chosen
 
 
@@ -70,16 +70,16 @@ def barrier() -> None:
     td.barrier()
 
 
-def mine(items: list) -> list:
-    """This rank's share: the rank-th of world_size contiguous parts, equal up to one item."""
+def local_slice(items: list) -> list:
+    """Return this rank's items: the rank-th of world_size contiguous slices, equal up to one item."""
     return items[len(items) * rank() // world_size():len(items) * (rank() + 1) // world_size()]
 
 
 def gather(items: list) -> list:
-    """Undo `mine`: every rank's list, in rank order, on every rank."""
-    parts: list = [None] * world_size()
-    td.all_gather_object(parts, items)
-    return [item for part in parts for item in part]
+    """Undo `local_slice`: return every rank's items, in rank order, on every rank."""
+    lists: list = [None] * world_size()
+    td.all_gather_object(lists, items)
+    return [item for rank_items in lists for item in rank_items]
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
@@ -88,9 +88,9 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     td.all_gather(counts, torch.tensor([len(rows)]))
     padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # all must be as long
     padded[:len(rows)] = rows
-    parts = [torch.empty_like(padded) for _ in counts]
-    td.all_gather(parts, padded)
-    return [part[:count] for part, count in zip(parts, counts, strict=True)]
+    arrays = [torch.empty_like(padded) for _ in counts]
+    td.all_gather(arrays, padded)
+    return [array[:count] for array, count in zip(arrays, counts, strict=True)]
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
@@ -122,11 +122,11 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def sharded_like(whole: Tensor, like: Tensor) -> Tensor:
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     """Undo `full`: sharded as `like` is. Every rank has the whole, so nothing travels."""
     if not isinstance(like, DTensor):
-        return whole
-    return distribute_tensor(whole, like.device_mesh, like.placements, src_data_rank=None)
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
 def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:

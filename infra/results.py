@@ -30,7 +30,7 @@ class Store:
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         for line in lines:
             response = line["response"]
-            self.known(line["set"])[response["id"], response["k"]] = response
+            self.responses_of(line["set"])[response["id"], response["k"]] = response
 
     def open(self, head: dict) -> list[dict]:
         """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
@@ -38,11 +38,11 @@ class Store:
         rewrite(self.path, lines)
         return lines
 
-    def known(self, name: str) -> dict[tuple[str, int], dict]:
+    def responses_of(self, name: str) -> dict[tuple[str, int], dict]:
         """Return the responses of a set, by id of the problem and number of the answer."""
         return self.responses.setdefault(name, {})
 
-    def write(self, name: str, responses: list[dict]) -> None:
+    def keep(self, name: str, responses: list[dict]) -> None:
         """Append new responses of a set."""
         if dist.rank() == 0:
             append(self.path, *({"set": name, "response": response} for response in responses))
@@ -90,8 +90,8 @@ def read_result(path: Path) -> dict:
         result = json.loads(path.read_text())
     except json.JSONDecodeError as error:
         raise ConfigError(f"{path} is not valid JSON ({error})") from None
-    whole = isinstance(result, dict) and {"head", "results"} <= result.keys() and "sets" in result["head"]
-    if not whole:
+    complete = isinstance(result, dict) and {"head", "results"} <= result.keys() and "sets" in result["head"]
+    if not complete:
         raise ConfigError(f"{path} is not a result of eval.py --out")
     return result
 

@@ -61,14 +61,15 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     tensors = read_weights(folder)
     if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
-    wanted = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
-    given = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    differing = sorted(name for name in wanted.keys() | given.keys() if wanted.get(name) != given.get(name))
+    expected = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+    stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    names = expected.keys() | stored.keys()
+    differing = sorted(name for name in names if expected.get(name) != stored.get(name))
     if differing:
         name = differing[0]
         raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. "
-                          f"{name}: file has {given.get(name, 'nothing')}, config.json implies "
-                          f"{wanted.get(name, 'nothing')}")
+                          f"{name}: file has {stored.get(name, 'nothing')}, config.json implies "
+                          f"{expected.get(name, 'nothing')}")
     for name, p in model.named_parameters():
         p.copy_(dist.sharded_like(tensors[hf_name(name)], p))
 
@@ -92,8 +93,9 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     """Write safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
     tensors = {}
     for name, t in model.named_hf_tensors():
-        whole = dist.full(t)
+        tensor = dist.full(t)
         if dist.rank() == 0:
-            tensors[name] = whole.to("cpu", model.shape.dtype, copy=True)  # gathered parts may end in padding
+            # A gathered tensor may be a view of padded memory, hence the copy.
+            tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
     if dist.rank() == 0:
         save_torch_state_dict(tensors, folder)

@@ -52,7 +52,7 @@ class ValueModel(nn.Module):
 
 
 @dataclass(frozen=True, slots=True)
-class Critic:
+class CriticLearner:
     """The value model in training, and the settings it reads."""
 
     model: ValueModel            # sharded over the ranks
@@ -81,7 +81,7 @@ def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     for p in model.value.parameters():
         nn.init.zeros_(p)
     optim = replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
-    critic = Critic(model, adam(model, optim), cfg.critic, cfg.advantage, optim)
+    critic = CriticLearner(model, adam(model, optim), cfg.critic, cfg.advantage, optim)
     return replace(learner, critic=critic, first=cfg.critic.pretrain_steps)
 
 
@@ -93,8 +93,8 @@ def discounted(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
     """
     total_C, m = delta_C, 1
     while m < len(delta_C):
-        same = segment_C[m:] == segment_C[:-m]
-        later = torch.where(same, lam_C[:-m] ** m * total_C[m:], 0.0)
+        same_segment = segment_C[m:] == segment_C[:-m]
+        later = torch.where(same_segment, lam_C[:-m] ** m * total_C[m:], 0.0)
         total_C, m = torch.cat([total_C[:-m] + later, total_C[-m:]]), 2 * m
     return total_C
 
@@ -146,11 +146,11 @@ def too_short(batch: Batch, learner: Learner) -> str:
     if not settings or settings.alpha is None:
         return ""
     length_S = torch.tensor([s.length for group in batch.groups for s in group.samples], dtype=torch.float64)
-    held = int((adaptive_lambda(length_S, settings.alpha) <= 0).sum())
-    if held <= len(length_S) / 2:
+    at_zero = int((adaptive_lambda(length_S, settings.alpha) <= 0).sum())
+    if at_zero <= len(length_S) / 2:
         return ""
-    return (f"advantage.alpha={settings.alpha} gives {held} of {len(length_S)} responses a lambda of 0: they "
-            "are too short for it, and see hardly further than the next value; 1 to 1.5 suit them")
+    return (f"advantage.alpha={settings.alpha} gives {at_zero} of {len(length_S)} responses a lambda of 0: "
+            "they are too short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
 def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, float]:
@@ -166,7 +166,7 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     critic.optimizer.param_groups[0]["lr"] = rate
     with clock.phase("pack"):
         batches = [learner.rows(minibatch) for minibatch in minibatches(learner, rolled, step)]
-    with clock.phase("score"):
+    with clock.phase("prepare"):
         targets = [[target(learner, row) for row in rows] for rows in batches]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
@@ -242,9 +242,9 @@ class ValueSums:
         if not norms:
             return counts
         means = {name: value / total["tokens"] for name, value in total.items()}
-        spread, left = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
+        variance, unexplained = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
         counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
                    "critic/value": means["reward"] - means["error"]}
         # Equal rewards leave a variance that is all rounding.
-        return counts if spread <= 1e-12 * means["reward_squared"] else counts | {
-            "critic/explained_variance": 1 - left / spread}
+        return counts if variance <= 1e-12 * means["reward_squared"] else counts | {
+            "critic/explained_variance": 1 - unexplained / variance}

@@ -57,8 +57,8 @@ def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tenso
     return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
-def table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,
-          stopping: Callable[[], bool]) -> Table:
+def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,
+                   stopping: Callable[[], bool]) -> Table:
     """Estimate V* of all prompts by the policy that the engine holds, the initial one.
 
     Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted
@@ -67,8 +67,8 @@ def table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: 
     """
     path = folder / FILE
     lines, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])
-    known = {line["id"]: line["rewards"] for line in lines}
-    missing = [prompt for prompt in prompts if prompt.id not in known]
+    rewards_by_id = {line["id"]: line["rewards"] for line in lines}
+    missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:
         raise ConfigError(f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial "
                           "policy can be asked for; restore the file, or begin another run with --set "
@@ -82,10 +82,10 @@ def table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: 
         if dist.rank() == 0:
             runfolder.note(f"soft values: {len(known)}/{len(prompts)} prompts")
         for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
-            known[prompt.id] = rewards
+            rewards_by_id[prompt.id] = rewards
             if dist.rank() == 0:
                 runfolder.append(path, {"id": prompt.id, "rewards": rewards})
-    table_NK = torch.tensor([known[prompt.id] for prompt in prompts], dtype=torch.float64)
+    table_NK = torch.tensor([rewards_by_id[prompt.id] for prompt in prompts], dtype=torch.float64)
     values = soft_value(table_NK, settings.beta).tolist()
     return Table(dict(zip((prompt.id for prompt in prompts), values, strict=True)))
 

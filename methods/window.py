@@ -63,16 +63,16 @@ class WindowSampler:
     def rollout(self, turns: list[Turn]) -> list[Group]:
         """Go on with the completions of the pool, and begin those of new turns."""
         settings = self.sampler.sampling
-        unfinished = {place(turn): sample for turn, sample in self.pool.unfinished}
-        so_far = [unfinished.get(place(turn)) for turn in turns]
+        unfinished = {completion_key(turn): sample for turn, sample in self.pool.unfinished}
+        so_far = [unfinished.get(completion_key(turn)) for turn in turns]
         prompts = [(*turn.prompt.ids, *sample.ids) if sample else turn.prompt.ids
                    for turn, sample in zip(turns, so_far, strict=True)]
         seeds = [window_seed(self.sampler.seed, turn, sample)
                  for turn, sample in zip(turns, so_far, strict=True)]
-        left = [settings.max_new_tokens - (sample.length if sample else 0) for sample in so_far]
-        pieces = self.sampler.complete(prompts, seeds, [min(settings.window, tokens) for tokens in left])
+        room = [settings.max_new_tokens - (sample.length if sample else 0) for sample in so_far]
+        pieces = self.sampler.complete(prompts, seeds, [min(settings.window, tokens) for tokens in room])
         groups = []
-        for turn, sample, piece, tokens in zip(turns, so_far, pieces, left, strict=True):
+        for turn, sample, piece, tokens in zip(turns, so_far, pieces, room, strict=True):
             goes_on = not piece.finished and piece.length < tokens
             groups.append(Group(turn.prompt, (joined(sample, piece, goes_on),)))
         return groups
@@ -82,9 +82,10 @@ class WindowSampler:
         places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
         rewards = self.sampler.score([groups[n] for n in places])
         none_N1 = torch.zeros(len(groups), 1, dtype=torch.float64)
-        parts = {name: none_N1.index_copy(0, torch.tensor(places, dtype=torch.long), part.view(-1, 1))
-                 for name, part in rewards.parts.items()}
-        return replace(rewards, parts=parts)
+        places_N = torch.tensor(places, dtype=torch.long)
+        components = {name: none_N1.index_copy(0, places_N, value_NG.view(-1, 1))
+                      for name, value_NG in rewards.components.items()}
+        return replace(rewards, components=components)
 
 
 def windowed(history: PromptHistory, sampler: Sampler) -> tuple[Pool, WindowSampler]:
@@ -93,7 +94,7 @@ def windowed(history: PromptHistory, sampler: Sampler) -> tuple[Pool, WindowSamp
     return pool, WindowSampler(sampler, pool)
 
 
-def place(turn: Turn) -> tuple[int, str, int]:
+def completion_key(turn: Turn) -> tuple[int, str, int]:
     """Name the completion of a turn."""
     return turn.epoch, turn.prompt.id, turn.copy
 
@@ -111,8 +112,8 @@ def joined(so_far: Sample | None, piece: Sample, goes_on: bool) -> Sample:
     return Sample(so_far.ids + piece.ids, so_far.logp + piece.logp, piece.finished, so_far.length, goes_on)
 
 
-def interleaved(one: list, other: list) -> list:
+def interleaved(unfinished: list, new: list) -> list:
     """Both lists, each in its order and spread evenly: ranks share out long prefixes and new prompts
     alike."""
-    places = [((i + 0.5) / len(items), item) for items in (one, other) for i, item in enumerate(items)]
+    places = [((i + 0.5) / len(items), item) for items in (unfinished, new) for i, item in enumerate(items)]
     return [item for _, item in sorted(places, key=lambda pair: pair[0])]

@@ -75,7 +75,7 @@ def record(out: Path) -> tuple:
     step = (out / "checkpoints" / "latest").read_text()
     model = load_model(ROOT / "toy" / "model", torch.float32, torch.device("cpu"))
     state = checkpoint.tensors(model, adam(model, config.load(out / "config.yaml").optim))
-    checkpoint.restore(out / "checkpoints" / step / "policy", state)
+    checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}
                for line in runfolder.read(out / "metrics.jsonl")]

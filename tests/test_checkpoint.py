@@ -159,7 +159,7 @@ def test_checkpoints_none_of_which_is_whole_are_not_begun_again(role, tmp_path):
 
 def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatch):
     monkeypatch.setattr(dist, "world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="has parts of 1 of 2 ranks; all machines must share `out`"):
+    with pytest.raises(ConfigError, match="has files of 1 of 2 ranks; all machines must share `out`"):
         saved(tmp_path, role, 1)
 
 

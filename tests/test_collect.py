@@ -136,8 +136,8 @@ def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_ord
 def test_greso_adapts_once_a_step_from_all_that_was_rolled_out_but_not_in_the_first_epoch(in_order, tmp_path,
                                                                                           monkeypatch):
     """e and h are rolled out in the second step, not in the third."""
-    calls, true = [], history.adapt
-    monkeypatch.setattr(history, "adapt", lambda *given: calls.append(given) or true(*given))
+    calls, true = [], history.adapt_p
+    monkeypatch.setattr(history, "adapt_p", lambda *given: calls.append(given) or true(*given))
     steps(tmp_path, "eiiiih", 3, "rollout.until=informative", "prune.prompts={kind: greso, target: 0.6}")
     assert [given[1:] for given in calls] == [(1 / 6, 1 / 6, 0.6), (0, 0, 0.6)]
     assert calls[0][0] == (0.5, 0.5) and calls[1][0] == pytest.approx((0.51, 0.51))
@@ -203,7 +203,7 @@ def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(setti
     states = []
     for n in range(1, len(found) + 1):
         model = load(TOY, torch.float64)
-        checkpoint.restore(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "policy", tensors(model, None))
+        checkpoint.load_tensors(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "policy", tensors(model, None))
         states.append(weights(model))
     still = [all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
              for before, after in zip(states, states[1:], strict=False)]
@@ -279,7 +279,7 @@ def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_p
         found[what] = [group.prompt.id[0] for group in batch.groups]
         assert rounds == ["ieiieiee"]
         if what == "accuracy":  # the fixture's answers are of one length; make the solved groups differ in it
-            rolled.rewards.parts["overlong"][1, 0] -= 0.25
+            rolled.rewards.components["overlong"][1, 0] -= 0.25
             other = replace(rolled, rewards=replace(rolled.rewards, differ_in="reward"))
             assert collect.informative(rolled).tolist() == [k == "i" for k in "ieiieiee"]
             assert collect.informative(other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
@@ -302,7 +302,7 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
 
     def table(stop: bool = False, sampled: bool = False) -> dict[str, float]:
-        return soft_value.table(sampler, prompts, cfg.advantage, tmp_path, sampled, lambda: stop).values
+        return soft_value.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled, lambda: stop).values
 
     whole = table()
     assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]

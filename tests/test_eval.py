@@ -173,7 +173,7 @@ def written(path, *rights: str, other: str = "") -> str:
         "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
         "lenient": True, "last_number": True}]} for i, right in enumerate(rights)]
     path.write_text(json.dumps({"head": {"sets": {"few": {"data": other}}},
-                                "results": {"few": evaluation.scores(problems)}}))
+                                "results": {"few": evaluation.summarise(problems)}}))
     return str(path)
 
 
@@ -181,13 +181,13 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
     """Eight got better and one worse: a difference of 7 of 20, p = 20/512."""
     first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
     second = written(tmp_path / "b.json", *["right"] * 19, "wrong")
-    lines = evaluation.compared(*(evaluation.read_result(Path(p)) for p in (first, second))).splitlines()
+    lines = evaluation.comparison_table(*(evaluation.read_result(Path(p)) for p in (first, second))).splitlines()
     cells = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
     name, count, a, b, difference, low, high, p = cells
     assert (name, count, a, b, difference) == ("few", "20", "60.0%", "95.0%", "+35.0%")
     assert float(p) == pytest.approx(20 / 512, abs=1e-4) and 0 < float(low[:-1]) < 35 < float(high[:-1])
     with pytest.raises(ConfigError, match="few holds other problems in the two results"):
-        evaluation.compared(evaluation.read_result(Path(first)), evaluation.read_result(
+        evaluation.comparison_table(evaluation.read_result(Path(first)), evaluation.read_result(
             Path(written(tmp_path / "c.json", "right", other="x"))))
 
 

@@ -62,7 +62,7 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
     groups = sampler.rollout(history.draw(cfg.rollout.prompts_per_step))
-    adv_NG = group_norm(sampler.score(groups).parts["accuracy"], 1, 1e-4)
+    adv_NG = group_norm(sampler.score(groups).components["accuracy"], 1, 1e-4)
     assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
     assert len({len(s.ids) for group in groups for s in group.samples}) > 4
     return groups, adv_NG
@@ -233,7 +233,7 @@ def trained(cfg: config.Config) -> Gradient:
 
 def trained_unchecked(cfg: config.Config) -> Gradient:
     """Without the checks before a run, which would take most of the time."""
-    with patch.object(preflight, "run", lambda *given: []):
+    with patch.object(preflight, "run_checks", lambda *given: []):
         return trained(cfg)
 
 

@@ -21,9 +21,9 @@ from infra import dist, runfolder
 from learner import NotFinite, descend
 from loss import row_loss
 from metrics import Clock
-from pack import Minibatch, Plan, build
+from pack import Minibatch, Plan, build_row
 from prune import COMPLETIONS, keep_all, keep_largest
-from records import Group, Prompt, Pruned, Row, Sample, Scored, Turn
+from records import Group, PreparedRow, Prompt, Pruned, Row, Sample, Turn
 from verify.extract import last_tag
 from verify.grade import grade
 
@@ -110,7 +110,7 @@ def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
         if how == "corrected":
             weight = {key: x.clamp(max=1.1) * (1 / 1.1 <= x.log().mean().exp() <= 1.1) for key, x in ratio.items()}
             assert any(w.any() for w in weight.values()) and not all(w.all() for w in weight.values())
-        batches = update.split(cfg.seed, step, 4, cfg.update.minibatches)
+        batches = update.split_prompts(cfg.seed, step, 4, cfg.update.minibatches)
         epochs = [plain_epoch(policy, optimizer, groups, adv_NG, engine if how == "engine" else old, ref, weight,
                               batches, cfg.rollout.max_new_tokens) for _ in range(2)]
         # Without an extra pass the mini-batches after the first meet a policy that has moved.
@@ -155,7 +155,7 @@ def test_rewards_stand_beside_their_completions_and_seeds_change_with_epoch_and_
     for seed, epoch in ((cfg.seed, 0), (cfg.seed, 1), (5, 0)):
         sampler = Sampler(scribe, tokenizer, cfg.rollout, cfg.reward, seed)
         groups = sampler.rollout([Turn(prompt, epoch) for prompt in prompts])
-        assert sampler.score(groups).parts["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
+        assert sampler.score(groups).components["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
     assert len({seed for seeds, _, _ in scribe.asked for seed in seeds}) == 18
     assert scribe.asked[-1][1:] == ([cfg.rollout.max_new_tokens] * 6, 0.7)
     assert [tokenizer.decode(s.ids) for s in groups[1].samples] == scribe.texts[3:]
@@ -180,7 +180,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
         return [Sample(ids, (-1.0,) * len(ids), True) for ids in tokenizer.encode(texts)]
 
     monkeypatch.setattr(rollout.TorchEngine, "generate", spy)
-    monkeypatch.setattr(preflight, "run", lambda *given: [])
+    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     train.train(cfg)
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
@@ -201,7 +201,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
 
 def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
     set_up, true_update, engines, asleep = train.set_up, train.update, [], []
-    monkeypatch.setattr(preflight, "run", lambda *given: [])
+    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
     monkeypatch.setattr(train, "update", lambda *given: asleep.append(
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
@@ -211,7 +211,7 @@ def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
 
 def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
     offers = []
-    monkeypatch.setattr(preflight, "run", lambda *given: [])
+    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token",
@@ -305,7 +305,7 @@ def every_completion(length: int, seed: int) -> tuple[decoder.Decoder, Row]:
     groups = [Group(Prompt(str(ids), (3,), ""), (Sample(ids, (0.0,) * length, True),)) for ids in completions]
     adv_N1 = torch.randn(len(groups), 1, dtype=torch.float64, generator=generator)
     minibatch = Minibatch.plain(groups, torch.ones_like(adv_N1).bool(), adv_N1, torch.ones_like(adv_N1))
-    return model, build(minibatch, Plan([(n, 0) for n in range(len(groups))]))
+    return model, build_row(minibatch, Plan([(n, 0) for n in range(len(groups))]))
 
 
 @pytest.mark.parametrize("length", [1, 2])
@@ -328,7 +328,7 @@ def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_o
         model.zero_grad()
         logp_C = log_probs()
         drawn = replace(row, weight_C=chance_C, sampled_logp_C=engine_C)
-        scored = Scored(drawn, row.adv_C, ref_logp_C=None, old_logp_C=logp_C.detach())
+        scored = PreparedRow(drawn, row.adv_C, ref_logp_C=None, old_logp_C=logp_C.detach())
         row_loss(logp_C, scored, row.adv_C, replace(plain, tis_cap=cap)).loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 

@@ -187,12 +187,12 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     The policy is nudged by so much between what is scored before the update and the pass.
     """
     places = list(range(batch.offered))
-    scored = [update.score(learner, row, extra_pass=True)
+    scored = [update.prepare_row(learner, row, extra_pass=True)
               for row in learner.rows(update.minibatch(learner, batch, places))]
     nudge(learner.policy, moved)
     sums = PassSums(learner.policy.quadratic)
     for row in scored:
-        sums.add(*update.backward(learner, row, unmoved=False), first_pass=True)
+        sums.add(*update.add_gradient(learner, row, unmoved=False), first_pass=True)
     return gradients(learner.policy), sums.metrics(learner.pack.capacity, updates=1)
 
 

@@ -8,7 +8,7 @@ from conftest import TOY, make_groups
 
 import model as decoder
 from config import Pack
-from pack import Minibatch, best_fit, build, cost, deal, pack, within_window
+from pack import Minibatch, best_fit, build_row, cost, deal, pack, within_window
 
 
 def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
@@ -84,7 +84,7 @@ def trained_tokens(rows) -> list[tuple]:
 @pytest.mark.parametrize("window", [None, 2])
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(capacity, window, ranks):
-    by_rank = [[build(MINIBATCH, plan) for plan in hand]
+    by_rank = [[build_row(MINIBATCH, plan) for plan in hand]
                for hand in pack(MINIBATCH, Pack(capacity=capacity, window=window), ranks)]
     assert len({len(rows) for rows in by_rank}) == 1  # every rank runs as many forward passes
     expected = []

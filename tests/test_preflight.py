@@ -30,7 +30,7 @@ SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 def failing(cfg) -> list[str]:
     task = train.load(cfg)
-    checks = preflight.run(cfg, *train.set_up(cfg, task), task)
+    checks = preflight.run_checks(cfg, *train.set_up(cfg, task), task)
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
 
@@ -55,7 +55,7 @@ def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, t
 
 def test_a_run_does_not_depend_on_its_preflight(tmp_path, monkeypatch):
     with_it = weights(train.train(toy_config(tmp_path / "with", *SHORT)))
-    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
+    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
     without = weights(train.train(toy_config(tmp_path / "without", *SHORT)))
     assert all(torch.equal(without[name], p) for name, p in with_it.items())
     assert any(not torch.equal(p, with_it[name]) for name, p in load(TOY, torch.float64).named_parameters())
@@ -80,7 +80,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
     with pytest.raises(ConfigError, match="engine follows a sync.*\n.*other weights than it was given"):
         train.train(cfg)
     assert not (ROOT / cfg.out).exists()  # a run that never began leaves nothing to clear away
-    monkeypatch.setattr(preflight, "run", lambda *given: [])
+    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     train.train(replace(cfg, steps=3))
     lines = [json.loads(line) for line in (ROOT / cfg.out / "metrics.jsonl").read_text().splitlines()]
     first, *later = [line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line]
@@ -155,8 +155,8 @@ def test_a_template_that_does_not_open_the_answer_is_seen(tmp_path):
 def test_the_verifier_is_tried_on_solutions_or_on_boxed_answers():
     right = [Problem("a", "q", "7", "so 3 + 4 = 7\n#### 7"), Problem("b", "q", r"\frac{1}{2}", "no mark")]
     wrong = Problem("c", "q", "8", "so 3 + 4 = 7\n#### 7")
-    assert preflight.verifier(right).found == "2 of 2 gold solutions" and preflight.verifier(right).passed
-    assert preflight.verifier([*right, wrong]).found == "2 of 3 gold solutions; not c"
+    assert preflight.verifier(right).figures == "2 of 2 gold solutions" and preflight.verifier(right).passed
+    assert preflight.verifier([*right, wrong]).figures == "2 of 3 gold solutions; not c"
     assert not preflight.verifier([*right, wrong]).passed
 
 
@@ -175,7 +175,7 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
     assert preflight.fits(GiB, GiB, GiB, GiB).passed
     assert not preflight.fits(2 * GiB, 0, GiB, 0).passed and not preflight.fits(0, 2 * GiB, GiB, 0).passed
     assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in preflight.fits(GiB, 2 * GiB, 3 * GiB,
-                                                                                       4 * GiB).found
+                                                                                       4 * GiB).figures
 
 
 def test_the_largest_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):

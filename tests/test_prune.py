@@ -12,7 +12,7 @@ from prune import (
     REFILLING,
     Memory,
     Offer,
-    adapt,
+    adapt_p,
     all_but_lowest,
     below_mean,
     bernoulli,
@@ -220,8 +220,8 @@ def test_greso_explores_less_where_too_many_gave_nothing():
     """Targets 0.25 / 3 for easy ones and 0.5 / 3 for hard ones, steps of 0.01 within [0.05, 0.95]."""
     for easy, hard, expected in ((0.09, 0.17, (0.49, 0.59)), (0.08, 0.16, (0.51, 0.61)), (0.5, 0.0, (0.49, 0.61)),
                                  (0.0, 0.5, (0.51, 0.59))):
-        assert adapt((0.5, 0.6), easy, hard, 0.25) == pytest.approx(expected)
-    assert adapt((0.05, 0.95), 1.0, 0.0, 0.25) == pytest.approx((0.05, 0.95))
+        assert adapt_p((0.5, 0.6), easy, hard, 0.25) == pytest.approx(expected)
+    assert adapt_p((0.05, 0.95), 1.0, 0.0, 0.25) == pytest.approx((0.05, 0.95))
 
 
 def test_gresos_rounds_as_released():

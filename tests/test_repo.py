@@ -216,7 +216,7 @@ def test_messages_name_only_real_settings():
     partial = {key.rsplit(".", i)[0] for key in known for i in (1, 2)}
     attributes = {"model.BACKENDS", "reward.COMPONENTS", "reward.measured", "loss.token_weight", "loss.engine_weight",
                   "advantage.ESTIMATORS", "loss.TRUST", "loss.likelihood_weight",
-                  "prune.PROMPTS", "prune.adapt", "rollout.TorchEngine", *(path.name for path in FILES.values())}
+                  "prune.PROMPTS", "rollout.TorchEngine", *(path.name for path in FILES.values())}
     texts = [node.value for path in FILES.values() for node in ast.walk(ast.parse(path.read_text()))
              if isinstance(node, ast.Constant) and isinstance(node.value, str)]
     texts += TEXTS.values()

@@ -37,7 +37,7 @@ def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
     runs = [write_run(tmp_path / "slow-seed0", 0, 4, [0.1, 0.2, 0.3, 0.4, 0.5]),
             write_run(tmp_path / "slow-seed1", 1, 4, [0.1, 0.4, 0.5, 0.6, 0.7]),
             write_run(tmp_path / "fast", 0, 2, [0.1, 0.5, 0.9], tokens=400, seconds=3.0)]
-    page = report.report(runs, tmp_path / "out")
+    page = report.write_report(runs, tmp_path / "out")
     head = cells(page, "accuracy in %")
     assert head[2:10] == ["1 steps", "2 steps", "200 generated tokens", "400 generated tokens",
                           "100 trained tokens", "200 trained tokens", "3 seconds", "6 seconds"]
@@ -59,14 +59,14 @@ def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
 
 def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere is not a run folder: it has no config.yaml"):
-        report.report([tmp_path / "nowhere"], tmp_path / "out")
+        report.write_report([tmp_path / "nowhere"], tmp_path / "out")
     with pytest.raises(ConfigError, match="young has 1 evaluations, and a curve needs two"):
-        report.report([write_run(tmp_path / "young", 0, 4, [0.1])], tmp_path / "out")
+        report.write_report([write_run(tmp_path / "young", 0, 4, [0.1])], tmp_path / "out")
     other = write_run(tmp_path / "other", 0, 4, [0.1, 0.2])
     lines = (other / "metrics.jsonl").read_text()
     (other / "metrics.jsonl").write_text(lines.replace("eval/few", "eval/many"))
     with pytest.raises(ConfigError, match="share no evaluation set"):
-        report.report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
+        report.write_report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
 
 
 def test_labels_are_the_names_without_seeds_and_never_hide_a_run(tmp_path):
@@ -77,7 +77,7 @@ def test_labels_are_the_names_without_seeds_and_never_hide_a_run(tmp_path):
     assert [(label, len(group)) for label, group in groups.items()] == [
         ("run", 2), (str(runs[2]), 2), ("s5", 1), ("wide", 2)]
     with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
-        report.report([runs[0], runs[0]], tmp_path / "out")
+        report.write_report([runs[0], runs[0]], tmp_path / "out")
 
 
 def test_steps_in_which_a_critic_learns_alone_train_the_policy_on_nothing(tmp_path):

@@ -14,7 +14,7 @@ import rollout_vllm
 from config import ConfigError
 from infra import dist
 from model import sdpa_padded
-from pack import Minibatch, Plan, build
+from pack import Minibatch, Plan, build_row
 from records import EngineSpec, Group, Prompt
 from rollout import TorchEngine, sample_tokens
 from rollout_vllm import VLLMEngine
@@ -36,7 +36,7 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     """Log-probs of a completion by the training path: packed row, projected positions, chunks."""
     one = torch.ones(1, 1)
     group = Group(Prompt("q", prompt, "1"), (sample,))
-    row = build(Minibatch.plain([group], one.bool(), one, one), Plan([(0, 0)]))
+    row = build_row(Minibatch.plain([group], one.bool(), one, one), Plan([(0, 0)]))
     assert row.target_C.tolist() == list(sample.ids)
     model.logp_chunk = 4
     with torch.no_grad():

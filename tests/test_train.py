@@ -25,7 +25,7 @@ from config import ConfigError
 from infra import dist, runfolder, signals
 from learner import learning_rate
 from model import BACKENDS
-from update import split
+from update import split_prompts
 
 
 def change(cfg: config.Config, **sections) -> config.Config:
@@ -41,7 +41,7 @@ SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 @pytest.fixture
 def unchecked(monkeypatch):
     """Runs without their preflight, which they do not depend on (test_preflight.py)."""
-    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
+    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
 
 
 def main(monkeypatch, *arguments: str | Path) -> int:
@@ -144,7 +144,7 @@ def test_the_run_folder_tells_what_ran(finished):
     first, step, last = runfolder.read(folder / "metrics.jsonl")
     assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
     promised = """reward/mean reward/accuracy rollout/tokens train/tokens train/grad_norm prune/kept prune/offered
-        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
+        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/prepare time/update
         time/sync time/step""".split()
     assert step.keys() >= set(promised) and "eval/few/accuracy" in last
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
@@ -174,11 +174,11 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path, unchecke
 
 
 def test_minibatches_split_the_groups_and_differ_by_step():
-    splits = [split(seed=0, step=step, offered=12, count=4) for step in range(5)]
+    splits = [split_prompts(seed=0, step=step, offered=12, count=4) for step in range(5)]
     assert all(sorted(n for part in parts for n in part) == list(range(12)) for parts in splits)
     assert all([len(part) for part in parts] == [3] * 4 for parts in splits)
     assert len({str(parts) for parts in splits}) == 5
-    assert splits[0] != split(seed=1, step=0, offered=12, count=4)
+    assert splits[0] != split_prompts(seed=1, step=0, offered=12, count=4)
 
 
 def test_rollout_seeds_never_repeat_within_an_epoch_or_between_epochs():

@@ -61,9 +61,9 @@ class Step:
         learner, sums = self.learner, PassSums()
         learner.policy.zero_grad()
         for row in learner.rows(update.minibatch(learner, batch, places)):
-            scored = update.score(learner, row, extra_pass=False)
+            scored = update.prepare_row(learner, row, extra_pass=False)
             scored = replace(scored, old_logp_C=scored.ref_logp_C)
-            sums.add(*update.backward(learner, scored, unmoved=False), first_pass=True)
+            sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
         assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1, 1)["train/clipped"] < 1
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 

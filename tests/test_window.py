@@ -26,7 +26,7 @@ def windowed(out, *settings: str) -> config.Config:
 
 def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_completion_is_done(tmp_path, monkeypatch):
     """Over 7 steps in which the policy changes, by the rows that the two models are given."""
-    trained, learnt, true = {}, {}, learner.build
+    trained, learnt, true = {}, {}, learner.build_row
 
     def watch(seen):
         def build(minibatch, plan):
@@ -43,14 +43,14 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
     fit = critic.fit
 
     def watched_fit(*given):
-        monkeypatch.setattr(learner, "build", watch(learnt))
+        monkeypatch.setattr(learner, "build_row", watch(learnt))
         measured = fit(*given)
-        monkeypatch.setattr(learner, "build", watch(trained))
+        monkeypatch.setattr(learner, "build_row", watch(trained))
         return measured
 
     monkeypatch.setattr(train.critic, "fit", watched_fit)
-    monkeypatch.setattr(train.preflight, "run", lambda *given: [])
-    monkeypatch.setattr(learner, "build", watch(trained))
+    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
+    monkeypatch.setattr(learner, "build_row", watch(trained))
     train.train(windowed(tmp_path / "run", "steps=7", "optim.lr=1e-3"))
     assert max(map(len, trained.values())) > 2
     for name, parts in trained.items():
@@ -130,7 +130,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
     assert rounds[0] == ([(1, 8), (17, 4), (1, 8), (1, 8)], [(0, 8), (16, 20), (0, 8), (0, 8)])
     assert rounds[1] == ([(9, 8), (1, 8)] * 3, [(8, 16), (0, 8)] * 3)
     assert rounds[2][0] == [(17, 4), (9, 8)] * 3
-    assert sorted(rolled.rewards.parts["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
+    assert sorted(rolled.rewards.components["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
     assert len(set(seeds)) == len(seeds)
     batch = choose(rolled, Selection.of(cfg), 0)
     measured = of_rollout(rolled, batch)

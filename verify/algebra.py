@@ -29,7 +29,7 @@ SIZES = (0.1, 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always
 
 
 @functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
-def read(text: str) -> sympy.Basic:
+def read_formula(text: str) -> sympy.Basic:
     """Read a formula with math-verify's parser.
 
     Raises whatever that and sympy raise, and ValueError where there is nothing to read.
@@ -48,7 +48,7 @@ def read(text: str) -> sympy.Basic:
     return formula.xreplace(imaginary | decimals)
 
 
-def values(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]]:
+def values_at_points(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]]:
     """Compute expressions at random points, the same for all: positive ones, or of either sign.
 
     Raises ValueError where an expression has no value.
@@ -67,7 +67,7 @@ def values(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]
     return rows
 
 
-def close(a: sympy.Expr, b: sympy.Expr) -> bool:
+def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
 
 
@@ -75,19 +75,19 @@ def compare(gold: str, answer: str) -> bool:
     """Tell whether two expressions are equal, or two relations up to a factor. Raises what `read` does."""
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
-    a, b = read(gold), read(answer)
+    a, b = read_formula(gold), read_formula(answer)
     if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
         return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
     if not a.free_symbols | b.free_symbols:
         return same_constants(a, b, gold, answer)
     try:
-        positive, signed = values([a, b], signed=False), values([a, b], signed=True)
+        positive, signed = values_at_points([a, b], signed=False), values_at_points([a, b], signed=True)
     except ValueError:
         return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
     # sqrt(1/n) is 1/sqrt(n) for positive n; |x| is not x, which other points tell where both are real.
-    if not all(close(x, y) for x, y in positive):
+    if not all(nearly_equal(x, y) for x, y in positive):
         return False
-    return all(close(x, y) for x, y in signed if x.is_real and y.is_real)
+    return all(nearly_equal(x, y) for x, y in signed if x.is_real and y.is_real)
 
 
 def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool:
@@ -100,8 +100,8 @@ def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool
         return True
     decimal = next((x for x in (gold, answer) if DECIMAL.fullmatch(x) and "." in x), None)
     if decimal:
-        other = sympy.N(a if decimal == answer else b, DIGITS, maxn=400)
-        return bool(other.is_real) and rounds_to(Fraction(str(other)), decimal)
+        rounded_value = sympy.N(a if decimal == answer else b, DIGITS, maxn=400)
+        return bool(rounded_value.is_real) and rounds_to(Fraction(str(rounded_value)), decimal)
     if rational:
         return False
     size = max(abs(sympy.N(x, DIGITS, maxn=400)) for x in (a, b))
@@ -110,17 +110,17 @@ def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool
 
 def compare_relations(gold: str, answer: str) -> bool:
     """Tell whether two relations say the same: their differences are in one ratio at every point."""
-    (sign,), (other,) = RELATION.findall(gold), RELATION.findall(answer)
-    sides = [read(side) for side in RELATION.split(gold) + RELATION.split(answer)]
+    (gold_sign,), (answer_sign,) = RELATION.findall(gold), RELATION.findall(answer)
+    sides = [read_formula(side) for side in RELATION.split(gold) + RELATION.split(answer)]
     if any(not isinstance(side, sympy.Expr) for side in sides):
         return False
-    rows = values([sides[0] - sides[1], sides[2] - sides[3]], signed=True)
+    rows = values_at_points([sides[0] - sides[1], sides[2] - sides[3]], signed=True)
     if any(v == 0 for v in sum(rows, [])):
         return False
 
     ratio = rows[0][0] / rows[0][1]
-    if not all(close(a, ratio * b) for a, b in rows):
+    if not all(nearly_equal(a, ratio * b) for a, b in rows):
         return False
-    if sign in "=≠":
-        return sign == other
-    return ratio.is_real and sign == (other if ratio > 0 else FLIPPED.get(other))
+    if gold_sign in "=≠":
+        return gold_sign == answer_sign
+    return ratio.is_real and gold_sign == (answer_sign if ratio > 0 else FLIPPED.get(answer_sign))

@@ -108,24 +108,25 @@ def number(x: str) -> tuple[Fraction, int] | None:
 def fraction(x: str) -> Fraction | None:
     """Read a number without a sign that is no decimal: a fraction, a power of ten, a repeating decimal."""
     if match := FRACTION.fullmatch(x):
-        whole, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
-        return Fraction((whole or "0").strip("+")) + Fraction(top) / bottom if bottom else None
+        integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
+        return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
     if match := POWER_OF_TEN.fullmatch(x):
         return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
     if match := REPEATING.fullmatch(x):
-        whole, fixed, cycle = match[1] or "0", match[2], match[3]
+        integer, fixed, cycle = match[1] or "0", match[2], match[3]
         nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
-        return Fraction(f"{whole}.{fixed}0") + Fraction(int(cycle), nines)
+        return Fraction(f"{integer}.{fixed}0") + Fraction(int(cycle), nines)
     return None
 
 
 def rounds_to(value: Fraction, decimal: str) -> bool:
     """Tell whether a decimal of enough digits is this value, rounded or cut off."""
     written, digits = Fraction(decimal), len(decimal.partition(".")[2])
-    known = len(re.sub(r"\D", "", decimal).lstrip("0"))
+    digits_known = len(re.sub(r"\D", "", decimal).lstrip("0"))
     error = abs(value - written) * 10 ** digits
     fits = error <= Fraction(1, 2) or (error < 1 and abs(written) < abs(value))
-    return known >= SIGNIFICANT and digits >= BEHIND and (fits or abs(value - written) <= abs(value) / 10**13)
+    exact = abs(value - written) <= abs(value) / 10**13
+    return digits_known >= SIGNIFICANT and digits >= BEHIND and (fits or exact)
 
 
 def same_numbers(gold: str, answer: str) -> bool | None:
@@ -137,16 +138,16 @@ def same_numbers(gold: str, answer: str) -> bool | None:
     read = number(gold), number(answer)
     if None in read:
         return None
-    (value, digits), (other, other_digits) = read
+    (value, digits), (answer_value, answer_digits) = read
     noise = min(Fraction(1, 10**6), abs(value) / 10**9)
-    if value == other or max(digits, other_digits) > 8 and abs(value - other) <= noise:
+    if value == answer_value or max(digits, answer_digits) > 8 and abs(value - answer_value) <= noise:
         return True
     # Not a decimal (-1) counts as longer than any.
-    if (digits if digits >= 0 else LONGEST) <= (other_digits if other_digits >= 0 else LONGEST):
-        short, text, exact = digits, gold, other
+    if (digits if digits >= 0 else LONGEST) <= (answer_digits if answer_digits >= 0 else LONGEST):
+        short, text, exact = digits, gold, answer_value
     else:
-        short, text, exact = other_digits, answer, value
-    return short > 0 and digits != other_digits and rounds_to(exact, text.replace(",", ""))
+        short, text, exact = answer_digits, answer, value
+    return short > 0 and digits != answer_digits and rounds_to(exact, text.replace(",", ""))
 
 
 # ---- structure
@@ -276,9 +277,9 @@ def structure(x: str) -> tuple[str, list[str]]:
 def equal(gold: str, answer: str, compare: Compare) -> bool:
     """Tell whether an answer is the gold one. `compare` tells it of two expressions or relations."""
     if max(len(gold), len(answer)) <= LONGEST:
-        left, right = normalise(gold), normalise(answer)
-        if max(len(left), len(right)) <= LONGEST and max(nesting(left), nesting(right)) <= DEEPEST:
-            return same(left, right, compare)
+        spellings = normalise(gold), normalise(answer)
+        if max(map(len, spellings)) <= LONGEST and max(map(nesting, spellings)) <= DEEPEST:
+            return same(*spellings, compare)
     return unspaced(gold) == unspaced(answer)
 
 
@@ -289,19 +290,19 @@ def unspaced(x: str) -> str:
 def same(gold: str, answer: str, compare: Compare, labelled: bool = True) -> bool:
     """Compare two answers in one spelling. `labelled`: the second may be a choice with its letter, (B) 42."""
     gold, answer = intersection(gold), intersection(answer)
-    members, others = items(gold), items(answer)
-    if len(members) == len(others) == 1:
-        (gold, unit), (answer, other_unit) = bare(members[0]), bare(others[0])
-        if units_differ(unit, other_unit):
+    gold_items, answer_items = items(gold), items(answer)
+    if len(gold_items) == len(answer_items) == 1:
+        (gold, gold_unit), (answer, answer_unit) = bare(gold_items[0]), bare(answer_items[0])
+        if units_differ(gold_unit, answer_unit):
             return False
-        members, others = items(gold), items(answer)
-    if not members or not others or gold == answer:
-        return bool(members and others)
-    if len(members) > 1 or len(others) > 1:
-        if same_lists(members, others, compare):
+        gold_items, answer_items = items(gold), items(answer)
+    if not gold_items or not answer_items or gold == answer:
+        return bool(gold_items and answer_items)
+    if len(gold_items) > 1 or len(answer_items) > 1:
+        if same_lists(gold_items, answer_items, compare):
             return True
         return bool(SETS.search(gold) and SETS.search(answer)) and compare(bare(gold)[0], bare(answer)[0])
-    if labelled and (choice := CHOICE.fullmatch(others[0])):
+    if labelled and (choice := CHOICE.fullmatch(answer_items[0])):
         letter, value = choice.groups()
         return same(gold, letter if re.fullmatch(r"[A-Z]", gold) else value, compare, labelled=False)
     if RELATION.search(gold) or RELATION.search(answer):
@@ -309,11 +310,12 @@ def same(gold: str, answer: str, compare: Compare, labelled: bool = True) -> boo
     return same_values(gold, answer, compare)
 
 
-def units_differ(unit: str, other: str) -> bool:
+def units_differ(gold_unit: str, answer_unit: str) -> bool:
     """Tell whether two units are different ones, as far as they are known."""
-    if not unit or not other or UNITS.get(unit, unit) == UNITS.get(other, other):
+    kinds = [UNITS.get(unit, unit) for unit in (gold_unit, answer_unit)]
+    if not gold_unit or not answer_unit or kinds[0] == kinds[1]:
         return False
-    return unit in UNITS and other in UNITS or "modulo" in unit + other
+    return gold_unit in UNITS and answer_unit in UNITS or "modulo" in gold_unit + answer_unit
 
 
 def in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
@@ -322,10 +324,11 @@ def in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
 
 def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
     """Compare two lists as sets; but values without names are the several named ones in their order."""
-    names, others = set(map(name_of, gold)) - {""}, set(map(name_of, answer)) - {""}
-    if len(names) > 1 and names == others and len(gold) == len(answer) == len(names):
+    gold_names, answer_names = set(map(name_of, gold)) - {""}, set(map(name_of, answer)) - {""}
+    if len(gold_names) > 1 and gold_names == answer_names and len(gold) == len(answer) == len(gold_names):
         return in_order(sorted(gold, key=name_of), sorted(answer, key=name_of), compare)
-    if max(len(names), len(others)) > 1 and (not (names and others) or min(len(gold), len(answer)) == 1):
+    unnamed_or_tuple = not (gold_names and answer_names) or min(len(gold), len(answer)) == 1
+    if max(len(gold_names), len(answer_names)) > 1 and unnamed_or_tuple:
         return in_order(tuple_members(gold), tuple_members(answer), compare)
     if max(len(gold), len(answer)) > LARGEST:
         return set(map(unspaced, gold)) == set(map(unspaced, answer))
@@ -349,23 +352,24 @@ def is_name(x: str) -> bool:
 
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers of which at least one is a relation; a name that the other lacks is left out."""
-    (a, signs), (b, others) = sides(gold), sides(answer)
-    if "\\in" in signs + others:
-        return same(a[-1] if "\\in" in signs else gold, b[-1] if "\\in" in others else answer, compare)
-    if not signs and others == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
+    (a, gold_signs), (b, answer_signs) = sides(gold), sides(answer)
+    if "\\in" in gold_signs + answer_signs:
+        value = a[-1] if "\\in" in gold_signs else gold
+        return same(value, b[-1] if "\\in" in answer_signs else answer, compare)
+    if not gold_signs and answer_signs == ["="] and NAME.fullmatch(b[1]) and not NAME.fullmatch(b[0]):
         b = b[::-1]  # 5 = x
-    named = set(signs) == {"="} and is_name(a[0])
-    other_named = set(others) == {"="} and is_name(b[0])
-    loose = set(others) == {"="} and bool(LOOSE.fullmatch(b[0]))
-    both = named and other_named and (a[0] == b[0] or re.search(r"\w\(", a[0] + " " + b[0]))
-    if (named and not others) or ((other_named or loose) and not signs) or both:
+    gold_named = set(gold_signs) == {"="} and is_name(a[0])
+    answer_named = set(answer_signs) == {"="} and is_name(b[0])
+    loose = set(answer_signs) == {"="} and bool(LOOSE.fullmatch(b[0]))
+    both = gold_named and answer_named and (a[0] == b[0] or re.search(r"\w\(", a[0] + " " + b[0]))
+    if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs) or both:
         return same(a[-1], b[-1], compare)
-    if not signs and set(others) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
+    if not gold_signs and set(answer_signs) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
         return same(gold, b[-1], compare)
-    left, right = interval(gold) if signs else gold, interval(answer) if others else answer
-    if left and right and set(signs + others) - {"=", "≠"}:
+    left, right = interval(gold) if gold_signs else gold, interval(answer) if answer_signs else answer
+    if left and right and set(gold_signs + answer_signs) - {"=", "≠"}:
         return same_values(left, right, compare)
-    return len(signs) == len(others) == 1 and compare(gold, answer)
+    return len(gold_signs) == len(answer_signs) == 1 and compare(gold, answer)
 
 
 def same_values(gold: str, answer: str, compare: Compare) -> bool:
@@ -374,14 +378,14 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return equal_numbers
     if words(gold) or words(answer) or len(gold) == len(answer) == 1:
         return words(gold) is not None and words(gold) == words(answer)
-    (kind, members), (other_kind, others) = structure(gold), structure(answer)
-    if kind == other_kind != "":
-        return in_order(members, others, compare)
+    (gold_kind, gold_members), (answer_kind, answer_members) = structure(gold), structure(answer)
+    if gold_kind == answer_kind != "":
+        return in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:
         return compare(gold, answer)
-    if kind or other_kind:
+    if gold_kind or answer_kind:
         return bool(SETS.search(gold) and SETS.search(answer)) and compare(gold, answer)
-    return gold == answer or compare(members[0], others[0])
+    return gold == answer or compare(gold_members[0], answer_members[0])
 
 
 def readable(gold: str, reads: Callable[[str], bool]) -> bool:

@@ -202,10 +202,10 @@ def unreadable(golds: Iterable[str]) -> set[str]:
 
 def algebra_reads(expression: str) -> bool:
     """Tell, in a worker, whether math-verify's parser makes sense of an expression."""
-    from verify.algebra import read
+    from verify.algebra import read_formula
 
     try:
-        read(expression)
+        read_formula(expression)
         return True
     except Exception:  # as in compare_by_algebra
         return False

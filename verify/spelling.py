@@ -177,14 +177,14 @@ def without_unit(x: str) -> tuple[str, str]:
     if unit.startswith("modulo "):
         return value, unit
     names = re.sub(r"\b(?:square|cubic|per|sq)\b\.? ?", "", unit)
-    known = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
-    apart = quoted or x[match.start("word") - 1] == " " or (known and len(unit) > 1)
+    known_unit = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
+    separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
     if quoted:
         named = len(unit) > 1 and re.search(r"\d", value)
     else:
         named = all(len(name) >= 4 for name in unit.split())
-    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known and quoted and unit)
-    open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known)
-    if not (apart and counted and (known or named)) or open_end or NO_UNIT.search(unit):
+    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit)
+    open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
+    if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
     return re.sub(r'\s*(?:\\cdot|(?<=") ?/)?[\\\s]*$', "", value), names

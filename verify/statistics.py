@@ -30,12 +30,12 @@ def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float
     Wilson's own interval.
     """
     value_N = np.asarray(value_N, dtype=np.float64)
-    N, share = len(value_N), value_N.mean()
+    N, fraction = len(value_N), value_N.mean()
     spread = value_N.var(ddof=1) if n > 1 and N > 1 else 0.0
-    count = min(N * share * (1 - share) / spread, N * n) if spread > 0 else N
+    count = min(N * fraction * (1 - fraction) / spread, N * n) if spread > 0 else N
     z *= 1 + (z * z + 1) / (4 * (N - 1)) if n > 1 and N > 1 else 1
-    centre = (share + z * z / count / 2) / (1 + z * z / count)
-    half = z * math.sqrt(share * (1 - share) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
+    centre = (fraction + z * z / count / 2) / (1 + z * z / count)
+    half = z * math.sqrt(fraction * (1 - fraction) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
@@ -67,8 +67,8 @@ def vote(response: dict) -> str | None:
 def majority(votes: list[str | None]) -> float:
     """Return 1 if the most frequent answer is right; of several equally frequent ones the share that is."""
     counts = Counter(filter(None, votes))
-    most = [vote for vote, count in counts.items() if count == max(counts.values())]
-    return (RIGHT in most) / len(most) if most else 0.0
+    winners = [vote for vote, count in counts.items() if count == max(counts.values())]
+    return (RIGHT in winners) / len(winners) if winners else 0.0
 
 
 def majority_at(k: int, votes: list[str | None]) -> float:
