@@ -35,7 +35,7 @@ from rollout import Engine, start_engine
 from verify.grade import grade, name_unreadable
 from verify.statistics import majority_at, mcnemar, mean, paired_interval, pass_at, vote, wilson
 
-# What the papers and their releases do; `config` gives the system prompt and the longest prompt.
+# How the papers and their releases evaluate; `config` gives the system prompt and the longest prompt.
 PROTOCOLS = {
     # CPPO (arXiv:2503.22342). Its GSM8K figures are of the last number, and of 1,312 of the 1,319 problems.
     "cppo_gsm8k": {"config": "grpo_gsm8k.yaml", "data": "gsm8k", "max_new_tokens": 1024},
@@ -50,12 +50,12 @@ DEFAULTS = {"max_prompt_tokens": 2048, "max_new_tokens": 1024, "n": 1, "temperat
             "engine": "torch", "slots": 256, "tensor_parallel": 1, "cache_gib": None, "system_prompt": None,
             "data_dir": None, "dtype": "auto", "attention": "auto"}
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
-ROUNDS_OF_SLOTS = 4   # how often the slots are filled between two writes of the responses
+ROUNDS_OF_SLOTS = 4   # how often all decoding slots are filled between two writes of the responses
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How answers are drawn: n to every problem, greedy at temperature 0."""
+    """The way answers are sampled: n to every problem, greedy at temperature 0."""
 
     max_new_tokens: int
     n: int = 1
@@ -77,7 +77,7 @@ class Set:
 
 def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling,
              progress: str | None = None) -> dict:
-    """Sample and grade sampling.n answers to every problem, spread over the ranks; all return `scores`."""
+    """Sample and grade sampling.n answers to every problem, spread over the ranks; all get `summarise`."""
     return summarise(answer_problems(engine, tokenizer, held_out, sampling, progress))
 
 
@@ -111,9 +111,9 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, samplin
 
 def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, requests: list[tuple[int, int]],
             sampling: Sampling, progress: str | None) -> list[dict]:
-    """Sample and grade the k-th answer to the i-th prompt for each wanted (i, k). All ranks return all.
+    """Sample and grade the k-th answer to the i-th prompt for each (i, k) requested. All ranks return all.
 
-    Each has a seed of its own, so neither the number of ranks nor what is sampled beside it changes it, up to
+    Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
     rounding.
     """
     local_requests = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
@@ -218,7 +218,7 @@ def identify(held_out: Set) -> dict:
 
 
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
-    """Grade the responses of a result again, by the verifier of now."""
+    """Grade the responses of a result again by the present verifier."""
     results = {}
     for name, old in result["results"].items():
         pairs = [(p["gold"], r["text"]) for p in old["problems"] for r in p["responses"]]
@@ -398,7 +398,7 @@ def engine_spec(args: argparse.Namespace, device: torch.device, tokenizer: Token
 
 
 def run(args: argparse.Namespace) -> dict:
-    """Evaluate as the arguments say; what --out holds already is not sampled again."""
+    """Evaluate as the arguments say; responses that --out holds already are not sampled again."""
     check_arguments(args)
     device = dist.init(args.device)
     tokenizer = Tokenizer(find_model(args.model))

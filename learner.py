@@ -1,4 +1,4 @@
-"""Models in training and their optimizers: built on any number of ranks, stepped, exported.
+"""Build models and their optimizers on any number of ranks, step them, and export checkpoints.
 
     python learner.py runs/NAME/checkpoints/step_000123 --out DIR    # a checkpoint as a Hugging Face folder
 
@@ -35,7 +35,7 @@ class NotFinite(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Learner:
-    """What an update works with: the model, how packed rows pass through it, and the settings it reads."""
+    """The model in training, how packed rows pass through it, and the settings that an update reads."""
 
     device: torch.device
     dtype: torch.dtype          # of the computation; the weights are float32, or float64 where asked for
@@ -53,10 +53,10 @@ class Learner:
     steps: int
     first: int = 0              # the first step in which the policy learns
     residual: float | None = None  # advantage.residual (methods/soft_value.py)
-    critic: Any = None          # methods.critic.Critic, with advantage.kind=gae
+    critic: Any = None          # methods.critic.CriticLearner, with advantage.kind=gae
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
-        """[C] log-probs in nats of the row's completion tokens."""
+        """Compute the log-probs of the row's completion tokens in nats, [C]."""
         attend = BACKENDS[self.backend](row.offsets, row.max_len)
         return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
 
@@ -99,7 +99,7 @@ def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, 
 
 
 def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
-    """AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
+    """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2),
                                   weight_decay=optim.weight_decay, fused=True)
     for p in model.parameters():
@@ -109,7 +109,7 @@ def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
 
 
 def learning_rate(step: int, optim: Optim, steps: int) -> float:
-    """Rate of a step, a pure function of it: linear warm-up, then constant or a cosine to 0 at `steps`."""
+    """Compute a step's rate, a pure function: linear warm-up, then constant or a cosine to 0 at `steps`."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps
     if optim.schedule == "constant":
@@ -120,7 +120,7 @@ def learning_rate(step: int, optim: Optim, steps: int) -> float:
 
 def descend(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float, loss: Tensor | float,
             not_finite: Callable[[str], NotFinite]) -> float:
-    """Take one optimizer step on the gradient that has come together; returns its norm before clipping.
+    """Take one optimizer step on the accumulated gradient; returns its norm before clipping.
 
     Collective. Raises NotFinite on every rank before a step that would spoil the model. Without any gradient
     nothing changes: neither momentum nor weight decay is applied then.
@@ -136,7 +136,7 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
 
 
 def roles(learner: Learner) -> dict[str, Role]:
-    """The models and optimizers that a checkpoint holds."""
+    """Return the models and optimizers that a checkpoint holds."""
     saved = {"policy": (learner.policy, learner.optimizer)}
     if learner.critic:
         saved["critic"] = (learner.critic.model, learner.critic.optimizer)

@@ -105,7 +105,7 @@ def read_shape(folder: Path) -> Shape:
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
-    """Raises ConfigError where `settings` allow sequences of more `tokens` than the model takes."""
+    """Raise ConfigError where `settings` allow sequences of more `tokens` than the model takes."""
     limit = read_shape(folder).max_positions
     if tokens > limit:
         raise ConfigError(f"{settings} allow sequences of {tokens} tokens, but {folder} has "
@@ -113,7 +113,7 @@ def check_positions(folder: Path, tokens: int, settings: str) -> None:
 
 
 def rope_frequencies(shape: Shape) -> Tensor:
-    """Radians per position for each of the head_dim / 2 planes; llama3 scaling stretches the long waves."""
+    """Compute radians per position of the head_dim / 2 planes; llama3 scaling stretches the long waves."""
     freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device="cpu").float() / shape.head_dim)
     if shape.rope_scaling is None:
         return freq
@@ -125,7 +125,7 @@ def rope_frequencies(shape: Shape) -> Tensor:
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotary embedding in Hugging Face's layout: plane i is (x[i], x[i + E/2])."""
+    """Apply the rotary embedding in Hugging Face's layout: plane i is (x[i], x[i + E/2])."""
     left, right = x_THE.chunk(2, dim=-1)
     return x_THE * cos_TE[:, None] + torch.cat([-right, left], dim=-1) * sin_TE[:, None]
 
@@ -198,22 +198,22 @@ class Decoder(nn.Module):
 
     @property
     def quadratic(self) -> float:
-        """What attention costs a sequence, over its length squared, in units of one token through all linear
-        layers: a query meets half of its sequence, with two operations a key and head dimension for the score
-        and two for the value; a weight takes two operations a token.
+        """Compute the cost of attention over a sequence's squared length, in units of one token through all
+        linear layers: a query meets half of its sequence, with two operations per key and head dimension for
+        the product and two for the value; a weight takes two operations per token.
         """
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor, target_C: Tensor,
                 temperature: float) -> Tensor:
-        """`log_probs` of target_C after the tokens at predict_C. Training passes through here, where weights
-        that are spread over the ranks are gathered."""
+        """Compute `log_probs` of target_C after the tokens at predict_C. Training calls the module, so that
+        weights spread over the ranks are gathered."""
         hidden_TD = self.hidden(ids_T, position_T, attend)
         return self.log_probs(hidden_TD[predict_C], target_C, temperature, self.logp_chunk)
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """Final hidden states [T, D]. Project them with `logits`, or score targets with `log_probs`."""
+        """Compute final hidden states, [T, D], for `logits` or for `log_probs` of targets."""
         self.frequency = self.frequency.to(ids_T.device)
         angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
         cos_TE, sin_TE = angle_TE.cos(), angle_TE.sin()
@@ -226,15 +226,15 @@ class Decoder(nn.Module):
         return self.norm(x_TD)
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
-        """[C, V], at least float32. For the few rows of a decoding step; training uses `log_probs`."""
+        """Compute logits [C, V], at least float32, for a decoding step; training uses `log_probs`."""
         return at_least_float32(F.linear(hidden_CD, self.head_VD))
 
     def log_probs(self, hidden_CD: Tensor, target_C: Tensor, temperature: float, chunk: int) -> Tensor:
-        """log softmax(logits / temperature)[target] in nats, [C]; holds at most [chunk, V] of logits."""
+        """Compute log softmax(logits / temperature)[target] in nats, [C], of [chunk, V] logits at a time."""
         return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, temperature, chunk)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Every parameter under its Hugging Face name."""
+        """Yield every parameter under its Hugging Face name."""
         for name, tensor in self.named_parameters():
             yield hf_name(name), tensor.detach()
 
@@ -279,7 +279,7 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def sdpa_padded(offsets: Tensor, max_len: int) -> Attend:
-    """Segments are unpacked into right-padded rows. Under causality right padding needs no mask."""
+    """Unpack segments into right-padded rows for SDPA. Under causality right padding needs no mask."""
     lengths = offsets.diff()
     S, T = len(lengths), int(offsets[-1])
     segment_T = torch.repeat_interleave(torch.arange(S, device=offsets.device), lengths, output_size=T)
@@ -298,7 +298,7 @@ def sdpa_padded(offsets: Tensor, max_len: int) -> Attend:
 
 
 def torch_varlen(offsets: Tensor, max_len: int) -> Attend:
-    """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
+    """Call torch's own varlen flash attention, CUDA only. Causal: (-1, 0) looks back without limit."""
     from torch.nn.attention.varlen import varlen_attn
 
     cu = offsets.to(torch.int32)
@@ -314,7 +314,7 @@ def torch_varlen(offsets: Tensor, max_len: int) -> Attend:
 
 
 def flash_varlen(offsets: Tensor, max_len: int) -> Attend:
-    """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
+    """Call flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
 
     cu = offsets.to(torch.int32)
@@ -346,13 +346,13 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:
-    """The decoder that config.json describes, on the meta device: shapes without weights."""
+    """Build the decoder that config.json describes on the meta device: shapes without weights."""
     with torch.device("meta"):
         return Decoder(read_shape(folder)).to(dtype)
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
-    """The decoder of a folder, whole, on one device. Raises ConfigError as `load_weights`."""
+    """Load the decoder of a folder, unsharded, on one device. Raises ConfigError as `load_weights`."""
     model = empty_model(folder, dtype).to_empty(device=device)
     load_weights(model, folder)
     return model

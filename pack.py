@@ -1,4 +1,4 @@
-"""Dense packing: kept completions, each behind its prompt, end to end in rows of at most `capacity` tokens.
+"""Pack kept completions densely: each behind its prompt, end to end in rows of at most `capacity` tokens.
 
 Dimension key:  N groups,  G completions per group,  T tokens of one row (prompts included),  C completion
 tokens among them, the only ones that are projected and scored,  S sequences in one row.
@@ -78,13 +78,13 @@ def too_long(lengths: list[int], capacity: int) -> ValueError:
 
 
 def cost(lengths: list[int], quadratic: float) -> float:
-    """Cost of a row of such sequences, in tokens without attention; `quadratic` is Decoder.quadratic."""
+    """Compute a row's cost in units of a token without attention; `quadratic` is Decoder.quadratic."""
     return sum(length + quadratic * length ** 2 for length in lengths)
 
 
 def deal(costs: list[float], ranks: int) -> list[list[int]]:
-    """Rows for each rank, as many for all up to one, of sums as equal as dealing in rounds makes them: of the
-    most expensive rows left, one for each rank, the most expensive to the rank with the least so far.
+    """Deal rows to ranks, equally many up to one and of nearly equal cost: in each round every rank gets one
+    of the most expensive rows left, the most expensive going to the rank with the least cost so far.
     """
     order = sorted(range(len(costs)), key=lambda row: -costs[row])
     hands: list[list[int]] = [[] for _ in range(ranks)]
@@ -108,7 +108,7 @@ class Minibatch:
 
     @staticmethod
     def plain(groups: list[Group], keep_NG: Tensor, adv_NG: Tensor, weight_NG: Tensor) -> "Minibatch":
-        """One without likelihood weights and rewards."""
+        """Make a mini-batch without likelihood weights and rewards."""
         none_NG = torch.zeros_like(weight_NG)
         return Minibatch(groups, keep_NG, adv_NG, weight_NG, none_NG, none_NG)
 
@@ -143,7 +143,7 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
 
 
 def build_row(minibatch: Minibatch, plan: Plan) -> Row:
-    """Lay a row's completions out. The tokens scored are those that this step has sampled.
+    """Lay a row's completions out. Log-probs are taken of the tokens that this step has sampled.
 
     A prompt of ids 7 8 with the completions 4 5 and 6 becomes two sequences, ids_T = 7 8 4 5 7 8 6,
     position_T = 0 1 2 3 0 1 2 and offsets = 0 4 7; target_C = 4 5 6 is predicted where predict_C = 1 2 5 say.

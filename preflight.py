@@ -1,8 +1,7 @@
-"""What must hold before a run is worth its hours, measured on the loaded models: `train.py --check` prints
-the table.
+"""Check before a run what would spoil it, measured on the loaded models: `train.py --check` prints the table.
 
-A fresh run goes through the same checks silently before step 0 and stops at the first table with a failure.
-All ranks take part and come to the same verdicts. The policy ends as it was; the engine wants another sync.
+A fresh run makes the same checks silently before step 0 and stops where one fails. All ranks take part and
+come to the same verdicts. The policy ends as it was; the engine needs another sync.
 
 Dimension key:  C completion tokens of one row.
 """
@@ -84,7 +83,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
 
 
 def require(checks: list[Check]) -> None:
-    """Raises ConfigError with what failed and what to do about it."""
+    """Raise ConfigError with what failed and what to do about it."""
     failed = [c for c in checks if not c.passed]
     if failed:
         what = "".join(f"\n  {c.name}: {c.figures}\n    {c.remedy}" for c in failed)
@@ -106,8 +105,8 @@ def checks_table(checks: list[Check]) -> str:
 
 
 def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
-    """A few prompts, and one as long as is allowed up to 512 tokens: only a long one shows stale cached
-    prefixes."""
+    """Choose a few prompts, and one as long as is allowed up to 512 tokens: only a long one shows stale
+    cached prefixes."""
     ids = [i for prompt in prompts[:512] for i in prompt.ids][:min(max_tokens, 512)]
     return [*prompts[:PROBES - 1], Prompt("long", tuple(ids), "")]
 
@@ -122,8 +121,7 @@ def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed:
 
 
 def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
-    """All samples of the groups, in order: each row takes what follows while it has room, and at least
-    one."""
+    """Pack all samples of the groups in order: a row takes the next ones while it has room, at least one."""
     ones = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
     bins, used = [[]], 0
     for n, g in ones.nonzero().tolist():
@@ -139,19 +137,18 @@ def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
 
 
 def engine_logp(rows: list[Row]) -> Tensor:
-    """The engine's log-probs."""
+    """Return the engine's log-probs."""
     return torch.cat([row.sampled_logp_C for row in rows])
 
 
 @torch.no_grad()
 def trainer_logp(learner: Learner, rows: list[Row]) -> Tensor:
-    """The trainer's."""
+    """Compute the trainer's log-probs."""
     return torch.cat(passes(learner, rows))
 
 
 def passes(learner: Learner, rows: list[Row]) -> list[Tensor]:
-    """Log-probs of each row. The ranks' rows are their own, and every rank must make the same number of
-    passes."""
+    """Compute the log-probs of each row. Ranks have rows of their own, but must make equally many passes."""
     idle = int(dist.max_over_ranks(len(rows))) - len(rows)
     return [learner.log_probs(learner.policy, row) for row in [*rows, *rows[:1] * idle]][:len(rows)]
 
@@ -163,7 +160,7 @@ def scale(policy: Decoder, factor: float) -> None:
 
 
 def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
-    """Of |gap| over the tokens of all ranks."""
+    """Compute the mean and the maximum of |gap| over the tokens of all ranks."""
     total = dist.sum_over_ranks({"sum": gap_C.abs().double().sum().item(), "count": len(gap_C)})
     return total["sum"] / total["count"], dist.max_over_ranks(gap_C.abs().max().item())
 
@@ -175,7 +172,7 @@ def check_gap(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
 
 
 def after_sync(fresh_C: Tensor, stale_C: Tensor, tolerance: float) -> Check:
-    """The engine must follow when the policy changes; that it did is seen only where old and new differ."""
+    """Check that the engine follows when the policy changes, which is seen only where old and new differ."""
     fresh, stale = mean_and_max(fresh_C)[0], mean_and_max(stale_C)[0]
     return Check("engine follows a sync", fresh <= tolerance < stale,
                  f"|log-prob difference| mean {fresh:.1e} to the policy synced, "
@@ -186,12 +183,11 @@ def after_sync(fresh_C: Tensor, stale_C: Tensor, tolerance: float) -> Check:
 
 
 def distinct(groups: list[Group]) -> Check:
-    """Samples of different seeds may be equal by chance; a shared seed makes more of them equal than chance
-    would.
+    """Check that samples of different seeds are not equal more often than chance makes them.
 
-    Each is paired with its like on the next rank, or with the rank's own next. Under independence the second
-    of a pair equals the first with the first's probability, so the chance of these equal pairs is at most
-    their product times the number of ways to choose them.
+    Each sample is paired with its counterpart on the next rank, or with the rank's own next sample. Under
+    independence the second of a pair equals the first with the first's probability, so the chance of these
+    equal pairs is at most the product of those probabilities times the number of ways to choose the pairs.
     """
     samples = [(n, g, dist.rank(), s.ids, sum(s.logp))
                for n, group in enumerate(groups) for g, s in enumerate(group.samples)]
@@ -206,8 +202,8 @@ def distinct(groups: list[Group]) -> Check:
 
 
 def eos_agree(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy: Decoder) -> Check:
-    """What the model's files name as EOS is in the vocabulary, is what ends a sample, and what the template
-    writes."""
+    """Check that the EOS ids of the model's files are in the vocabulary, end every sample and are what the
+    template writes."""
     ids, closing = tokenizer.eos_ids, tokenizer.closing_token()
     named = ", ".join(f"{i} {tokenizer.rust.id_to_token(i)!r}" for i in sorted(ids))
     figures = f"{named}; the template closes an answer with " + (
@@ -233,8 +229,7 @@ def template(tokenizer: Tokenizer, system: str | None) -> Check:
 
 
 def verifier(problems: list[Problem]) -> Check:
-    """Gold solutions, or gold answers in a box where the data has no solution that marks one, must earn the
-    reward."""
+    """Check that the verifier accepts gold solutions, or boxed gold answers where no solution marks one."""
     tried = problems[:SOLUTIONS]
     texts = [p.solution if extract(p.solution) is not None else f"\\boxed{{{p.answer}}}" for p in tried]
     grades = grade([(p.answer, text) for p, text in zip(tried, texts, strict=True)])
@@ -246,9 +241,9 @@ def verifier(problems: list[Problem]) -> Check:
 
 
 def peak_of_update(learner: Learner, longest: int) -> float:
-    """Bytes in use at the peak of the largest row that training may run, of sequences of `longest` tokens.
+    """Measure the bytes in use at the peak of the largest row of training, of sequences of `longest` tokens.
 
-    Raises ConfigError where that is too much: the other ranks then wait in vain for this one's part.
+    Raises ConfigError where memory runs out: the other ranks would wait in vain for this one.
     """
     capacity = learner.pack.capacity
     models = [model for model, _ in roles(learner).values()]
@@ -273,7 +268,7 @@ def peak_of_update(learner: Learner, longest: int) -> float:
 
 
 def peak_of_rollout(settings: Rollout, learner: Learner, longest: int) -> float:
-    """Bytes in use while the engine, which is awake now, samples at full length."""
+    """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
     cache = memory.cache_bytes(learner.policy, settings.slots, longest) if settings.engine == "torch" else 0
     if learner.dtype == torch.bfloat16:
         cache //= 2  # the policy's weights are float32, the engine's keys and values are not
@@ -281,7 +276,7 @@ def peak_of_rollout(settings: Rollout, learner: Learner, longest: int) -> float:
 
 
 def counted(learner: Learner) -> float:
-    """Bytes of a step's full row on one rank as memory.peak_bytes counts them."""
+    """Count the bytes of a step's full row on one rank by memory.peak_bytes."""
     policy = learner.policy
     return memory.peak_bytes(policy.shape, learner.pack.capacity, policy.checkpoint_blocks,
                              learner.dtype.itemsize, policy.logp_chunk, dist.world_size())

@@ -24,7 +24,7 @@ from verify.grade import VERIFY_SECONDS, Call, OverLimit, grade
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What a component looks at."""
+    """A completion and its gold answer, as a component reads them."""
 
     text: str         # up to the first end-of-sequence token that is spelled out
     gold: str
@@ -89,8 +89,8 @@ def overlong(c: Completion) -> float:
 def custom(c: Completion) -> float:
     """Return what reward(text, gold, tokens) of the file reward.custom_file does, a number in [-1, 1].
 
-    It runs in a worker. Where that has to be ended the reward is 0, and counts as timed out. Raises
-    ConfigError for whatever else goes wrong.
+    It runs in a worker. Where the worker has to be ended the reward is 0, and counts as timed out. Raises
+    ConfigError for anything else that goes wrong.
     """
     path = c.settings.custom_file
     try:
@@ -147,7 +147,7 @@ NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs besi
 
 
 def measured(cfg: Reward) -> list[str]:
-    """Name what `score` tells of every completion: accuracy, the components with a weight, the notes."""
+    """Name what `score` computes for every completion: accuracy, components with a weight, the notes."""
     return [*dict.fromkeys(("accuracy", *cfg.weights)), *NOTES]
 
 

@@ -1,4 +1,4 @@
-"""vLLM as the rollout engine: the same three methods as rollout.TorchEngine, in the trainer's process."""
+"""Sample by vLLM in the trainer's process: the same three methods as rollout.TorchEngine."""
 
 import os
 import random
@@ -38,8 +38,8 @@ class VLLMEngine:
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
         counted = cache_bytes(model, spec.slots, spec.max_len, spec.tensor_parallel)
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
-        # On the CPU a seeded sample whose prompt is split over two batches would rewind a generator that
-        # cannot.
+        # On the CPU a seeded sample whose prompt is split over two batches would rewind its generator, which
+        # cannot be rewound.
         cpu_options = {"enable_chunked_prefill": False, "enforce_eager": True,
                        "max_num_batched_tokens": max(spec.max_len, 8192)}
         with undisturbed(spec.device):
@@ -66,10 +66,9 @@ class VLLMEngine:
             self.sleep()
 
     def sync(self, policy: Decoder) -> None:
-        """Take over the policy's weights, one layer at a time, and forget what was computed from the old
-        ones.
+        """Take over the policy's weights, one layer at a time, and drop what was cached from the old ones.
 
-        Names and shapes are compared first: after a wrong one vLLM would also fail the next, right pass.
+        Names and shapes are compared first: after a wrong one vLLM would also fail with the right ones.
         """
         policy_shapes = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
         if policy_shapes != self.expected:
@@ -83,7 +82,7 @@ class VLLMEngine:
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.wake_up(["kv_cache"])
         self.asleep = False
-        # The cached prefixes are those of the old weights.
+        # The cached prefixes were computed from the old weights.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
 
@@ -95,7 +94,7 @@ class VLLMEngine:
 
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
                  temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
-        """One completion per prompt, in order, as TorchEngine.generate.
+        """Sample one completion per prompt, in order, as TorchEngine.generate.
 
         With tensor_parallel above 1 all ranks call it: those that hold one engine sample for each other, in
         lock-step.
@@ -124,8 +123,8 @@ class VLLMEngine:
 
 
 def import_vllm(device: torch.device) -> tuple[type, type]:
-    """vLLM's LLM and SamplingParams, readied for this device. Raises ConfigError for a missing or another
-    version."""
+    """Import vLLM's LLM and SamplingParams for this device. Raises ConfigError where vLLM is missing or of
+    another version."""
     try:
         import vllm  # optional, and slow
         from vllm import LLM, SamplingParams

@@ -46,7 +46,7 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the loop works with, from its first step to its last."""
+    """The objects that the loop uses, from its first step to its last."""
 
     task: data.Task
     learner: Learner
@@ -151,7 +151,7 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
 
 
 def beside_weights(cfg: Config, history: PromptHistory) -> dict:
-    """What a checkpoint holds beside weights and moments; rank 0 writes it."""
+    """Return what a checkpoint holds beside weights and moments; rank 0 writes it."""
     if dist.rank() > 0:
         return {}
     return {"config": config.flatten(cfg), "history": history.state()}
@@ -184,7 +184,7 @@ def load(cfg: Config) -> data.Task:
 
 
 def due(every: int, step: int, last: int) -> bool:
-    """Whether what is done every so many steps (0: never on the way) and after the last is due now."""
+    """Tell whether an action is due now that comes every so many steps (0: never) and after the last one."""
     return step == last or (every > 0 and step % every == 0)
 
 
@@ -205,8 +205,8 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 
 
 def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float]) -> None:
-    """Log a step: its metrics, what was kept, and one group as people read it. The advantage in it is that of
-    the rewards, before what a critic or a reference adds to it."""
+    """Log a step: its metrics, the decisions on what was kept, and one group as text. The advantage in it is
+    that of the rewards, before a critic or a reference changes it."""
     run.log.step(step, measured)
     run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
     ended = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]

@@ -1,12 +1,12 @@
-"""Checkpoints on torch.distributed.checkpoint: written in the background, loaded on any number of ranks.
+"""Save checkpoints in the background by torch.distributed.checkpoint, and load them on any number of ranks.
 
     checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
-    checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, the memory of prompts
+    checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, history of prompts
     checkpoints/step_000123/files.json  every file above with its size
     checkpoints/latest                  name of the newest
 
 A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is
-replaced, then old ones are removed: whatever dies on the way, the checkpoint before is whole and in its
+replaced, then old ones are removed: whatever dies in between, the checkpoint before is whole and in its
 place.
 """
 
@@ -40,7 +40,7 @@ class Checkpoints:
         self.folder, self.keep, self.roles = folder, keep, roles
         self.groups = {name: dist.background_group() for name in roles}
         cuda = device.type == "cuda"
-        # Kept, so that its buffers in the host's memory are made once.
+        # One stager for all saves, so that its buffers in the host's memory are made once.
         self.stager = DefaultStager(StagingOptions(use_pinned_memory=cuda, use_shared_memory=False,
                                                    use_async_staging=True, use_non_blocking_copy=cuda))
         self.worker = ThreadPoolExecutor(1)
@@ -57,8 +57,8 @@ class Checkpoints:
             if dist.rank() == 0:  # which writes it
                 torch.save({"step": step} | extra, extra_file)
             saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
-                                    # Without copies ahead the writer does not touch the GPU, which is
-                                    # another's here.
+                                    # Without copies ahead the writer does not touch the GPU, which the
+                                    # trainer is using.
                                     storage_writer=dcp.FileSystemWriter(
                                         fresh / name, per_thread_copy_ahead=0),
                                     async_checkpointer_type=AsyncCheckpointerType.THREAD)
@@ -83,7 +83,7 @@ class Checkpoints:
                               "checkpoint before it is whole: make room and go on with --resume") from error
 
     def wait_for_copies(self) -> None:
-        """Until the weights may change. Raises ConfigError when an earlier save has failed."""
+        """Wait until the weights may change. Raises ConfigError when an earlier save has failed."""
         with self.standing_still():
             for copy in self.copied:
                 copy.result()
@@ -92,14 +92,14 @@ class Checkpoints:
                 self.wait()
 
     def wait(self) -> None:
-        """Until the newest save is on disk. Raises ConfigError when it could not be written."""
+        """Wait until the newest save is on disk. Raises ConfigError when it could not be written."""
         if self.written is not None:
             written, self.written = self.written, None
             written.result()
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """A save on its way is written first, whatever ends the run but a second signal."""
+        """Finish a save that is under way before the run ends, by whatever but a second signal."""
         try:
             yield
         except Exception:
@@ -138,8 +138,8 @@ class Checkpoints:
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
-    """Weights and each kind of moment, by names that do not depend on the ranks: the role's own tensors, not
-    copies."""
+    """Return weights and each kind of moment by names that do not depend on the ranks: the role's own
+    tensors, not copies."""
     by_kind = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
     for name, p in model.named_parameters():
         for kind, t in (optimizer.state[p] if optimizer else {}).items():
@@ -170,13 +170,13 @@ def publish(fresh: Path, keep: int) -> None:
 
 
 def flush(path: Path) -> None:
-    """To the disk: a rename must not be there before what it names."""
+    """Write a file through to the disk: a rename must not get there before the file that it names."""
     with path.open("rb") as file:
         os.fsync(file.fileno())
 
 
 def sizes(path: Path) -> dict[str, int]:
-    """Bytes of each file of a checkpoint."""
+    """Return the bytes of each file of a checkpoint."""
     return {str(file.relative_to(path)): file.stat().st_size
             for file in sorted(path.rglob("*")) if file.is_file() and file.name != "files.json"}
 
@@ -186,17 +186,16 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def is_complete(path: Path) -> bool:
-    """Whether every file is there, as long as it was written."""
+    """Tell whether every file is there, as long as it was written."""
     listed = path / "files.json"
     return listed.is_file() and json.loads(listed.read_text()) == sizes(path)
 
 
 def newest(folder: Path) -> Path | None:
-    """The checkpoint that `latest` names, or the newest before it that is whole; None where nothing was ever
+    """Find the checkpoint that `latest` names, or the newest whole one before it; None where nothing was ever
     saved.
 
-    Raises ConfigError where there are some, and none is whole: what they were of is not to be begun again
-    unasked.
+    Raises ConfigError where there are some, and none is whole: such a run must not silently begin anew.
     """
     pointer = folder / "latest"
     named = pointer.read_text() if pointer.is_file() else None
@@ -212,8 +211,8 @@ def newest(folder: Path) -> Path | None:
 
 
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
-    """Load into these tensors, each rank its part. Raises ConfigError when the stored ones differ in name or
-    shape."""
+    """Load into these tensors, each rank its shards. Raises ConfigError when the stored ones differ in name
+    or shape."""
     expected = {f"{kind}.{name}": t for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}

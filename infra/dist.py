@@ -1,5 +1,5 @@
-"""The only file that calls torch.distributed. One process per GPU (gloo on the CPU), the same path at world
-size 1."""
+"""Call torch.distributed, which no other file does. One process per GPU (gloo on the CPU), the same path at
+world size 1."""
 
 import hashlib
 import os
@@ -32,11 +32,11 @@ def init(device: str) -> torch.device:
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:
-        # As torchrun does. Spinning OpenMP threads lose a factor of 2 to 10 as soon as anything else runs.
+        # As torchrun does. Spinning OpenMP threads run 2 to 10 times slower as soon as anything else runs.
         torch.set_num_threads(1)
     shared = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if shared and os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0":
-        # pytorch #135712: it still has the addresses of the workers before the restart.
+        # pytorch #135712: the store still has the addresses of the workers before the restart.
         raise ConfigError("torchrun --max-restarts keeps one store over all restarts, in which restarted "
                           "workers find dead ones; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its "
                           "environment")
@@ -54,7 +54,7 @@ def close() -> None:
 
 
 def background_group() -> td.ProcessGroup:
-    """All ranks, for a thread whose exchanges must not get between those of the main one."""
+    """Make a group of all ranks for a thread whose collectives must not mix with the main thread's."""
     return td.new_group(backend="gloo")
 
 
@@ -83,7 +83,7 @@ def gather(items: list) -> list:
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:
-    """Every rank's array, in rank order, on every rank. They may differ in their first dimension alone."""
+    """Return every rank's array, in rank order, on every rank. Only their first dimensions may differ."""
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
     td.all_gather(counts, torch.tensor([len(rows)]))
     padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # all must be as long
@@ -105,7 +105,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     for module in (*blocks, model):
-        # Nothing stays gathered after a pass, so that no later pass meets weights of before an optimizer
+        # Nothing stays gathered after a pass, so no later pass computes with weights from before an optimizer
         # step.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
         module.set_gradient_divide_factor(1.0)
@@ -113,17 +113,17 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
 
 
 def full(tensor: Tensor) -> Tensor:
-    """The whole of a sharded tensor, which all ranks must ask for; a plain tensor as it is."""
+    """Gather a sharded tensor from all ranks, which must all call this; return a plain tensor as it is."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this rank holds of a sharded tensor; a plain tensor as it is."""
+    """Return this rank's shard of a sharded tensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Undo `full`: sharded as `like` is. Every rank has the whole, so nothing travels."""
+    """Undo `full`: shard a tensor as `like` is. Every rank has all of it, so nothing is sent."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
@@ -143,7 +143,7 @@ def max_over_ranks(value: float) -> float:
 
 
 def seed_for(seed: int, *where: int | str) -> int:
-    """Seed for one use of randomness, e.g. seed_for(cfg.seed, epoch, prompt_id, "rollout").
+    """Derive a seed for one use of randomness, e.g. seed_for(cfg.seed, epoch, prompt_id, "rollout").
 
     A pure function of its arguments, so a resumed run needs no saved state and cannot be off by one draw.
     """

@@ -1,6 +1,6 @@
-"""The results of evaluations on disk: responses as they come, and a result that is whole or not there.
+"""Store evaluations on disk: responses as they come, and a result that is whole or not there.
 
-    results.json            {"head": ..., "results": {set: scores}}; eval.py fills both
+    results.json            {"head": ..., "results": {set: its summary}}; eval.py fills both
     results.json.partial    the responses so far, behind a line with the head; gone when the result is whole
 
 The head identifies a result. Responses of another head are never mixed in.
@@ -43,7 +43,7 @@ class Store:
         return self.responses.setdefault(name, {})
 
     def keep(self, name: str, responses: list[dict]) -> None:
-        """Append new responses of a set."""
+        """Append new responses of a set to the file."""
         if dist.rank() == 0:
             append(self.path, *({"set": name, "response": response} for response in responses))
 

@@ -1,4 +1,4 @@
-"""Signals that ask a run to stop."""
+"""Handle the signals that ask a run to stop."""
 
 import signal
 import sys
@@ -29,5 +29,5 @@ class Stop:
 
 
 def asked_to_stop(stop: Stop | None) -> bool:
-    """True if any rank received a stop signal."""
+    """Tell whether any rank received a stop signal. Collective."""
     return stop is not None and dist.max_over_ranks(stop.signal) > 0

@@ -1,4 +1,4 @@
-"""Weights on disk: Hugging Face folders found, read into a decoder, and written, of whole and of sharded
+"""Find Hugging Face folders, read their weights into a decoder, and write them, of whole and of sharded
 models."""
 
 import shutil
@@ -78,7 +78,7 @@ def export(model: nn.Module, source: Path, folder: Path) -> None:
     """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
     `source`.
 
-    Of a sharded model all ranks hand over their parts, and rank 0 writes.
+    All ranks of a sharded model must call it; rank 0 writes.
     """
     if dist.rank() == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,8 @@
-"""A critic, for PPO, VAPO and T-PPO (advantage.kind=gae): its model, its advantages, and its steps.
+"""Train a critic for PPO, VAPO and T-PPO (advantage.kind=gae): its model, its advantages, and its steps.
 
-It learns from completions that have ended, from all of their tokens and whatever the policy is trained on:
-pruning of completions does not touch them, and in T-PPO (arXiv:2506.15050, as reported) they were sampled
-over several steps.
+It learns from all tokens of the completions that have ended, whichever the policy is trained on: pruning of
+completions does not touch them, and in T-PPO (arXiv:2506.15050, as reported) they were sampled over several
+steps.
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row, which are
 those of  S completions,  K completions that have ended.
@@ -30,7 +30,7 @@ from reward import span
 
 
 class ValueModel(nn.Module):
-    """V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
+    """The value V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
 
     The head starts at 0, so that every value is at first the middle of the rewards' range [low, high]
     (inferred: VAPO, arXiv:2504.05118, starts from a reward model). `bounded`: values within it, by a sigmoid.
@@ -43,7 +43,7 @@ class ValueModel(nn.Module):
         self.value = nn.Linear(backbone.shape.hidden_size, 1)
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
-        """[C] values of the states after the tokens at predict_C."""
+        """Compute values of the states after the tokens at predict_C, [C]."""
         hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
         x_C = F.linear(*map(at_least_float32, (hidden_CD, self.value.weight, self.value.bias)))[:, 0]
         if self.bounded:
@@ -62,7 +62,7 @@ class CriticLearner:
     optim: Optim                 # a rate of its own, constant after a warm-up, and the rest as the policy's
 
     def values(self, learner: Learner, row: Row) -> tuple[Tensor, Tensor]:
-        """[C] values of the states before completion tokens, and [S] behind the last of each completion."""
+        """Compute values of the states before completion tokens, [C], and behind each completion, [S]."""
         place = torch.cat([row.predict_C, row.offsets[1:] - 1])
         attend = BACKENDS[learner.backend](row.offsets, row.max_len)
         value = self.model(row.ids_T, row.position_T, attend, place)
@@ -100,7 +100,7 @@ def discounted(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
 
 
 def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Tensor:
-    """Generalised advantage estimation (arXiv:1506.02438) without discount, of completions that may be cut,
+    """Estimate generalised advantages (arXiv:1506.02438) without discount for completions that may be cut,
     [C]: sum_k lam^k (r_{t+k} + V(s_{t+k+1}) - V(s_{t+k})), where only a last token has a reward.
 
     Args:    value_C    V(s_t), of the state before each token
@@ -118,18 +118,18 @@ def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Ten
 
 
 def adaptive_lambda(length_S: Tensor, alpha: float) -> Tensor:
-    """VAPO (arXiv:2504.05118, eq. 4-5): lambda = 1 - 1 / (alpha l), which sums lam^t to alpha l tokens, [S].
+    """Compute VAPO's lambda by length, 1 - 1 / (alpha l), [S]: lambda^t then sums to alpha l tokens
+    (arXiv:2504.05118, eq. 4-5).
 
-    A reward reaches the first token of any response with weight exp(-1 / alpha). Up to 1 / alpha tokens the
-    formula is at or below 0; it is held at 0, which is ours. The length of a response that goes on is not
-    known: what it has so far stands for it (inferred).
+    A reward reaches the first token of any response with weight exp(-1 / alpha). Up to 1 / alpha tokens we
+    take 0, where the formula is not above it. A response that goes on counts its length so far (inferred).
     """
     return (1 - 1 / (alpha * length_S)).clamp(min=0)
 
 
 @torch.no_grad()
 def advantages(learner: Learner, row: Row) -> Tensor:
-    """[C] `gae` of a row, by the critic's values before its update."""
+    """Compute `gae` of a row by the critic's values before its update, [C]."""
     settings = learner.critic.advantage
     value_C, after_S = learner.critic.values(learner, row)
     last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
@@ -141,7 +141,7 @@ def advantages(learner: Learner, row: Row) -> Tensor:
 
 
 def too_short(batch: Batch, learner: Learner) -> str:
-    """Say so where advantage.alpha leaves most responses no lambda; empty where it does not."""
+    """Warn where advantage.alpha gives most responses a lambda of 0; empty where it does not."""
     settings = learner.critic and learner.critic.advantage
     if not settings or settings.alpha is None:
         return ""
@@ -206,7 +206,7 @@ def from_its_start(sample: Sample) -> Sample:
 
 @torch.no_grad()
 def target(learner: Learner, row: Row) -> Tensor:
-    """[C] the lambda-return of each token: the reward itself at advantage.lam_critic=1 (Monte Carlo)."""
+    """Compute the lambda-return of each token, [C]: the reward at advantage.lam_critic=1 (Monte Carlo)."""
     lam = learner.critic.advantage.lam_critic
     if lam == 1:
         return row.reward_S[row.segment_C]
@@ -236,7 +236,7 @@ class ValueSums:
                 self.sums[f"{name}_squared"] += x_C.square().sum()
 
     def metrics(self, norms: list[float], rate: float) -> dict[str, float]:
-        """Collective. No mean is given of a step without any token, nor a share of a variance that is 0."""
+        """Compute means over all ranks. Collective. Without tokens or variance, those of them are absent."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
         counts = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
         if not norms:
@@ -245,6 +245,6 @@ class ValueSums:
         variance, unexplained = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
         counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
                    "critic/value": means["reward"] - means["error"]}
-        # Equal rewards leave a variance that is all rounding.
+        # The variance of equal rewards is rounding alone.
         return counts if variance <= 1e-12 * means["reward_squared"] else counts | {
             "critic/explained_variance": 1 - unexplained / variance}

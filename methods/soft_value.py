@@ -1,5 +1,5 @@
-"""A*-PO (arXiv:2505.20686): the reward's expected maximum under the initial policy in place of a group to
-compare with.
+"""Compare rewards with V*, their soft maximum under the initial policy, instead of with a group: A*-PO
+(arXiv:2505.20686).
 
 V* of every training prompt is estimated before the first step, from samples of the initial policy; the
 advantage of a completion is r - V*, and the loss is a squared one (`residual`).
@@ -23,7 +23,7 @@ from loss import segment_sum
 from records import Group, Prompt, Rewards
 
 FILE = "soft_values.jsonl"
-ROUNDS_OF_SLOTS = 8  # how often the slots are filled between two writes of the table
+ROUNDS_OF_SLOTS = 8  # how often all decoding slots are filled between two writes of the table
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,22 +33,22 @@ class Table:
     values: dict[str, float]
 
     def advantage(self, groups: list[Group], rewards: Rewards) -> Tensor:
-        """[N, G] r - V* of the prompt."""
+        """Subtract V* of the prompt from each reward, [N, G]."""
         value_N = torch.tensor([self.values[group.prompt.id] for group in groups], dtype=torch.float64)
         return rewards.total_NG - value_N[:, None]
 
 
 def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
-    """V*(x) = beta log mean exp(r / beta) over samples of the reference policy, [N].
+    """Estimate V*(x) = beta log mean exp(r / beta) over samples of the reference policy, [N].
 
-    The value that the best policy under a KL of weight beta has: the largest reward as beta goes to 0, the
+    It is the value of the best policy under a KL of weight beta: the largest reward as beta goes to 0, the
     mean as it grows.
     """
     return beta * (torch.logsumexp(reward_NK / beta, dim=1) - reward_NK.new_tensor(reward_NK.shape[1]).log())
 
 
 def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
-    """The squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+    """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
 
     With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
     but logp, where adv_C is r - V* and the log-ratio is the sum over the completion.
@@ -62,8 +62,8 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
     """Estimate V* of all prompts by the policy that the engine holds, the initial one.
 
     Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted
-    (KeyboardInterrupt, when `stopping`) goes on with what is missing. Where they were `sampled` before, by a
-    run that has done steps since, they are read alone. Raises ConfigError where some are missing then.
+    (KeyboardInterrupt, when `stopping`) goes on with the missing ones. Where all were `sampled` before, since
+    the run has taken steps, they are only read. Raises ConfigError where some are missing then.
     """
     path = folder / FILE
     lines, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])

@@ -1,10 +1,10 @@
-"""T-PPO's successive batching (arXiv:2506.15050): at most rollout.window new tokens of every completion per
-step.
+"""Sample at most rollout.window new tokens of every completion per step: T-PPO's successive batching
+(arXiv:2506.15050).
 
-What does not end with them goes on in the next step, and new prompts take the places of what has ended; fewer
-than a group's worth of places may stay empty. Every completion is a group of its own, since those of a prompt
-end in different steps. `Pool` stands in for the history of prompts, `WindowSampler` for the sampler; the loop
-is the same.
+A completion that does not end goes on in the next step, and new prompts take the places of those that have
+ended; fewer places than a group needs may stay empty. Every completion is a group of its own, since those of
+a prompt end in different steps. `Pool` stands in for the history of prompts, `WindowSampler` for the sampler;
+the loop is the same. pack.window is another thing: sequences that packing chooses from.
 """
 
 from dataclasses import dataclass, replace
@@ -20,7 +20,7 @@ from records import Group, Prompt, Rewards, Rolled, Sample, Turn
 
 
 class Pool(PromptHistory):
-    """The history of prompts, and the completions of theirs that go on."""
+    """The history of prompts, and the unfinished completions that go on."""
 
     def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, group_size: int):
         super().__init__(prompts, pruning, seed, middle=0.0)
@@ -28,14 +28,13 @@ class Pool(PromptHistory):
         self.unfinished: list[tuple[Turn, Sample]] = []
 
     def draw(self, count: int) -> list[Turn]:
-        """Take the turns of single completions: those that go on, and of new prompts as many as there is room
-        for."""
+        """Take the turns of single completions: all that go on, then new prompts while there is room."""
         drawn = super().draw((count * self.group_size - len(self.unfinished)) // self.group_size)
         new = [replace(turn, copy=copy) for turn in drawn for copy in range(self.group_size)]
         return interleaved([turn for turn, _ in self.unfinished], new)
 
     def record(self, rolled: Rolled) -> None:
-        """Keep what goes on."""
+        """Keep the completions that go on."""
         self.unfinished = [(turn, sample) for turn, group in zip(rolled.turns, rolled.groups, strict=True)
                            for sample in group.samples if sample.pending]
 
@@ -95,12 +94,12 @@ def windowed(history: PromptHistory, sampler: Sampler) -> tuple[Pool, WindowSamp
 
 
 def completion_key(turn: Turn) -> tuple[int, str, int]:
-    """Name the completion of a turn."""
+    """Identify the completion of a turn."""
     return turn.epoch, turn.prompt.id, turn.copy
 
 
 def window_seed(seed: int, turn: Turn, so_far: Sample | None) -> int:
-    """Seed of the next window; engines always start at the beginning of a seed's stream."""
+    """Derive the next window's seed; engines always start at the beginning of a seed's stream."""
     first = sample_seed(seed, turn.epoch, turn.prompt.id, turn.copy)
     return seed_for(first, so_far.length) if so_far else first
 
@@ -113,7 +112,7 @@ def joined(so_far: Sample | None, piece: Sample, goes_on: bool) -> Sample:
 
 
 def interleaved(unfinished: list, new: list) -> list:
-    """Both lists, each in its order and spread evenly: ranks share out long prefixes and new prompts
-    alike."""
+    """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
+    prompts alike."""
     places = [((i + 0.5) / len(items), item) for items in (unfinished, new) for i, item in enumerate(items)]
     return [item for _, item in sorted(places, key=lambda pair: pair[0])]

@@ -1,8 +1,8 @@
 """Tell whether two expressions or relations are equal: math-verify's parser reads them, their values decide.
 
-math-verify rounds to six places behind the point when it compares (1/2004! is 1/2006! to it), so its own
-comparison is asked only where values do not tell. This file runs in a process of its own, which may be killed
-at any time.
+math-verify rounds to six places behind the point when it compares (1/2004! equals 1/2006! to it), so its own
+comparison is used only where values do not decide. This file runs in a process of its own, which may be
+killed at any time.
 """
 
 import functools
@@ -19,7 +19,7 @@ from math_verify import verify
 from verify.answer import DECIMAL, FLIPPED, RELATION, number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
-# Units and mixed numbers are seen to already; as math-verify does it, \frac{1}{m} t loses its t, and M is m.
+# Units and mixed numbers are handled before; by math-verify's way \frac{1}{m} t loses its t, and M is m.
 SPELLED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none")
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)

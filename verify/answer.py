@@ -153,7 +153,7 @@ def same_numbers(gold: str, answer: str) -> bool | None:
 # ---- structure
 
 def bare(answer: str) -> tuple[str, str]:
-    """Strip units, outer brackets, what is about equal, and spaces. Returns the value and the last unit."""
+    """Strip units, outer brackets, one side of an "about equal", and spaces. Returns value and last unit."""
     left, about, right = answer.partition("\\approx")
     if about:
         answer = right if not left.strip(" =") or NAME.fullmatch(left.strip(" =")) else left
@@ -275,7 +275,7 @@ def structure(x: str) -> tuple[str, list[str]]:
 # ---- equality
 
 def equal(gold: str, answer: str, compare: Compare) -> bool:
-    """Tell whether an answer is the gold one. `compare` tells it of two expressions or relations."""
+    """Tell whether an answer is the gold one. `compare` decides on two expressions or relations."""
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
         if max(map(len, spellings)) <= LONGEST and max(map(nesting, spellings)) <= DEEPEST:
@@ -323,7 +323,7 @@ def in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
 
 
 def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
-    """Compare two lists as sets; but values without names are the several named ones in their order."""
+    """Compare two lists as sets, but values without names to named ones in their order."""
     gold_names, answer_names = set(map(name_of, gold)) - {""}, set(map(name_of, answer)) - {""}
     if len(gold_names) > 1 and gold_names == answer_names and len(gold) == len(answer) == len(gold_names):
         return in_order(sorted(gold, key=name_of), sorted(answer, key=name_of), compare)
@@ -389,7 +389,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
 
 
 def readable(gold: str, reads: Callable[[str], bool]) -> bool:
-    """Tell whether more than an answer's spelling can be compared. `reads` says it of one expression."""
+    """Tell whether more than an answer's spelling can be compared. `reads` decides on one expression."""
     return len(gold) <= LONGEST and nesting(gold) <= DEEPEST and reads_all(normalise(gold), reads)
 
 

@@ -1,4 +1,4 @@
-"""The verifier on labelled cases: how often it is right, and where it is not."""
+"""Judge the verifier on labelled cases: how often it is right, and where it is not."""
 
 import json
 from collections import Counter

@@ -1,4 +1,4 @@
-"""Is this answer right? Text in, verdict out: "right", "wrong", "unparsed" or "timed_out".
+"""Decide whether an answer is right. Text in, verdict out: "right", "wrong", "unparsed" or "timed_out".
 
 Verification goes from cheap to costly. Equal spelling, structure and numbers are seen in the caller's process
 (answer.py). Expressions are compared in a worker process (algebra.py), which the kernel ends after
@@ -101,7 +101,7 @@ class Call:
 # ---- one answer
 
 class NeedsAlgebra(Exception):
-    """Spelling, structure and numbers do not tell whether two expressions are equal."""
+    """Spelling, structure and numbers do not decide whether two expressions are equal."""
 
 
 def leave_to_algebra(gold: str, answer: str) -> bool:
@@ -110,7 +110,7 @@ def leave_to_algebra(gold: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=20_000)
 def begin_verdict(gold: str, answer: str | None) -> str | Call:
-    """Compare an answer with the gold one. Returns the verdict if that is cheap, else the call that tells."""
+    """Compare an answer with the gold one. Returns the verdict if cheap, else the call that computes it."""
 
     if answer is None or not answer.strip():
         return "unparsed"

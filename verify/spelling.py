@@ -1,4 +1,4 @@
-r"""One spelling for answers that are spelled in several ways, and the units behind them. Text in, text out.
+r"""Give answers that are spelled in several ways one spelling, and split off their units. Text in, text out.
 
 Units, currency, percent and degree signs may be left out or added; spaces, sizes, fonts and words around an
 answer mean nothing. No rule here changes a value. What the members of an answer are, and when two answers are
