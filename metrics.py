@@ -77,7 +77,7 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained on also
-    "slot": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
+    "place": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
     are those of both levels together, and its weight is 0 where it is dropped. "copy" is Turn.copy, where it
     is not 0.
     """
@@ -85,7 +85,7 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     kept = zip(batch.turns, batch.places, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)
     for turn, place, prob_G, weight_G in kept:
         trained[turn.epoch, turn.prompt.id, turn.copy] = {
-            "slot": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
+            "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
     prompts = []
     for turn in rolled.turns:
         line = {"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}

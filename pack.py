@@ -37,7 +37,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
 
 
 def within_window(lengths: list[int], capacity: int, window: int) -> list[list[int]]:
-    """Assign items to rows of at most `capacity` tokens, with at most `window` of them in sight at a time.
+    """Assign items to rows of at most `capacity` tokens, chosen from `window` items (pack.window) at a time.
 
     The window-based greedy packing of Dynamic Pruning (arXiv:2603.04135, section 4.3; a name and a purpose
     are known of it, so this is a reconstruction). A row begins with the oldest item in sight, which therefore

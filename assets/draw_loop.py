@@ -65,7 +65,7 @@ def advantages(group: tuple[Completion, ...]) -> list[float]:
 
 
 def weights(group: tuple[Completion, ...]) -> list[int]:
-    """1 for an |A| at or above the group's mean |A|, else 2 or 0 by the draw."""
+    """Weigh a completion 1 if its |A| is at or above the group's mean |A|, else 2 or 0 by the draw."""
     sizes = [abs(a) for a in advantages(group)]
     return [1 if size >= mean(sizes) else 2 * c.survives for size, c in zip(sizes, group, strict=True)]
 
@@ -90,7 +90,7 @@ def draw_group(top: float, number: int, group: tuple[Completion, ...]) -> list[s
 
 
 def pack() -> list[list[tuple[int, str]]]:
-    """Rows of (tokens, colour): kept completions, longest first, into the first row with room for them."""
+    """Pack kept completions, longest first, into the first row with room: rows of (tokens, colour)."""
     weighed = [pair for group in GROUPS for pair in zip(group, weights(group), strict=True)]
     kept = sorted(((c.length, colour(c)) for c, weight in weighed if weight), reverse=True)
     rows: list[list[tuple[int, str]]] = []

@@ -4,11 +4,11 @@
 
 A model of random weights with Adam's moments on gloo ranks of this machine. Each round saves three ways in
 turn: `torch.save` of the gathered state by rank 0, torch.distributed.checkpoint while everything waits, and
-Winnow's Checkpoints, which goes on with passes through the model (a rollout's stand-in, weights unchanged),
+Winnow's Checkpoints, which goes on with passes through the model (in place of a rollout, weights unchanged),
 then with training steps. Lost in all is how much longer the passes and steps took than the same work without
 a save, standing still included: where ranks share their cores with the threads that write, as on two cores,
-nothing is free. Then loads on the same and on other numbers of ranks. Medians over the rounds, of the slowest
-rank.
+no save is free. Then it loads on the same and on other numbers of ranks. Medians over the rounds, of the
+slowest rank.
 """
 
 import argparse
@@ -45,7 +45,7 @@ WAYS = {
 
 
 def in_training(folder: str) -> tuple[Decoder, torch.optim.Optimizer]:
-    """A sharded model of random weights, and its optimizer."""
+    """Make a sharded model of random weights, and its optimizer."""
     model = empty_model(Path(folder), torch.float32)
     dist.shard(model, model.layers, CPU, torch.float32)
     model.to_empty(device=CPU)
@@ -66,7 +66,7 @@ def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: i
 
 
 def timed(function: Callable[[], object]) -> float:
-    """Seconds of the slowest rank."""
+    """Measure the seconds of the slowest rank."""
     dist.barrier()
     start = perf_counter()
     function()
@@ -74,7 +74,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def plainly(path: Path, role: Role) -> None:
-    """Save what each rank must hand over, in one file."""
+    """Gather the state of all ranks and save it in one file."""
     full_state = {
         kind: {name: dist.full(t) for name, t in tensors.items()}
         for kind, tensors in checkpoint.tensors(*role).items()
@@ -108,7 +108,7 @@ def save(rank: int, ranks: int, folder: str, rounds: int) -> None:
 
 
 def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, float]:
-    """Seconds that training loses to a save, by the way it is saved."""
+    """Measure the seconds that training loses to a save, for each way to save."""
     out = checkpoints.folder
     waiting_at = out / f"waiting_{step}"
     out.mkdir(exist_ok=True)

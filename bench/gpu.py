@@ -1,5 +1,5 @@
-"""The whole of a step on one CUDA device, on real shapes with random weights. On the CPU: the same, on a tiny
-shape.
+"""How fast is each stage of a step on one CUDA device, on real shapes with random weights? On the CPU: the
+same on a tiny shape.
 
     python bench/gpu.py                       # 0.5B and 1.5B, in bfloat16
     python bench/gpu.py --shapes 0.5B
@@ -47,7 +47,7 @@ TIMINGS, PROMPT = 5, 100
 
 
 def timed(device: torch.device, work: Callable[[], object], times: int = TIMINGS) -> list[float]:
-    """Seconds of each repetition, sorted; the first, which also warms up, is left out."""
+    """Measure the seconds of each repetition, sorted; the first, which also warms up, is left out."""
     seconds = []
     for _ in range(times + 1):
         start = perf_counter()
@@ -72,8 +72,8 @@ def spread(seconds: list[float]) -> str:
 
 
 def flop(policy: Decoder, lengths: list[int], scored: int) -> float:
-    """Of forward and backward over sequences of these lengths, `scored` of whose tokens are projected to
-    logits."""
+    """Count the FLOP of forward and backward over sequences of these lengths, with `scored` tokens projected
+    to logits."""
     shape = policy.shape
     attention = 12 * shape.layers * shape.heads * shape.head_dim * sum(n * n / 2 for n in lengths)
     head = shape.vocab_size * shape.hidden_size
@@ -82,7 +82,7 @@ def flop(policy: Decoder, lengths: list[int], scored: int) -> float:
 
 
 def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: int) -> list[dict]:
-    """One layer's attention over a row of sequences of unequal length, and how far the backends are apart."""
+    """Time one layer's attention over a row of sequences of unequal length, and compare the backends."""
     generator = torch.Generator(device).manual_seed(0)
     lengths = [max(2, tokens // 64 * (i % 7 + 1)) for i in range(16)]
     offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device)
@@ -116,7 +116,7 @@ def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: in
 
 
 def rollout_and_sync(policy: Decoder, spec: EngineSpec, new: int) -> list[dict]:
-    """The engines in turn: `new` tokens in each of the slots, and the sync of weights."""
+    """Time the engines in turn: `new` tokens in each decoding slot, and the sync of weights."""
     prompts = [tuple(range(3, 3 + PROMPT)) for _ in range(spec.slots)]
     rows = []
     print(f"\nrollout of {len(prompts)} x {new} tokens, and sync of the weights\n"
@@ -141,8 +141,7 @@ def rollout_and_sync(policy: Decoder, spec: EngineSpec, new: int) -> list[dict]:
 
 
 def make_groups(count: int, longest: int, vocab: int) -> list[Group]:
-    """Groups of 16 completions of unequal length, the longest of them `longest` tokens, behind prompts of
-    100."""
+    """Make groups of 16 completions of unequal length, at most `longest` tokens, behind prompts of 100."""
     generator = torch.Generator().manual_seed(0)
 
     def drawn(length: int) -> Sample:
@@ -158,7 +157,7 @@ def make_groups(count: int, longest: int, vocab: int) -> list[Group]:
 
 
 def make_learner(policy: Decoder, device: torch.device, dtype: torch.dtype, longest: int) -> Learner:
-    """GRPO's learner of GSM8K without a reference, one pass over each rollout."""
+    """Make GRPO's learner of GSM8K without a reference, with one pass over each rollout."""
     cfg = config.load("grpo_gsm8k.yaml", [
         "update.epochs=1", "loss.kl=0", "optim.warmup_steps=0",
         f"data.max_prompt_tokens={PROMPT}", f"rollout.max_new_tokens={longest}"])
@@ -182,7 +181,7 @@ def make_learner(policy: Decoder, device: torch.device, dtype: torch.dtype, long
 
 
 def updates(learner: Learner, groups: list[Group], sizes: tuple[int, ...], peak: float | None) -> list[dict]:
-    """The update by capacity, with recomputation, and by completions kept of 16."""
+    """Time the update by capacity, with recomputation, and by completions kept of 16."""
     adv_NG = torch.randn(len(groups), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     print(f"\nupdate on {len(groups)} x 16 completions of up to {learner.max_new_tokens} tokens, "
           "AdamW included\n"
@@ -236,7 +235,7 @@ def one_update(learner: Learner, batch: Batch, peak: float | None) -> dict:
 
 
 def measure(size: str, device: torch.device, dtype: torch.dtype, peak: float | None) -> dict:
-    """All tables of one shape."""
+    """Measure and print all tables of one shape."""
     cuda = device.type == "cuda"
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(size, Path(temporary))

@@ -5,12 +5,12 @@
 First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as
 `log_softmax` gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU
 takes minutes; one line has that of Qwen2.5-0.5B, where the head's gradient counts too, and few tokens, on
-which chunks do not depend. Dense, 16,384 tokens do not fit here, so that line is extended from the two sizes
-before it, and marked so.
+which chunks do not depend. Dense, 16,384 tokens do not fit here, so that line is extrapolated from the two
+sizes before it, and says so.
 
-Then the peak of a training step by model and tokens per row, by the count of memory.py (`peak_bytes`), and
-for the models of --measure beside what one step took here, in float32. Each measurement runs in a process of
-its own, and is its peak resident memory above that before the work.
+Then the peak of a training step by model and tokens per row, as memory.py counts it (`peak_bytes`), and for
+the models of --measure beside the bytes that a step took here, in float32. Each measurement runs in a process
+of its own, and is its peak resident memory above that before the work.
 """
 
 import argparse
@@ -51,7 +51,7 @@ def loss(width: int, tokens: int, chunk: int | None) -> None:
 
 
 def step(shape: str, tokens: int, recompute: bool) -> None:
-    """One training step on a row of sequences of SEQUENCE tokens, as train.py makes it."""
+    """Take two training steps on a row of sequences of SEQUENCE tokens, as train.py does."""
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(write_config(shape, Path(folder)), torch.float32, CPU)
@@ -69,7 +69,7 @@ def step(shape: str, tokens: int, recompute: bool) -> None:
 
 
 def in_own_process(function: Callable, *arguments) -> int:
-    """Peak bytes of one call, in a process of its own."""
+    """Measure the peak bytes of one call in a process of its own."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(measured, function, *arguments).result()
 
@@ -83,7 +83,7 @@ def measured(function: Callable, *arguments) -> int:
 
 
 def losses() -> dict[str, int]:
-    """Bytes by way and tokens; those of the last dense line are extended, not measured."""
+    """Measure bytes by way and tokens; those of the last dense line are extrapolated, not measured."""
     sizes = {}
     for width, tokens, chunk in tqdm([(64, 2048, None), (64, 4096, None), (64, 16384, 1024),
                                       (64, 16384, 4096), (896, 2048, 1024)], "loss"):
@@ -105,7 +105,7 @@ def shape_of(name: str) -> Shape:
 
 
 def counted_and_measured(name: str, tokens: int, recompute: bool) -> dict:
-    """The peak of a step in float32 on one rank, by the count and as it was here."""
+    """Compare the peak of a step in float32 on one rank, as counted and as measured here."""
     computed = peak_bytes(shape_of(name), tokens, recompute, element=4, chunk=CHUNK)
     real = in_own_process(step, name, tokens, recompute)
     print(f"{name:<16} {tokens:>7,} {recompute!s:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "

@@ -46,8 +46,8 @@ def measure(kind: str, count: int) -> dict:
 
 
 def after_pruning(kind: str, rate: float) -> dict:
-    """Density of the rows of a step in which this share of the completions was dropped at random, by
-    window."""
+    """Measure the density of a step's rows by pack.window, after this share of the completions was dropped at
+    random."""
     by_window = {window: [] for window in WINDOWS}
     for step in range(STEPS):
         kept = np.random.default_rng(step).random(256 * 16) >= rate

@@ -47,8 +47,8 @@ Draw = Callable[[Offer, int], Tensor]
 
 
 def arm(settings_of: Callable[[int], Completions]) -> Draw:
-    """A pruner of prune.py. Its settings depend on k: what it keeps of every 16, or 16 x bernoulli's
-    drop_prob.
+    """Make a pruner of prune.py whose settings depend on k: the completions kept of every 16, or 16 x
+    bernoulli's drop_prob.
     """
     def draw(offer: Offer, k: int) -> Tensor:
         settings = settings_of(k)
@@ -62,7 +62,7 @@ def at_random(offer: Offer, k: int) -> Tensor:
 
 
 def kept_mean(draw: Draw) -> Draw:
-    """With loss.count=kept: divided by what is kept instead of by all."""
+    """Divide by the completions kept instead of by all, as loss.count=kept."""
     def scaled(offer: Offer, k: int) -> Tensor:
         weight_NG = draw(offer, k)
         return weight_NG * weight_NG.numel() / weight_NG.count_nonzero()
@@ -84,7 +84,7 @@ ARMS = {
 
 
 def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
-    """[NG, NG] between the completions' shares of the full-batch gradient."""
+    """Compute inner products between the completions' terms of the full-batch gradient, [NG, NG]."""
     size = sum(p.numel() for p in learner.policy.parameters())
     gradients = torch.zeros(adv_NG.numel(), size)  # 0 where the advantage is
     for i in adv_NG.flatten().nonzero()[:, 0].tolist():
@@ -93,7 +93,7 @@ def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Ten
 
 
 def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int]) -> Tensor:
-    """One completion's share of the full-batch gradient, all parameters behind one another."""
+    """Compute one completion's term of the full-batch gradient, all parameters behind one another."""
     N = len(groups)
     only_NG = torch.zeros_like(adv_NG, dtype=torch.bool)
     only_NG[member] = True
@@ -107,7 +107,7 @@ def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: t
 
 
 def errors(draw: Draw, offer: Offer, product: Tensor, k: int, draws: int) -> tuple[float, float]:
-    """(share of the tokens kept, mean relative squared error) over draws of the masks."""
+    """Average (share of the tokens kept, relative squared error) over draws of the masks."""
     tokens = offer.len_NG.flatten().double()
     kept, error = [], []
     for seed in range(draws):
@@ -118,7 +118,7 @@ def errors(draw: Draw, offer: Offer, product: Tensor, k: int, draws: int) -> tup
 
 
 def at_budget(curve: list[tuple[float, float]], budget: float) -> float | None:
-    """The error at this share of tokens, between the settings on either side; none beyond them."""
+    """Interpolate the error at this share of tokens between the settings on either side; None beyond them."""
     curve = sorted(curve)
     for (a, low), (b, high) in pairwise(curve):
         if a <= budget <= b and low > 0 and high > 0:
@@ -128,7 +128,7 @@ def at_budget(curve: list[tuple[float, float]], budget: float) -> float | None:
 
 
 def cell(errors: list[float | None]) -> str:
-    """Mean and interval; nothing where a rollout could not be pruned to this budget."""
+    """Write mean and interval, or "-" where a rollout could not be pruned to this budget."""
     if None in errors:
         return "-"
     return f"{mean(errors):.3f} +- {STUDENT * stdev(errors) / len(errors) ** 0.5:.3f}"
@@ -139,7 +139,7 @@ def line(name: str, cells: list[str]) -> str:
 
 
 def after_training(steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
-    """Train so many steps; then each arm's error of each rollout, by the share of tokens kept."""
+    """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept."""
     cfg = config.load("grpo_toy.yaml", [f"steps={steps}", f"out={out}"])
     train.train(cfg)
     task = replace(train.load(cfg), source=out / "hf")

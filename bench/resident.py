@@ -1,4 +1,4 @@
-"""Bytes of this process that are resident in the host's memory, now and at their peak. Linux only."""
+"""Read this process's resident bytes in the host's memory, now and at their peak. Linux only."""
 
 from pathlib import Path
 
@@ -8,7 +8,7 @@ def resident() -> int:
 
 
 def peak() -> int:
-    """Since the process began, or since `forget_peak`."""
+    """Read the peak since the process began, or since `forget_peak`."""
     return status("VmHWM")
 
 
@@ -17,6 +17,6 @@ def forget_peak() -> None:
 
 
 def status(key: str) -> int:
-    """A line of /proc/self/status, which counts in KiB."""
+    """Read a line of /proc/self/status, which counts in KiB."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(key)) * 1024

@@ -46,7 +46,7 @@ def prompts() -> list[tuple[int, ...]]:
 
 
 def generate(kind: str, shape: str) -> dict:
-    """In a process of its own: seconds of each timed generation, and memory in GiB."""
+    """Measure, in a process of its own, the seconds of each timed generation, and memory in GiB."""
     device, asked = dist.init("auto"), prompts()
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(shape, Path(temporary))
@@ -64,7 +64,7 @@ def generate(kind: str, shape: str) -> dict:
 
 
 def by_engine(kind: str, spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[[int], int]:
-    """One of Winnow's engines, as a function that answers all prompts and returns the number of tokens."""
+    """Make a function that answers all prompts by one of Winnow's engines and returns the tokens' number."""
     engine = start_engine(kind, spec)
     engine.sync(random_model(spec.folder, spec.dtype, spec.device))
 
@@ -96,7 +96,7 @@ def by_transformers(spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[
 
 
 def sync(kind: str, sharded: bool) -> dict:
-    """In a process of its own: seconds of a few syncs, and the largest extra memory of one in GiB."""
+    """Measure, in a process of its own, the seconds of a few syncs and their largest extra memory in GiB."""
     device = dist.init("auto")
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config("0.5B", Path(temporary))
@@ -112,7 +112,7 @@ def sync(kind: str, sharded: bool) -> dict:
 
 
 def one_sync(engine, policy, device: torch.device) -> tuple[float, int]:
-    """(seconds, bytes at the peak above those before)."""
+    """Measure (seconds, bytes at the peak above those before) of a sync."""
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.reset_peak_memory_stats(device)
@@ -129,7 +129,7 @@ def one_sync(engine, policy, device: torch.device) -> tuple[float, int]:
 
 
 def child(*arguments: str, ranks: int = 1) -> dict:
-    """What this script measures with these arguments, in processes of its own."""
+    """Run this script with these arguments in processes of its own, and return what it measures."""
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", str(ranks)]
     launcher = torchrun if ranks > 1 else [sys.executable]
@@ -141,7 +141,7 @@ def child(*arguments: str, ranks: int = 1) -> dict:
 
 
 def generations(shape: str, kinds: list[str]) -> list[dict]:
-    """Tokens per second of each engine, in turns."""
+    """Measure tokens per second of each engine, in turns."""
     tokens = PROMPTS * COPIES * NEW
     runs = [{kind: child("generate", kind, shape) for kind in kinds} for _ in range(ROUNDS)]
     rows = []
@@ -156,7 +156,7 @@ def generations(shape: str, kinds: list[str]) -> list[dict]:
 
 
 def syncs(kind: str) -> list[dict]:
-    """A sync from a policy that is whole, and from a sharded one."""
+    """Measure a sync from a policy on one rank, and from a sharded one."""
     rows = []
     for how, ranks in (("plain", 1), ("FSDP2", 2)):
         measured = child("sync", kind, how, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Models of known shapes with random weights, for the benches: nothing is downloaded and no weights are
+"""Make models of known shapes with random weights for the benches: nothing is downloaded and no weights are
 written.
 """
 
@@ -31,7 +31,7 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
 
 
 def write_config(shape: str, folder: Path) -> Path:
-    """A model folder that holds config.json alone."""
+    """Write a model folder that holds config.json alone."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")
     sizes = dict(zip(keys, SHAPES[shape], strict=True)) | {"tie_word_embeddings": shape != "7B"}
@@ -52,7 +52,7 @@ def random_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Deco
 
 
 def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int) -> EngineSpec:
-    """For an engine in bfloat16 on CUDA and float32 on the CPU, none of whose completions ends by itself."""
+    """Describe an engine in bfloat16 on CUDA, float32 on the CPU, whose completions never end by an EOS."""
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = choose_backend("auto", device, dtype)
     return EngineSpec(folder, dtype, device, backend, frozenset(), slots, max_len)

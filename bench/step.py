@@ -100,7 +100,7 @@ def updated(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> 
 
 
 def travelling(completions: int) -> dict:
-    """Measure on ranks of their own how completions get to all of them."""
+    """Measure, in processes of its own, how completions get to all ranks."""
     with tempfile.TemporaryDirectory() as folder:
         torch.multiprocessing.spawn(travel, args=(folder, completions), nprocs=RANKS)
         travelled = json.loads((Path(folder) / "travelled.json").read_text())
@@ -140,7 +140,7 @@ def travel(rank: int, folder: str, completions: int) -> None:
 
 
 def sampled(seed: int, count: int) -> list[Sample]:
-    """Completions of TOKENS tokens each, drawn at random."""
+    """Draw completions of TOKENS tokens each at random."""
     generator = torch.Generator().manual_seed(seed)
     samples = []
     for _ in range(count):

@@ -1,5 +1,5 @@
-"""What a window does for the rollout: tokens per second of steps that wait for the longest answer, and of
-steps that sample at most so many tokens of each and go on with what has not ended in the next.
+"""What does rollout.window gain? Tokens per second of steps that wait for the longest answer, and of steps
+that sample at most so many tokens of each answer and go on with the unfinished ones in the next step.
 
     python bench/window.py [--shapes 1M]         # and vLLM where it is installed
     .venv-vllm/bin/python bench/window.py        # after `make test-vllm`
@@ -65,7 +65,7 @@ def workload(count: int) -> tuple[list[Prompt], dict[tuple[int, ...], int]]:
 
 
 def measure(kind: str, shape: str) -> dict[str, list[dict]]:
-    """In a process of its own: tokens, seconds and the longest step of each way and round."""
+    """Measure, in a process of its own, tokens, seconds and the longest step of each window and round."""
     device = dist.init("auto")
     prompts, lengths = workload(ANSWERS * STEPS * 4)
     by_window: dict[str, list[dict]] = {str(window): [] for window in ("whole", *WINDOWS)}
@@ -110,7 +110,7 @@ def steps(tailed: Tailed, policy: Decoder, prompts: list[Prompt], window: int) -
 
 
 def child(kind: str, shape: str) -> dict[str, list[dict]]:
-    """What `measure` returns, from a process of its own."""
+    """Run `measure` in a process of its own and return its result."""
     env = os.environ | {"OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
     command = [sys.executable, __file__, "--child", kind, shape]
     process = subprocess.run(command, capture_output=True, text=True, env=env)
@@ -120,7 +120,7 @@ def child(kind: str, shape: str) -> dict[str, list[dict]]:
 
 
 def rates_of(runs: list[dict]) -> list[float]:
-    """Tokens per second."""
+    """Compute the tokens per second of each run."""
     return [run["tokens"] / run["seconds"] for run in runs]
 
 

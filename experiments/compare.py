@@ -2,11 +2,11 @@
 
     python experiments/compare.py [--out runs/compare]      # `make compare`; goes on where it was interrupted
 
-160 training problems, so that prompts come up again and a memory of them can tell something. Each method
-first picks its learning rate from one grid: a run of a seed that is not used again, evaluated on 500
-other training problems; the mean accuracy over the run's evaluations decides. Then every method runs that
-rate on each of the seeds, evaluated on the test problems, round by round, so that a machine that slows
-down slows all methods. report.py makes the page.
+There are 160 training problems, so that prompts come up again and their history is of use. Each method first
+picks its learning rate from one grid: a run of a seed that is not used again, evaluated on 500 other training
+problems; the mean accuracy over the run's evaluations decides. Then every method runs at that rate on each of
+the seeds, evaluated on the test problems, round by round, so that a machine that slows down slows all
+methods. report.py makes the page.
 """
 
 import argparse

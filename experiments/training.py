@@ -12,7 +12,7 @@ import config  # noqa: E402
 
 
 def train_once(out: Path, name: str, *settings: str) -> Path:
-    """Train, unless a whole run of the same settings is there. One that was cut off starts anew."""
+    """Train, unless a finished run of the same settings is there. One that was cut off starts anew."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
     unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)

@@ -248,7 +248,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     (folder / "latest").write_text("step_000002")
     Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizer)}, learner.device).load()
     engine.sync(learner.policy)
-    used = [p for p in line["prompts"] if "slot" in p]
+    used = [p for p in line["prompts"] if "place" in p]
     assert len(used) < len(line["prompts"])
     by_id = {prompt.id: prompt for prompt in task.prompts}
     turns = [Turn(by_id[p["id"]], p["epoch"]) for p in used]
@@ -258,7 +258,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
-    batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["slot"] for p in used], line["offered"],
+    batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["place"] for p in used], line["offered"],
                   line["seed"])
     update.update(learner, batch, 2, Clock())
     expected, again = weights(trained), weights(learner.policy)

@@ -1,10 +1,10 @@
-"""Build the toy model: tokenizer, then a Qwen2-format decoder taught the skill of working out, not the habit.
+"""Build the toy model: a tokenizer, then a Qwen2-format decoder that can work answers out but rarely does.
 
     python toy/pretrain.py      # writes toy/model/ (about 20 minutes on one core)
 
-A third of what it reads are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly
-guesses, and is mostly wrong; its worked solutions are mostly right. Reinforcement learning then brings
-the reasoning out.
+A third of its training texts are worked solutions, two thirds are bare guesses ("#### 12"). So it mostly
+guesses, and is mostly wrong; its worked solutions are mostly right. Reinforcement learning then teaches
+it to work answers out.
 """
 
 import argparse

@@ -67,7 +67,7 @@ def vote(response: dict) -> str | None:
 def majority(votes: list[str | None]) -> float:
     """Return 1 if the most frequent answer is right; of several equally frequent ones the share that is."""
     counts = Counter(filter(None, votes))
-    winners = [vote for vote, count in counts.items() if count == max(counts.values())]
+    winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     return (RIGHT in winners) / len(winners) if winners else 0.0
 
 
