@@ -112,7 +112,7 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 
 
 def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
-    """A few samples of every probe, as if each rank had the next few of the prompt's group."""
+    """Sample every probe a few times, as if each rank had the next few completions of its group."""
     requests = [(prompt, sample_seed(seed, 0, prompt.id, dist.rank() * COPIES + g))
                 for prompt in probes for g in range(COPIES)]
     samples = engine.generate([prompt.ids for prompt, _ in requests], [seed for _, seed in requests],
