@@ -29,7 +29,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
     with clock.phase("pack"):
         batches = [learner.rows(minibatch(learner, batch, places))
                    for places in split_prompts(learner.seed, step, batch.offered, settings.minibatches)]
-    with clock.phase("prepare"):
+    with clock.phase("score"):
         # One batch needs no extra pass: its first pass itself runs under the policy before the update.
         extra = len(batches) > 1 and learner.loss.old_logp == "recompute" and needs_old(learner.loss)
         prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in batches]

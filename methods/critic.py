@@ -166,7 +166,7 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     critic.optimizer.param_groups[0]["lr"] = rate
     with clock.phase("pack"):
         batches = [learner.rows(minibatch) for minibatch in minibatches(learner, rolled, step)]
-    with clock.phase("prepare"):
+    with clock.phase("score"):
         targets = [[target(learner, row) for row in rows] for rows in batches]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):

@@ -80,7 +80,7 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
             raise KeyboardInterrupt
         asked = missing[start:start + chunk]
         if dist.rank() == 0:
-            runfolder.note(f"soft values: {len(known)}/{len(prompts)} prompts")
+            runfolder.note(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
         for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
             rewards_by_id[prompt.id] = rewards
             if dist.rank() == 0:

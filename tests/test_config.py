@@ -2,17 +2,19 @@
 
 import ast
 import re
+import subprocess
 import sys
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pytest
+from conftest import ROOT
 
 import config
 import settings
-import train
 from config import ConfigError, load
+from infra.show import resolved
 
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
@@ -420,13 +422,9 @@ def differing(section, path: str = "") -> set[str]:
 
 
 @pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
-def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path, capsys, monkeypatch):
-    extra = ["data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7"]
-    cfg = load(f"{name}.yaml", extra)
-    command = ["train.py", "--config", f"{name}.yaml", "--show", "--set", extra[0], "--set", extra[1]]
-    monkeypatch.setattr(sys, "argv", command)
-    assert train.main() == 0
-    shown = capsys.readouterr().out
+def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path):
+    cfg = load(f"{name}.yaml", ["data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7"])
+    shown = resolved(cfg)
     (tmp_path / "shown.yaml").write_text(shown)
     assert load(tmp_path / "shown.yaml") == cfg
     lines = [line for line in shown.splitlines() if not re.fullmatch(r" *\w+:( +#.*)?", line)]
@@ -437,3 +435,10 @@ def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(na
     flat = config.flatten(cfg)
     assert marked == differing(cfg) | {key for key, kind in first.items() if flat[key] != kind}
     assert "  temperature: 0.7                        # <- 1.0  divides the logits" in shown
+
+
+def test_the_command_shows_a_config_and_runs_nothing(tmp_path):
+    command = [sys.executable, ROOT / "train.py", "--config", "grpo_toy.yaml", "--show", "--set", "steps=7"]
+    shown = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
+    assert shown.stdout == resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n" and shown.stderr == ""
+    assert not any(tmp_path.iterdir())

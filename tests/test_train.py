@@ -144,7 +144,7 @@ def test_the_run_folder_tells_what_ran(finished):
     first, step, last = runfolder.read(folder / "metrics.jsonl")
     assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
     promised = """reward/mean reward/accuracy rollout/tokens train/tokens train/grad_norm prune/kept prune/offered
-        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/prepare time/update
+        prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
         time/sync time/step""".split()
     assert step.keys() >= set(promised) and "eval/few/accuracy" in last
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
