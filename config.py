@@ -87,7 +87,7 @@ class Reward:
 
     @property
     def weights(self) -> dict[str, float]:
-        """Of the components that count."""
+        """Name the components that count, with their weights."""
         names = [f.name for f in fields(self) if f.type is float]
         return {name: getattr(self, name) for name in names if getattr(self, name)}
 
@@ -144,7 +144,7 @@ Advantage = GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
 
 @dataclass(frozen=True, slots=True)
 class Critic:
-    """Of advantage.kind=gae: a value head on the policy's backbone. What is not here is as in `optim`."""
+    """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
     lr: float | None = None        # learning rate, constant after the warm-up
     warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
     epochs: Count = 1              # passes over each rollout
@@ -411,7 +411,7 @@ def pruning_rules(cfg: Config) -> Iterator[Rule]:
 
 
 def drops(share: float, count: int) -> bool:
-    """Whether a share of so many, rounded down, is at least one, or is meant to be none."""
+    """Tell whether a share of so many, rounded down, drops at least one, or is meant to drop none."""
     return share == 0 or int(share * count + 1e-9) >= 1
 
 
@@ -455,5 +455,5 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
 
 
 def dump(cfg: Config) -> str:
-    """The resolved config as yaml that `load` reads back to the same config."""
+    """Write a config as yaml that `load` reads back to the same config."""
     return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)

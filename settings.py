@@ -36,7 +36,7 @@ def above(low: float, note: str = "") -> Bound:
 
 
 def within(interval: str, note: str = "") -> Bound:
-    """Bounds on both sides, as mathematics writes them: "[0, 1)" holds 0 and does not hold 1."""
+    """Bound a number on both sides, as mathematics writes it: "[0, 1)" holds 0 and does not hold 1."""
     low, high = map(float, interval[1:-1].split(","))
     ends = [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
     return lambda number: low < number < high or number in ends, f"in {interval}{note}"
@@ -76,7 +76,7 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """A model folder's JSON file. Raises ConfigError."""
+    """Read a JSON file of a model folder. Raises ConfigError."""
     try:
         return json.loads(path.read_text())
     except ValueError as error:
@@ -108,7 +108,7 @@ def layers(path: Path, shipped: Path) -> list[dict[str, Any]]:
 
 
 def merge(old: dict, new: dict) -> dict:
-    """`new` over `old`, key by key at every depth. A section that `new` gives another kind starts empty."""
+    """Lay `new` over `old`, key by key at every depth. A section that gets another kind starts empty."""
     if "kind" in old and new.get("kind", old["kind"]) != old["kind"]:
         return new
     merged = dict(old)
@@ -119,7 +119,7 @@ def merge(old: dict, new: dict) -> dict:
 
 
 def override(text: str, section: Any) -> dict[str, Any]:
-    """ "a.b=c" -> {"a": {"b": c}}; c is read as yaml, or as it is written for a text."""
+    """Turn "a.b=c" into {"a": {"b": c}}; c is read as yaml, or as it is written for a text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {text!r} must have the form setting=value")
@@ -134,13 +134,13 @@ def override(text: str, section: Any) -> dict[str, Any]:
 
 
 def choices(section: Any) -> dict[str, type]:
-    """The dataclasses of a union by kind: {"none": KeepAll, "topk": TopK}. Empty for any other type."""
+    """Map the kinds of a union to its dataclasses: {"none": KeepAll, "topk": TopK}; empty for other types."""
     options = get_args(section) if get_origin(section) in UNIONS else ()
     return {fields(option)[0].default: option for option in options if is_dataclass(option)}
 
 
 def hints(section: Any) -> dict[str, Any]:
-    """Name -> type of every setting in a section, whichever of its kinds has it. Empty for no section."""
+    """Map the settings of a section to their types, whichever of its kinds has them; empty for no section."""
     options = choices(section).values() or filter(is_dataclass, [section])
     types_by_name: dict[str, Any] = {}
     for option in options:
@@ -149,7 +149,7 @@ def hints(section: Any) -> dict[str, Any]:
 
 
 def first_kinds(section: Any) -> dict[str, Any]:
-    """The layer under all others: the kind that a section has where nobody names one."""
+    """Make the layer under all others: the kind that a section has where nobody names one."""
     layer: dict[str, Any] = {}
     for name, inner in hints(section).items():
         if choices(inner):
@@ -179,7 +179,7 @@ def build(section: Any, raw: dict[str, Any], path: str = "") -> Any:
 
 
 def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
-    """What to say of a key that a section, or this kind of it, does not have."""
+    """Word the error for a key that a section, or this kind of it, does not have."""
     owners = [name for name, option in choices(section).items() if key in hints(option)]
     if owners:
         return (f"{path}{key} belongs to {' and '.join(owners)}; this is {kind}: leave {path}{key}={value} "
@@ -191,7 +191,7 @@ def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
 
 
 def convert(value: Any, kind: Any, path: str, or_null: str = "") -> Any:
-    """`value` as `kind`, or ConfigError. yaml reads 1e-6 as a text, so a float may be written as one."""
+    """Convert a value to a type, or raise ConfigError. yaml reads 1e-6 as a text, so a float may be one."""
     if is_dataclass(kind) or choices(kind):
         if isinstance(value, dict):
             return build(kind, value, path + ".")
@@ -233,7 +233,7 @@ def describe(kind: Any) -> str:
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
-    """Every setting under its dotted name."""
+    """List every setting with its value under its dotted name."""
     flat: dict[str, Any] = {}
     for f in fields(cfg):
         value = getattr(cfg, f.name)
@@ -245,13 +245,13 @@ Rule = tuple[str, bool, str]  # a setting, whether it is as it must be, and how 
 
 
 def made(flat: dict[str, Any], choice: str) -> bool:
-    """Whether a config has made a choice: "loss.per=token or sum" (either), "loss.tis_cap" (not null)."""
+    """Tell whether a config makes a choice: "loss.per=token or sum" (either), "loss.tis_cap" (not null)."""
     key, named, values = choice.partition("=")
     return str(flat.get(key)) in re.split(", | or ", values) if named else flat.get(key) is not None
 
 
 def table_rules(cfg: Any, serves: dict[str, list[str]], asks: dict[str, list[tuple]]) -> Iterator[Rule]:
-    """Rules from two tables: what a choice alone has settings for, and what it asks of others."""
+    """Yield rules from two tables: what a choice alone has settings for, and what it asks of others."""
     flat = flatten(cfg)
     for choice, served in serves.items():
         for key, _, why in (entry.partition(": ") for entry in served):

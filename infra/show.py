@@ -53,12 +53,12 @@ def comments(section: type) -> dict[str, str]:
 
 
 def default_of(field: Field) -> str:
-    """The default as yaml, or REQUIRED."""
+    """Write the default as yaml, or REQUIRED."""
     return REQUIRED if field.default is MISSING else as_yaml(field.default)
 
 
 def as_yaml(value: Any) -> str:
-    """One value on one line."""
+    """Write a value as yaml on one line."""
     quotes = '"' if isinstance(value, str) and "\n" in value else None
     text = yaml.safe_dump(value, width=float("inf"), allow_unicode=True, default_style=quotes)
     return text.removesuffix("...\n").strip()
