@@ -17,7 +17,8 @@ from config import Config, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import dist
-from prune import COMPLETIONS, REFILLING, Offer, next_round
+from methods import greso
+from prune import COMPLETIONS, REFILLING, Offer
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
 from rollout import Engine
@@ -130,7 +131,7 @@ def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
         if missing <= 0 or last:
             return 0
         if estimated:
-            count, last = next_round(missing, 1 - informative_N.double().mean().item(), largest)
+            count, last = greso.next_round(missing, 1 - informative_N.double().mean().item(), largest)
     return count if len(rolled.sizes) < settings.max_rounds else 0
 
 

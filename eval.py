@@ -28,8 +28,9 @@ from data import Tokenizer, load_problems, to_prompts
 from infra import dist
 from infra.results import Store, differences, hash_files, read_result, require_same, sha256, write_result
 from infra.runfolder import note
-from infra.weights import find_model
-from model import check_positions, choose_backend, load_model
+from infra.signals import exit_status
+from infra.weights import check_positions, find_model
+from model import choose_backend, load_model
 from records import EngineSpec, Problem, Prompt
 from rollout import Engine, start_engine
 from verify.grade import grade, name_unreadable
@@ -443,17 +444,7 @@ def show(args: argparse.Namespace) -> None:
 
 
 def main() -> int:
-    try:
-        show(arguments())
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; the same command goes on where it stopped, if it has --out", file=sys.stderr)
-        return 130
-    finally:
-        dist.close()
+    return exit_status(lambda: show(arguments()), "the same command goes on from there, if it has --out")
 
 
 if __name__ == "__main__":

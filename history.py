@@ -13,7 +13,8 @@ from torch import Tensor
 from advantage import flat
 from config import Prompts
 from infra.dist import seed_for
-from prune import PROMPTS, REFILLING, Memory, adapt_p
+from methods import greso
+from prune import PROMPTS, REFILLING, Memory
 from records import Prompt, Rolled, Turn
 
 
@@ -126,7 +127,7 @@ class PromptHistory:
         if self.pruning.kind in REFILLING and rolled.turns[-1].epoch > 0:
             easy, hard = (x_N.double().mean().item()
                           for x_N in easy_and_hard(rolled.rewards.compared_NG, self.middle))
-            self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
+            self.explore = greso.adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
         """Return plain values for a checkpoint."""

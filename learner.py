@@ -10,6 +10,7 @@ import math
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from torch import Tensor, nn
 from config import Config, ConfigError, Loss, Model, Optim, Pack, Update
 from infra import dist
 from infra.checkpoint import Role, is_complete, load_tensors, tensors
+from infra.signals import exit_status
 from infra.weights import export, find_model, load_weights
 from model import BACKENDS, Decoder, choose_backend, empty_model, load_model
 from pack import Minibatch, build_row, pack
@@ -149,22 +151,19 @@ def main() -> int:
     parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
     parser.add_argument("--out", type=Path, required=True, help="the folder to write")
     args = parser.parse_args()
-    try:
-        if not is_complete(args.checkpoint):
-            raise ConfigError(f"{args.checkpoint} is not a whole checkpoint: files are missing or cut off")
-        device = dist.init("cpu")
-        cfg = torch.load(args.checkpoint / "extra.pt", weights_only=True)["config"]
-        source = find_model(cfg["model.path"])
-        dtype = torch.float64 if cfg["model.dtype"] == "float64" else torch.float32
-        model = load_model(source, dtype, device)
-        load_tensors(args.checkpoint / "policy", tensors(model, None))
-        export(model, source, args.out)
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    finally:
-        dist.close()
+    return exit_status(partial(export_checkpoint, args.checkpoint, args.out))
+
+
+def export_checkpoint(step: Path, out: Path) -> None:
+    """Write the policy of a checkpoint as a Hugging Face folder. Raises ConfigError."""
+    if not is_complete(step):
+        raise ConfigError(f"{step} is not a whole checkpoint: files are missing or cut off")
+    device = dist.init("cpu")
+    cfg = torch.load(step / "extra.pt", weights_only=True)["config"]
+    source = find_model(cfg["model.path"])
+    model = load_model(source, torch.float64 if cfg["model.dtype"] == "float64" else torch.float32, device)
+    load_tensors(step / "policy", tensors(model, None))
+    export(model, source, out)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,8 @@ import resource
 import torch
 
 from infra import dist
-from model import Decoder, Shape
+from infra.weights import Shape
+from model import Decoder
 
 
 def peak_bytes(shape: Shape, tokens: int, recompute: bool, element: int, chunk: int = 1024, ranks: int = 1,

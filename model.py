@@ -12,7 +12,6 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -21,95 +20,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
-from infra.weights import hf_name, load_weights
-from settings import read_json
+from infra.weights import Shape, hf_name, load_weights, read_shape
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
-
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "rms_norm_eps", "max_position_embeddings")
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The part of config.json that decides what is computed."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    tied: bool            # the LM head is the embedding
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool         # Qwen3: RMSNorm on every head's query and key
-    max_positions: int
-    rope_theta: float
-    rope_scaling: dict | None   # llama3 only
-    dtype: torch.dtype    # of the weights on disk; exports keep it
-
-
-def read_shape(folder: Path) -> Shape:
-    """Read config.json. Raises ConfigError for what is missing or not computed by this decoder."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
-    raw = read_json(path)
-    kind = raw.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of "
-                          f"{', '.join(MODEL_TYPES)}")
-    rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
-    scaling = raw.get("rope_scaling") or rope
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    layers = raw.get("layer_types") or (
-        ["sliding_attention"] if raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0) else [])
-    unsupported = {
-        f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
-        f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "sliding-window attention": bool(raw.get("use_sliding_window")) and "sliding_attention" in layers,
-        "mlp_bias=true": bool(raw.get("mlp_bias")),
-    }
-    for what, present in unsupported.items():
-        if present:
-            raise ConfigError(f"{path}: {what} is not supported; use a checkpoint without it")
-    missing = [key for key in REQUIRED if key not in raw]
-    if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}; download it again")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"{path}: dtype={dtype!r} must be float32, bfloat16 or float16")
-    bias = bool(raw.get("attention_bias", False))
-    return Shape(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
-        heads=raw["num_attention_heads"],
-        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        norm_eps=raw["rms_norm_eps"],
-        tied=raw.get("tie_word_embeddings", False),
-        qkv_bias=bias or kind == "qwen2",
-        out_bias=bias and kind != "qwen2",
-        qk_norm=kind == "qwen3",
-        max_positions=raw["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        rope_scaling=scaling if rope_type == "llama3" else None,
-        dtype=getattr(torch, dtype),
-    )
-
-
-def check_positions(folder: Path, tokens: int, settings: str) -> None:
-    """Raise ConfigError where `settings` allow sequences of more `tokens` than the model takes."""
-    limit = read_shape(folder).max_positions
-    if tokens > limit:
-        raise ConfigError(f"{settings} allow sequences of {tokens} tokens, but {folder} has "
-                          f"max_position_embeddings={limit}; lower them")
 
 
 def rope_frequencies(shape: Shape) -> Tensor:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from methods import greso
 from records import Pruned
 
 FLOOR = 0.1  # smallest size over the mean size, for a completion without advantage that still carries a KL
@@ -198,39 +199,11 @@ def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
     return (keep_K | free_K).double()
 
 
-def explored(memory: Memory) -> Tensor:
-    """Compute GRESO's probability of a rollout (arXiv:2506.02177), [K]: max(p^z, 0.01) after z rollouts in a
-    row that were all easy, or all hard; p differs for the two. Biased on purpose: every weight stays 1.
-    """
-    easy, hard = memory.explore
-    return torch.where(memory.easy_K > 0, easy ** memory.easy_K, hard ** memory.hard_K).clamp(min=0.01)
-
-
-def adapt_p(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
-    """Move GRESO's p for easy and for hard prompts by the fractions of a step's prompts that were easy and
-    hard: 0.01 down where a fraction has reached its limit, a third of `target` for easy prompts and two
-    thirds for hard ones, else 0.01 up.
-    """
-    def moved(p: float, fraction: float, limit: float) -> float:
-        return min(max(p - 0.01 if fraction >= limit else p + 0.01, 0.05), 0.95)
-
-    return moved(explore[0], easy, target / 3), moved(explore[1], hard, target * 2 / 3)
-
-
-def next_round(missing: int, flat_share: float, largest: int) -> tuple[int, bool]:
-    """Size GRESO's next round for `missing` informative groups when `flat_share` of the last round's groups
-    were flat: a number of prompts within [largest / 6, largest] as released, and whether it is estimated to
-    be enough.
-    """
-    estimate = 1.25 * missing / (1 - flat_share) if flat_share < 1 else float("inf")
-    return max(int(min(estimate, largest)), largest // 6, 1), estimate <= largest
-
-
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
     "none": lambda memory, settings: torch.ones_like(memory.size_K),
     "bernoulli": lambda memory, settings: rarely_below_mean(memory, settings.drop_prob),
     "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
-    "greso": lambda memory, settings: explored(memory),
+    "greso": lambda memory, settings: greso.explored(memory.easy_K, memory.hard_K, memory.explore),
 }
 REFILLING = {"greso"}  # kinds that replace a prompt they skip, so no other prompt is weighed up for it

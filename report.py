@@ -22,6 +22,7 @@ import numpy as np
 import config
 from config import ConfigError
 from infra import runfolder
+from infra.signals import exit_status
 from verify.statistics import half_width
 
 matplotlib.use("Agg")
@@ -255,12 +256,7 @@ def main() -> int:
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
     parser.add_argument("--out", type=Path, default=Path("runs/report"))
     args = parser.parse_args()
-    try:
-        print(write_report(args.runs, args.out))
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: print(write_report(args.runs, args.out)))
 
 
 if __name__ == "__main__":

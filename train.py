@@ -8,7 +8,6 @@ what is trained on, update the policy, hand it to the engine.
 """
 
 import argparse
-import errno
 import os
 import sys
 from dataclasses import dataclass, replace
@@ -30,18 +29,16 @@ from infra import dist, runfolder
 from infra.checkpoint import Checkpoints
 from infra.runfolder import Resume
 from infra.show import resolved
-from infra.signals import Stop, asked_to_stop
-from infra.weights import export, find_model
+from infra.signals import Stop, asked_to_stop, exit_status
+from infra.weights import check_positions, export, find_model
 from learner import Learner, NotFinite, build_learner, roles
 from methods import critic, soft_value, window
 from metrics import Clock, decisions, of_rollout
-from model import Decoder, check_positions
+from model import Decoder
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
 from update import update
 from verify.grade import name_unreadable
-
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,23 +226,23 @@ def main() -> int:
     parser.add_argument("--check", action="store_true",
                         help="try all that a run needs, print it and stop; status 2 when something fails")
     parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
-    args = parser.parse_args()
+    run_it = partial(command, parser.parse_args())
+    return exit_status(run_it, "--resume goes on from the newest checkpoint, which is whole")
+
+
+def command(args: argparse.Namespace) -> int | None:
+    """Do what the command line asks for; returns the exit status."""
+    cfg = config.load(args.config, args.set)
+    if args.show:
+        return print(resolved(cfg))
+    if args.check:
+        task = load(cfg)
+        return preflight.report(cfg, *set_up(cfg, task), task)
+    if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
+        raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on after a "
+                          "restart")
     try:
-        cfg = config.load(args.config, args.set)
-        if args.show:
-            print(resolved(cfg))
-            return 0
-        if args.check:
-            task = load(cfg)
-            return preflight.report(cfg, *set_up(cfg, task), task)
-        if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
-            raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on "
-                              "after a restart")
         train(cfg, args.resume, Stop())
-        return 0
-    except ConfigError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except NotFinite as error:
         path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
         if dist.rank() == 0:
@@ -253,21 +250,10 @@ def main() -> int:
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest "
                   "checkpoint", file=sys.stderr)
         return 1
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
-            raise
-        print(f"error: {error}; make room or allow writing there, and go on with --resume: the newest "
-              "checkpoint is whole", file=sys.stderr)
-        return 2
     except RuntimeError:  # that of a rank whose peers are gone, among others
         print(f"rank {os.environ.get('RANK', 0)} stopped; --resume goes on from the newest checkpoint "
               "(checkpoint.every), once what follows is mended", file=sys.stderr)
         raise
-    except KeyboardInterrupt:
-        print("interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
-        return 130
-    finally:
-        dist.close()
 
 
 if __name__ == "__main__":

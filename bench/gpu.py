@@ -33,9 +33,10 @@ from shapes import engine_spec, random_model, write_config
 import config
 from config import Pack
 from infra import dist
+from infra.weights import Shape, read_shape
 from learner import Learner
 from metrics import Clock
-from model import BACKENDS, Decoder, Shape, choose_backend, read_shape
+from model import BACKENDS, Decoder, choose_backend
 from prune import keep_largest
 from records import Batch, EngineSpec, Group, Prompt, Sample
 from rollout import start_engine

@@ -32,9 +32,10 @@ from tqdm import tqdm
 
 from config import Optim
 from infra import dist
+from infra.weights import Shape, read_shape
 from learner import adam
 from memory import peak_bytes
-from model import ChunkedLogProb, Shape, read_shape, sdpa_padded
+from model import ChunkedLogProb, sdpa_padded
 
 CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 

@@ -1,10 +1,15 @@
-"""Handle the signals that ask a run to stop."""
+"""How a program ends: by a signal that asks it to stop, and with which exit status."""
 
+import errno
 import signal
 import sys
+from collections.abc import Callable
 from time import monotonic
 
+from config import ConfigError
 from infra import dist
+
+NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
 class Stop:
@@ -31,3 +36,25 @@ class Stop:
 def asked_to_stop(stop: Stop | None) -> bool:
     """Tell whether any rank received a stop signal. Collective."""
     return stop is not None and dist.max_over_ranks(stop.signal) > 0
+
+
+def exit_status(program: Callable[[], int | None], remedy: str = "start it again") -> int:
+    """Run a program to its exit status: its own or 0, 2 after what the user can mend, 130 after a signal.
+
+    `remedy` says what goes on with work that was stopped.
+    """
+    try:
+        return program() or 0
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except OSError as error:
+        if error.errno not in NOT_WRITABLE:
+            raise
+        print(f"error: {error}; make room or allow writing there; {remedy}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print(f"interrupted; {remedy}", file=sys.stderr)
+        return 130
+    finally:
+        dist.close()

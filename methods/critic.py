@@ -19,11 +19,11 @@ from torch import Tensor, nn
 import config
 from config import Config, Gae, Optim
 from infra import dist
-from infra.weights import load_weights
+from infra.weights import load_weights, read_shape
 from learner import Learner, NotFinite, adam, descend, learning_rate, spread
 from loss import value_loss
 from metrics import Clock
-from model import BACKENDS, Attend, Decoder, at_least_float32, read_shape
+from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
 from records import Batch, Group, Rolled, Row, Sample, lengths, pending
 from reward import span

@@ -99,7 +99,7 @@ MUTANTS = [
     ("infra/show", "[bool(kinds):]", "[0:]", "config"),
     ("infra/show", "next(iter(kinds)), indent", "next(reversed(kinds)), indent", "config"),
     ("learner", "empty_model(source, torch.promote_types(dtype, torch.float32))", "empty_model(source, dtype)", "loop"),
-    ("train", "error.errno not in NOT_WRITABLE", "True", "train"),
+    ("infra/signals", "error.errno not in NOT_WRITABLE", "True", "train"),
     ("train", "run.checkpoints.wait_for_copies()", "pass", "train"),
     ("infra/runfolder", 'line["step"] <= step', 'line["step"] < step', "train"),
     ("train", "engine.sync(learner.policy)\n            measured", "pass\n            measured", "train"),

@@ -17,8 +17,8 @@ import train
 from config import ConfigError
 from infra import checkpoint, dist
 from infra.checkpoint import Checkpoints
-from infra.weights import export
-from model import Decoder, read_shape
+from infra.weights import export, read_shape
+from model import Decoder
 
 CPU = torch.device("cpu")
 

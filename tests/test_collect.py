@@ -20,7 +20,7 @@ from collect import Sampler, Selection, choose, lacks
 from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
-from methods import soft_value
+from methods import greso, soft_value
 from metrics import Clock
 from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
@@ -136,8 +136,8 @@ def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_ord
 def test_greso_adapts_once_a_step_from_all_that_was_rolled_out_but_not_in_the_first_epoch(in_order, tmp_path,
                                                                                           monkeypatch):
     """e and h are rolled out in the second step, not in the third."""
-    calls, true = [], history.adapt_p
-    monkeypatch.setattr(history, "adapt_p", lambda *given: calls.append(given) or true(*given))
+    calls, true = [], greso.adapt_p
+    monkeypatch.setattr(greso, "adapt_p", lambda *given: calls.append(given) or true(*given))
     steps(tmp_path, "eiiiih", 3, "rollout.until=informative", "prune.prompts={kind: greso, target: 0.6}")
     assert [given[1:] for given in calls] == [(1 / 6, 1 / 6, 0.6), (0, 0, 0.6)]
     assert calls[0][0] == (0.5, 0.5) and calls[1][0] == pytest.approx((0.51, 0.51))

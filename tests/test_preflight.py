@@ -15,8 +15,9 @@ import memory
 import preflight
 import train
 from config import ConfigError
+from infra.weights import read_shape
 from learner import Learner
-from model import Decoder, read_shape
+from model import Decoder
 from records import Problem
 from rollout import TorchEngine
 

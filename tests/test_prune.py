@@ -5,6 +5,7 @@ import torch
 
 import config
 from loss import token_weight
+from methods.greso import adapt_p, explored, next_round
 from prune import (
     COMPLETIONS,
     FLOOR,
@@ -12,17 +13,14 @@ from prune import (
     REFILLING,
     Memory,
     Offer,
-    adapt_p,
     all_but_lowest,
     below_mean,
     bernoulli,
     drop_bottom,
-    explored,
     gradient_size,
     inclusion,
     keep_all,
     keep_largest,
-    next_round,
     pps,
     rarely_below_mean,
     systematic,
@@ -209,11 +207,11 @@ def test_the_lowest_share_of_prompts_is_skipped_but_none_forever():
 
 def test_greso_skips_with_one_minus_p_to_the_streak_but_at_most_99_of_100():
     """arXiv:2506.02177: 1 - max(p^z, 0.01) for z = 0..8, with p of their own for easy and hard prompts."""
-    streak, none = list(range(9)), [0] * 9
-    easy = explored(recall([0.0] * 9, easy=streak, hard=none, explore=(0.5, 0.9)))
+    streak, none = torch.arange(9), torch.zeros(9, dtype=torch.long)
+    easy = explored(streak, none, (0.5, 0.9))
     assert (1 - easy).tolist() == pytest.approx([0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375, 0.99, 0.99])
-    hard = explored(recall([0.0] * 9, easy=none, hard=streak, explore=(0.5, 0.9)))
-    assert (1 - hard).tolist() == pytest.approx([1 - 0.9 ** z for z in streak])
+    hard = explored(none, streak, (0.5, 0.9))
+    assert (1 - hard).tolist() == pytest.approx([1 - 0.9 ** z for z in range(9)])
 
 
 def test_greso_explores_less_where_too_many_gave_nothing():

@@ -33,7 +33,7 @@ IMPORTS = {
     "config": {"settings"},
     "records": set(),
     "infra.dist": {"config"},
-    "infra.signals": {"infra.dist"},
+    "infra.signals": {"config", "infra.dist"},
     "infra.weights": {"config", "infra.dist", "settings"},
     "infra.checkpoint": {"config", "infra.dist"},
     "infra.runfolder": {"config"},
@@ -47,19 +47,22 @@ IMPORTS = {
     "verify.cases": {"config"},
     "verify.grade": {"config", "verify.algebra", "verify.answer", "verify.extract"},
     "advantage": {"records"},
-    "prune": {"records"},
+    "methods.greso": set(),
+    "prune": {"methods.greso", "records"},
     "loss": {"config", "records"},
     "pack": {"config", "records"},
-    "model": {"config", "infra.weights", "settings"},
-    "memory": {"infra.dist", "model"},
+    "model": {"config", "infra.weights"},
+    "memory": {"infra.dist", "infra.weights", "model"},
     "data": {"config", "records", "settings", "verify.extract"},
-    "history": {"advantage", "config", "infra.dist", "prune", "records"},
+    "history": {"advantage", "config", "infra.dist", "methods.greso", "prune", "records"},
     "reward": {"config", "verify.answer", "verify.cases", "verify.extract", "verify.grade"},
     "rollout": {"infra.dist", "model", "records", "rollout_vllm"},
     "rollout_vllm": {"config", "infra.dist", "memory", "model", "records"},
-    "collect": {"advantage", "config", "data", "history", "infra.dist", "prune", "records", "reward", "rollout"},
+    "collect": {"advantage", "config", "data", "history", "infra.dist", "methods.greso", "prune", "records", "reward",
+                "rollout"},
     "metrics": {"advantage", "infra.dist", "loss", "pack", "records"},
-    "learner": {"config", "infra.checkpoint", "infra.dist", "infra.weights", "model", "pack", "records"},
+    "learner": {"config", "infra.checkpoint", "infra.dist", "infra.signals", "infra.weights", "model", "pack",
+                "records"},
     "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "loss", "metrics", "model", "pack",
                        "records", "reward"},
     "methods.soft_value": {"collect", "config", "infra.dist", "infra.runfolder", "loss", "records"},
@@ -67,9 +70,9 @@ IMPORTS = {
     "update": {"infra.dist", "learner", "loss", "methods.critic", "methods.soft_value", "metrics", "pack", "records"},
     "preflight": {"config", "data", "history", "infra.dist", "learner", "memory", "model", "pack", "records", "rollout",
                   "verify.extract", "verify.grade"},
-    "report": {"config", "infra.runfolder", "verify.statistics"},
-    "eval": {"config", "data", "infra.dist", "infra.results", "infra.runfolder", "infra.weights", "model", "records",
-             "rollout", "verify.grade", "verify.statistics"},
+    "report": {"config", "infra.runfolder", "infra.signals", "verify.statistics"},
+    "eval": {"config", "data", "infra.dist", "infra.results", "infra.runfolder", "infra.signals", "infra.weights",
+             "model", "records", "rollout", "verify.grade", "verify.statistics"},
     "train": {"advantage", "collect", "config", "data", "eval", "history", "infra.checkpoint", "infra.dist",
               "infra.runfolder", "infra.show", "infra.signals", "infra.weights", "learner", "methods.critic",
               "methods.soft_value", "methods.window", "metrics", "model", "preflight", "records", "rollout", "update",
@@ -98,7 +101,7 @@ def test_imports_are_those_of_the_drawing_and_shadow_nothing():
     assert not {name.split(".")[0] for name in FILES} & sys.stdlib_module_names
     for name in ("advantage", "prune"):
         outside = {module.split(".")[0] for module in imported(FILES[name])}
-        assert outside <= {"torch", "dataclasses", "typing", "records"}
+        assert outside <= {"torch", "dataclasses", "typing", "records", "methods"}
     callers = [name for name, path in FILES.items() if "torch.distributed" in imported(path)]
     assert callers == ["infra.dist"]
 
@@ -128,7 +131,7 @@ def test_the_house_keeps_its_budgets():
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "settings") <= 725
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1250
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1050
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1150
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40

@@ -8,7 +8,8 @@ from conftest import ROOT, TOY
 from problems import problem, splits, write
 
 import data
-from model import load_model, read_shape
+from infra.weights import read_shape
+from model import load_model
 from verify.grade import grade
 
 
