@@ -6,14 +6,18 @@ import subprocess
 import sys
 import tarfile
 from io import BytesIO
+from itertools import combinations
 from pathlib import Path
+from statistics import pvariance
 
 import pytest
 from conftest import ROOT
 
+from infra import runfolder
+
 SECTION = (ROOT / "README.md").read_text().partition("## Make it yours")[2].partition("\n## ")[0]
 RECIPES = re.findall(r"```diff\n(.*?)```", SECTION, re.DOTALL)
-SMALL = ("steps=2", "data.limit=8", "rollout.group_size=4", "rollout.prompts_per_step=2",
+SMALL = ("steps=2", "data.limit=8", "rollout.group_size=8", "rollout.prompts_per_step=2",
          "rollout.max_new_tokens=16", "eval.max_new_tokens=16", "data.eval=few.jsonl")
 
 
@@ -45,8 +49,27 @@ def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
         ["advantage", "config"], ["prune", "config"]]
 
 
-@pytest.mark.parametrize("recipe", RECIPES, ids=["advantage", "pruner"])
-def test_a_recipe_applies_and_trains(recipe, tmp_path):
+def medians(samples: list[dict], decisions: list[dict]) -> None:
+    """The advantages are rewards less the lower median of their group."""
+    for line in samples:
+        median = sorted(line["reward"])[(len(line["reward"]) - 1) // 2]
+        assert line["advantage"] == [reward - median for reward in line["reward"]]
+    assert any(any(line["advantage"]) for line in samples)
+
+
+def extremes(samples: list[dict], decisions: list[dict]) -> None:
+    """No four completions of a group have advantages of more variance than those that were kept."""
+    for line, step in zip(samples, decisions, strict=True):
+        weights, = (prompt["completion_weight"] for prompt in step["prompts"] if prompt["id"] == line["id"])
+        kept = [adv for adv, weight in zip(line["advantage"], weights, strict=True) if weight]
+        assert len(kept) == 4 and set(weights) == {0.0, 1.0}
+        assert pvariance(kept) == pytest.approx(max(map(pvariance, combinations(line["advantage"], 4))))
+    assert any(any(line["advantage"]) for line in samples)
+
+
+@pytest.mark.parametrize(("recipe", "check"), zip(RECIPES, (medians, extremes), strict=True),
+                         ids=["advantage", "pruner"])
+def test_a_recipe_applies_trains_and_does_what_it_says(recipe, check, tmp_path):
     folder = copy_repository(tmp_path / "copy")
     run(folder, "git", "apply", "-", stdin=recipe)
     name, = re.findall(r"^\+\+\+ b/configs/(\w+\.yaml)$", recipe, re.MULTILINE)
@@ -55,3 +78,4 @@ def test_a_recipe_applies_and_trains(recipe, tmp_path):
     assert "after 2 steps" in printed
     kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', recipe))
     assert len(kinds) == 1 and f"kind: {kinds.pop()}\n" in (folder / "run" / "config.yaml").read_text()
+    check(*(runfolder.read(folder / "run" / f"{log}.jsonl") for log in ("samples", "decisions")))

@@ -401,7 +401,8 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys,
 
     monkeypatch.setattr(runfolder.Log, "write", full)
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
-    assert "No space left on device: '" in (said := capsys.readouterr().err) and "--resume goes on from the newest" in said
+    said = capsys.readouterr().err
+    assert "No space left on device: '" in said and "--resume goes on from the newest checkpoint" in said
 
 
 def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capsys):
