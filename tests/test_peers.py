@@ -1,0 +1,256 @@
+"""TRL's GRPOTrainer gives the gradient that Winnow gives, for every objective that both have. `make test-peers`.
+
+TRL runs its own `_generate_and_score_completions` and `_compute_loss`, with the sampling alone replaced by fixed
+tokens; Winnow runs `advantage`, `choose` and the functions of its update on packed rows. The policy has moved since the
+rollout, the reference is another model again, some completions are cut and one group's rewards are all equal.
+"""
+
+import importlib.util
+from dataclasses import dataclass, replace
+from itertools import combinations
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, gradients, toy_config
+from test_objectives import learner_on
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+import data
+import update
+from advantage import advantage
+from collect import Selection, choose
+from config import Config
+from infra import dist
+from infra.weights import hf_name, read_weights
+from learner import Learner
+from pack import Minibatch
+from records import Group, Rewards, Rolled, Sample, Turn
+
+pytestmark = [
+    pytest.mark.peers, pytest.mark.filterwarnings("ignore::FutureWarning"),
+    pytest.mark.skipif(importlib.util.find_spec("trl") is None, reason="trl is not installed; run `make test-peers`")]
+
+N, G, LONGEST, EOS = 4, 8, 24, 2
+# Of the largest entry of a tensor's gradient. Both sides compute in float64, and only the order of their sums differs:
+# that leaves 8e-15 to 3e-14, and more of it where there are more tokens. One float32 step anywhere leaves 1e-7.
+BOUND = 1e-12
+AS_BYTES = (torch.Tensor.view, torch.frombuffer)  # here a dtype says how a file's bytes are to be read
+
+
+class Doubled(TorchFunctionMode):
+    """Give float64 to whoever asks for float32: transformers in its norms and rotary tables, TRL in its rewards, and
+    Winnow in its rotary tables."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wider(x):
+            return torch.float64 if x is torch.float32 else x
+
+        if func in AS_BYTES:
+            return func(*args, **kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
+
+
+@pytest.fixture(autouse=True)
+def in_float64(monkeypatch):
+    from trl.kernels import ChunkedLogProbFunction
+
+    backward = ChunkedLogProbFunction.backward
+
+    def widely(*given):
+        with Doubled():  # autograd calls it outside of the mode
+            return backward(*given)
+
+    monkeypatch.setattr(ChunkedLogProbFunction, "backward", staticmethod(widely))
+    torch.set_default_dtype(torch.float64)
+    with Doubled():
+        yield
+    torch.set_default_dtype(torch.float32)
+
+
+@dataclass(frozen=True)
+class Step:
+    """A rollout, what it earned, and the weights before it, after some updates and of the reference."""
+
+    folder: Path
+    questions: list[str]
+    groups: list[Group]
+    reward_NG: Tensor
+    before: dict[str, Tensor]
+    moved: dict[str, Tensor]
+    reference: dict[str, Tensor]
+
+
+def near(weights: dict[str, Tensor], size: float, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {name: w + size * w.abs().mean() * torch.randn(w.shape, generator=generator) for name, w in weights.items()}
+
+
+@torch.no_grad()
+def put(model: torch.nn.Module, weights: dict[str, Tensor]) -> None:
+    """Give a model of either side these weights."""
+    for name, p in model.named_parameters():
+        p.copy_(dist.sharded_like(weights[name if name in weights else hf_name(name)], p))
+
+
+def completion(generator: torch.Generator) -> Sample:
+    """Random tokens; one in four is cut at LONGEST, the others end."""
+    length = int(torch.randint(4, LONGEST + 1, (1,), generator=generator))
+    cut = bool(torch.rand(1, generator=generator) < 0.25)
+    ids = torch.randint(3, 470, (LONGEST if cut else length,), generator=generator).tolist()
+    return Sample(ids if cut else [*ids[:-1], EOS], [0.0] * len(ids), finished=not cut)
+
+
+@pytest.fixture
+def step(tiny) -> Step:
+    generator = torch.Generator().manual_seed(0)
+    problems = data.load_problems(str(ROOT / "toy" / "train.jsonl"))[:N]
+    prompts = data.to_prompts(problems, data.Tokenizer(tiny), None, 128)
+    groups = [Group(prompt, tuple(completion(generator) for _ in range(G))) for prompt in prompts]
+    reward_NG = (torch.rand(N, G, generator=generator) < 0.4).double()
+    reward_NG[2] = 1
+    before = {name: w.double() for name, w in read_weights(tiny).items()}
+    moved, reference = near(before, 0.03, seed=1), near(before, 0.05, seed=2)
+    return Step(tiny, [p.question for p in problems], groups, reward_NG, before, moved, reference)
+
+
+def one_row(learner: Learner, groups: list[Group], n: int, g: int) -> Tensor:
+    """Log-probs of one completion, in a row of its own."""
+    keep_NG = torch.zeros(N, G, dtype=torch.bool)
+    keep_NG[n, g] = True
+    row, = learner.rows(Minibatch.plain(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G)))
+    with torch.no_grad():
+        return learner.log_probs(learner.policy, row)
+
+
+def with_engine(step: Step, learner: Learner) -> list[Group]:
+    """The groups with log-probs of an engine that is near the policy before the update."""
+    generator = torch.Generator().manual_seed(3)
+    put(learner.policy, step.before)
+
+    def heard(n: int, g: int, sample: Sample) -> Sample:
+        logp_T = one_row(learner, step.groups, n, g)
+        return replace(sample, logp=(logp_T + 0.4 * torch.randn(len(logp_T), generator=generator)).tolist())
+
+    return [Group(group.prompt, tuple(heard(n, g, sample) for g, sample in enumerate(group.samples)))
+            for n, group in enumerate(step.groups)]
+
+
+def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
+    rewards = Rewards({"accuracy": step.reward_NG}, cfg.reward.weights)
+    turns = [Turn(group.prompt, 0) for group in step.groups]
+    rolled = Rolled() + Rolled(turns, step.groups, rewards, advantage(rewards, cfg.advantage))
+    batch = choose(rolled, Selection.of(cfg), seed=0)
+    put(learner.policy, step.before)
+    if learner.reference:
+        put(learner.reference, step.reference)
+    scored = [update.score(learner, row, extra_pass=True)
+              for row in learner.rows(update.minibatch(learner, batch, list(range(N))))]
+    put(learner.policy, step.moved)
+    for row in scored:
+        update.backward(learner, row, unmoved=False)
+    return {hf_name(name): grad for name, grad in gradients(learner.policy).items()}
+
+
+def trainer(step: Step, out: Path, settings: dict):
+    """GRPOTrainer on the step's prompts. Two iterations a rollout make it score the policy before the update."""
+    from datasets import Dataset
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from trl import GRPOConfig, GRPOTrainer
+
+    def reward(completions, **columns):
+        return step.reward_NG.flatten().tolist()
+
+    fixed = {"output_dir": str(out), "use_cpu": True, "bf16": False, "report_to": [], "max_steps": 1,
+             "per_device_train_batch_size": N * G, "num_generations": G, "max_completion_length": LONGEST,
+             "num_iterations": 2, "shuffle_dataset": False, "gradient_checkpointing": False, "disable_tqdm": True}
+    return GRPOTrainer(
+        AutoModelForCausalLM.from_pretrained(step.folder, dtype=torch.float64), reward, GRPOConfig(**fixed | settings),
+        Dataset.from_list([{"prompt": messages(q)} for q in step.questions]),
+        processing_class=AutoTokenizer.from_pretrained(step.folder))
+
+
+def messages(question: str) -> list[dict[str, str]]:
+    return [{"role": "user", "content": question}]
+
+
+def by_trl(step: Step, peer) -> dict[str, Tensor]:
+    samples = [sample for group in step.groups for sample in group.samples]
+
+    def sampled(prompt_ids, *others):
+        assert [tuple(ids) for ids in prompt_ids] == [group.prompt.ids for group in step.groups for _ in range(G)]
+        logp = [s.logp.tolist() for s in samples] if peer.use_vllm else None
+        return [s.ids.tolist() for s in samples], logp
+
+    peer._generate_single_turn = sampled
+    peer.current_gradient_accumulation_steps = 1
+    peer.model.train()
+    put(peer.model, step.before)
+    if peer.ref_model is not None:
+        put(peer.ref_model, step.reference)
+    inputs = peer._generate_and_score_completions([{"prompt": messages(q)} for q in step.questions for _ in range(G)])
+    put(peer.model, step.moved)
+    peer._compute_loss(peer.model, inputs).backward()
+    return {name: p.grad for name, p in peer.model.named_parameters()}
+
+
+PLAIN_KL = {"beta": 0.04, "use_bias_correction_kl": False}
+SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02}
+OF_SEQUENCE = ["loss.trust=clip_sequence", "loss.clip_low=0.01", "loss.clip_high=0.02"]
+CUT = {"mask_truncated_completions": True}
+TOKEN_RATIO = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
+# name -> (GRPOConfig, changes to grpo_toy.yaml)
+OBJECTIVES = {
+    "grpo": ({"loss_type": "grpo"}, []),
+    "temperature": ({"loss_type": "grpo", "temperature": 0.7}, ["rollout.temperature=0.7"]),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ["loss.per=token", "loss.clip_high=0.28"]),
+    "bnpo": ({"loss_type": "bnpo"}, ["loss.per=token"]),
+    "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, ["loss.per=constant", "advantage.kind=centred"]),
+    "gspo": ({"loss_type": "grpo", **SEQUENCE}, OF_SEQUENCE),
+    "luspo": ({"loss_type": "luspo", **SEQUENCE}, [*OF_SEQUENCE, "loss.per=sum"]),
+    "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2},
+              ["loss.per=token", "loss.trust=clamp", "loss.clip_low=1", "loss.clip_high=0.2"]),
+    "two-sided": ({"loss_type": "grpo", "delta": 1.5}, ["loss.dual_clip=1.5"]),
+    "grpo-kl": ({"loss_type": "grpo", **PLAIN_KL}, ["loss.kl=0.04"]),
+    "dapo-kl": ({"loss_type": "dapo", **PLAIN_KL}, ["loss.per=token", "loss.kl=0.04"]),
+    "grpo-truncated": ({"loss_type": "grpo", **CUT}, ["prune.truncated=true"]),
+    "dapo-truncated": ({"loss_type": "dapo", **CUT}, ["loss.per=token", "loss.count=kept", "prune.truncated=true"]),
+    "engine-ratio": ({"loss_type": "grpo", **TOKEN_RATIO}, ["loss.tis_cap=2"]),
+}
+
+
+def config_of(step: Step, out: Path, changes: list[str]) -> Config:
+    return toy_config(out, f"model.path={step.folder}", f"rollout.group_size={G}", f"rollout.prompts_per_step={N}",
+                      f"rollout.max_new_tokens={LONGEST}", *changes, name="grpo_toy.yaml")
+
+
+def apart(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> dict[str, float]:
+    """How far each tensor's gradient is off, over its largest entry."""
+    assert ours.keys() == theirs.keys()
+    return {name: float((ours[name] - grad).abs().max() / grad.abs().max()) for name, grad in theirs.items()}
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_the_gradient_is_that_of_trls_trainer(name, step, tmp_path):
+    settings, changes = OBJECTIVES[name]
+    cfg = config_of(step, tmp_path / "run", changes)
+    learner, peer = learner_on(step.folder, cfg), trainer(step, tmp_path / "trl", settings)
+    peer.use_vllm = "vllm_importance_sampling_mode" in settings
+    step = replace(step, groups=with_engine(step, learner))
+    off = apart(by_winnow(step, learner, cfg), by_trl(step, peer))
+    worst = max(off, key=off.get)
+    assert off[worst] < BOUND, (worst, off[worst])
+
+
+def test_the_step_tells_the_objectives_apart(step, tmp_path):
+    """So a setting that one side ignored would show."""
+    gradient = {}
+    for name, (_, changes) in OBJECTIVES.items():
+        cfg = config_of(step, tmp_path / "run", changes)
+        learner = learner_on(step.folder, cfg)
+        gradient[name] = by_winnow(replace(step, groups=with_engine(step, learner)), learner, cfg)
+    for one, other in combinations(OBJECTIVES, 2):
+        assert min(apart(gradient[one], gradient[other]).values()) > 1e-3, (one, other)
