@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu test-peers lint toy compare
+.PHONY: demo test test-slow test-vllm test-gpu test-peers lint toy compare bench-peers
 
 demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
 	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
@@ -30,6 +30,9 @@ lint: .venv/dev
 
 compare: .venv/run   ## GRPO, CPPO, GRESO, dynamic sampling, DPPO and PPS on the toy, 5 seeds each, on equal terms
 	$(VENV)/python experiments/compare.py
+
+bench-peers: .venv-peers/ready ## seconds of a step beside TRL's GRPOTrainer, phase by phase
+	.venv-peers/bin/python bench/peers.py
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 	$(VENV)/python toy/problems.py
