@@ -66,6 +66,7 @@ from model import Decoder
 from records import Rolled
 from reward import score
 from update import update
+from verify.grade import grade
 
 ROOT = Path(__file__).parent.parent
 G, LONGEST, WARM, TRAINED_STEPS = 16, 64, 2, 12
@@ -408,14 +409,14 @@ def show(result: dict) -> None:
     print(f"\n{result['regime']}: {result['model']}, {result['prompts']} prompts x {G} completions, "
           f"{result['rounds']} rounds after {result['warm']}; seconds of a step, medians\n"
           f"{'':<18}{'wall':>6}{'CPU':>7}{'generate':>10}{'score':>7}{'update':>8}{'floor':>7}{'length':>8}"
-          f"{'tokens':>8}{'TRL / this, wall':>19}{'TRL / this, CPU':>19}")
+          f"{'tokens':>8}{'TRL / this, wall':>21}{'TRL / this, CPU':>21}")
     for row in result["arms"]:
         wall, cpu = row["wall"], row["cpu"]
         ratios = [f"{of['ratio']['median']:.2f} [{of['ratio']['min']:.2f}, {of['ratio']['max']:.2f}]"
                   for of in (wall, cpu)]
         print(f"{row['arm']:<18}{wall['step']:>6.2f}{cpu['step']:>7.2f}{wall['generate']:>10.2f}"
               f"{wall['score']:>7.2f}{wall['update']:>8.2f}{row['floor']:>7.2f}{row['length']:>8.1f}"
-              f"{row['tokens']:>8.0f}{ratios[0]:>19}{ratios[1]:>19}", flush=True)
+              f"{row['tokens']:>8.0f}{ratios[0]:>21}{ratios[1]:>21}", flush=True)
 
 
 def listed(known: tuple[str, ...]) -> Callable[[str], list[str]]:
@@ -449,6 +450,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         dist.init("cpu")
+        grade([("2", r"\boxed{\sqrt{4}}")])  # starts the verifier's workers
         for name in args.regimes:
             chosen = regime(name, args.prompts, Path(temporary))
             results.append(compare(chosen, args.arms, args.rounds, changes))
