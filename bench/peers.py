@@ -139,7 +139,7 @@ class Winnow:
         easy = middle(cfg.reward, cfg.rollout.differ_in)
         log = runfolder.Log(out)
         log.create(cfg, learner.device)
-        log.outer = tqdm(total=cfg.steps, disable=True)  # the bar of a run: here the rounds have one
+        next(log.steps(0, cfg.steps))
         self.run = train.Run(
             task, learner, engine, Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed),
             PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy),
@@ -156,7 +156,8 @@ class Winnow:
             groups = run.sampler.rollout(turns)
             laps.end("generate")
             rewards = run.sampler.score(groups)
-            rewards = replace(rewards, parts=rewards.parts | {"accuracy": drawn(number, len(groups))})
+            accuracy = {"accuracy": drawn(number, len(groups))}
+            rewards = replace(rewards, components=rewards.components | accuracy)
             newest = Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
             run.history.record(newest)
             rolled += newest

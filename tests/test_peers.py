@@ -147,11 +147,11 @@ def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
     put(learner.policy, step.before)
     if learner.reference:
         put(learner.reference, step.reference)
-    scored = [update.score(learner, row, extra_pass=True)
-              for row in learner.rows(update.minibatch(learner, batch, list(range(N))))]
+    prepared = [update.prepare_row(learner, row, extra_pass=True)
+                for row in learner.rows(update.minibatch(learner, batch, list(range(N))))]
     put(learner.policy, step.moved)
-    for row in scored:
-        update.backward(learner, row, unmoved=False)
+    for row in prepared:
+        update.add_gradient(learner, row, unmoved=False)
     return {hf_name(name): grad for name, grad in gradients(learner.policy).items()}
 
 
