@@ -280,7 +280,7 @@ def test_the_commands_of_the_pages_exist():
     for command in commands():
         check_command(command)
     ci = (ROOT / ".ci" / "run").read_text()
-    assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm"))
+    assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm", "test-peers"))
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
