@@ -212,7 +212,7 @@ def plot_curve(axis: Axes, label: str, group: list[LoggedRun], name: str, kind: 
 
 def plot_seconds(groups: Groups, path: Path) -> None:
     """Draw stacked bars: seconds of each phase of a whole run, mean over runs."""
-    figure, axis = pyplot.subplots(figsize=(9, 1 + 0.5 * len(groups)), layout="constrained")
+    figure, axis = pyplot.subplots(figsize=(9, 3 + 0.5 * len(groups)), layout="constrained")
     starts = np.zeros(len(groups))
     for phase in phases_of(groups):
         if phase == "step":
@@ -224,7 +224,7 @@ def plot_seconds(groups: Groups, path: Path) -> None:
         starts += width
     axis.invert_yaxis()
     axis.set_xlabel("seconds of a whole run")
-    axis.legend()
+    figure.legend(loc="outside right upper")
     figure.savefig(path, dpi=100)
     pyplot.close(figure)
 

@@ -37,7 +37,7 @@ STAGES = (
     (128, "2 sample", "rollout.py", "o\u1d62 ~ \u03c0(\u00b7|q)"),
     (290, "3 score", "reward.py", "r\u1d62"),
     (382, "4 compare", "advantage.py", "A\u1d62 = (r\u1d62 \u2212 mean) / std"),
-    (560, "5 prune", "prune.py", "w\u1d62 = 1/p\u1d62 or 0"),
+    (560, "5 prune", "prune.py", "v\u1d62 = 1/p\u1d62 or 0"),
     (714, "6 pack", "pack.py", "no padding"),
     (1000, "7 update", "loss.py", "\u2212\u03a3 w f A \u2207log \u03c0"),
 )

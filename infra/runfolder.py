@@ -266,9 +266,11 @@ def summary(folder: Path) -> str:
         table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
     seconds = phase_seconds(lines)
     phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
+    python = Path(sys.executable)
+    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
     return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
-                      f"next  python eval.py --config {folder}/config.yaml --model {folder}/hf",
-                      f"      python report.py {folder}"])
+                      f"next  {python} eval.py --config {folder}/config.yaml --model {folder}/hf",
+                      f"      {python} report.py {folder}"])
 
 
 def is_evaluation(line: dict) -> bool:

@@ -25,6 +25,12 @@ def pytest_addoption(parser):
     parser.addoption("--vllm-model", default="qwen2", help="the model of test_vllm.py: one engine per process")
 
 
+def pytest_collection_modifyitems(items):
+    for item in items:
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
 @pytest.fixture(scope="session", autouse=True)
 def process_group():
     os.environ.pop("RANK", None)
