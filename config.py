@@ -236,9 +236,9 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    capacity: int                  # tokens per row, prompts included
-    window: Count | None = None    # sequences to choose from, oldest first; null: all, longest first
-    budget: int | None = None      # rollout.until=full: tokens of a step, prompts included
+    capacity: int                  # most tokens of a row; a prompt counts once for all its completions there
+    window: Count | None = None    # groups to choose from, oldest first; null: all, longest first
+    budget: int | None = None      # rollout.until=full: tokens of a step, each completion with its prompt
 
 
 @dataclass(frozen=True, slots=True)

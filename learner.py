@@ -59,7 +59,7 @@ class Learner:
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
         """Compute the log-probs of the row's completion tokens in nats, [C]."""
-        attend = BACKENDS[self.backend](row.offsets, row.max_len)
+        attend = BACKENDS[self.backend](row.segments)
         return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
 
     def rows(self, minibatch: Minibatch) -> list[Row]:

@@ -118,7 +118,8 @@ class PassSums:
             self.sums["tokens"] += on_C.sum()
             self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
             self.sums["rows"] += 1
-            self.sums["cost"] += cost(row.offsets.diff().tolist(), self.quadratic)
+            segments = row.segments
+            self.sums["cost"] += cost(segments.queries, segments.keys, self.quadratic) if on_C.any() else 0
             self.sums["corrected"] += terms.correction_C[on_C].sum()
             self.sums["masked"] += (on_C & (terms.correction_C == 0)).sum()
             self.sums["probability"] += row.sampled_logp_C[on_C].exp().sum()

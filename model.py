@@ -12,6 +12,7 @@ import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 
 from config import ConfigError
 from infra.weights import Shape, hf_name, load_weights, read_shape
+from records import Segments
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
 
@@ -191,54 +193,91 @@ def at_least_float32(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def sdpa_padded(offsets: Tensor, max_len: int) -> Attend:
-    """Unpack segments into right-padded rows for SDPA. Under causality right padding needs no mask."""
-    lengths = offsets.diff()
-    S, T = len(lengths), int(offsets[-1])
-    segment_T = torch.repeat_interleave(torch.arange(S, device=offsets.device), lengths, output_size=T)
-    place_T = segment_T * max_len + torch.arange(T, device=offsets.device) - offsets[segment_T]
-
-    def pad(x: Tensor) -> Tensor:
-        rows = x.new_zeros(S * max_len, *x.shape[1:]).index_copy(0, place_T, x)
-        return rows.unflatten(0, (S, max_len)).transpose(1, 2)
+def sdpa_padded(segments: Segments) -> Attend:
+    """Pad segments to batches of like lengths. Those without a prefix are one batch, which needs no mask."""
+    batches: dict[int, list[int]] = {}
+    for i, (queries, keys) in enumerate(zip(segments.queries, segments.keys, strict=True)):
+        batches.setdefault(queries.bit_length() if keys > queries else 0, []).append(i)
+    padded = [padded_batch(segments, members) for members in batches.values()]
+    back_T = torch.cat([query_Q for query_Q, _ in padded]).argsort()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        grouped = q.shape[1] != k.shape[1]
-        out = F.scaled_dot_product_attention(pad(q), pad(k), pad(v), is_causal=True, enable_gqa=grouped)
-        return out.transpose(1, 2).flatten(0, 1)[place_T]
+        return torch.cat([attend_batch(layer, q, k, v) for _, attend_batch in padded]).index_select(0, back_T)
 
     return attend
 
 
-def torch_varlen(offsets: Tensor, max_len: int) -> Attend:
-    """Call torch's own varlen flash attention, CUDA only. Causal: (-1, 0) looks back without limit."""
+def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
+    """Attention of some segments, and the tokens that are its queries, in its order.
+
+    Keys of a prefix are padded on the left and a segment's own on the right: what query i sees of these is i
+    and all before, in every segment.
+    """
+    device = segments.key_K.device
+    starts = [*accumulate(segments.queries, initial=0)], [*accumulate(segments.keys, initial=0)]
+    columns = [[x[i] for i in members] for x in (segments.queries, segments.keys, *starts)]
+    query_S, keys_S, first_S, first_key_S = torch.tensor(columns, device=device)[:, :, None]
+    prefix_S = keys_S - query_S
+    place_M = torch.arange(int(max(columns[0])), device=device)
+    most = max(keys - queries for queries, keys in zip(*columns[:2], strict=True))
+    place_L = torch.arange(-most, len(place_M), device=device)
+    query_SM = first_S + torch.minimum(place_M, query_S - 1)
+    key_SL = segments.key_K[first_key_S + torch.minimum((place_L + prefix_S).clamp(min=0), keys_S - 1)]
+    seen_SML = ((place_L >= -prefix_S)[:, None] & (place_L <= place_M[:, None]))[:, None] if most else None
+    real_Q = (place_M < query_S).flatten().nonzero()[:, 0]
+
+    def pad(x: Tensor, index_SL: Tensor) -> Tensor:
+        return x.index_select(0, index_SL.flatten()).unflatten(0, index_SL.shape).transpose(1, 2)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        out = F.scaled_dot_product_attention(
+            pad(q, query_SM), pad(k, key_SL), pad(v, key_SL), attn_mask=seen_SML, is_causal=not most,
+            enable_gqa=q.shape[1] != k.shape[1])
+        return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
+
+    return query_SM.flatten()[real_Q], attend
+
+
+def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
+    """int32 [S + 1]: where each segment begins, and the total, as the kernels take it."""
+    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
+
+
+def torch_varlen(segments: Segments) -> Attend:
+    """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
     from torch.nn.attention.varlen import varlen_attn
 
-    cu = offsets.to(torch.int32)
+    key_K = segments.key_K
+    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
+             max(segments.queries), max(segments.keys))
     takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k, v = (x.index_select(0, key_K) for x in (k, v))
         if takes_gqa:
-            return varlen_attn(q, k, v, cu, cu, max_len, max_len, window_size=(-1, 0), enable_gqa=True)
+            return varlen_attn(q, k, v, *given, window_size=(-1, 0), enable_gqa=True)
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q, k, v, cu, cu, max_len, max_len, window_size=(-1, 0))
+        return varlen_attn(q, k, v, *given, window_size=(-1, 0))
 
     return attend
 
 
-def flash_varlen(offsets: Tensor, max_len: int) -> Attend:
-    """Call flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
+def flash_varlen(segments: Segments) -> Attend:
+    """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
 
-    cu = offsets.to(torch.int32)
+    key_K = segments.key_K
+    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
+             max(segments.queries), max(segments.keys))
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return flash_attn_varlen_func(q, k, v, cu, cu, max_len, max_len, causal=True)
+        k, v = (x.index_select(0, key_K) for x in (k, v))
+        return flash_attn_varlen_func(q, k, v, *given, causal=True)
 
     return attend
 
 
-# Causal attention within segments: (offsets [S + 1] of the segments, and the total; longest) -> Attend.
+# Segments -> their attention.
 BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
 
 

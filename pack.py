@@ -1,19 +1,22 @@
-"""Pack kept completions densely: each behind its prompt, end to end in rows of at most `capacity` tokens.
+"""Dense packing: prompts, each before all of its kept completions, in rows of at most `capacity` tokens.
+
+That a prompt is paid for once is Prefix Grouper's idea (arXiv:2506.05433).
 
 Dimension key:  N groups,  G completions per group,  T tokens of one row (prompts included),  C completion
-tokens among them, the only ones that are projected and scored,  S sequences in one row.
+tokens among them, the only ones that are projected and scored,  S completions in one row.
 """
 
 from bisect import bisect_left, bisect_right, insort
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, islice
+from itertools import islice
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from config import Pack
-from records import Group, Row
+from records import Group, Row, Segments
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -77,9 +80,12 @@ def too_long(lengths: list[int], capacity: int) -> ValueError:
                       "raise pack.capacity or lower rollout.max_new_tokens")
 
 
-def cost(lengths: list[int], quadratic: float) -> float:
-    """Compute a row's cost in units of a token without attention; `quadratic` is Decoder.quadratic."""
-    return sum(length + quadratic * length ** 2 for length in lengths)
+def cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
+    """Cost of a row in tokens without attention, by its segments; `quadratic` is Decoder.quadratic.
+
+    A query meets the keys up to its own, so q queries that end where k keys end meet q (2k - q) / 2 of them.
+    """
+    return sum(q + quadratic * q * (2 * k - q) for q, k in zip(queries, keys, strict=True))
 
 
 def deal(costs: list[float], ranks: int) -> list[list[int]]:
@@ -115,62 +121,124 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The completions (n, g) of one row."""
+    """The completions (n, g) of one row, those of one group behind each other."""
 
     members: list[tuple[int, int]]
     counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
 
 
 def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.0) -> list[list[Plan]]:
-    """Plan each rank's rows, by `within_window` where pack.window is set, else by `best_fit`.
+    """Plan each rank's rows. A prompt is in a row once, before all of its completions there.
 
-    Every rank gets the same number of rows, of nearly equal cost: the shortest row with weight 0 fills up.
-    All ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
+    Rows are of the smallest capacity, by bisection, that keeps the number of rounds (MULTIFIT; Coffman, Garey
+    and Johnson 1978): no rank does much more than others, and a group is split only where it is longer.
+    Every rank gets the same number of rows, of nearly equal cost: the cheapest with weight 0 fills up. All
+    ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
     """
-    kept = [(n, g) for n, g in minibatch.keep_NG.nonzero().tolist()]
-    lengths = [len(minibatch.groups[n].prompt.ids) + minibatch.groups[n].samples[g].length for n, g in kept]
-    if settings.window is None:
-        rows = best_fit(lengths, settings.capacity)
-    else:
-        rows = within_window(lengths, settings.capacity, settings.window)
-    plans = [Plan([kept[i] for i in members]) for members in rows]
-    costs = [cost([lengths[i] for i in members], quadratic) for members in rows]
-    hands = [[plans[row] for row in hand] for hand in deal(costs, ranks)]
-    most = max(map(len, hands))
-    shortest = min(range(len(plans)), key=lambda row: sum(lengths[i] for i in rows[row]), default=0)
-    return [hand if len(hand) == most else [*hand, Plan(plans[shortest].members, counts=False)]
-            for hand in hands]
+    kept = [KeptGroup.of(minibatch, n) for n in minibatch.keep_NG.any(dim=1).nonzero()[:, 0].tolist()]
+    alone = [group.prompt + length for group in kept for length in group.lengths]
+    low, high = max(alone, default=0), settings.capacity
+    if low > high:
+        raise too_long(alone, high)
+    rows = cut(kept, high, settings.window)
+    rounds = -(-len(rows) // ranks)
+    while low < high:
+        middle = (low + high) // 2
+        shorter = cut(kept, middle, settings.window)
+        if len(shorter) <= rounds * ranks:
+            rows, high = shorter, middle
+        else:
+            low = middle + 1
+    costs = [cost(*layout(minibatch, members), quadratic) for members in rows]
+    plans = [[Plan(rows[row]) for row in dealt] for dealt in deal(costs, ranks)]
+    cheapest = min(range(len(rows)), key=costs.__getitem__, default=0)
+    return [mine if len(mine) == rounds else [*mine, Plan(rows[cheapest], counts=False)] for mine in plans]
+
+
+@dataclass(frozen=True, slots=True)
+class KeptGroup:
+    """Tokens of a prompt, and of its completions that are kept."""
+
+    prompt: int
+    members: list[tuple[int, int]]  # (n, g)
+    lengths: list[int]              # of each member
+
+    @staticmethod
+    def of(minibatch: Minibatch, n: int) -> "KeptGroup":
+        group, members = minibatch.groups[n], [(n, g) for g in minibatch.keep_NG[n].nonzero()[:, 0].tolist()]
+        return KeptGroup(len(group.prompt.ids), members, [group.samples[g].length for _, g in members])
+
+
+def cut(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
+    """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
+
+    What is packed are whole groups, and the pieces of those that are longer than a row.
+    """
+    items, tokens = [], []
+    for group in groups:
+        whole = group.prompt + sum(group.lengths) <= capacity
+        room = capacity - group.prompt
+        for piece in [range(len(group.lengths))] if whole else best_fit(group.lengths, room):
+            items.append([group.members[i] for i in piece])
+            tokens.append(group.prompt + sum(group.lengths[i] for i in piece))
+    rows = best_fit(tokens, capacity) if window is None else within_window(tokens, capacity, window)
+    return [[member for i in row for member in items[i]] for row in rows]
+
+
+def layout(minibatch: Minibatch, members: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+    """Count queries and keys of each completion of a row. The first of a prompt has it among its queries."""
+    queries, keys, before = [], [], None
+    for n, g in members:
+        completion = minibatch.groups[n].samples[g].length
+        keys.append(len(minibatch.groups[n].prompt.ids) + completion)
+        queries.append(completion if n == before else keys[-1])
+        before = n
+    return queries, keys
 
 
 def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     """Lay a row's completions out. Log-probs are taken of the tokens that this step has sampled.
 
-    A prompt of ids 7 8 with the completions 4 5 and 6 becomes two sequences, ids_T = 7 8 4 5 7 8 6,
-    position_T = 0 1 2 3 0 1 2 and offsets = 0 4 7; target_C = 4 5 6 is predicted where predict_C = 1 2 5 say.
+    A prompt of ids 7 8 with the completions 4 5 and 6 becomes ids_T = 7 8 4 5 6 and position_T = 0 1 2 3 2.
+    The queries 7 8 4 5 meet themselves, and 6 meets 7 8 6: key_K = 0 1 2 3 0 1 4. Both completions begin
+    behind the 8: target_C = 4 5 6 is predicted where predict_C = 1 2 1 say.
     """
     samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
-    prompts = [minibatch.groups[n].prompt.ids for n, _ in plan.members]
-    lengths = [len(prompt) + sample.length for prompt, sample in zip(prompts, samples, strict=True)]
-    offsets = [0, *accumulate(lengths)]
+    queries, keys = layout(minibatch, plan.members)
+    pieces, position, key, predict, prompt_at, end = [], [], [], [], 0, 0
+    for (n, _), sample, own, seen in zip(plan.members, samples, queries, keys, strict=True):
+        prompt = minibatch.groups[n].prompt.ids
+        if own == seen:
+            pieces.append(prompt)
+            prompt_at = end
+        pieces.append(sample.ids)
+        position.append(np.arange(seen - own, seen))
+        key += [np.arange(prompt_at, prompt_at + seen - own), np.arange(end, end + own)]
+        end += own
+        before = np.arange(end - sample.fresh - 1, end - 1)
+        before[:1] = before[:1] if sample.start else prompt_at + len(prompt) - 1
+        predict.append(before)
     n_S, g_S = torch.tensor(plan.members).T
-    n_C, g_C = torch.tensor(plan.members).repeat_interleave(torch.tensor([s.fresh for s in samples]), dim=0).T
-    pieces = []
-    for prompt, sample in zip(prompts, samples, strict=True):
-        pieces += [prompt, sample.ids]
-    last = [end - 1 for end in offsets[1:]]  # nothing is predicted after the last token
-    predict = [torch.arange(end - sample.fresh, end) for end, sample in zip(last, samples, strict=True)]
+    segment_C = torch.arange(len(samples)).repeat_interleave(torch.tensor([s.fresh for s in samples]))
+    n_C, g_C = n_S[segment_C], g_S[segment_C]
     return Row(
-        ids_T=torch.from_numpy(np.concatenate(pieces)).long(),
-        position_T=torch.cat([torch.arange(length) for length in lengths]),
-        offsets=torch.tensor(offsets),
-        max_len=max(lengths),
-        predict_C=torch.cat(predict),
-        target_C=torch.from_numpy(np.concatenate([s.ids[s.start:] for s in samples])).long(),
+        ids_T=concatenated(pieces),
+        position_T=concatenated(position),
+        segments=Segments(tuple(queries), tuple(keys), concatenated(key)),
+        predict_C=concatenated(predict),
+        target_C=concatenated([s.ids[s.start:] for s in samples]),
+        segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
         weight_C=minibatch.weight_NG[n_C, g_C] * plan.counts,
         likelihood_C=minibatch.likelihood_NG[n_C, g_C] * plan.counts,
+        last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
         length_S=torch.tensor([sample.length for sample in samples]),
     )
+
+
+def concatenated(pieces: list) -> Tensor:
+    """Lay arrays of whole numbers end to end, as int64."""
+    return torch.from_numpy(np.concatenate(pieces)).long()

@@ -19,7 +19,7 @@ from history import sample_seed
 from infra import dist
 from learner import Learner, roles
 from model import Decoder
-from pack import Minibatch, Plan, build_row
+from pack import Minibatch, Plan, build_row, layout
 from records import Group, Problem, Prompt, Row, Sample
 from rollout import Engine
 from verify.extract import extract
@@ -123,16 +123,13 @@ def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed:
 def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
     """Pack all samples of the groups in order: a row takes the next ones while it has room, at least one."""
     ones = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
-    bins, used = [[]], 0
-    for n, g in ones.nonzero().tolist():
-        length = len(groups[n].prompt.ids) + len(groups[n].samples[g].ids)
-        if bins[-1] and used + length > capacity:
-            bins.append([])
-            used = 0
-        bins[-1].append((n, g))
-        used += length
-    dtype = learner.policy.embed_tokens.weight.dtype
     minibatch = Minibatch.plain(groups, ones.bool(), ones, ones)
+    bins = [[]]
+    for member in ones.nonzero().tolist():
+        if bins[-1] and sum(layout(minibatch, [*bins[-1], member])[0]) > capacity:
+            bins.append([])
+        bins[-1].append(member)
+    dtype = learner.policy.embed_tokens.weight.dtype
     return [build_row(minibatch, Plan(members)).to(learner.device, dtype) for members in bins]
 
 

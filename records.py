@@ -1,8 +1,8 @@
 """The records that pass from stage to stage. Frozen and complete when made: no later stage fills one in.
 
 Dimension key:  N prompts (groups) in one step,  G completions per prompt,  T tokens of one packed row
-(prompts included),  C completion tokens among them, the only ones that are projected and scored,  S sequences
-in one row.
+(prompts included),  C completion tokens among them, the only ones that are projected and scored,
+S completions in one row.
 """
 
 from array import array
@@ -165,37 +165,49 @@ class Batch:
 
 
 @dataclass(frozen=True, slots=True)
+class Segments:
+    """What attends to what in a row of T packed tokens: each segment's queries to its keys, causally.
+
+    Both lie end to end. A segment's last query meets its last key, the query before it all keys but that one,
+    and so on. A segment may have more keys than queries: those of a prefix that it shares come first.
+    """
+
+    queries: tuple[int, ...]  # of each segment; they add up to T
+    keys: tuple[int, ...]     # of each segment, at least as many
+    key_K: Tensor             # which of the T tokens each key is of
+
+    @staticmethod
+    def plain(lengths: Sequence[int], device: torch.device | None = None) -> "Segments":
+        """Make segments that share nothing: each attends to itself."""
+        return Segments(tuple(lengths), tuple(lengths), torch.arange(sum(lengths), device=device))
+
+
+@dataclass(frozen=True, slots=True)
 class Row:
-    """One forward pass. Attention stays within a sequence; positions start at 0 in each."""
+    """One forward pass: groups one behind the other, each a prompt and behind it its kept completions, which
+    attend to the prompt and to themselves. The first completion is one segment with the prompt."""
 
     ids_T: Tensor
-    position_T: Tensor
-    offsets: Tensor     # [S + 1] offsets of the sequences, and T
-    max_len: int        # of the longest sequence
+    position_T: Tensor  # from 0 in each prompt, and on from its end in each of its completions
+    segments: Segments  # S, one for each completion
     predict_C: Tensor   # where in T the token before each completion token stands
     target_C: Tensor    # the completion token itself, EOS included
+    segment_C: Tensor   # which of the row's completions it belongs to
     sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
     adv_C: Tensor       # as completions were compared, before a critic's values
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
     likelihood_C: Tensor  # loss.likelihood_weight
-    reward_S: Tensor    # of each sequence, for a critic; 0 where it goes on
+    last_S: Tensor      # where in T the last token of each completion stands
+    reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
     length_S: Tensor    # tokens of its completion so far
 
-    @property
-    def segment_C(self) -> Tensor:
-        """Number the row's sequence that each completion token belongs to."""
-        return torch.bucketize(self.predict_C, self.offsets, right=True) - 1
-
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
-        moved = {}
-        for f in fields(self):
-            value = getattr(self, f.name)
-            if isinstance(value, Tensor):
-                value = value.to(device, dtype if value.is_floating_point() else None)
-            moved[f.name] = value
-        return Row(**moved)
+        segments = replace(self.segments, key_K=self.segments.key_K.to(device))
+        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
+        return Row(segments=segments, **{
+            name: x.to(device, dtype if x.is_floating_point() else None) for name, x in tensors.items()})
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from infra import dist
 from model import BACKENDS, Decoder, empty_model
-from records import EngineSpec, Sample
+from records import EngineSpec, Sample, Segments
 
 PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, padded, computed at once
 
@@ -95,7 +95,7 @@ class Cache:
         offsets = F.pad(lengths.cumsum(0), (1, 0))
         position_T = torch.arange(len(ids_T), device=device) - offsets[:-1].repeat_interleave(lengths)
         row_T = torch.arange(len(unique), device=device).repeat_interleave(lengths)
-        within = BACKENDS[attention](offsets, longest)
+        within = BACKENDS[attention](Segments.plain([len(p) - 1 for p in unique], device))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in ((self.keys[layer], k), (self.values[layer], v)):

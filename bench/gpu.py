@@ -38,9 +38,9 @@ from learner import Learner
 from metrics import Clock
 from model import BACKENDS, Decoder, choose_backend
 from prune import keep_largest
-from records import Batch, EngineSpec, Group, Prompt, Sample
+from records import Batch, EngineSpec, Group, Prompt, Sample, Segments
 from rollout import start_engine
-from update import update
+from update import minibatch, update
 
 # Dense bfloat16 FLOP/s by a word of the device's name
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
@@ -72,21 +72,22 @@ def spread(seconds: list[float]) -> str:
     return f"{median(seconds):>9.4f} {seconds[0]:>9.4f} - {seconds[-1]:<9.4f}"
 
 
-def flop(policy: Decoder, lengths: list[int], scored: int) -> float:
-    """Count the FLOP of forward and backward over sequences of these lengths, with `scored` tokens projected
-    to logits."""
+def flop(policy: Decoder, rows: list[Segments], scored: int) -> float:
+    """Count the FLOP of forward and backward over rows, with `scored` tokens projected to logits."""
     shape = policy.shape
-    attention = 12 * shape.layers * shape.heads * shape.head_dim * sum(n * n / 2 for n in lengths)
+    segments = [pair for row in rows for pair in zip(row.queries, row.keys, strict=True)]
+    met = sum(queries * (2 * keys - queries) / 2 for queries, keys in segments)
+    attention = 12 * shape.layers * shape.heads * shape.head_dim * met
     head = shape.vocab_size * shape.hidden_size
     blocks = sum(p.numel() for p in policy.parameters()) - head * (1 if shape.tied else 2)
-    return 6 * blocks * sum(lengths) + 6 * head * scored + attention
+    return 6 * blocks * sum(queries for queries, _ in segments) + 6 * head * scored + attention
 
 
 def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: int) -> list[dict]:
     """Time one layer's attention over a row of sequences of unequal length, and compare the backends."""
     generator = torch.Generator(device).manual_seed(0)
     lengths = [max(2, tokens // 64 * (i % 7 + 1)) for i in range(16)]
-    offsets = torch.tensor([0, *torch.tensor(lengths).cumsum(0).tolist()], device=device)
+    segments = Segments.plain(lengths, device)
 
     def drawn(heads: int) -> torch.Tensor:
         x = torch.randn(sum(lengths), heads, shape.head_dim, device=device, dtype=dtype, generator=generator)
@@ -102,7 +103,7 @@ def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: in
         except config.ConfigError as error:
             print(f"{backend:<9} {error}")
             continue
-        attend = BACKENDS[backend](offsets, max(lengths))
+        attend = BACKENDS[backend](segments)
 
         def work(attend=attend, backend=backend) -> None:
             out = attend(0, q, k, v)
@@ -217,8 +218,8 @@ def one_update(learner: Learner, batch: Batch, peak: float | None) -> dict:
     forget_peak(learner.device)
     seconds = timed(learner.device, work, times=3)
     keep_NG = batch.pruned.keep_NG
-    kept = [PROMPT + batch.groups[n].samples[g].length for n, g in keep_NG.nonzero().tolist()]
-    speed = flop(learner.policy, kept, measured["train/tokens"]) / median(seconds)
+    rows = [row.segments for row in learner.rows(minibatch(learner, batch, batch.places))]
+    speed = flop(learner.policy, rows, measured["train/tokens"]) / median(seconds)
     row = {
         "tokens": measured["pack/tokens"],
         "rows": measured["pack/rows"],

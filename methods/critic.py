@@ -63,8 +63,8 @@ class CriticLearner:
 
     def values(self, learner: Learner, row: Row) -> tuple[Tensor, Tensor]:
         """Compute values of the states before completion tokens, [C], and behind each completion, [S]."""
-        place = torch.cat([row.predict_C, row.offsets[1:] - 1])
-        attend = BACKENDS[learner.backend](row.offsets, row.max_len)
+        place = torch.cat([row.predict_C, row.last_S])
+        attend = BACKENDS[learner.backend](row.segments)
         value = self.model(row.ids_T, row.position_T, attend, place)
         return value.split([len(row.predict_C), len(row.length_S)])
 

@@ -12,7 +12,7 @@ import config
 import model as decoder
 from infra import dist
 from infra.weights import save_weights
-from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Turn
+from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
 from verify import grade as grading
 
 ROOT = Path(__file__).parent.parent
@@ -118,6 +118,31 @@ def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor
 
 
 __all__ = ["ROOT", "TOY", "as_batch", "as_rolled", "load", "make_groups", "toy_config", "write_tiny"]
+
+
+def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:
+    """What segments say, written out over the whole row: a query sees which of its T tokens."""
+    seen_TT = torch.zeros(len(q), len(q), dtype=torch.bool, device=q.device)
+    query = key = 0
+    for queries, keys in zip(segments.queries, segments.keys, strict=True):
+        tokens = segments.key_K[key:key + keys]
+        for i in range(queries):
+            seen_TT[query + i, tokens[:keys - queries + i + 1]] = True
+        query, key = query + queries, key + keys
+    assert query == len(q) and key == len(segments.key_K)
+    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    score_HTT = torch.einsum("qhe,khe->hqk", q, k) / q.shape[-1] ** 0.5
+    return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
+
+
+def mask_backend(segments: Segments) -> decoder.Attend:
+    """An entry for model.BACKENDS that leaves nothing to a kernel."""
+    return lambda layer, q, k, v: attention_by_mask(q, k, v, segments)
+
+
+def attend_alone(layer: int, q, k, v) -> torch.Tensor:
+    """Causal attention of one sequence that is all there is."""
+    return attention_by_mask(q, k, v, Segments.plain([len(q)]))
 
 
 def verdict(gold: str, answer: str | None) -> str:

@@ -4,10 +4,9 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rolled, gradients, load, make_groups, nudge, toy_config
+from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_groups, nudge, toy_config
 
 import data
-import model as decoder
 import train
 from infra import dist, runfolder
 from learner import Learner
@@ -55,21 +54,22 @@ def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
 
 def test_a_value_sees_what_stands_before_its_token_and_nothing_else(tiny, tmp_path):
     """Changing a token changes no value up to and with its own state; the packed row says what each says alone."""
-    learner = set_up(tiny, tmp_path / "run")
+    learner, rolled = set_up(tiny, tmp_path / "run"), rolled_out()
     nudge(learner.critic.model, 0.3)
-    row = row_of(learner, rolled_out())
+    row = row_of(learner, rolled)
     value_C, after_S = learner.critic.values(learner, row)
     at = 0
     for segment in range(8):
         here = (row.segment_C == segment).nonzero()[:, 0]
-        ids = row.ids_T[row.offsets[segment]:row.offsets[segment + 1]]
+        group = rolled.groups[segment // 4]
+        ids = torch.tensor([*group.prompt.ids, *group.samples[segment % 4].ids])
         first = len(ids) - len(here)
-        attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
-        alone = learner.critic.model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids)))
+        assert first == len(group.prompt.ids)
+        alone = learner.critic.model(ids, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
         torch.testing.assert_close(torch.cat([value_C[here], after_S[segment][None]]), alone)
         changed = ids.clone()
         changed[-1] = (ids[-1] + 1) % 400
-        other = learner.critic.model(changed, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids)))
+        other = learner.critic.model(changed, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids)))
         torch.testing.assert_close(other[:-1], alone[:-1], rtol=0, atol=0)
         assert other[-1] != alone[-1]
         at += len(here)

@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TOY, as_batch, as_rolled, gradients, load, nudge, toy_config, weights
+from conftest import TOY, as_batch, as_rolled, attend_alone, gradients, load, mask_backend, nudge, toy_config, weights
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -158,11 +158,9 @@ def test_gradient_does_not_depend_on_the_order_of_groups(cfg, alone, rolled):
 
 
 def test_gradient_does_not_depend_on_the_attention_backend(cfg, alone, rolled, monkeypatch):
-    """On the CPU: padded SDPA against block-diagonal attention by an explicit mask, through the whole model. Rows of
+    """On the CPU: padded SDPA against attention by an explicit mask, through the whole model. Rows of
     a few sequences, because a mask is as large as the square of a row."""
-    from test_model import attention_by_mask  # and with it transformers, which no rank should wait for
-    monkeypatch.setitem(decoder.BACKENDS, "sdpa",
-                        lambda offsets, max_len: lambda layer, q, k, v: attention_by_mask(q, k, v, offsets))
+    monkeypatch.setitem(decoder.BACKENDS, "sdpa", mask_backend)
     assert_same(alone, gradient(change(cfg, "pack.capacity=400"), *rolled), rtol=1e-10)
 
 
@@ -186,9 +184,9 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
-            attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
-            now, old = (model(ids, torch.arange(len(ids)), attend, torch.arange(first - 1, len(ids) - 1), ids[first:],
-                              temperature=1.0) for model in (policy, initial.requires_grad_(False)))
+            predict = torch.arange(first - 1, len(ids) - 1)
+            now, old = (model(ids, torch.arange(len(ids)), attend_alone, predict, ids[first:], 1.0)
+                        for model in (policy, initial.requires_grad_(False)))
             ratio, A = (now - old).exp(), adv_NG[n, g]
             surrogate = torch.minimum(ratio * A, ratio.clamp(0.8, 1.28) * A)
             drift = (old - now).exp() - (old - now) - 1
@@ -238,8 +236,9 @@ def trained_unchecked(cfg: config.Config) -> Gradient:
 
 
 def step_metrics(folder) -> dict[str, float]:
-    """Everything logged but what does depend on the ranks: times, and how many rows there are to share out."""
-    shared_out = ("time/", "pack/rows", "pack/density", "pack/imbalance")
+    """Everything logged but what does depend on the ranks: times, how many rows there are to share out, and in how
+    many of them a prompt stands."""
+    shared_out = ("time/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_batch, load, make_groups, toy_config, weights
+from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config, weights
 from test_objectives import learner_on
 
 import data
@@ -31,8 +31,7 @@ from verify.grade import grade
 def logp_of(model, group, g: int, temperature: float) -> torch.Tensor:
     """[C] log-probs of one completion, from dense logits."""
     ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
-    attend = decoder.sdpa_padded(torch.tensor([0, len(ids)]), len(ids))
-    logits_TV = model.logits(model.hidden(ids, torch.arange(len(ids)), attend)) / temperature
+    logits_TV = model.logits(model.hidden(ids, torch.arange(len(ids)), attend_alone)) / temperature
     return logits_TV.log_softmax(-1)[first - 1:-1].gather(1, ids[first:, None])[:, 0]
 
 
@@ -319,7 +318,7 @@ def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_o
     plain = toy_config(tmp_path / "run").loss
 
     def log_probs() -> torch.Tensor:
-        attend = decoder.sdpa_padded(row.offsets, row.max_len)
+        attend = decoder.sdpa_padded(row.segments)
         return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature=1.0)
 
     def gradient(engine_C: torch.Tensor, cap: float | None = None) -> torch.Tensor:

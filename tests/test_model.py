@@ -5,12 +5,13 @@ import json
 import pytest
 import torch
 import transformers
-from conftest import load, write_tiny
+from conftest import attention_by_mask, load, write_tiny
 from safetensors.torch import load_file, save_file
 
 import model as decoder
 from config import ConfigError
 from infra.weights import export
+from records import Segments
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 16}
@@ -27,9 +28,8 @@ KINDS = {
 
 def packed_logits(model: decoder.Decoder, segments: list[list[int]]) -> torch.Tensor:
     """Logits of all segments in one packed pass."""
-    offsets = torch.tensor([0, *torch.tensor([len(s) for s in segments]).cumsum(0).tolist()])
     position_T = torch.cat([torch.arange(len(s)) for s in segments])
-    attend = decoder.sdpa_padded(offsets, max(map(len, segments)))
+    attend = decoder.sdpa_padded(Segments.plain([len(s) for s in segments]))
     with torch.no_grad():
         return model.logits(model.hidden(torch.tensor([i for s in segments for i in s]), position_T, attend))
 
@@ -125,29 +125,77 @@ def test_log_probs_never_hold_all_logits(tiny):
     assert largest == model.shape.vocab_size * 32  # the head itself; all logits would be 400 x vocabulary
 
 
-def attention_by_mask(q, k, v, offsets):
-    """Block-diagonal causal attention written out over the whole row."""
-    place_T = torch.arange(len(q))
-    segment_T = torch.bucketize(place_T, offsets[1:], right=True)
-    seen_TT = (segment_T[:, None] == segment_T) & (place_T[:, None] >= place_T)
-    k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-    score_HTT = torch.einsum("qhe,khe->hqk", q, k) / q.shape[-1] ** 0.5
-    return torch.einsum("hqk,khe->qhe", score_HTT.masked_fill(~seen_TT, float("-inf")).softmax(-1), v)
+def shared(groups: list[tuple[int, list[int]]], device: str = "cpu") -> Segments:
+    """Segments of groups (tokens of a prompt, those of each completion behind it) that lie one behind the other."""
+    queries, keys, key_K, end = [], [], [], 0
+    for prompt, completions in groups:
+        first = end
+        for completion in completions:
+            own = completion + (prompt if end == first else 0)
+            prefix = range(first, first + prompt + completion - own)
+            key_K += [*prefix, *range(end, end + own)]
+            queries.append(own)
+            keys.append(prompt + completion)
+            end += own
+    return Segments(tuple(queries), tuple(keys), torch.tensor(key_K, device=device))
 
 
-def test_padded_attention_equals_a_block_diagonal_mask_in_value_and_gradient():
-    generator = torch.Generator().manual_seed(0)
-    q, k, v, grad = (torch.randn(30, heads, 8, dtype=torch.float64, generator=generator) for heads in (4, 2, 2, 4))
+SEGMENTS = {
+    "no prefix": Segments.plain([3, 1, 17, 9]),
+    "one token": Segments.plain([1]),
+    "a group": shared([(5, [4, 9, 3])]),
+    "prompts of different lengths": shared([(1, [6, 2]), (20, [3, 5, 4]), (7, [2, 8])]),
+    "lengths far apart": shared([(4, [1, 70, 1, 2, 33])]),
+    "tokens of one": shared([(1, [1, 1, 1]), (1, [1])]),
+    "alone and in groups": shared([(2, [7]), (3, [5, 5, 1]), (9, [1]), (6, [8, 4, 9])]),
+    "a prompt alone in front": Segments((4, 3, 2), (4, 7, 6), torch.tensor([*range(4), *range(7), *range(4), 7, 8])),
+    "a prefix that lies apart": Segments((2, 3, 2), (2, 3, 4), torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6])),
+}
+
+
+@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads):
+    """With key heads that several query heads share, and without."""
+    segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
+    q, k, v, grad = (torch.randn(sum(segments.queries), count, 8, dtype=torch.float64, generator=generator)
+                     for count in (heads[0], heads[1], heads[1], heads[0]))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    offsets = torch.tensor([0, 3, 4, 21, 30])
-    outs = [decoder.sdpa_padded(offsets, 17)(0, *inputs), attention_by_mask(*inputs, offsets)]
-    torch.testing.assert_close(*outs)
-    torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs))
+    outs = [decoder.sdpa_padded(segments)(0, *inputs), attention_by_mask(*inputs, segments)]
+    torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
+    for ours, expected in zip(*(torch.autograd.grad(out, inputs, grad) for out in outs), strict=True):
+        torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
+
+
+def test_a_prompt_and_its_completions_by_hand():
+    """Prompt 0 1, completions 2 3 and 4: behind the prompt, 4 sees 0 1 4 and neither 2 nor 3."""
+    q, v = torch.zeros(5, 1, 8), torch.eye(5)[:, None]
+    weight_TT = decoder.sdpa_padded(shared([(2, [2, 1])]))(0, q, q, torch.nn.functional.pad(v, (0, 3)))[:, 0, :5]
+    expected = [[1, 0, 0, 0, 0], [1 / 2, 1 / 2, 0, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0], [1 / 4] * 4 + [0],
+                [1 / 3, 1 / 3, 0, 0, 1 / 3]]
+    torch.testing.assert_close(weight_TT, torch.tensor(expected))
+
+
+def test_padding_is_of_like_lengths():
+    """Short completions behind a prefix are not padded to the longest: at most half of a batch's queries are."""
+    sizes, true = [], decoder.F.scaled_dot_product_attention
+
+    def watch(q, *rest, **named):
+        sizes.append(q.shape[0] * q.shape[2])
+        return true(q, *rest, **named)
+
+    segments = shared([(3, [600, *[2, 3] * 20, 500])])
+    q = torch.zeros(sum(segments.queries), 1, 8)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decoder.F, "scaled_dot_product_attention", watch)
+        decoder.sdpa_padded(segments)(0, q, q, q)
+    assert sum(sizes) < 2 * len(q)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
-def test_cuda_backends_agree_with_padded_attention(backend):
+@pytest.mark.parametrize("kind", ["alone", "shared"])
+def test_cuda_backends_agree_with_padded_attention(kind, backend):
     try:
         decoder.choose_backend(backend, torch.device("cuda"), torch.bfloat16)
     except ConfigError as error:
@@ -156,8 +204,9 @@ def test_cuda_backends_agree_with_padded_attention(backend):
     q, k, v, grad = (torch.randn(300, heads, 64, dtype=torch.bfloat16, device="cuda", generator=generator)
                      for heads in (4, 2, 2, 4))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    offsets = torch.tensor([0, 30, 40, 210, 300], device="cuda")
-    outs = [decoder.BACKENDS[name](offsets, 170)(0, *inputs) for name in (backend, "sdpa")]
+    segments = {"alone": Segments.plain([30, 10, 170, 90], torch.device("cuda")),
+                "shared": shared([(1, [6, 2]), (60, [1, 100, 30]), (40, [60])], "cuda")}[kind]
+    outs = [decoder.BACKENDS[name](segments)(0, *inputs) for name in (backend, "sdpa")]
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
@@ -168,7 +217,7 @@ def test_checkpointed_blocks_are_run_again_in_backward(tiny):
         block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
     for model.checkpoint_blocks, expected in ((False, 2), (True, 4)):
         calls.clear()
-        model.hidden(torch.arange(5), torch.arange(5), decoder.sdpa_padded(torch.tensor([0, 5]), 5)).sum().backward()
+        model.hidden(torch.arange(5), torch.arange(5), decoder.sdpa_padded(Segments.plain([5]))).sum().backward()
         assert len(calls) == expected
 
 

@@ -18,7 +18,7 @@ from config import ConfigError
 from infra.weights import read_shape
 from learner import Learner
 from model import Decoder
-from records import Problem
+from records import Problem, Segments
 from rollout import TorchEngine
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
@@ -105,9 +105,8 @@ def test_likely_samples_may_repeat(probability, equal, passed):
 
 def test_attention_across_sequences_is_seen(cfg, monkeypatch):
     """Every key of the row up to a token's own place, whichever sequence it belongs to."""
-    def leaking(offsets, max_len):
-        whole = torch.tensor([0, int(offsets[-1])], device=offsets.device)
-        return train_backend(whole, int(whole[-1]))
+    def leaking(segments):
+        return train_backend(Segments.plain([sum(segments.queries)]))
 
     train_backend = learner.BACKENDS["sdpa"]
     monkeypatch.setattr(learner, "BACKENDS", {"sdpa": leaking})

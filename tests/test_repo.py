@@ -51,7 +51,7 @@ IMPORTS = {
     "prune": {"methods.greso", "records"},
     "loss": {"config", "records"},
     "pack": {"config", "records"},
-    "model": {"config", "infra.weights"},
+    "model": {"config", "infra.weights", "records"},
     "memory": {"infra.dist", "infra.weights", "model"},
     "data": {"config", "records", "settings", "verify.extract"},
     "history": {"advantage", "config", "infra.dist", "methods.greso", "prune", "records"},

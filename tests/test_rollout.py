@@ -15,7 +15,7 @@ from config import ConfigError
 from infra import dist
 from model import sdpa_padded
 from pack import Minibatch, Plan, build_row
-from records import EngineSpec, Group, Prompt
+from records import EngineSpec, Group, Prompt, Segments
 from rollout import TorchEngine, sample_tokens
 from rollout_vllm import VLLMEngine
 
@@ -40,7 +40,7 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     assert row.target_C.tolist() == list(sample.ids)
     model.logp_chunk = 4
     with torch.no_grad():
-        attend = sdpa_padded(row.offsets, row.max_len)
+        attend = sdpa_padded(row.segments)
         return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature)
 
 
@@ -85,9 +85,9 @@ def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     for prompt, sample in zip(prompts(), samples, strict=True):
         ids = list(prompt)
         for token in sample.ids:
-            offsets = torch.tensor([0, len(ids)])
+            attend = sdpa_padded(Segments.plain([len(ids)]))
             with torch.no_grad():
-                hidden_TD = model.hidden(torch.tensor(ids), torch.arange(len(ids)), sdpa_padded(offsets, len(ids)))
+                hidden_TD = model.hidden(torch.tensor(ids), torch.arange(len(ids)), attend)
             assert token == int(model.logits(hidden_TD[-1:]).argmax())
             ids.append(token)
 

@@ -25,6 +25,7 @@ from config import ConfigError
 from infra import dist, runfolder, signals
 from learner import learning_rate
 from model import BACKENDS
+from records import Segments
 from update import split_prompts
 
 
@@ -191,7 +192,7 @@ def test_an_exported_policy_is_the_policy_in_transformers(finished):
     theirs = transformers.AutoModelForCausalLM.from_pretrained(place / "run" / "hf").eval()
     tokenizer = transformers.AutoTokenizer.from_pretrained(place / "run" / "hf")
     ids = torch.tensor(tokenizer("<|im_start|>user\nHow many apples?<|im_end|>\n")["input_ids"])
-    attend = BACKENDS["sdpa"](torch.tensor([0, len(ids)]), len(ids))
+    attend = BACKENDS["sdpa"](Segments.plain([len(ids)]))
     with torch.no_grad():
         ours_C = policy(ids, torch.arange(len(ids)), attend, torch.arange(len(ids) - 1), ids[1:], 1.0)
         theirs_C = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]

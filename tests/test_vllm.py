@@ -16,6 +16,7 @@ from test_rollout import spec, trainer_logp
 import data
 from infra import dist
 from model import empty_model, sdpa_padded
+from records import Segments
 from rollout_vllm import VLLMEngine
 
 pytestmark = pytest.mark.vllm
@@ -81,7 +82,7 @@ def assert_greedy(engine, policy) -> None:
     for prompt, sample in zip(prompts(), engine.generate(prompts(), [0] * 8, 20, 0.0), strict=True):
         ids = torch.tensor([*prompt, *sample.ids])
         with torch.no_grad():
-            hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+            hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(Segments.plain([len(ids)])))
         assert policy.logits(hidden_TD[len(prompt) - 1:-1]).argmax(dim=-1).tolist() == list(sample.ids)
 
 
@@ -192,7 +193,7 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
     samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=0.5)
     ids = torch.tensor(prompts()[0])
     with torch.no_grad():
-        hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(torch.tensor([0, len(ids)]), len(ids)))
+        hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(Segments.plain([len(ids)])))
         prob_V = policy.logits(hidden_TD[-1]).double().softmax(dim=-1)
     sorted_V, place_V = prob_V.sort(descending=True)
     kept = int((sorted_V.cumsum(0) < 0.5).sum()) + 1

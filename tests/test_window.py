@@ -33,8 +33,8 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
             row = true(minibatch, plan)
             samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
             assert row.target_C.tolist() == [i for s in samples for i in s.ids[s.start:]]
-            assert row.predict_C.tolist() == [t for s, end in zip(samples, row.offsets[1:].tolist(), strict=True)
-                                              for t in range(end - 1 - s.fresh, end - 1)]
+            assert row.predict_C.tolist() == [t for s, last in zip(samples, row.last_S.tolist(), strict=True)
+                                              for t in range(last - s.fresh, last)]  # each has a prompt of its own
             for (n, _), s in zip(plan.members, samples, strict=True):
                 seen.setdefault(minibatch.groups[n].prompt.id, []).append((s.start, s.length, s.pending))
             return row

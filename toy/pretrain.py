@@ -27,6 +27,7 @@ import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 from infra import dist  # noqa: E402
 from infra.weights import save_weights  # noqa: E402
+from records import Segments  # noqa: E402
 
 TEMPLATE = (
     "{% for message in messages %}"
@@ -85,14 +86,14 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict],
     texts = [line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}" for line in lines]
     prompts = tokenizer.encode([tokenizer.render(line["question"], None) for line in lines])
     completions = tokenizer.encode([f"{text}<|im_end|>" for text in texts])
-    ids, position, start, predict = [], [], [0], []
+    ids, position, lengths, predict = [], [], [], []
     for prompt, completion in zip(prompts, completions, strict=True):
-        predict += range(start[-1] + len(prompt) - 1, start[-1] + len(prompt) + len(completion) - 1)
+        predict += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(completion) - 1)
         ids += prompt + completion
         position += range(len(prompt) + len(completion))
-        start.append(len(ids))
-    ids_T, predict_C, offsets = torch.tensor(ids), torch.tensor(predict), torch.tensor(start)
-    attend = decoder.sdpa_padded(offsets, max(position) + 1)
+        lengths.append(len(prompt) + len(completion))
+    ids_T, predict_C = torch.tensor(ids), torch.tensor(predict)
+    attend = decoder.sdpa_padded(Segments.plain(lengths))
     target_C = ids_T[predict_C + 1]
     logp_C = model(ids_T, torch.tensor(position), attend, predict_C, target_C, temperature=1.0)
     return -logp_C.mean()

@@ -1,0 +1,151 @@
+"""Completions that share their prompt in a row have the gradient of completions that each have it alone.
+
+In float64, to 1e-10 of each weight's largest gradient, for every objective. The gradient without sharing is of the same
+completions, one in each row: such a row is a prompt and a completion and nothing else. That it is the textbook's, by
+passes of prompt and completion through the model outside of all rows, is what test_objectives.py says.
+"""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import as_rolled, gradients, make_groups, mask_backend, nudge
+from test_invariance import Gradient, on_ranks
+from test_objectives import CORRECT_NG, OBJECTIVES, Case, gradient_of, learner_on
+
+import learner
+import model as decoder
+from config import Pack
+from loss import value_loss
+from methods import critic
+from pack import Minibatch, Plan
+from records import Pruned
+
+# Prompts of 1 token and of many, completions of 1 token and of many.
+SHAPE = {"lengths": [[3, 25, 1, 2], [4, 1, 7, 8]], "prompts": [1, 12]}
+TOKENS, TOKENS_ALONE = 13 + 31 + 20, 4 * 13 + 31 + 20  # with each prompt once, and once for each completion
+# Both groups in a row, and rows that hold less than either, which have 32 tokens each.
+CUTS = {"whole": Pack(1000), "whole, window": Pack(1000, window=1), "split": Pack(26),
+        "split, window": Pack(28, window=2)}
+
+
+def alone(minibatch: Minibatch, *given) -> list[list[Plan]]:
+    """In place of pack.pack on one rank: a row for every completion."""
+    return [[Plan([tuple(member)]) for member in minibatch.keep_NG.nonzero().tolist()]]
+
+
+def pruned_case(name: str, folder, out, *more: str) -> Case:
+    """A case of which some completions are dropped, and the others weighted."""
+    case = Case(name, folder, out, *more, **SHAPE)
+    weight_NG = torch.tensor([[1.0, 2.0, 0.0, 1.0], [4.0, 0.0, 1.0, 0.5]], dtype=torch.float64)
+    case.batch = replace(case.batch, pruned=Pruned(weight_NG > 0, weight_NG, torch.ones_like(weight_NG)))
+    return case
+
+
+def gradient(case: Case, pack: Pack) -> tuple[Gradient, dict[str, float]]:
+    """Of the second pass over the case's completions, by the functions of the training step."""
+    policy = case.learner.policy
+    nudge(policy, 0.02)
+    measured = gradient_of(replace(case.learner, pack=pack), case.batch, moved=0.03)
+    policy.zero_grad()
+    nudge(policy, -0.05)  # to where it was, up to rounding
+    return measured
+
+
+def gradient_alone(case: Case, monkeypatch) -> tuple[Gradient, dict[str, float]]:
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "pack", alone)
+        return gradient(case, Pack(1000))
+
+
+def assert_equal(ours: Gradient, expected: Gradient, what: str) -> None:
+    for key, grad in expected.items():
+        size = float(grad.abs().max())
+        assert size > 1e-8
+        torch.testing.assert_close(ours[key], grad, rtol=0, atol=1e-10 * size, msg=f"{what}: {key}")
+
+
+@pytest.mark.parametrize("name", OBJECTIVES)
+def test_gradients_with_shared_prompts_are_those_without(name, tiny, tmp_path, monkeypatch):
+    """Once more with an explicit mask. T-PPO's completions are of a rollout window: some began in earlier steps, some
+    go on."""
+    case = Case(name, tiny, tmp_path / "run", **SHAPE)
+    expected, measured = gradient_alone(case, monkeypatch)
+    assert (measured["pack/rows"], measured["pack/tokens"]) == (8, TOKENS_ALONE)
+    for cut, pack in CUTS.items():
+        ours, measured = gradient(case, pack)
+        assert_equal(ours, expected, cut)
+        if cut.startswith("whole"):
+            assert (measured["pack/rows"], measured["pack/tokens"]) == (1, TOKENS)
+        else:
+            assert measured["pack/rows"] > 2 and TOKENS < measured["pack/tokens"] < TOKENS_ALONE
+    monkeypatch.setitem(decoder.BACKENDS, "sdpa", mask_backend)
+    for cut in ("whole", "split, window"):
+        assert_equal(gradient(case, CUTS[cut])[0], expected, f"mask, {cut}")
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("grpo", "loss.kl=0.1"), ("dapo", "loss.kl=0.1 model.checkpoint_blocks=true"),
+    ("grpo", "model.logp_chunk=3 rollout.temperature=0.7"), ("tppo", "loss.kl=0.1 loss.count=kept"),
+    ("vapo", "loss.kl=0.1 loss.likelihood=0.2 loss.tis_cap=1.05"), ("gspo", "loss.mask_ratio=1.1")])
+def test_so_are_they_with_a_kl_and_where_completions_were_pruned(name, settings, tiny, tmp_path, monkeypatch):
+    case = pruned_case(name, tiny, tmp_path / "run", *settings.split())
+    expected, _ = gradient_alone(case, monkeypatch)
+    for cut in ("whole", "split, window"):
+        assert_equal(gradient(case, CUTS[cut])[0], expected, cut)
+
+
+def by_cut(folder, out, names: tuple[str, ...]) -> dict[tuple[str, str], Gradient]:
+    cases = {name: Case(name, folder, out, **SHAPE) for name in names}
+    return {(name, cut): gradient(case, CUTS[cut])[0] for name, case in cases.items() for cut in ("whole", "split")}
+
+
+@pytest.mark.parametrize(("ranks", "names"), [
+    (2, ("dapo", "tppo")), *(pytest.param(ranks, tuple(OBJECTIVES), marks=pytest.mark.slow) for ranks in (2, 4))])
+def test_so_are_they_on_many_ranks(ranks, names, tiny, tmp_path, monkeypatch):
+    expected = {name: gradient_alone(Case(name, tiny, tmp_path / "one", **SHAPE), monkeypatch)[0] for name in names}
+    for mine in on_ranks(ranks, tmp_path, by_cut, tiny, tmp_path / "many", names):
+        for (name, cut), grads in mine.items():
+            assert_equal(grads, expected[name], f"{name}, {cut}")
+
+
+def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
+    """Of the critic's loss on completions that have ended, all but one."""
+    case = Case("vapo", folder, out, f"advantage.lam_critic={lam}", "critic.minibatches=1", **SHAPE)
+    trained = replace(case.learner, pack=pack)
+    last = case.groups[1].samples[2]
+    pending = replace(case.groups[1], samples=(*case.groups[1].samples[:2], replace(last, finished=False, pending=True),
+                                               case.groups[1].samples[3]))
+    minibatch, = critic.minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
+    for row in trained.rows(minibatch):
+        value_C, _ = trained.critic.values(trained, row)
+        value_loss(value_C, critic.target(trained, row), row.weight_C).backward()
+    return gradients(trained.critic.model)
+
+
+@pytest.mark.parametrize("lam", [1, 0.9])
+def test_so_is_the_critics(lam, tiny, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(learner, "pack", alone)
+        expected = critics_gradient(tiny, tmp_path / "run", lam, Pack(1000))
+    for cut in ("whole", "split"):
+        assert_equal(critics_gradient(tiny, tmp_path / "run", lam, CUTS[cut]), expected, cut)
+    others = on_ranks(2, tmp_path, critics_gradient, tiny, tmp_path / "run", lam, Pack(1000)) if lam == 1 else []
+    for other in others:
+        assert_equal(other, expected, "two ranks")
+
+
+def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):
+    """Nor does one of another group: log-probs in a row, bit for bit, of all but the completion that was changed."""
+    trained = learner_on(tiny, Case("grpo", tiny, tmp_path / "run").cfg)
+    groups = make_groups(SHAPE["lengths"], SHAPE["prompts"])
+    ones_NG = torch.ones(2, 4, dtype=torch.float64)
+    row, = trained.rows(Minibatch.plain(groups, ones_NG.bool(), ones_NG, ones_NG))
+    with torch.no_grad():
+        before_C = trained.log_probs(trained.policy, row)
+        for segment, last in enumerate((row.last_S - 1).tolist()):
+            if row.length_S[segment] > 1:  # the last token but one, which the last is predicted from
+                ids_T = row.ids_T.index_fill(0, torch.tensor(last), int(row.ids_T[last] + 1) % 400)
+                after_C = trained.log_probs(trained.policy, replace(row, ids_T=ids_T))
+                assert (after_C != before_C).nonzero()[:, 0].tolist() == [
+                    int((row.segment_C <= segment).sum()) - 1]
