@@ -106,26 +106,26 @@ class PassSums:
         self.mismatch_max = torch.tensor(0.0)
 
     def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
-        """Add one row in one pass. Tokens of weight 0 only keep the ranks in step, and are not counted."""
+        """Add one row in one pass. A row that only keeps its rank in step is not counted."""
         row = prepared.row
-        on_C = row.weight_C > 0
         self.sums["loss"] += terms.loss.detach()
-        self.sums["passed"] += on_C.sum()  # tokens, once for each pass
-        self.sums["clipped"] += (on_C & (terms.f_C == 0)).sum()
+        self.sums["rows"] += first_pass
+        if not row.counts:
+            return
+        self.sums["passed"] += len(row.target_C)  # once for each pass
+        self.sums["clipped"] += (terms.f_C == 0).sum()
         if terms.k3_C is not None:
-            self.sums["k3"] += terms.k3_C[on_C].sum()
+            self.sums["k3"] += terms.k3_C.sum()
         if first_pass:
-            self.sums["tokens"] += on_C.sum()
-            self.sums["packed"] += len(row.ids_T) if on_C.any() else 0
-            self.sums["rows"] += 1
-            segments = row.segments
-            self.sums["cost"] += cost(segments.queries, segments.keys, self.quadratic) if on_C.any() else 0
-            self.sums["corrected"] += terms.correction_C[on_C].sum()
-            self.sums["masked"] += (on_C & (terms.correction_C == 0)).sum()
-            self.sums["probability"] += row.sampled_logp_C[on_C].exp().sum()
-        if first_pass and prepared.old_logp_C is not None and on_C.any():
+            self.sums["tokens"] += len(row.target_C)
+            self.sums["packed"] += len(row.ids_T)
+            self.sums["cost"] += cost(row.segments.queries, row.segments.keys, self.quadratic)
+            self.sums["corrected"] += terms.correction_C.sum()
+            self.sums["masked"] += (terms.correction_C == 0).sum()
+            self.sums["probability"] += row.sampled_logp_C.exp().sum()
+        if first_pass and prepared.old_logp_C is not None:
             # log pi_trainer - log pi_engine of tokens that the engine drew
-            gap_C = (prepared.old_logp_C - row.sampled_logp_C)[on_C].double()
+            gap_C = (prepared.old_logp_C - row.sampled_logp_C).double()
             self.sums["compared"] += len(gap_C)
             self.sums["mismatch"] += gap_C.abs().sum()
             self.sums["engine_kl"] += (gap_C.exp() - gap_C - 1).sum()

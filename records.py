@@ -201,13 +201,15 @@ class Row:
     reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
     length_S: Tensor    # tokens of its completion so far
+    counts: bool        # False: of weight 0, to keep the rank in step
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
-        segments = replace(self.segments, key_K=self.segments.key_K.to(device))
-        tensors = {f.name: getattr(self, f.name) for f in fields(self) if f.name != "segments"}
-        return Row(segments=segments, **{
-            name: x.to(device, dtype if x.is_floating_point() else None) for name, x in tensors.items()})
+        moved = {"segments": replace(self.segments, key_K=self.segments.key_K.to(device))}
+        for f in fields(self):
+            if isinstance(x := getattr(self, f.name), Tensor):
+                moved[f.name] = x.to(device, dtype if x.is_floating_point() else None)
+        return replace(self, **moved)
 
 
 @dataclass(frozen=True, slots=True)

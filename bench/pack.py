@@ -19,7 +19,8 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from pack import best_fit, within_window
+from methods.greedy_packing import within_window
+from pack import best_fit
 
 CAPACITY = 16_384
 # Prompt and completion together, in tokens: (median, sigma of the logarithm, longest).

@@ -224,12 +224,11 @@ class ValueSums:
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
 
     def add(self, row: Row, loss: Tensor, value_C: Tensor, first_pass: bool) -> None:
-        """Add one row in one pass. Tokens of weight 0 only keep the ranks in step."""
+        """Add one row in one pass. A row that only keeps its rank in step is not counted."""
         self.sums["loss"] += loss
-        if first_pass:
-            on_C = row.weight_C > 0
-            reward_C = row.reward_S[row.segment_C][on_C].double()
-            error_C = reward_C - value_C[on_C].double()
+        if first_pass and row.counts:
+            reward_C = row.reward_S[row.segment_C].double()
+            error_C = reward_C - value_C.double()
             self.sums["tokens"] += len(reward_C)
             for name, x_C in (("reward", reward_C), ("error", error_C)):
                 self.sums[name] += x_C.sum()

@@ -11,8 +11,9 @@ import model as decoder
 from config import Pack
 from infra import dist
 from loss import RowLoss
+from methods.greedy_packing import within_window
 from metrics import PassSums
-from pack import KeptGroup, Minibatch, Plan, best_fit, build_row, cost, cut, deal, layout, pack, within_window
+from pack import KeptGroup, Minibatch, Plan, best_fit, build_row, cost, cut, deal, layout, pack
 from records import Group, PreparedRow, Prompt, Sample
 
 
@@ -66,10 +67,12 @@ def test_a_window_starves_nobody_and_leaves_no_room_that_it_saw_a_use_for(window
         assert all(items[i] > room for i in left[:window])
 
 
-@pytest.mark.parametrize("how", [best_fit, lambda items, capacity: within_window(items, capacity, 2)])
-def test_an_item_longer_than_a_row_is_an_error(how):
+@pytest.mark.parametrize("window", [None, 2])
+def test_what_is_longer_than_a_row_is_an_error(window):
     with pytest.raises(ValueError, match=r"item 1 has 11 tokens but pack.capacity=10; raise pack.capacity or lower"):
-        how([3, 11], 10)
+        best_fit([3, 11], 10)
+    with pytest.raises(ValueError, match=r"item 1 has 35 tokens but pack.capacity=34; raise pack.capacity or lower"):
+        pack(MINIBATCH, Pack(capacity=34, window=window), ranks=1)
 
 
 GROUPS = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
