@@ -13,7 +13,11 @@ from records import Rewards
 
 def advantage(rewards: Rewards, settings: Any) -> Tensor:
     """Compare the completions of each group by advantage.kind, [N, G], from all G of them."""
-    return ESTIMATORS[settings.kind](rewards, settings)
+    adv_NG = ESTIMATORS[settings.kind](rewards, settings)
+    if adv_NG.shape != rewards.total_NG.shape:  # of a method of one's own: it would be broadcast further on
+        raise ValueError(f"advantage.kind={settings.kind} returns shape {[*adv_NG.shape]}, and must return "
+                         f"{[*rewards.total_NG.shape]}, a number for each completion of each group")
+    return adv_NG
 
 
 def flat(reward_NG: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from advantage import centred, decoupled, group_norm, leave_one_out
+from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
+from config import Centred
 from methods.critic import adaptive_lambda, gae
 from methods.soft_value import soft_value
 from records import Rewards
@@ -139,3 +140,10 @@ def test_lambda_by_length():
     long = torch.tensor([10_000.0], dtype=torch.float64)
     for alpha in (0.5, 1.0, 1.5):
         assert (adaptive_lambda(long, alpha) ** long).item() == pytest.approx(math.exp(-1 / alpha), rel=1e-3)
+
+
+def test_an_estimator_of_another_shape_is_named(monkeypatch):
+    rewards = Rewards({"accuracy": torch.zeros(2, 3)}, {"accuracy": 1.0})
+    monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG.mean(dim=1))
+    with pytest.raises(ValueError, match=r"advantage.kind=centred returns shape \[2\], and must return \[2, 3\]"):
+        advantage(rewards, Centred())
