@@ -6,6 +6,9 @@ One rollout of the toy (16 prompts x 16 completions), then updates on it at keep
 The machine's speed drifts, so each update is timed beside an unpruned one and the ratio of the two is what
 counts: median of five pairs. `tokens` went through the policy, prompts included.
 
+Then updates on 16 x 16 random completions of 64 tokens behind prompts of 40, 200 and 800: median of three,
+and microseconds per completion token that is kept, with what its prompt costs.
+
 Then 4 ranks of this machine, each of which has sampled a quarter of so many completions of 4,096 tokens, give
 them to one another as training does: seconds of the slowest rank, and how far the resident memory of the
 fullest rises above what it was before, with its own quarter. A token of a record takes 12 bytes: 4 of its id
@@ -34,10 +37,11 @@ from history import PromptHistory
 from infra import dist
 from learner import Learner
 from metrics import Clock
-from records import Rolled, Sample
+from records import Group, Prompt, Rewards, Rolled, Sample, Turn
 from update import update
 
 PAIRS = 5
+PROMPTS, COMPLETION, REPEATS = (40, 200, 800), 64, 3
 RANKS, TOKENS, ROUNDS, TOKEN_BYTES = 4, 4096, 3, 12
 
 
@@ -64,8 +68,34 @@ def pruning() -> dict:
           + "  ".join(f"{name} {s:.3f}" for name, s in clock.seconds.items()))
     print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
           f"{'of unpruned':>12} {'min - max':>15}")
-    return {"phases": clock.seconds, "pairs": PAIRS,
-            "results": [beside_unpruned(learner, rolled, cfg, keep) for keep in (16, 8, 4, 2, 1)]}
+    results = [beside_unpruned(learner, rolled, cfg, keep) for keep in (16, 8, 4, 2, 1)]
+    print(f"\n{'prompt':>6} {'keep':>4} {'tokens':>8} {'rows':>5} {'update s':>9} {'us a kept token':>16}")
+    by_prompt = [behind_prompt(learner, cfg, prompt, keep) for prompt in PROMPTS for keep in (16, 4, 2, 1)]
+    return {"phases": clock.seconds, "pairs": PAIRS, "results": results, "by_prompt": by_prompt}
+
+
+def behind_prompt(learner: Learner, cfg: config.Config, prompt: int, keep: int) -> dict:
+    """Time updates on `keep` completions of each of 16 prompts of this length, of random tokens."""
+    generator = torch.Generator().manual_seed(prompt)
+    G, vocabulary = cfg.rollout.group_size, learner.policy.shape.vocab_size
+    groups = []
+    for n in range(cfg.rollout.prompts_per_step):
+        ids = torch.randint(vocabulary, (prompt + G * COMPLETION,), generator=generator).tolist()
+        samples = [Sample(ids[start:start + COMPLETION], [-6.0] * COMPLETION, False)
+                   for start in range(prompt, len(ids), COMPLETION)]
+        groups.append(Group(Prompt(str(n), tuple(ids[:prompt]), ""), tuple(samples)))
+    reward_NG = torch.rand(len(groups), G, dtype=torch.float64, generator=generator)
+    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
+    turns = [Turn(group.prompt, 0) for group in groups]
+    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+    measured = [updated(learner, rolled, cfg, keep) for _ in range(REPEATS + 1)][1:]
+    seconds = median(step["time/update"] for step in measured)
+    row = {"prompt": prompt, "keep": keep, "tokens": measured[0]["pack/tokens"],
+           "rows": measured[0]["pack/rows"], "update": seconds,
+           "microseconds": 1e6 * seconds / measured[0]["train/tokens"]}
+    print(f"{prompt:>6} {keep:>4} {row['tokens']:>8,} {row['rows']:>5} {seconds:>9.3f} "
+          f"{row['microseconds']:>16.1f}", flush=True)
+    return row
 
 
 def beside_unpruned(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> dict:
