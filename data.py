@@ -15,6 +15,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError
+from infra.rows import read_hub, read_jsonl, read_parquet
 from records import Problem, Prompt
 from settings import read_json
 from verify.extract import last_boxed
@@ -52,9 +53,9 @@ def load_problems(name: str, folder: str | None = None, training: bool = False) 
             raise ConfigError(f"data file {path} not found; {CHOICES}")
         rows = read_jsonl(path) if path.suffix == ".jsonl" else read_parquet(path)
     elif name in SETS:
-        rows = read_hub(*SETS[name][2:])
+        rows = with_an_answer(read_hub(*SETS[name][2:]), name)
     elif name.count(":") == 2 and "/" in name:
-        rows = read_hub(*name.split(":"))
+        rows = with_an_answer(read_hub(*name.split(":")), name)
     else:
         raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
     rows = [(f"{path.stem}/{i}", place, row) for i, (place, row) in enumerate(rows)]
@@ -78,44 +79,12 @@ def load_problems(name: str, folder: str | None = None, training: bool = False) 
     return problems
 
 
-def read_jsonl(path: Path) -> Iterable[tuple[str, dict]]:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
-    # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
-    for number, line in enumerate(text.split("\n"), start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not valid JSON ({error}); "
-                                  "each line must be one object") from None
-            yield f"{path}:{number}", row
-
-
-def read_parquet(path: Path) -> Iterable[tuple[str, dict]]:
-    import pyarrow.parquet  # slow to import, and most runs read jsonl
-
-    try:
-        rows = pyarrow.parquet.read_table(path).to_pylist()
-    except pyarrow.ArrowInvalid as error:
-        raise ConfigError(f"{path} is not a parquet file: {error}") from None
-    yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
-
-
-def read_hub(name: str, config: str, split: str) -> Iterable[tuple[str, dict]]:
-    import datasets  # slow to import, and needed for names only
-
-    try:
-        rows = datasets.load_dataset(name, config, split=split)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: "
-                          f"{str(error).splitlines()[0]}. Set data.dir to a folder with the files, or give a "
-                          "path.") from error
-    usable = [(f"{name}: row {i}", row) for i, row in enumerate(rows)
+def with_an_answer(rows: Iterable[tuple[str, dict]], name: str) -> list[tuple[str, dict]]:
+    """Leave out rows of the hub that box no answer, two of MATH's, which a user cannot mend; count them."""
+    rows = list(rows)
+    usable = [(place, row) for place, row in rows
               if {"answer", "final_answer"} & row.keys() or last_boxed(row["solution"])]
-    if len(usable) < len(rows):  # two of MATH's training rows box nothing, and a user cannot mend the hub's
+    if len(usable) < len(rows):
         print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out",
               file=sys.stderr)
     return usable

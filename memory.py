@@ -41,12 +41,21 @@ def peak_bytes(shape: Shape, tokens: int, recompute: bool, element: int, chunk: 
 
 
 def cache_bytes(model: Decoder, slots: int, max_len: int, tensor_parallel: int = 1) -> int:
-    """Count one rank's KV cache with room for every slot at full length, in blocks of up to 128 tokens and
-    one block more."""
-    shape, block = model.shape, 128
-    heads = max(1, shape.kv_heads // tensor_parallel)
-    token = 2 * shape.layers * heads * shape.head_dim * model.embed_tokens.weight.element_size()
-    return (slots * -(-max_len // block) + 1) * block * token
+    """Count one rank's KV cache in vLLM: room for every slot at full length, in blocks of up to 128 tokens,
+    and one block more."""
+    block, heads = 128, max(1, model.shape.kv_heads // tensor_parallel)
+    return (slots * -(-max_len // block) + 1) * block * token_bytes(model, heads)
+
+
+def embedded_cache_bytes(model: Decoder, slots: int, new_tokens: int, prompts: int, prompt_tokens: int,
+                         ) -> int:
+    """Count the KV cache of rollout.TorchEngine: so many new tokens of every slot, and each prompt once."""
+    return (slots * new_tokens + prompts * prompt_tokens) * token_bytes(model, model.shape.kv_heads)
+
+
+def token_bytes(model: Decoder, heads: int) -> int:
+    """Count the keys and values of one token in all layers."""
+    return 2 * model.shape.layers * heads * model.shape.head_dim * model.embed_tokens.weight.element_size()
 
 
 def in_use(device: torch.device) -> float:

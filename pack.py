@@ -141,10 +141,8 @@ def cut(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list
     """
     items, tokens = [], []
     for group in groups:
-        whole = group.prompt + sum(group.lengths) <= capacity
-        room = capacity - group.prompt
-        for piece in [range(len(group.lengths))] if whole else best_fit(group.lengths, room):
-            items.append([group.members[i] for i in piece])
+        for piece in best_fit(group.lengths, capacity - group.prompt):
+            items.append([group.members[i] for i in sorted(piece)])
             tokens.append(group.prompt + sum(group.lengths[i] for i in piece))
     rows = best_fit(tokens, capacity) if window is None else within_window(tokens, capacity, window)
     return [[member for i in row for member in items[i]] for row in rows]

@@ -266,7 +266,13 @@ def peak_of_update(learner: Learner, longest: int) -> float:
 
 def peak_of_rollout(settings: Rollout, learner: Learner, longest: int) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
-    cache = memory.cache_bytes(learner.policy, settings.slots, longest) if settings.engine == "torch" else 0
+    cache = 0
+    if settings.engine == "torch":
+        new = settings.window or settings.max_new_tokens
+        # With a window every slot may answer another prefix; else the step's prompts are all there are.
+        prompts = settings.slots if settings.window else min(settings.slots, settings.prompts_per_step)
+        cache = memory.embedded_cache_bytes(
+            learner.policy, settings.slots, new, prompts, longest if settings.window else longest - new)
     if learner.dtype == torch.bfloat16:
         cache //= 2  # the policy's weights are float32, the engine's keys and values are not
     return memory.in_use(learner.device) + cache

@@ -4,10 +4,12 @@
 (rollout_vllm.py) is vLLM inside the trainer's process. Both have the three methods of `Engine`, and want a
 sync before they generate.
 
-Dimension key:  N samples asked for,  S slots (sequences decoded at once),  V vocabulary,  T prompt tokens,
-L length of a slot's cache in tokens,  M new tokens at most.
+Dimension key:  N samples asked for,  S slots (sequences decoded at once),  P prompts held,  V vocabulary,
+T prompt tokens,  M new tokens at most.
 """
 
+from collections import Counter
+from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -18,10 +20,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from infra import dist
-from model import BACKENDS, Decoder, empty_model
+from model import BACKENDS, Decoder, at_least_float32, empty_model
 from records import EngineSpec, Sample, Segments
 
-PREFILL_TOKENS = 32_768  # of TorchEngine's prompts, padded, computed at once
+PREFILL_TOKENS = 4096  # of TorchEngine's prompts, padded, computed at once
 
 
 class Engine(Protocol):
@@ -68,69 +70,134 @@ def nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 
 class Cache:
-    """Keys and values of S slots, per layer [S, heads, L, head width], and how many tokens each holds."""
+    """Keys and values, a pair per layer: of each prompt once, however many of the S slots answer it, and of
+    what each slot has read since. The first axis of both counts the key heads of all prompts or slots.
 
-    def __init__(self, model: Decoder, slots: int, length: int):
-        shape, weight = model.shape, model.embed_tokens.weight
-        size = (slots, shape.kv_heads, length, shape.head_dim)
-        self.keys, self.values = ([weight.new_zeros(size) for _ in range(shape.layers)] for _ in range(2))
-        self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
+    The queries of all slots that answer a prompt meet its keys in one product (as in arXiv:2402.05099), and
+    one softmax runs over these scores and those of the slot's own keys.
+    """
 
-    def prefill(self, model: Decoder, prompts: list[tuple[int, ...]], slots: list[int], attention: str,
-                ) -> None:
-        """Fill `slots` with prompts, each without its last token: the next decoding step reads that one.
+    def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], max_new_tokens: int):
+        self.prompts, self.heads = prompts, model.shape.kv_heads
+        weight, layers, width = model.embed_tokens.weight, range(model.shape.layers), model.shape.head_dim
+        prompt, own = (0, max(map(len, prompts)) - 1 or 1, width), (slots * self.heads, max_new_tokens, width)
+        self.of_prompts = [(weight.new_zeros(prompt), weight.new_zeros(prompt)) for _ in layers]
+        self.of_slots = [(weight.new_zeros(own), weight.new_zeros(own)) for _ in layers]
+        self.row_S, self.used_S = torch.zeros(2, slots, dtype=torch.long, device=weight.device)
+        self.prompt_P, self.length_P = torch.zeros(2, 0, dtype=torch.long, device=weight.device)
 
-        A prompt that several slots share is computed once.
+    def admit(self, model: Decoder, prompt_S: Tensor, attention: str) -> None:
+        """Give every slot the prompt of this number, or none where it is -1.
+
+        Prompts that are not here yet are computed, in rows of those that no slot answers any longer, and
+        without their last token: the next decoding step reads that one.
         """
-        device = self.used_S.device
-        unique = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        which = torch.tensor([unique[p] for p in prompts], device=device)
-        slot_S = torch.tensor(slots, device=device)
-        lengths = torch.tensor([len(p) - 1 for p in unique], device=device)
-        self.used_S[slot_S] = lengths[which]
-        longest = int(lengths.max())
-        if longest == 0:
+        slots_of, held = Counter(prompt_S.tolist()), self.prompt_P.tolist()
+        new = sorted(slots_of.keys() - {-1, *held}, key=lambda number: (slots_of[number], number))
+        rows = [row for row, number in enumerate(held) if number not in slots_of][:len(new)]
+        more = len(new) - len(rows)
+        if more:
+            replace(self.of_prompts, lambda x: F.pad(x, (0, 0, 0, 0, 0, more * self.heads)))
+            self.prompt_P, self.length_P = F.pad(self.prompt_P, (0, more)), F.pad(self.length_P, (0, more))
+        rows += range(len(held), len(held) + more)
+        self.prompt_P[rows] = torch.tensor(new, dtype=torch.long, device=prompt_S.device)
+        for run in runs([(self.prompts[number], row) for number, row in zip(new, rows, strict=True)]):
+            self.prefill(model, *zip(*run, strict=True), attention)
+        row_of = prompt_S.new_zeros(len(self.prompts) + 1)  # the last one's is read at -1
+        row_of[self.prompt_P] = torch.arange(len(self.prompt_P), device=prompt_S.device)
+        self.arrange(row_of[prompt_S])
+
+    def prefill(self, model: Decoder, prompts: tuple[tuple[int, ...], ...], rows: tuple[int, ...],
+                attention: str) -> None:
+        """Compute prompts together, each into its row."""
+        device, sizes = self.used_S.device, [len(p) - 1 for p in prompts]
+        row_R, length_R = torch.tensor([rows, sizes], device=device)
+        self.length_P[row_R] = length_R
+        if not any(sizes):
             return
-        ids_T = torch.tensor([i for p in unique for i in p[:-1]], device=device)
-        offsets = F.pad(lengths.cumsum(0), (1, 0))
-        position_T = torch.arange(len(ids_T), device=device) - offsets[:-1].repeat_interleave(lengths)
-        row_T = torch.arange(len(unique), device=device).repeat_interleave(lengths)
-        within = BACKENDS[attention](Segments.plain([len(p) - 1 for p in unique], device))
+        ids_T = torch.tensor([i for p in prompts for i in p[:-1]], device=device)
+        position_T = torch.cat([torch.arange(size, device=device) for size in sizes])
+        row_T = row_R.repeat_interleave(length_R)
+        within = BACKENDS[attention](Segments.plain([size for size in sizes if size], device))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in ((self.keys[layer], k), (self.values[layer], v)):
-                rows = x.new_zeros(len(unique), longest, *x.shape[1:])
-                rows[row_T, position_T] = x
-                cache[slot_S, :, :longest] = rows.transpose(1, 2)[which]
+            for cache, x in zip(self.of_prompts[layer], (k, v), strict=True):
+                cache.unflatten(0, (-1, self.heads))[row_T, :, position_T] = x
             return within(layer, q, k, v)
 
         model.hidden(ids_T, position_T, attend)
 
+    def arrange(self, row_S: Tensor) -> None:
+        """Lay out the queries by the rows of their prompts: all rows have as many places as the slots of one
+        need. Where few have many slots, the rows are cut in two, with a width for those before and after.
+        """
+        self.row_S, self.longest, rows = row_S, int(self.length_P.max()) or 1, len(self.prompt_P)
+        rank_S = (row_S[:, None] == row_S).tril(-1).sum(dim=1)  # among the slots of the same prompt
+        count_P = row_S.bincount(minlength=rows)
+        row_P, head_H = (torch.arange(n, device=row_S.device) for n in (rows, self.heads))
+        before_P = F.pad(count_P, (1, -1)).cummax(0).values  # the width before each row, if cut there
+        after_P = count_P.flip(0).cummax(0).values.flip(0)
+        # As measured on a CPU: a row costs about as much as three places.
+        cut = int((row_P * (3 + before_P) + (rows - row_P) * (3 + after_P)).argmin())
+        width_P = torch.where(row_P < cut, before_P[cut], after_P[cut])
+        start_P = (width_P.cumsum(0) - width_P) * self.heads
+        place = start_P[row_S, None] + head_H * width_P[row_S, None] + rank_S[:, None]
+        self.place, self.slot = place.flatten(), row_S.new_zeros(int(width_P.sum()) * self.heads)
+        self.slot[self.place] = torch.arange(len(self.place), device=row_S.device)  # 0 where no slot is
+        self.alone = torch.equal(row_S, row_P)  # a slot for every prompt, in order
+        halves = [(cut, before_P[cut]), (rows - cut, after_P[cut])]
+        self.rows = [count * self.heads for count, _ in halves if count]
+        self.places = [count * self.heads * int(width) for count, width in halves if count]
+
+    def by_prompt(self, x: Tensor, cache: Tensor) -> Tensor:
+        """Multiply what each slot has by what is kept of its prompt."""
+        if self.alone:
+            return torch.bmm(x, cache)
+        halves = zip(x.index_select(0, self.slot).split(self.places), cache.split(self.rows), strict=True)
+        products = [torch.bmm(left.view(len(right), -1, x.shape[-1]), right) for left, right in halves]
+        flat = [product.view(-1, x.shape[1], product.shape[-1]) for product in products]
+        return torch.cat(flat).index_select(0, self.place)
+
     def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
         """Append one token to every slot and return the logits [S, V] of the next."""
-        row_S = torch.arange(len(token_S), device=token_S.device)
-        longest = int(self.used_S.max()) + 1
-        seen_SL = torch.arange(longest, device=token_S.device) <= self.used_S[:, None]
+        length_S, longest, own = self.length_P[self.row_S], self.longest, int(self.used_S.max()) + 1
+        column = torch.arange(max(longest, own), device=token_S.device)
+        seen = torch.cat([column[:longest] < length_S[:, None], column[:own] <= self.used_S[:, None]], dim=1)
+        bias = torch.where(seen, 0.0, -torch.inf).repeat_interleave(self.heads, dim=0)[:, None]
+        row, used = torch.arange(len(bias), device=token_S.device), self.used_S.repeat_interleave(self.heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            keys, values = self.keys[layer], self.values[layer]
-            keys[row_S, :, self.used_S], values[row_S, :, self.used_S] = k, v
+            for cache, x in zip(self.of_slots[layer], (k, v), strict=True):
+                cache[row, used] = x.flatten(0, 1)
+            # Halves are only kept: products of theirs that are rounded to halves again lose too much.
+            prompt_keys, prompt_values = (at_least_float32(x[:, :longest]) for x in self.of_prompts[layer])
+            keys, values = (at_least_float32(x[:, :own]) for x in self.of_slots[layer])
             # The query heads of one key head stand where a longer query would: no copy for grouped attention.
-            grouped = q.unflatten(1, (k.shape[1], -1))
-            out = F.scaled_dot_product_attention(
-                grouped, keys[:, :, :longest], values[:, :, :longest], attn_mask=seen_SL[:, None, None])
-            return out.flatten(1, 2)
+            grouped = q.reshape(len(row), -1, q.shape[-1]).to(keys.dtype) * q.shape[-1] ** -0.5
+            scores = self.by_prompt(grouped, prompt_keys.mT), torch.bmm(grouped, keys.mT)
+            weight = torch.cat(scores, dim=-1).add_(bias).softmax(dim=-1)
+            out = torch.bmm(weight[..., longest:], values)
+            out += self.by_prompt(weight[..., :longest], prompt_values)
+            return out.view(q.shape).to(q.dtype)
 
-        logits_SV = model.logits(model.hidden(token_S, self.used_S, attend))
+        logits_SV = model.logits(model.hidden(token_S, length_S + self.used_S, attend))
         self.used_S += 1
         return logits_SV
 
     def select(self, slots: Tensor) -> None:
-        """Keep only these slots, in this order."""
-        for side in (self.keys, self.values):
-            for layer, x in enumerate(side):  # one layer at a time, so that only one is held twice
-                side[layer] = x[slots]
-        self.used_S = self.used_S[slots]
+        """Keep only these slots, in this order, and the prompts that they answer."""
+        rows, row_S = self.row_S[slots].unique(return_inverse=True)
+        for side, kept in ((self.of_slots, slots), (self.of_prompts, rows)):
+            replace(side, lambda x, kept=kept: x.unflatten(0, (-1, self.heads))[kept].flatten(0, 1))
+        self.used_S, self.prompt_P = self.used_S[slots], self.prompt_P[rows]
+        self.length_P = self.length_P[rows]
+        self.arrange(row_S)
+
+
+def replace(side: list[tuple[Tensor, Tensor]], change: Callable[[Tensor], Tensor]) -> None:
+    """Change keys and values one layer at a time, so that only one is held twice."""
+    for layer, (keys, values) in enumerate(side):
+        side[layer] = change(keys), change(values)
 
 
 class Decoding:
@@ -139,8 +206,9 @@ class Decoding:
     def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], limits: list[int]):
         device, count, max_new_tokens = model.embed_tokens.weight.device, len(prompts), max(limits)
         self.model, self.count = model, count
-        longest = max(len(prompt) + limit for prompt, limit in zip(prompts, limits, strict=True))
-        self.cache = Cache(model, slots, longest)
+        number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
+        self.cache = Cache(model, slots, list(number), max_new_tokens)
+        self.prompt_N = torch.tensor([*(number[prompt] for prompt in prompts), -1], device=device)
         self.owner_S = torch.full((slots,), count, device=device)  # `count`: the slot is idle
         self.token_S, self.step_S = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.limit_N = torch.tensor([*limits, max_new_tokens], device=device)
@@ -152,16 +220,15 @@ class Decoding:
         self.ended_N = torch.zeros(count + 1, dtype=torch.bool, device=device)
 
     def idle(self) -> list[int]:
+        """List the slots that work on no sample."""
         return (self.owner_S == self.count).nonzero()[:, 0].tolist()
 
     def admit(self, slots: list[int], samples: range, prompts: list[tuple[int, ...]], seeds: list[int],
               attention: str) -> None:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
-        for part in runs([prompts[i] for i in samples], PREFILL_TOKENS):
-            self.cache.prefill(self.model, [prompts[samples[i]] for i in part], [slots[i] for i in part],
-                               attention)
         self.owner_S[slots] = torch.tensor(samples, device=device)
+        self.cache.admit(self.model, self.prompt_N[self.owner_S], attention)
         self.token_S[slots] = torch.tensor([prompts[i][-1] for i in samples], device=device)
         self.step_S[slots] = 0
         drawn_SM = np.stack([uniforms(seeds[i], self.uniform_SM.shape[1]) for i in samples])
@@ -175,7 +242,7 @@ class Decoding:
             setattr(self, name, getattr(self, name)[busy_S])
 
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
-        """One token for every slot; slots whose sample has ended become idle."""
+        """Sample one token for every slot; slots whose sample has ended become idle."""
         logits_SV = self.cache.decode(self.model, self.token_S)
         uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
@@ -192,6 +259,7 @@ class Decoding:
         self.cache.used_S *= working_S
 
     def samples(self) -> list[Sample]:
+        """List every sample as it is now."""
         made, ended = self.made_N.tolist(), self.ended_N.tolist()
         ids, logp = self.ids_NM.tolist(), self.logp_NM.tolist()
         return [Sample(ids[i][:made[i]], logp[i][:made[i]], ended[i]) for i in range(self.count)]
@@ -224,20 +292,21 @@ class TorchEngine:
     @torch.inference_mode()
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
                  temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
-        """One completion per prompt, in order. A finished slot takes the next prompt at once.
+        """Sample one completion per prompt, in order. A finished slot takes the next prompt at once.
 
-        max_new_tokens is one for all or one for each. Several completions of one prompt are that prompt
-        several times, each with a seed of its own. top_p below 1 is for evaluation: the log-probs are those
-        before it. `progress` names a bar of the samples done, with tokens per second; none is shown without
-        it. Raises RuntimeError before the first `sync` and after `sleep`.
+        max_new_tokens is a number for all, or a list of one for each. Several completions of a prompt are
+        that prompt several times, each with a seed of its own. top_p below 1 is for evaluation: the log-probs
+        are those before it. `progress` names a bar of the samples done, with tokens per second; none is shown
+        without it. Raises RuntimeError before the first `sync` and after `sleep`.
         """
         if self.model.norm.weight.is_meta:
             raise RuntimeError("the engine has no weights; sync it first")
         if not prompts:
             return []
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
-        count, started, tokens, begun = len(prompts), 0, 0, perf_counter()
-        state = Decoding(self.model, min(self.slots, count), prompts, for_each(max_new_tokens, count))
+        count, started, tokens, start = len(prompts), 0, 0, perf_counter()
+        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
+        state = Decoding(self.model, min(self.slots, count), prompts, limits)
         hidden = True if progress is None else None  # None: unless there is a terminal
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
@@ -253,35 +322,26 @@ class TorchEngine:
                     state.shrink(idle)
                 tokens += len(state.owner_S) - len(idle) + len(slots)
                 state.step(temperature, top_p, eos)
-                bar.set_postfix_str(f"{tokens / (perf_counter() - begun):,.0f} tok/s", refresh=False)
+                bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tok/s", refresh=False)
 
 
-def runs(prompts: list[tuple[int, ...]], tokens: int) -> list[list[int]]:
-    """Places of the prompts, cut into runs that take at most so many tokens when padded to their longest, or
-    are one prompt; copies behind each other count once."""
-    found, count, longest, before = [], 0, 0, None
-    for i, prompt in enumerate(prompts):
-        if prompt != before or not found:
-            count, longest = count + 1, max(longest, len(prompt))
-            if not found or count * longest > tokens:
-                found.append([])
-                count, longest = 1, len(prompt)
-        found[-1].append(i)
-        before = prompt
-    return found
-
-
-def for_each(max_new_tokens: int | list[int], count: int) -> list[int]:
-    return [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
+def runs(placed: list[tuple[tuple[int, ...], int]]) -> list[list[tuple[tuple[int, ...], int]]]:
+    """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
+    cut = []
+    for prompt, row in sorted(placed, key=lambda pair: len(pair[0])):
+        if not cut or (len(cut[-1]) + 1) * len(prompt) > PREFILL_TOKENS:
+            cut.append([])
+        cut[-1].append((prompt, row))
+    return cut
 
 
 def uniforms(seed: int, count: int) -> np.ndarray:
-    """Numbers in [0, 1) for the tokens of one sample. Counter-based: one seed gives one stream anywhere."""
+    """Draw numbers in [0, 1) for the tokens of a sample; a seed gives the same ones anywhere (Philox)."""
     return np.random.Generator(np.random.Philox(seed)).random(count)
 
 
 def start_engine(kind: str, spec: EngineSpec) -> Engine:
-    """An engine of this kind (rollout.engine) that waits for its first `sync`. Raises ConfigError."""
+    """Make an engine of this kind (rollout.engine), which waits for its first `sync`. Raises ConfigError."""
     if kind == "vllm":
         from rollout_vllm import VLLMEngine  # its tests and its libraries are its own
 

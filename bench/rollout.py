@@ -3,9 +3,12 @@
     python bench/rollout.py [--shapes 1M,10M]    # and transformers, vLLM where they are installed
     .venv-vllm/bin/python bench/rollout.py       # after `make test-vllm`
 
-Every engine answers the same prompts (16 of them, 16 times each) with exactly 64 tokens, sampled at
-temperature 1 in float32 on the CPU and bfloat16 on CUDA. Each runs in a process of its own, in turns, so that
-memory is its own and a drift of the machine meets all; the first generation of a process is not timed. Memory
+Every engine answers the same prompts, 16 times each, sampled at temperature 1 in float32 on the CPU and
+bfloat16 on CUDA, with 64 and with 256 slots. Lengths are given: fixed, 64 tokens in every slot; or tailed,
+three samples a slot, one after another, of exponentially drawn lengths (64 tokens in the mean, 256 at most;
+not for transformers, which takes one limit for all). Each engine runs in a process of its own, in turns, so
+that memory is its own and a drift of the machine meets all; the first generation of each kind is not timed.
+Tokens are counted by the second and by the CPU second, which other work on the machine disturbs less. Memory
 is the process's peak (CUDA: the device's in use). The sync is that of a Qwen2.5-0.5B-shaped policy, whole on
 one rank and sharded by FSDP2 over two; extra memory is rank 0's peak during the sync above what was in use
 before it.
@@ -21,8 +24,9 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from statistics import median
-from time import perf_counter
+from time import perf_counter, process_time
 
+import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -34,65 +38,79 @@ from infra import dist
 from records import EngineSpec
 from rollout import start_engine
 
-ROUNDS, TIMINGS, PROMPTS, COPIES, NEW, GIB = 3, 2, 16, 16, 64, 2**30
+ROUNDS, TIMINGS, COPIES, NEW, GIB = 3, 2, 16, 64, 2**30
+SLOTS, LENGTHS = (64, 256), ("fixed", "tailed")
+Answer = Callable[[list[tuple[int, ...]], list[int], int], int]  # prompts, lengths, turn: tokens made
 ENGINES = {"torch": None, "vllm": "vllm", "transformers": "transformers"}  # and the package each needs
 
 
-def prompts() -> list[tuple[int, ...]]:
+def requests(slots: int, lengths: str) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Draw prompts, each COPIES times, and the number of tokens that each completion gets."""
+    count = slots if lengths == "fixed" else 3 * slots
     generator = torch.Generator().manual_seed(0)
-    lengths = torch.randint(20, 80, (PROMPTS,), generator=generator).tolist()
-    drawn = [tuple(torch.randint(3, 400, (n,), generator=generator).tolist()) for n in lengths]
-    return [prompt for prompt in drawn for _ in range(COPIES)]
+    sizes = torch.randint(20, 80, (count // COPIES,), generator=generator).tolist()
+    drawn = [tuple(torch.randint(3, 400, (n,), generator=generator).tolist()) for n in sizes]
+    tokens = np.random.default_rng(0).exponential(NEW, count).astype(int) + 1
+    limits = [NEW] * count if lengths == "fixed" else tokens.clip(max=4 * NEW).tolist()
+    return [prompt for prompt in drawn for _ in range(COPIES)], limits
 
 
-def generate(kind: str, shape: str) -> dict:
-    """Measure, in a process of its own, the seconds of each timed generation, and memory in GiB."""
-    device, asked = dist.init("auto"), prompts()
+def generate(kind: str, shape: str, slots: int) -> dict:
+    """Measure, in a process of its own, (seconds, CPU seconds) of generations, and memory in GiB."""
+    device, measured = dist.init("auto"), {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(shape, Path(temporary))
-        spec = engine_spec(folder, device, len(asked), max(map(len, asked)) + NEW)
-        answer = by_transformers(spec, asked) if kind == "transformers" else by_engine(kind, spec, asked)
-        seconds = []
-        for turn in range(TIMINGS + 1):
-            start = perf_counter()
-            assert answer(turn) == len(asked) * NEW
-            seconds.append(perf_counter() - start)
+        longest = max(len(prompt) + limit for lengths in LENGTHS
+                      for prompt, limit in zip(*requests(slots, lengths), strict=True))
+        answer = START.get(kind, by_engine)(kind, engine_spec(folder, device, slots, longest))
+        for lengths in LENGTHS[:1] if kind == "transformers" else LENGTHS:
+            asked, limits = requests(slots, lengths)
+            seconds = []
+            for turn in range(TIMINGS + 1):
+                start = perf_counter(), process_time()
+                assert answer(asked, limits, turn) == sum(limits)
+                seconds.append((perf_counter() - start[0], process_time() - start[1]))
+            measured[lengths] = seconds[1:]
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return {"seconds": seconds[1:], "gib": (total - free) / GIB}
-    return {"seconds": seconds[1:], "gib": resident.peak() / GIB}
+        return {"seconds": measured, "gib": (total - free) / GIB}
+    return {"seconds": measured, "gib": resident.peak() / GIB}
 
 
-def by_engine(kind: str, spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[[int], int]:
+def by_engine(kind: str, spec: EngineSpec) -> Answer:
     """Make a function that answers all prompts by one of Winnow's engines and returns the tokens' number."""
     engine = start_engine(kind, spec)
     engine.sync(random_model(spec.folder, spec.dtype, spec.device))
 
-    def answer(turn: int) -> int:
+    def answer(asked: list[tuple[int, ...]], limits: list[int], turn: int) -> int:
         seeds = [turn * len(asked) + i for i in range(len(asked))]
-        return sum(len(s.ids) for s in engine.generate(asked, seeds, NEW, 1.0))
+        return sum(len(s.ids) for s in engine.generate(asked, seeds, limits, 1.0))
 
     return answer
 
 
-def by_transformers(spec: EngineSpec, asked: list[tuple[int, ...]]) -> Callable[[int], int]:
+def by_transformers(kind: str, spec: EngineSpec) -> Answer:
+    """Make a function that answers all prompts by transformers' generate, with the first limit for all."""
     import transformers
 
     transformers.logging.set_verbosity_error()
     shape = transformers.AutoConfig.from_pretrained(spec.folder)
     model = transformers.AutoModelForCausalLM.from_config(shape, dtype=spec.dtype).to(spec.device).eval()
-    longest = max(map(len, asked))
-    ids = torch.tensor([(0,) * (longest - len(p)) + p for p in asked], device=spec.device)
-    mask = torch.tensor([(0,) * (longest - len(p)) + (1,) * len(p) for p in asked], device=spec.device)
 
-    def answer(turn: int) -> int:
+    def answer(asked: list[tuple[int, ...]], limits: list[int], turn: int) -> int:
+        longest = max(map(len, asked))
+        ids = torch.tensor([(0,) * (longest - len(p)) + p for p in asked], device=spec.device)
+        mask = torch.tensor([(0,) * (longest - len(p)) + (1,) * len(p) for p in asked], device=spec.device)
         torch.manual_seed(turn)
         out = model.generate(
             ids, attention_mask=mask, do_sample=True, temperature=1.0, top_k=0, top_p=1.0,
-            max_new_tokens=NEW, min_new_tokens=NEW, eos_token_id=None, pad_token_id=0)
+            max_new_tokens=limits[0], min_new_tokens=limits[0], eos_token_id=None, pad_token_id=0)
         return out[:, longest:].numel()
 
     return answer
+
+
+START = {"transformers": by_transformers}  # the other engines are Winnow's
 
 
 def sync(kind: str, sharded: bool) -> dict:
@@ -140,18 +158,22 @@ def child(*arguments: str, ranks: int = 1) -> dict:
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def generations(shape: str, kinds: list[str]) -> list[dict]:
+def generations(shape: str, slots: int, kinds: list[str]) -> list[dict]:
     """Measure tokens per second of each engine, in turns."""
-    tokens = PROMPTS * COPIES * NEW
-    runs = [{kind: child("generate", kind, shape) for kind in kinds} for _ in range(ROUNDS)]
+    runs = [{kind: child("generate", kind, shape, str(slots)) for kind in kinds} for _ in range(ROUNDS)]
     rows = []
-    for kind in kinds:
-        rates = sorted(tokens / s for run in runs for s in run[kind]["seconds"])
-        row = {"shape": shape, "engine": kind, "rate": median(rates), "min": rates[0], "max": rates[-1],
-               "gib": max(run[kind]["gib"] for run in runs)}
-        rows.append(row)
-        print(f"{shape:<6} {kind:<14} {row['rate']:>9,.0f} {row['min']:>8,.0f} - {row['max']:<6,.0f} "
-              f"{row['gib']:>6.2f}", flush=True)
+    for lengths in LENGTHS:
+        tokens = sum(requests(slots, lengths)[1])
+        for kind in (kind for kind in kinds if lengths in runs[0][kind]["seconds"]):
+            seconds = [pair for run in runs for pair in run[kind]["seconds"][lengths]]
+            rates, by_cpu = (sorted(tokens / s for s in clock) for clock in zip(*seconds, strict=True))
+            row = {"shape": shape, "slots": slots, "lengths": lengths, "engine": kind, "tokens": tokens,
+                   "rate": median(rates), "min": rates[0], "max": rates[-1], "rate_cpu": median(by_cpu),
+                   "min_cpu": by_cpu[0], "max_cpu": by_cpu[-1], "gib": max(run[kind]["gib"] for run in runs)}
+            rows.append(row)
+            print(f"{shape:<6} {slots:>5} {lengths:<8} {kind:<14} {row['rate']:>9,.0f} {rates[0]:>8,.0f} - "
+                  f"{rates[-1]:<8,.0f} {row['rate_cpu']:>9,.0f} {by_cpu[0]:>8,.0f} - {by_cpu[-1]:<8,.0f} "
+                  f"{row['gib']:>6.2f}", flush=True)
     return rows
 
 
@@ -171,25 +193,26 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py, separated by commas")
-    parser.add_argument("--child", nargs=3, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs="+", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
-        what, kind, how = args.child
-        measured = generate(kind, how) if what == "generate" else sync(kind, how == "FSDP2")
+        _, kind, how, *slots = args.child  # slots: it generates; none: it syncs
+        measured = generate(kind, how, *map(int, slots)) if slots else sync(kind, how == "FSDP2")
         if dist.rank() == 0:
             print(json.dumps(measured))
         dist.close()
         return
     installed = [kind for kind, package in ENGINES.items()
              if package is None or importlib.util.find_spec(package)]
-    tokens = PROMPTS * COPIES * NEW
-    print(f"{tokens:,} tokens; not installed here: {', '.join(set(ENGINES) - set(installed)) or 'none'}")
-    print(f"{'shape':<6} {'engine':<14} {'tokens/s':>9} {'min - max':>17} {'GiB':>6}")
-    rates = [row for shape in args.shapes.split(",") for row in generations(shape, installed)]
+    print(f"not installed here: {', '.join(set(ENGINES) - set(installed)) or 'none'}")
+    print(f"{'shape':<6} {'slots':>5} {'lengths':<8} {'engine':<14} {'tokens/s':>9} {'min - max':>19} "
+          f"{'by CPU s':>9} {'min - max':>19} {'GiB':>6}")
+    rates = [row for shape in args.shapes.split(",") for slots in SLOTS
+             for row in generations(shape, slots, installed)]
     print(f"\n{'sync of 0.5B':<14} {'policy':<7} {'seconds':>8} {'min - max':>14} {'extra GiB':>10} "
           f"{'largest tensor':>15}")
     synced = [row for kind in installed if kind != "transformers" for row in syncs(kind)]
-    print(json.dumps({"bench": "rollout", "tokens": tokens, "generate": rates, "sync": synced}))
+    print(json.dumps({"bench": "rollout", "generate": rates, "sync": synced}))
 
 
 if __name__ == "__main__":

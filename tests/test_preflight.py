@@ -195,6 +195,7 @@ def test_memory_is_counted_by_hand():
     model = Decoder(shape)  # a token is 2 x 2 x 2 numbers of 4 bytes, and 129 tokens are two blocks
     assert memory.cache_bytes(model, slots=3, max_len=129) == (3 * 2 + 1) * 128 * 32
     assert memory.cache_bytes(model, slots=3, max_len=128) == (3 + 1) * 128 * 32
+    assert memory.embedded_cache_bytes(model, slots=3, new_tokens=5, prompts=2, prompt_tokens=7) == (15 + 14) * 32
 
 
 def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():

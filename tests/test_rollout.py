@@ -9,6 +9,7 @@ import torch
 from conftest import load, make_groups, write_tiny
 
 import data
+import memory
 import rollout
 import rollout_vllm
 from config import ConfigError
@@ -72,6 +73,77 @@ def test_a_sample_depends_on_its_seed_alone(tiny):
     assert [s.ids for s in backwards[::-1]] == [s.ids for s in whole]
     others = engine(tiny, 8, torch.float64).generate(prompts(), [s + 1 for s in seeds], 20, 1.0)
     assert all(a.ids != b.ids for a, b in zip(whole, others, strict=True))
+
+
+def copies_of(lengths, counts) -> list[tuple[int, ...]]:
+    """Prompts of these lengths, each so many times."""
+    return [prompt for prompt, count in zip(prompts(lengths), counts, strict=True) for _ in range(count)]
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize(("slots", "lengths", "counts"), [
+    (32, (9, 9, 9, 9), (8, 8, 8, 8)),             # whole groups side by side, until samples end
+    (5, (7, 3, 1, 12), (8, 8, 8, 8)),             # refilled one by one: a group's last beside the next one's first
+    (3, (1, 1, 2), (4, 4, 4)),                    # prompts of one token leave nothing to keep
+    (1, (60, 1, 5), (2, 2, 2)),
+    (12, (60, 2, 5, 30, 4, 1, 8), (1, 1, 1, 7, 1, 1, 1)),  # many slots for one prompt, one for the others
+    (6, (5, 60, 4, 30, 2, 8), (1,) * 6),          # a prompt for every slot
+])
+def test_samples_that_share_a_prompt_are_those_of_each_alone(slots, lengths, counts, heads, tmp_path, monkeypatch):
+    """Slots shrink as limits are reached; log-probs agree to rounding."""
+    folder = write_tiny(tmp_path, num_key_value_heads=heads)
+    dropped, select = [], rollout.Cache.select
+    monkeypatch.setattr(rollout.Cache, "select", lambda *arguments: dropped.append(1) or select(*arguments))
+    asked = copies_of(lengths, counts)
+    seeds, limits = list(range(len(asked))), [(3, 9, 24, 1)[i % 4] for i in range(len(asked))]
+    ends = frozenset(range(3, 20))
+    shared = engine(folder, slots, torch.float64, ends).generate(asked, seeds, limits, 1.0)
+    assert bool(dropped) == (slots > 1)
+    alone = engine(folder, 1, torch.float64, ends)
+    for sample, prompt, seed, limit in zip(shared, asked, seeds, limits, strict=True):
+        expected, = alone.generate([prompt], [seed], limit, 1.0)
+        assert (sample.ids, sample.finished) == (expected.ids, expected.finished)
+        assert max(abs(a - b) for a, b in zip(sample.logp, expected.logp, strict=True)) < 1e-12
+
+
+def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny, monkeypatch):
+    """Room is that of the prompts that are answered at a time, and of what every slot may sample."""
+    computed, answered, kept, prefill, decode = [], [], [], rollout.Cache.prefill, rollout.Cache.decode
+
+    def note_prefill(self, model, placed, *rest):
+        computed.extend(placed)
+        prefill(self, model, placed, *rest)
+
+    def note_bytes(self, model, *rest):
+        answered.append(len(self.row_S.unique()))
+        kept.append(sum(x.nbytes for side in (self.of_prompts, self.of_slots) for pair in side for x in pair))
+        return decode(self, model, *rest)
+
+    monkeypatch.setattr(rollout.Cache, "prefill", note_prefill)
+    monkeypatch.setattr(rollout.Cache, "decode", note_bytes)
+    asked = copies_of((7, 3, 1, 12, 5, 8), (4,) * 6)
+    answering = engine(tiny, slots=4)
+    answering.generate(asked, list(range(24)), [1 + i * 7 % 5 for i in range(24)], 1.0)
+    assert sorted(computed) == sorted(set(asked))
+    assert max(answered) == 3
+    assert max(kept) == memory.embedded_cache_bytes(answering.model, slots=4, new_tokens=5, prompts=3, prompt_tokens=11)
+
+
+def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
+    """Otherwise every prompt would have as many places for queries as the one with the most slots."""
+    cache = rollout.Cache(load(tiny), 12, prompts((4,) * 10), 5)
+    cache.admit(load(tiny), torch.tensor([0, 1, 2, 3, 4, 5, 2, 2, 2, 2, 2, 2]), "sdpa")
+    assert cache.places == [5 * cache.heads, 7 * cache.heads] and not cache.alone
+    cache.admit(load(tiny), torch.arange(12) // 2, "sdpa")
+    assert cache.places == [12 * cache.heads] and len(cache.prompt_P) == 6
+    cache.admit(load(tiny), torch.tensor([0, 0, 0, 0, 0, 3, 4, 5, 6, 7, 8, 9]), "sdpa")  # in place of 1 and 2, and new
+    assert cache.of_prompts[0][0].shape == (8 * cache.heads, 3, cache.of_slots[0][0].shape[2])
+    assert sorted(cache.prompt_P.tolist()) == [0, 3, 4, 5, 6, 7, 8, 9]
+    cache = rollout.Cache(load(tiny), 6, prompts((4, 9, 2, 3, 5, 6)), 5)
+    cache.admit(load(tiny), torch.arange(6), "sdpa")
+    assert cache.alone
+    cache.admit(load(tiny), torch.tensor([0, 0, 1, 2, 3, 4]), "sdpa")  # row 5 waits for another prompt
+    assert len(cache.prompt_P) == 6 and not cache.alone
 
 
 def test_equal_prompts_with_different_seeds_differ(tiny):

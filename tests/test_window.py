@@ -154,9 +154,8 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     import rollout
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
-    assert rollout.runs(prompts, 18) == [[0, 1, 2], [3], [4]]
-    assert rollout.runs([(4,) * 30, (4,) * 30, (5,)], 18) == [[0, 1], [2]]
-    assert rollout.runs(prompts, 1000) == [[0, 1, 2, 3, 4]]
+    placed = [((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0)]
+    assert rollout.runs(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
 
     def answers() -> list[Sample]:
         spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
@@ -166,6 +165,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
 
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
+    assert rollout.runs(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
     parts = answers()
     assert [s.ids for s in whole] == [s.ids for s in parts]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))
