@@ -9,7 +9,6 @@ T prompt tokens,  M new tokens at most.
 """
 
 from collections import Counter
-from collections.abc import Callable
 from time import perf_counter
 from typing import Protocol
 
@@ -71,54 +70,43 @@ def nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 class Cache:
     """Keys and values, a pair per layer: of each prompt once, however many of the S slots answer it, and of
-    what each slot has read since. The first axis of both counts the key heads of all prompts or slots.
-
-    The queries of all slots that answer a prompt meet its keys in one product (as in arXiv:2402.05099), and
-    one softmax runs over these scores and those of the slot's own keys.
-    """
+    what each slot has read since. The first axis of both counts the key heads of all prompts or slots. The
+    queries of all slots that answer a prompt meet its keys in one product (as in arXiv:2402.05099), and one
+    softmax runs over these scores and those of the slot's own keys."""
 
     def __init__(self, model: Decoder, slots: int, prompts: list[tuple[int, ...]], max_new_tokens: int):
-        self.prompts, self.heads = prompts, model.shape.kv_heads
         weight, layers, width = model.embed_tokens.weight, range(model.shape.layers), model.shape.head_dim
+        self.prompts, self.heads, self.held = prompts, model.shape.kv_heads, []  # held: each row's prompt
         prompt, own = (0, max(map(len, prompts)) - 1 or 1, width), (slots * self.heads, max_new_tokens, width)
         self.of_prompts = [(weight.new_zeros(prompt), weight.new_zeros(prompt)) for _ in layers]
         self.of_slots = [(weight.new_zeros(own), weight.new_zeros(own)) for _ in layers]
-        self.row_S, self.used_S = torch.zeros(2, slots, dtype=torch.long, device=weight.device)
-        self.prompt_P, self.length_P = torch.zeros(2, 0, dtype=torch.long, device=weight.device)
+        self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
 
-    def admit(self, model: Decoder, prompt_S: Tensor, attention: str) -> None:
-        """Give every slot the prompt of this number, or none where it is -1.
-
-        Prompts that are not here yet are computed, in rows of those that no slot answers any longer, and
-        without their last token: the next decoding step reads that one.
-        """
-        slots_of, held = Counter(prompt_S.tolist()), self.prompt_P.tolist()
-        new = sorted(slots_of.keys() - {-1, *held}, key=lambda number: (slots_of[number], number))
-        rows = [row for row, number in enumerate(held) if number not in slots_of][:len(new)]
+    def admit(self, model: Decoder, prompt_S: list[int], attention: str) -> None:
+        """Give every slot the prompt of this number, or none where it is -1. New ones are computed, in rows
+        that no slot needs any longer, without the last token: the next decoding step reads that one."""
+        slots_of = Counter(prompt_S)
+        new = sorted(slots_of.keys() - {-1, *self.held}, key=lambda number: (slots_of[number], number))
+        rows = [row for row, number in enumerate(self.held) if number not in slots_of][:len(new)]
         more = len(new) - len(rows)
-        if more:
-            replace(self.of_prompts, lambda x: F.pad(x, (0, 0, 0, 0, 0, more * self.heads)))
-            self.prompt_P, self.length_P = F.pad(self.prompt_P, (0, more)), F.pad(self.length_P, (0, more))
-        rows += range(len(held), len(held) + more)
-        self.prompt_P[rows] = torch.tensor(new, dtype=torch.long, device=prompt_S.device)
-        for run in runs([(self.prompts[number], row) for number, row in zip(new, rows, strict=True)]):
-            self.prefill(model, *zip(*run, strict=True), attention)
-        row_of = prompt_S.new_zeros(len(self.prompts) + 1)  # the last one's is read at -1
-        row_of[self.prompt_P] = torch.arange(len(self.prompt_P), device=prompt_S.device)
-        self.arrange(row_of[prompt_S])
+        for layer, pair in enumerate(self.of_prompts if more else ()):
+            self.of_prompts[layer] = [F.pad(x, (0, 0, 0, 0, 0, more * self.heads)) for x in pair]
+        rows += range(len(self.held), len(self.held) + more)
+        row_of = {number: row for row, number in enumerate(self.held) if row not in rows}
+        row_of |= dict(zip(new, rows, strict=True))
+        self.held = sorted(row_of, key=row_of.get)
+        placed = [(self.prompts[number], row_of[number]) for number in new if len(self.prompts[number]) > 1]
+        for run in runs(placed):
+            self.prefill(model, run, attention)
+        self.arrange(torch.tensor([row_of.get(number, 0) for number in prompt_S], device=self.used_S.device))
 
-    def prefill(self, model: Decoder, prompts: tuple[tuple[int, ...], ...], rows: tuple[int, ...],
-                attention: str) -> None:
+    def prefill(self, model: Decoder, placed: list[tuple[tuple[int, ...], int]], attention: str) -> None:
         """Compute prompts together, each into its row."""
-        device, sizes = self.used_S.device, [len(p) - 1 for p in prompts]
-        row_R, length_R = torch.tensor([rows, sizes], device=device)
-        self.length_P[row_R] = length_R
-        if not any(sizes):
-            return
-        ids_T = torch.tensor([i for p in prompts for i in p[:-1]], device=device)
+        device, sizes = self.used_S.device, [len(prompt) - 1 for prompt, _ in placed]
+        ids_T = torch.tensor([i for prompt, _ in placed for i in prompt[:-1]], device=device)
         position_T = torch.cat([torch.arange(size, device=device) for size in sizes])
-        row_T = row_R.repeat_interleave(length_R)
-        within = BACKENDS[attention](Segments.plain([size for size in sizes if size], device))
+        row_T = torch.tensor([row for prompt, row in placed for _ in prompt[:-1]], device=device)
+        within = BACKENDS[attention](Segments.plain(sizes, device))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.of_prompts[layer], (k, v), strict=True):
@@ -128,43 +116,38 @@ class Cache:
         model.hidden(ids_T, position_T, attend)
 
     def arrange(self, row_S: Tensor) -> None:
-        """Lay out the queries by the rows of their prompts: all rows have as many places as the slots of one
-        need. Where few have many slots, the rows are cut in two, with a width for those before and after.
-        """
-        self.row_S, self.longest, rows = row_S, int(self.length_P.max()) or 1, len(self.prompt_P)
+        """Lay out the queries by the rows of their prompts: one place in each row before the first that
+        several slots answer, and from there on as many as the slots of one need."""
+        lengths, rows = [len(self.prompts[number]) - 1 for number in self.held], len(self.held)
+        self.row_S, self.longest = row_S, max(lengths) or 1
+        self.length_S = torch.tensor(lengths, device=row_S.device)[row_S]
         rank_S = (row_S[:, None] == row_S).tril(-1).sum(dim=1)  # among the slots of the same prompt
         count_P = row_S.bincount(minlength=rows)
+        cut = int((count_P > 1).int().argmax())
         row_P, head_H = (torch.arange(n, device=row_S.device) for n in (rows, self.heads))
-        before_P = F.pad(count_P, (1, -1)).cummax(0).values  # the width before each row, if cut there
-        after_P = count_P.flip(0).cummax(0).values.flip(0)
-        # As measured on a CPU: a row costs about as much as three places.
-        cut = int((row_P * (3 + before_P) + (rows - row_P) * (3 + after_P)).argmin())
-        width_P = torch.where(row_P < cut, before_P[cut], after_P[cut])
+        width_P = torch.where(row_P < cut, 1, count_P.max())
         start_P = (width_P.cumsum(0) - width_P) * self.heads
         place = start_P[row_S, None] + head_H * width_P[row_S, None] + rank_S[:, None]
         self.place, self.slot = place.flatten(), row_S.new_zeros(int(width_P.sum()) * self.heads)
         self.slot[self.place] = torch.arange(len(self.place), device=row_S.device)  # 0 where no slot is
-        self.alone = torch.equal(row_S, row_P)  # a slot for every prompt, in order
-        halves = [(cut, before_P[cut]), (rows - cut, after_P[cut])]
-        self.rows = [count * self.heads for count, _ in halves if count]
-        self.places = [count * self.heads * int(width) for count, width in halves if count]
+        self.cut, self.alone = cut * self.heads, torch.equal(row_S, row_P)  # alone: one slot a row, in order
 
     def by_prompt(self, x: Tensor, cache: Tensor) -> Tensor:
         """Multiply what each slot has by what is kept of its prompt."""
         if self.alone:
             return torch.bmm(x, cache)
-        halves = zip(x.index_select(0, self.slot).split(self.places), cache.split(self.rows), strict=True)
-        products = [torch.bmm(left.view(len(right), -1, x.shape[-1]), right) for left, right in halves]
-        flat = [product.view(-1, x.shape[1], product.shape[-1]) for product in products]
-        return torch.cat(flat).index_select(0, self.place)
+        pairs = zip(*(t.tensor_split([self.cut]) for t in (x.index_select(0, self.slot), cache)), strict=True)
+        products = [torch.bmm(left.view(len(right), -1, x.shape[-1]), right).view(len(left), x.shape[1], -1)
+                    for left, right in pairs if len(left)]
+        return torch.cat(products).index_select(0, self.place)
 
     def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
         """Append one token to every slot and return the logits [S, V] of the next."""
-        length_S, longest, own = self.length_P[self.row_S], self.longest, int(self.used_S.max()) + 1
-        column = torch.arange(max(longest, own), device=token_S.device)
-        seen = torch.cat([column[:longest] < length_S[:, None], column[:own] <= self.used_S[:, None]], dim=1)
-        bias = torch.where(seen, 0.0, -torch.inf).repeat_interleave(self.heads, dim=0)[:, None]
-        row, used = torch.arange(len(bias), device=token_S.device), self.used_S.repeat_interleave(self.heads)
+        longest, own, device = self.longest, int(self.used_S.max()) + 1, token_S.device
+        column = torch.arange(max(longest, own), device=device)
+        seen = column[:longest] < self.length_S[:, None], column[:own] <= self.used_S[:, None]
+        bias = torch.where(torch.cat(seen, dim=1), 0.0, -torch.inf).repeat_interleave(self.heads, 0)[:, None]
+        row, used = torch.arange(len(bias), device=device), self.used_S.repeat_interleave(self.heads)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             for cache, x in zip(self.of_slots[layer], (k, v), strict=True):
@@ -180,7 +163,7 @@ class Cache:
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        logits_SV = model.logits(model.hidden(token_S, length_S + self.used_S, attend))
+        logits_SV = model.logits(model.hidden(token_S, self.length_S + self.used_S, attend))
         self.used_S += 1
         return logits_SV
 
@@ -188,16 +171,10 @@ class Cache:
         """Keep only these slots, in this order, and the prompts that they answer."""
         rows, row_S = self.row_S[slots].unique(return_inverse=True)
         for side, kept in ((self.of_slots, slots), (self.of_prompts, rows)):
-            replace(side, lambda x, kept=kept: x.unflatten(0, (-1, self.heads))[kept].flatten(0, 1))
-        self.used_S, self.prompt_P = self.used_S[slots], self.prompt_P[rows]
-        self.length_P = self.length_P[rows]
+            for layer, pair in enumerate(side):  # one layer at a time, so that only one is held twice
+                side[layer] = [x.unflatten(0, (-1, self.heads))[kept].flatten(0, 1) for x in pair]
+        self.used_S, self.held = self.used_S[slots], [self.held[row] for row in rows.tolist()]
         self.arrange(row_S)
-
-
-def replace(side: list[tuple[Tensor, Tensor]], change: Callable[[Tensor], Tensor]) -> None:
-    """Change keys and values one layer at a time, so that only one is held twice."""
-    for layer, (keys, values) in enumerate(side):
-        side[layer] = change(keys), change(values)
 
 
 class Decoding:
@@ -208,7 +185,7 @@ class Decoding:
         self.model, self.count = model, count
         number = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.cache = Cache(model, slots, list(number), max_new_tokens)
-        self.prompt_N = torch.tensor([*(number[prompt] for prompt in prompts), -1], device=device)
+        self.prompt_N = [*(number[prompt] for prompt in prompts), -1]
         self.owner_S = torch.full((slots,), count, device=device)  # `count`: the slot is idle
         self.token_S, self.step_S = torch.zeros(2, slots, dtype=torch.long, device=device)
         self.limit_N = torch.tensor([*limits, max_new_tokens], device=device)
@@ -220,7 +197,6 @@ class Decoding:
         self.ended_N = torch.zeros(count + 1, dtype=torch.bool, device=device)
 
     def idle(self) -> list[int]:
-        """List the slots that work on no sample."""
         return (self.owner_S == self.count).nonzero()[:, 0].tolist()
 
     def admit(self, slots: list[int], samples: range, prompts: list[tuple[int, ...]], seeds: list[int],
@@ -228,7 +204,7 @@ class Decoding:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
-        self.cache.admit(self.model, self.prompt_N[self.owner_S], attention)
+        self.cache.admit(self.model, [self.prompt_N[i] for i in self.owner_S.tolist()], attention)
         self.token_S[slots] = torch.tensor([prompts[i][-1] for i in samples], device=device)
         self.step_S[slots] = 0
         drawn_SM = np.stack([uniforms(seeds[i], self.uniform_SM.shape[1]) for i in samples])
@@ -259,7 +235,6 @@ class Decoding:
         self.cache.used_S *= working_S
 
     def samples(self) -> list[Sample]:
-        """List every sample as it is now."""
         made, ended = self.made_N.tolist(), self.ended_N.tolist()
         ids, logp = self.ids_NM.tolist(), self.logp_NM.tolist()
         return [Sample(ids[i][:made[i]], logp[i][:made[i]], ended[i]) for i in range(self.count)]
@@ -296,8 +271,8 @@ class TorchEngine:
 
         max_new_tokens is a number for all, or a list of one for each. Several completions of a prompt are
         that prompt several times, each with a seed of its own. top_p below 1 is for evaluation: the log-probs
-        are those before it. `progress` names a bar of the samples done, with tokens per second; none is shown
-        without it. Raises RuntimeError before the first `sync` and after `sleep`.
+        are those before it. `progress` names a bar, of samples done and tokens per second; without a name
+        there is none. Raises RuntimeError before the first `sync` and after `sleep`.
         """
         if self.model.norm.weight.is_meta:
             raise RuntimeError("the engine has no weights; sync it first")

@@ -111,7 +111,7 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
     computed, answered, kept, prefill, decode = [], [], [], rollout.Cache.prefill, rollout.Cache.decode
 
     def note_prefill(self, model, placed, *rest):
-        computed.extend(placed)
+        computed.extend(prompt for prompt, _ in placed)
         prefill(self, model, placed, *rest)
 
     def note_bytes(self, model, *rest):
@@ -121,7 +121,7 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
 
     monkeypatch.setattr(rollout.Cache, "prefill", note_prefill)
     monkeypatch.setattr(rollout.Cache, "decode", note_bytes)
-    asked = copies_of((7, 3, 1, 12, 5, 8), (4,) * 6)
+    asked = copies_of((7, 3, 2, 12, 5, 8), (4,) * 6)
     answering = engine(tiny, slots=4)
     answering.generate(asked, list(range(24)), [1 + i * 7 % 5 for i in range(24)], 1.0)
     assert sorted(computed) == sorted(set(asked))
@@ -132,18 +132,18 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
 def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
     """Otherwise every prompt would have as many places for queries as the one with the most slots."""
     cache = rollout.Cache(load(tiny), 12, prompts((4,) * 10), 5)
-    cache.admit(load(tiny), torch.tensor([0, 1, 2, 3, 4, 5, 2, 2, 2, 2, 2, 2]), "sdpa")
-    assert cache.places == [5 * cache.heads, 7 * cache.heads] and not cache.alone
-    cache.admit(load(tiny), torch.arange(12) // 2, "sdpa")
-    assert cache.places == [12 * cache.heads] and len(cache.prompt_P) == 6
-    cache.admit(load(tiny), torch.tensor([0, 0, 0, 0, 0, 3, 4, 5, 6, 7, 8, 9]), "sdpa")  # in place of 1 and 2, and new
+    cache.admit(load(tiny), [0, 1, 2, 3, 4, 5, 2, 2, 2, 2, 2, 2], "sdpa")
+    assert cache.cut == 5 * cache.heads and len(cache.slot) == (5 + 7) * cache.heads and not cache.alone
+    cache.admit(load(tiny), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], "sdpa")
+    assert cache.cut == 0 and len(cache.slot) == 12 * cache.heads and len(cache.held) == 6
+    cache.admit(load(tiny), [0, 0, 0, 0, 0, 3, 4, 5, 6, 7, 8, 9], "sdpa")  # in place of 1 and 2, and new
     assert cache.of_prompts[0][0].shape == (8 * cache.heads, 3, cache.of_slots[0][0].shape[2])
-    assert sorted(cache.prompt_P.tolist()) == [0, 3, 4, 5, 6, 7, 8, 9]
+    assert sorted(cache.held) == [0, 3, 4, 5, 6, 7, 8, 9]
     cache = rollout.Cache(load(tiny), 6, prompts((4, 9, 2, 3, 5, 6)), 5)
-    cache.admit(load(tiny), torch.arange(6), "sdpa")
+    cache.admit(load(tiny), [0, 1, 2, 3, 4, 5], "sdpa")
     assert cache.alone
-    cache.admit(load(tiny), torch.tensor([0, 0, 1, 2, 3, 4]), "sdpa")  # row 5 waits for another prompt
-    assert len(cache.prompt_P) == 6 and not cache.alone
+    cache.admit(load(tiny), [0, 0, 1, 2, 3, 4], "sdpa")  # row 5 waits for another prompt
+    assert len(cache.held) == 6 and not cache.alone
 
 
 def test_equal_prompts_with_different_seeds_differ(tiny):
