@@ -38,7 +38,7 @@ STAGES = (
     (290, "3 score", "reward.py", "r\u1d62"),
     (382, "4 compare", "advantage.py", "A\u1d62 = (r\u1d62 \u2212 mean) / std"),
     (560, "5 prune", "prune.py", "v\u1d62 = 1/p\u1d62 or 0"),
-    (714, "6 pack", "pack.py", "no padding"),
+    (714, "6 pack", "pack.py", "each prompt once"),
     (1000, "7 update", "loss.py", "\u2212\u03a3 w f A \u2207log \u03c0"),
 )
 
@@ -90,14 +90,17 @@ def draw_group(top: float, number: int, group: tuple[Completion, ...]) -> list[s
 
 
 def pack() -> list[list[tuple[int, str]]]:
-    """Pack kept completions, longest first, into the first row with room: rows of (tokens, colour)."""
-    weighed = [pair for group in GROUPS for pair in zip(group, weights(group), strict=True)]
-    kept = sorted(((c.length, colour(c)) for c, weight in weighed if weight), reverse=True)
+    """Pack each group's prompt before all of its kept completions: rows of (tokens, colour)."""
     rows: list[list[tuple[int, str]]] = []
-    for length, fill in kept:
-        item = [(2, PROMPT), (length, fill)]
-        room = [row for row in rows if sum(n for n, _ in row) + length + 2 <= CAPACITY]
-        room[0].extend(item) if room else rows.append(item)
+    for group in GROUPS:
+        kept = [(c.length, colour(c)) for c, weight in zip(group, weights(group), strict=True) if weight]
+        row = [(2, PROMPT)]
+        for length, fill in kept:
+            if sum(n for n, _ in row) + length > CAPACITY:
+                rows.append(row)
+                row = [(2, PROMPT)]
+            row.append((length, fill))
+        rows.append(row)
     return rows
 
 
