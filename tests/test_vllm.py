@@ -137,13 +137,13 @@ def test_a_wrong_tensor_never_reaches_it(engine, policy):
     before = engine.generate(prompts(), list(range(8)), 20, 1.0)
     whole = policy.norm.weight
     policy.norm.weight = torch.nn.Parameter(torch.ones(7))
-    with pytest.raises(ValueError, match=r"model.norm.weight: \(7,\), the engine's is \(128,\)"):
+    with pytest.raises(ValueError, match=r"model.norm.weight: its shape is \(7,\), the engine's \(128,\)"):
         engine.sync(policy)
     del policy.norm.weight
-    with pytest.raises(ValueError, match=r"model.norm.weight: nothing, the engine's is \(128,\)"):
+    with pytest.raises(ValueError, match=r"model.norm.weight: its shape is nothing, the engine's \(128,\)"):
         engine.sync(policy)
     policy.norm.weight, policy.norm.other = whole, torch.nn.Parameter(torch.ones(3))
-    with pytest.raises(ValueError, match=r"model.norm.other: \(3,\), the engine's is nothing"):
+    with pytest.raises(ValueError, match=r"model.norm.other: its shape is \(3,\), the engine's nothing"):
         engine.sync(policy)
     assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
 
