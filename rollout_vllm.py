@@ -2,6 +2,7 @@
 
 import os
 import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
@@ -18,6 +19,7 @@ from model import Decoder, empty_model
 from records import EngineSpec, Sample
 
 VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
+
 
 class VLLMEngine:
     """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
@@ -110,7 +112,8 @@ class VLLMEngine:
         params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
                               stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
                               logprobs=0, flat_logprobs=True) for _, seed, limit in requests]
-        bar = partial(tqdm, leave=False, disable=None) if progress else False  # None: unless at a terminal
+        # Not a bar that is disabled: vLLM divides by the seconds that it was shown.
+        bar = partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False
         try:
             asked = [{"prompt_token_ids": list(ids)} for ids, *_ in requests]
             outputs = self.llm.generate(asked, params, use_tqdm=bar)
