@@ -208,7 +208,7 @@ def sdpa_padded(segments: Segments) -> Attend:
 
 
 def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
-    """Attention of some segments, and the tokens that are its queries, in its order.
+    """Make the attention of some segments; returns the tokens that are its queries, in order, and itself.
 
     Keys of a prefix are padded on the left and a segment's own on the right: what query i sees of these is i
     and all before, in every segment.
