@@ -79,9 +79,9 @@ class Reward:
     boxed: float = 0.0             # an answer is in a box, right or not
     format: float = 0.0            # think and answer tags as CPPO asks for them
     tag_exact: float = 0.0         # the last answer tag holds the gold answer, commas aside (CPPO)
-    tag_number: float = 0.0        # it and the gold answer hold one number each, the same (CPPO)
+    tag_number: float = 0.0        # the last answer tag holds the gold answer's one number (CPPO)
     overlong: float = 0.0          # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
-    overlong_tokens: int | None = None  # length of that slope
+    overlong_tokens: int | None = None  # tokens over which `overlong` falls
     custom: float = 0.0            # what reward(text, gold, tokens) of custom_file returns, in [-1, 1]
     custom_file: str | None = None  # a Python file of your own
 
@@ -97,7 +97,7 @@ class GroupNorm:
     """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
     kind: Literal["group_norm"] = "group_norm"
     correction: Literal[0, 1] = 1  # of the standard deviation: 1 in the released codes, 0 in the papers
-    eps: PositiveOrZero = 1e-4     # added to it; verl has 1e-6
+    eps: PositiveOrZero = 1e-4     # added to the deviation; verl has 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -117,7 +117,7 @@ class Decoupled:
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
     correction: Literal[0, 1] = 1  # of the standard deviation, as with group_norm
-    eps: PositiveOrZero = 1e-4     # added to it
+    eps: PositiveOrZero = 1e-4     # added to the deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,9 +249,9 @@ class Loss:
     # total_variation, binary_kl: Divergence PPO; none: no bound (loss.TRUST)
     trust: Literal["clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"] = "clip"
     clip_low: ZeroToOne = 0.2      # the ratio counts from 1 - clip_low
-    clip_high: PositiveOrZero = 0.2  # to 1 + clip_high
+    clip_high: PositiveOrZero = 0.2  # the ratio counts up to 1 + clip_high
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
-    divergence: float | None = None  # bound on it; in the paper total_variation 0.15, binary_kl 0.05
+    divergence: float | None = None  # its bound; in the paper total_variation 0.15, binary_kl 0.05
     # total_variation, binary_kl: upper bound on the ratio
     ratio_cap: Annotated[float, above(1, ", and left out with other kinds of loss.trust")] = 20.0
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model

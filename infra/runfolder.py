@@ -131,6 +131,7 @@ class Log:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
+        self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
 
     def lock(self) -> None:
