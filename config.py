@@ -34,7 +34,9 @@ class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # the kernel; sdpa runs anywhere
-    checkpoint_blocks: bool = False  # recompute activations in backward: less memory, a third more time
+    # computed again in backward to save memory. selective: norms and SwiGLU; all: blocks; auto: what it must
+    checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"
+    compile: bool = False          # fuse elementwise work by torch.compile
     logp_chunk: Count = 1024       # positions whose logits over the vocabulary are in memory at once
 
 
@@ -63,10 +65,10 @@ class Rollout:
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
     window: int | None = None      # new tokens of a completion per step, more in the next (T-PPO); null: all
-    engine: Literal["torch", "vllm"] = "torch"  # torch: the embedded one
+    engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, above(0, ": greedy groups have no advantage")] = 1.0
-    slots: Count = 256             # sequences decoded at once, per engine; decides the size of the KV cache
+    slots: Count = 256             # sequences decoded at once, per engine; fewer where memory is short
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
     cache_gib: Positive | None = None  # vllm: KV cache per rank; null: room for every slot at full length
 
@@ -384,10 +386,9 @@ def size_rules(cfg: Config) -> Iterator[Rule]:
                "left out with advantage.alpha")
     yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
            "1 at eval.temperature=0: greedy answers are all the same")
-    if roll.engine == "vllm":
-        low = "at least 0.01 with rollout.engine=vllm, which takes a lower one for 0.01"
-        yield "rollout.temperature", roll.temperature >= 0.01, low
-        yield "eval.temperature", not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
+    low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one for 0.01"
+    yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
+    yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
 
 
 def pruning_rules(cfg: Config) -> Iterator[Rule]:

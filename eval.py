@@ -30,7 +30,8 @@ from infra.results import Store, differences, hash_files, read_result, require_s
 from infra.runfolder import note
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model
-from model import choose_backend, load_model
+from memory import choose_backend, find_device, fit_engine
+from model import load_model
 from records import EngineSpec, Problem, Prompt
 from rollout import Engine, start_engine
 from verify.grade import grade, name_unreadable
@@ -48,7 +49,7 @@ PROTOCOLS = {
              "max_new_tokens": 20480},
 }
 DEFAULTS = {"max_prompt_tokens": 2048, "max_new_tokens": 1024, "n": 1, "temperature": 0.0, "top_p": 1.0,
-            "engine": "torch", "slots": 256, "tensor_parallel": 1, "cache_gib": None, "system_prompt": None,
+            "engine": "auto", "slots": 256, "tensor_parallel": 1, "cache_gib": None, "system_prompt": None,
             "data_dir": None, "dtype": "auto", "attention": "auto"}
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
 ROUNDS_OF_SLOTS = 4   # how often all decoding slots are filled between two writes of the responses
@@ -323,7 +324,7 @@ def parser() -> argparse.ArgumentParser:
     add("--temperature", type=float, help="0 is greedy (0)")
     add("--top-p", type=float, help="1")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
-    add("--engine", choices=["torch", "vllm"], help="as rollout.engine in training (torch)")
+    add("--engine", choices=["auto", "torch", "vllm"], help="as rollout.engine in training (auto)")
     add("--tensor-parallel", type=int, help="ranks that one vLLM engine is spread over (1)")
     add("--cache-gib", type=float, help="as rollout.cache_gib")
     add("--slots", type=int, help="sequences decoded at once (256)")
@@ -401,10 +402,10 @@ def engine_spec(args: argparse.Namespace, device: torch.device, tokenizer: Token
 def run(args: argparse.Namespace) -> dict:
     """Evaluate as the arguments say; responses that --out holds already are not sampled again."""
     check_arguments(args)
-    device = dist.init(args.device)
+    device = dist.init(find_device(args.device))
     tokenizer = Tokenizer(find_model(args.model))
     sets = load_sets(args.data, args.data_dir, tokenizer, args.system_prompt, args.max_prompt_tokens)
-    spec = engine_spec(args, device, tokenizer, sets)
+    args.engine, spec = fit_engine(args.engine, engine_spec(args, device, tokenizer, sets))
     sampling = Sampling(args.max_new_tokens, args.n, args.temperature, args.top_p, args.seed)
     store = None
     if args.out:

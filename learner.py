@@ -22,7 +22,7 @@ from infra import dist
 from infra.checkpoint import Role, is_complete, load_tensors, tensors
 from infra.signals import exit_status
 from infra.weights import export, find_model, load_weights
-from model import BACKENDS, Decoder, choose_backend, empty_model, load_model
+from model import BACKENDS, Decoder, empty_model, load_model
 from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
 
@@ -69,16 +69,17 @@ class Learner:
         return [build_row(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
 
 
-def build_learner(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Learner:
+def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
     """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
+    dtype = getattr(torch, cfg.model.dtype)
     given = source, cfg.model, cfg.optim.offload, device, dtype
     policy = load_sharded(*given)
     residual, reference = getattr(cfg.advantage, "residual", None), None
     if cfg.loss.kl or residual:
         reference = load_sharded(*given).requires_grad_(False)
     return Learner(
-        device, dtype, choose_backend(cfg.model.attention, device, dtype), policy, reference,
-        optimizer=adam(policy, cfg.optim), loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
+        device, dtype, cfg.model.attention, policy, reference, optimizer=adam(policy, cfg.optim),
+        loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
         temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
         seed=cfg.seed, steps=cfg.steps, residual=residual)
 
@@ -98,6 +99,8 @@ def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, 
     dist.shard(model, backbone.layers, device, dtype, offload)
     model.to_empty(device="cpu" if offload else device)
     backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
+    if settings.compile:
+        backbone.compile_passes()
 
 
 def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:

@@ -1,62 +1,334 @@
-"""Count the bytes of a training step and of the rollout from shapes, and measure those of the machine."""
+"""Decide what fits: count the bytes of an update and of a rollout, measure those of the machine, and choose
+what a config leaves to `auto`.
+"""
 
+import importlib
+import importlib.metadata
 import os
 import resource
+from bisect import bisect_right
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
 
 import torch
 
+from config import Config, ConfigError, Gae, flatten
 from infra import dist
-from infra.weights import Shape
-from model import Decoder
+from infra.weights import Shape, read_shape
+from model import CALLS
+from records import EngineSpec
+
+VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
+DRIVER = Path("/proc/driver/nvidia/version")
+WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements-gpu.txt"
+OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
+              "nvidia-smi shows it): update the driver")
+FILLED = 0.9  # of the memory that is free when a run begins; the CUDA context and odd sizes take some
 
 
-def peak_bytes(shape: Shape, tokens: int, recompute: bool, element: int, chunk: int = 1024, ranks: int = 1,
-               ) -> int:
-    """Count the peak of a training step on one rank, in bytes, all tokens of the row completion tokens.
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What a rank has to run on."""
 
-    Args:    tokens    of the row;  ranks  that the weights are spread over
-             recompute model.checkpoint_blocks
-             element   bytes of a computed number
-             chunk     model.logp_chunk
-    Counted: state     weights, gradients and two moments in float32, spread over the ranks
-             gathered  the embedding (and head), one block, and the gradients of both, in the computation's
-                       dtype and as float32
-             blocks    what backward needs of each block, and one block's gradients; with `recompute` the
-                       input of each alone, and all of one
-             loss      logits of a chunk, as float32, and again as their gradient
+    device: torch.device
+    free: float          # bytes before anything is loaded, on the rank that has least
+    ranks: int
+    no_vllm: str = ""    # why vLLM cannot sample here; empty where it can
+
+    @staticmethod
+    def here(device: torch.device) -> "Machine":
+        """Describe this machine. Collective: all ranks come to the same."""
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = total_bytes(device) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+        lacking = why_no_vllm(device)
+        if dist.max_over_ranks(bool(lacking)):
+            lacking = lacking or "another rank's machine does not have it"
+        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking)
+
+    def engines(self, dtype: str) -> list[str]:
+        """List the rollout engines that can run here, the fastest first."""
+        return ["torch"] if self.no_vllm or dtype == "float64" else ["vllm", "torch"]
+
+
+def why_no_vllm(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "vLLM is chosen on CUDA alone"
+    try:
+        version = importlib.metadata.version("vllm").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    return "" if version == VLLM_VERSION else (
+        f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
+        "pip install -r requirements-gpu.txt for a rollout that is two to three times as fast")
+
+
+def find_device(wanted: str) -> torch.device:
+    """Return this process's device. auto takes CUDA where the machine has a device for every process, so that
+    all ranks decide alike; where it has a GPU that torch cannot use, a line says why.
+
+    Raises ConfigError for CUDA that was asked for and is missing, or is there and does not start.
     """
-    with torch.device("meta"):
-        parameters = sum(p.numel() for p in Decoder(shape).parameters())
+    if wanted == "cpu":
+        return torch.device("cpu")
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in allocator):
+        # Rows differ in size, and fixed segments would fragment over hours.
+        os.environ[allocator[0]] = "expandable_segments:True"
+    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    unused = DRIVER.is_file() and not devices and "CUDA_VISIBLE_DEVICES" not in os.environ
+    why = f"; {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}" if unused else ""
+    if wanted == "cuda" and devices < processes:
+        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
+                          f"processes{why}; set device=cpu (or auto), or start fewer processes")
+    if devices < processes:
+        if why:
+            print(f"training on the CPU, although this machine has a GPU{why}", flush=True)
+        return torch.device("cpu")
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise ConfigError(f"CUDA does not start: {error}; {OLD_DRIVER}; or set device=cpu") from error
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+# ---- what `auto` chooses
+
+def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
+    """Choose on this machine what a config leaves to `auto`, and say it. Collective.
+
+    Args:    source  folder of the model
+             saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
+    """
+    device = dist.init(find_device(cfg.device))
+    decided, remarks = choose(cfg, read_shape(source), Machine.here(device), saved or {})
+    if dist.rank() == 0:
+        named = [f"{key}={value}" for key, value in choices(cfg, decided).items()]
+        lines = [f"chosen here: {', '.join(named)}"] * bool(named) + remarks
+        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+    return decided
+
+
+def choices(cfg: Config, decided: Config) -> dict:
+    """Return the settings that `choose` has changed, flat."""
+    before, after = flatten(cfg), flatten(decided)
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def choose(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
+    """Replace every `auto` by a value, and slots by fewer where memory asks for it; returns remarks too.
+
+    What was `saved` is taken again where it can run here, so that a run that goes on stays the same run.
+    """
+    def pick(key: str, able: list) -> str:
+        wanted = flatten(cfg)[key]
+        return wanted if wanted != "auto" else saved[key] if saved.get(key) in able else able[0]
+
+    cuda, room = machine.device.type == "cuda", FILLED * machine.free
+    dtype = pick("model.dtype", ["bfloat16", "float32"] if cuda else ["float32", "bfloat16"])
+    attention = choose_backend(cfg.model.attention, machine.device, getattr(torch, dtype))
+    if cfg.model.attention == "auto" and saved.get("model.attention") == "sdpa":
+        attention = "sdpa"
+    engine = pick("rollout.engine", machine.engines(dtype))
+    here = replace(cfg, device=machine.device.type,
+                   model=replace(cfg.model, dtype=dtype, attention=attention),
+                   rollout=replace(cfg.rollout, engine=engine))
+    fitting = [how for how in CALLS
+               if update_bytes(with_recompute(here, how), shape, machine.ranks) <= room]
+    here = with_recompute(here, pick("model.checkpoint_blocks", fitting or ["all"]))
+    wanted = cfg.rollout.slots
+    most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
+    slots = min(most, saved.get("rollout.slots", wanted))
+    here = replace(here, rollout=replace(here.rollout, slots=slots))
+    return here, list(remarks(cfg, here, machine, saved))
+
+
+def remarks(cfg: Config, here: Config, machine: Machine, saved: dict) -> Iterator[str]:
+    """Say why a choice is not what somebody expects."""
+    slots = here.rollout.slots
+    if slots < cfg.rollout.slots:
+        yield (f"rollout.slots={slots}, not {cfg.rollout.slots}: {machine.free / 2**30:.1f} GiB have no room "
+               "for more")
+    if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
+        yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
+    was = [f"{key}={saved[key]}" for key, value in choices(cfg, here).items()
+           if key != "device" and saved.get(key, value) != value]
+    if was:
+        yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
+
+
+def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
+    """Choose the engine of an evaluation, and slots that fit, as `choose` does for training. Collective."""
+    machine, shape = Machine.here(spec.device), read_shape(spec.folder)
+    kind = machine.engines(str(spec.dtype).removeprefix("torch."))[0] if wanted == "auto" else wanted
+    spread = spec.tensor_parallel if kind == "vllm" else 0
+    cache = spec.cache_gib and int(spec.cache_gib * 2**30)
+    slots = slots_that_fit(spec.slots, FILLED * machine.free, lambda slots: engine_bytes(
+        shape, spec.dtype.itemsize, slots, spec.max_len, spread, cache))
+    if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
+        print(f"chosen here: --engine {kind} --slots {slots}", flush=True)
+    return kind, replace(spec, slots=slots)
+
+
+def with_recompute(cfg: Config, how: str) -> Config:
+    return replace(cfg, model=replace(cfg.model, checkpoint_blocks=how))
+
+
+def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """List the keys of model.BACKENDS that run on this device, the fastest first. torch's kernel and
+    flash-attn's are the same; both need half precision."""
+    halves = dtype in (torch.bfloat16, torch.float16)
+    return ["varlen", "sdpa"] if device.type == "cuda" and halves else ["sdpa"]
+
+
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the key of model.BACKENDS for a setting of model.attention. Raises ConfigError where what was
+    asked for cannot run."""
+    able = backends(device, dtype)
+    if wanted == "auto":
+        return able[0]
+    if wanted != "sdpa" and able == ["sdpa"]:
+        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype}; "
+                          "use auto or sdpa")
+    if wanted == "flash":
+        try:
+            importlib.import_module("flash_attn").flash_attn_varlen_func  # noqa: B018
+        except (ImportError, AttributeError) as error:  # also a build for another torch, or a bare folder
+            raise ConfigError(f"model.attention=flash, but flash-attn cannot be imported ({error}); "
+                              "use auto, which takes the same kernel from torch") from error
+    return wanted
+
+
+# ---- counted from shapes
+
+@dataclass(frozen=True, slots=True)
+class Pass:
+    """What the memory of a forward and backward pass of one row depends on."""
+
+    shape: Shape
+    tokens: int            # of the row
+    keys: int              # that its segments attend to; those of a prompt count once per completion
+    element: int           # bytes of a computed number
+    recomputed: str = "none"  # model.checkpoint_blocks
+    chunk: int = 1024      # model.logp_chunk
+    fused: bool = False    # CUDA's kernels: a norm keeps its input alone, and attention pads nothing
+
+
+def parameters(shape: Shape) -> int:
+    """Count the weights of a decoder of this shape."""
+    D, query, key = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    biases = (query + 2 * key) * shape.qkv_bias + D * shape.out_bias
+    norms = 2 * D + 2 * shape.head_dim * shape.qk_norm
+    block = 2 * D * query + 2 * D * key + 3 * D * shape.intermediate_size + biases + norms
+    return shape.vocab_size * D * (1 if shape.tied else 2) + shape.layers * block + D
+
+
+def pass_bytes(given: Pass) -> int:
+    """Count the peak of a forward and backward pass beside weights, their gradients and moments, in bytes.
+
+    Counted: gathered  the embedding (and head), one block, and the gradients of both, in the computation's
+                       dtype and as float32
+             blocks    what backward needs of each block, and one block's gradients
+             loss      logits of a chunk in float32, their softmax, and that again as it is multiplied
+    """
+    shape, element = given.shape, given.element
     root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-    block = (parameters - root) // shape.layers
-    state = 16 * parameters // ranks
-    gathered = (root + block) * (2 * element + 4)
-    heads = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    # What autograd keeps of a block, per token: of each norm its input and two stages; queries, keys and
-    # values as they are and padded; what attention gives, likewise; four products of the MLP.
-    attended = 2 * heads + 2 * shape.heads * shape.head_dim
-    inside = 6 * shape.hidden_size + attended + 4 * shape.intermediate_size
-    kept = shape.layers * shape.hidden_size + 2 * inside if recompute else (shape.layers + 1) * inside
-    return state + gathered + tokens * kept * element + 2 * chunk * shape.vocab_size * 4
+    gathered = (root + (parameters(shape) - root) // shape.layers) * (2 * element + 4)
+    kept = block_bytes(given)
+    once = block_bytes(replace(given, recomputed="none"))
+    loss = given.chunk * shape.vocab_size * (8 + element)
+    return gathered + shape.layers * kept + (1 if given.recomputed == "none" else 2) * once + loss
 
 
-def cache_bytes(model: Decoder, slots: int, max_len: int, tensor_parallel: int = 1) -> int:
-    """Count one rank's KV cache in vLLM: room for every slot at full length, in blocks of up to 128 tokens,
-    and one block more."""
-    block, heads = 128, max(1, model.shape.kv_heads // tensor_parallel)
-    return (slots * -(-max_len // block) + 1) * block * token_bytes(model, heads)
+def block_bytes(given: Pass) -> int:
+    """Count what is kept of one block for backward."""
+    shape = given.shape
+    D, inner = shape.hidden_size, shape.intermediate_size
+    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    if given.recomputed == "all":  # its input
+        per_token, per_key = D, 0
+    elif given.recomputed == "selective":  # its input and what products and attention give
+        per_token, per_key = 3 * D + 2 * query + 2 * key + 2 * inner, 0
+    elif given.fused:  # of each norm input and output; queries, keys, values, what attention gives; the MLP
+        per_token, per_key = 4 * D + 2 * query + 4 * inner, 2 * key
+    else:  # norms have two stages more; queries, keys, values and what attention gives, also padded
+        per_token, per_key = 6 * D + 4 * query + 4 * inner, 4 * key
+    return (given.tokens * per_token + given.keys * per_key) * given.element
 
 
-def embedded_cache_bytes(model: Decoder, slots: int, new_tokens: int, prompts: int, prompt_tokens: int,
-                         ) -> int:
-    """Count the KV cache of rollout.TorchEngine: so many new tokens of every slot, and each prompt once."""
-    return (slots * new_tokens + prompts * prompt_tokens) * token_bytes(model, model.shape.kv_heads)
+def planned_lengths(cfg: Config) -> tuple[int, int]:
+    """Return the tokens of prompts and completions for which memory is planned: prompts as long as they may
+    be, and completions of a quarter of that."""
+    return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
 
 
-def token_bytes(model: Decoder, heads: int) -> int:
-    """Count the keys and values of one token in all layers."""
-    return 2 * model.shape.layers * heads * model.shape.head_dim * model.embed_tokens.weight.element_size()
+def row_of(cfg: Config) -> tuple[int, int]:
+    """Return the tokens of a full row of whole groups, and the keys that its segments attend to."""
+    (prompt, completion), G, tokens = planned_lengths(cfg), cfg.rollout.group_size, cfg.pack.capacity
+    return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
 
+
+def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
+    """Count the weights and moments that lie on one rank between passes, float32 over all ranks."""
+    models = 2 if isinstance(cfg.advantage, Gae) else 1
+    reference = 1 if cfg.loss.kl or getattr(cfg.advantage, "residual", None) else 0
+    offloaded = cfg.optim.offload and cfg.device == "cuda"
+    return 0 if offloaded else (12 * models + 4 * reference) * parameters(shape) // ranks
+
+
+def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
+    """Count the peak of an update on one rank, in bytes, of a config in which nothing is `auto`."""
+    gradients = 0 if cfg.optim.offload and cfg.device == "cuda" else 4 * parameters(shape) // ranks
+    # torch.compile computes what is cheap again by itself.
+    how = "selective" if cfg.model.compile and cfg.model.checkpoint_blocks == "none" else (
+        cfg.model.checkpoint_blocks)
+    element, fused = getattr(torch, cfg.model.dtype).itemsize, cfg.model.attention != "sdpa"
+    given = Pass(shape, *row_of(cfg), element, how, cfg.model.logp_chunk, fused)
+    return held_bytes(cfg, shape, ranks) + gradients + pass_bytes(given)
+
+
+def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
+    """Count the bytes in use on one rank while the engine samples in so many slots at full length."""
+    roll, element = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize
+    new = max(roll.window or roll.max_new_tokens, cfg.eval.max_new_tokens)
+    spread = roll.tensor_parallel if roll.engine == "vllm" else 0
+    cache = roll.cache_gib and int(roll.cache_gib * 2**30)
+    return held_bytes(cfg, shape, ranks) + engine_bytes(
+        shape, element, slots, cfg.data.max_prompt_tokens + new, spread, cache)
+
+
+def engine_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
+                 cache: int | None = None) -> int:
+    """Count an engine's weights, its cache and what it draws from; tensor_parallel=0 is the embedded one."""
+    if cache is None:
+        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
+    # Logits and log-probs in float32; probabilities and their sums in float64.
+    drawn = 24 * slots * shape.vocab_size
+    return parameters(shape) * element // max(1, tensor_parallel) + cache + drawn
+
+
+def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
+    """Count one rank's KV cache with room for every slot at full length.
+
+    vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
+    prompt once, here as many as slots, and one layer in float32 beside, as it is multiplied.
+    """
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
+    if not tensor_parallel:
+        return slots * max_len * (token + token * 4 // element // shape.layers)
+    blocks = slots * -(-max_len // 128) + 1
+    return blocks * 128 * token * max(1, shape.kv_heads // tensor_parallel) // shape.kv_heads
+
+
+def slots_that_fit(wanted: int, room: float, bytes_of: Callable[[int], int]) -> int:
+    """Return the most slots up to `wanted` that there is room for, in bytes; at least one."""
+    return max(1, bisect_right(range(1, wanted + 1), room, key=bytes_of))
+
+
+# ---- measured
 
 def in_use(device: torch.device) -> float:
     """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""

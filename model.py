@@ -8,23 +8,26 @@ Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fe
 for queries),  E head width,  V vocabulary.
 """
 
-import importlib.util
 import inspect
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import accumulate
+from operator import call
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from config import ConfigError
 from infra.weights import Shape, hf_name, load_weights, read_shape
 from records import Segments
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
+# What selective recomputation keeps: the results of these, by which a block's time is spent.
+PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward"}
 
 
 def rope_frequencies(shape: Shape) -> Tensor:
@@ -46,9 +49,11 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    def __init__(self, shape: Shape, layer: int):
+    """The products around attention; `forward` computes what goes into it."""
+
+    def __init__(self, shape: Shape):
         super().__init__()
-        self.layer, self.head_dim = layer, shape.head_dim
+        self.head_dim = shape.head_dim
         query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
@@ -60,12 +65,10 @@ class Attention(nn.Module):
         else:
             self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         projections = (self.q_proj, self.k_proj, self.v_proj)
         q, k, v = (project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in projections)
-        cos_TE, sin_TE = cos_TE.to(q.dtype), sin_TE.to(q.dtype)
-        q, k = rotate(self.q_norm(q), cos_TE, sin_TE), rotate(self.k_norm(k), cos_TE, sin_TE)
-        return self.o_proj(attend(self.layer, q.to(v.dtype), k.to(v.dtype), v).flatten(1))
+        return rotate(self.q_norm(q), cos_TE, sin_TE), rotate(self.k_norm(k), cos_TE, sin_TE), v
 
 
 class MLP(nn.Module):
@@ -82,14 +85,33 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
+        self.layer = layer
         self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.self_attn = Attention(shape, layer)
+        self.self_attn = Attention(shape)
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.mlp = MLP(shape)
 
     def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
-        x_TD = x_TD + self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE, attend)
+        q_THE, k_THE, v_THE = self.before(x_TD, cos_TE, sin_TE)
+        return self.after(x_TD, attend(self.layer, q_THE, k_THE, v_THE))
+
+    def before(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE)
+
+    def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
+        x_TD = x_TD + self.self_attn.o_proj(attended_THE.flatten(1))
         return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+
+
+def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
+    kept = op.name().partition(".")[0] in PRODUCTS
+    return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn in a block
+selective = partial(create_selective_checkpoint_contexts, keep_products)
+# model.checkpoint_blocks -> how a block is called; backward computes the less kept the more again.
+CALLS = {"none": call, "selective": partial(again, context_fn=selective), "all": again}
 
 
 class Decoder(nn.Module):
@@ -98,8 +120,9 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-        self.checkpoint_blocks = False  # recompute each block in backward instead of keeping its activations
-        self.logp_chunk = 1024          # positions whose [V] logits are in memory at once
+        self.checkpoint_blocks = "none"  # a key of CALLS
+        self.logp_chunk = 1024           # positions whose [V] logits are in memory at once
+        self.elementwise = log_prob, logits_gradient
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
         self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
@@ -122,31 +145,35 @@ class Decoder(nn.Module):
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor, target_C: Tensor,
                 temperature: float) -> Tensor:
-        """Compute `log_probs` of target_C after the tokens at predict_C. Training calls the module, so that
-        weights spread over the ranks are gathered."""
-        hidden_TD = self.hidden(ids_T, position_T, attend)
-        return self.log_probs(hidden_TD[predict_C], target_C, temperature, self.logp_chunk)
+        """Compute log softmax(logits / temperature)[target] after the tokens at predict_C, in nats, [C].
+        Training calls the module, so that weights spread over the ranks are gathered."""
+        hidden_CD = self.hidden(ids_T, position_T, attend)[predict_C]
+        how = temperature, self.logp_chunk, self.elementwise
+        return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, *how)
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
-        """Compute final hidden states, [T, D], for `logits` or for `log_probs` of targets."""
+        """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
         self.frequency = self.frequency.to(ids_T.device)
         angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
-        cos_TE, sin_TE = angle_TE.cos(), angle_TE.sin()
         x_TD = self.embed_tokens(ids_T)
+        cos_TE, sin_TE = angle_TE.cos().to(x_TD.dtype), angle_TE.sin().to(x_TD.dtype)
+        call_block = CALLS[self.checkpoint_blocks if torch.is_grad_enabled() else "none"]
         for block in self.layers:
-            if self.checkpoint_blocks and torch.is_grad_enabled():
-                x_TD = checkpoint(block, x_TD, cos_TE, sin_TE, attend, use_reentrant=False)
-            else:
-                x_TD = block(x_TD, cos_TE, sin_TE, attend)
+            x_TD = call_block(block, x_TD, cos_TE, sin_TE, attend)
         return self.norm(x_TD)
 
-    def logits(self, hidden_CD: Tensor) -> Tensor:
-        """Compute logits [C, V], at least float32, for a decoding step; training uses `log_probs`."""
-        return at_least_float32(F.linear(hidden_CD, self.head_VD))
+    def compile_passes(self) -> None:
+        """Fuse elementwise work by torch.compile, in blocks before and after attention, and in the head."""
+        fused = partial(torch.compile, dynamic=True)  # the same kernels for rows of all lengths
+        for block in self.layers:
+            block.before, block.after = fused(block.before), fused(block.after)
+        self.elementwise = fused(log_prob), fused(logits_gradient)
+        if self.checkpoint_blocks == "selective":
+            self.checkpoint_blocks = "none"  # the compiler by itself computes what is cheap again
 
-    def log_probs(self, hidden_CD: Tensor, target_C: Tensor, temperature: float, chunk: int) -> Tensor:
-        """Compute log softmax(logits / temperature)[target] in nats, [C], of [chunk, V] logits at a time."""
-        return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, temperature, chunk)
+    def logits(self, hidden_CD: Tensor) -> Tensor:
+        """Compute logits [C, V], at least float32, for a decoding step; training calls `forward`."""
+        return product(hidden_CD, self.head_VD.T)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every parameter under its Hugging Face name."""
@@ -157,36 +184,62 @@ class Decoder(nn.Module):
 class ChunkedLogProb(torch.autograd.Function):
     """Log-probs of the targets from hidden states, with the logits of one chunk at a time in memory.
 
-    Backward recomputes each chunk's logits from the saved log-normaliser, so neither pass stores [C, V].
-    d logp / d logits = (onehot(target) - softmax) / temperature.
+    Backward recomputes each chunk's logits, so neither pass stores [C, V]. Products of halves stay float32.
     """
 
     @staticmethod
-    def forward(ctx, hidden_CD, head_VD, target_C, temperature, chunk):
-        logp_C, norm_C = [], []
-        for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
-            logits_CV = at_least_float32(F.linear(hidden, head_VD)).div_(temperature)
-            norm_C.append(logits_CV.logsumexp(dim=-1))
-            logp_C.append(logits_CV.gather(1, target[:, None])[:, 0] - norm_C[-1])
-        ctx.save_for_backward(hidden_CD, head_VD, target_C, torch.cat(norm_C))
+    def forward(ctx, hidden_CD, head_VD, target_C, temperature, chunk, elementwise):
+        log_prob, ctx.logits_gradient = elementwise
+        pairs = zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True)
+        logp_C = torch.cat([log_prob(tempered(product(hidden, head_VD.T), temperature), target)
+                            for hidden, target in pairs])
+        ctx.save_for_backward(hidden_CD, head_VD, target_C, logp_C)
         ctx.temperature, ctx.chunk = temperature, chunk
-        return torch.cat(logp_C)
+        return logp_C
 
     @staticmethod
     def backward(ctx, grad_C):
-        hidden_CD, head_VD, target_C, norm_C = ctx.saved_tensors
-        grad_hidden_CD = torch.empty_like(hidden_CD)
-        grad_head_VD = torch.zeros_like(head_VD, dtype=norm_C.dtype)
-        pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, norm_C, grad_C, grad_hidden_CD)]
-        for hidden, target, norm, grad, grad_hidden in zip(*pieces, strict=True):
-            logits_CV = at_least_float32(F.linear(hidden, head_VD)).div_(ctx.temperature)
-            scale = (grad / ctx.temperature)[:, None]
-            grad_logits_CV = logits_CV.sub_(norm[:, None]).exp_().mul_(-scale)
-            grad_logits_CV.scatter_add_(1, target[:, None], scale.to(grad_logits_CV.dtype))
-            grad_logits_CV = grad_logits_CV.to(hidden.dtype)
-            grad_hidden.copy_(grad_logits_CV @ head_VD)
-            grad_head_VD += grad_logits_CV.T @ hidden
-        return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None
+        hidden_CD, head_VD, target_C, logp_C = ctx.saved_tensors
+        scale_C, grad_hidden_CD = tempered(grad_C.clone(), ctx.temperature), torch.empty_like(hidden_CD)
+        grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype)
+        pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD)]
+        for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
+            logits_CV = tempered(product(hidden, head_VD.T), ctx.temperature)
+            grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
+            torch.mm(grad_CV, head_VD, out=grad_hidden)
+            product(grad_CV.T, hidden, onto=grad_head_VD)
+        return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None, None
+
+
+def log_prob(logits_CV: Tensor, target_C: Tensor) -> Tensor:
+    """Compute log softmax(logits)[target], [C]."""
+    return logits_CV.log_softmax(dim=-1).gather(1, target_C[:, None])[:, 0]
+
+
+def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C: Tensor) -> Tensor:
+    """Compute the gradient of scale x log_prob, scale (onehot(target) - softmax): [C, V].
+
+    The target's entry is 1 - p from its log-prob, where a difference of the two would cancel.
+    """
+    of_others_CV = logits_CV.softmax(dim=-1).mul_(-scale_C[:, None])
+    return of_others_CV.scatter_(1, target_C[:, None], (-scale_C * logp_C.expm1())[:, None])
+
+
+def tempered(x: Tensor, temperature: float) -> Tensor:
+    """Divide in place by the sampling temperature, unless it is 1."""
+    return x if temperature == 1 else x.div_(temperature)
+
+
+def product(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
+    """Compute left @ right in at least float32, or add it to `onto` in place. A product of halves is never
+    rounded to halves: on the CPU, which has no such kernel, they are widened first."""
+    wide = torch.promote_types(left.dtype, torch.float32)
+    if left.device.type == "cpu":
+        left, right = left.to(wide), right.to(wide)
+    late = {} if left.dtype == wide else {"out_dtype": wide}
+    if onto is None:
+        return torch.mm(left, right, **late)
+    return torch.addmm(onto, left, right, out=onto, **late)
 
 
 def at_least_float32(x: Tensor) -> Tensor:
@@ -243,58 +296,37 @@ def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
 
 
+def by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
+    """Make the attention that a kernel computes from q, each segment's keys and values, and their places."""
+    key_K = segments.key_K
+    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
+             max(segments.queries), max(segments.keys))
+    return lambda layer, q, k, v: kernel(q, k.index_select(0, key_K), v.index_select(0, key_K), *given)
+
+
 def torch_varlen(segments: Segments) -> Attend:
     """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
     from torch.nn.attention.varlen import varlen_attn
 
-    key_K = segments.key_K
-    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
-             max(segments.queries), max(segments.keys))
-    takes_gqa = "enable_gqa" in inspect.signature(varlen_attn).parameters  # torch 2.12 and later
+    if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
+        return by_kernel(segments, partial(varlen_attn, window_size=(-1, 0), enable_gqa=True))
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.index_select(0, key_K) for x in (k, v))
-        if takes_gqa:
-            return varlen_attn(q, k, v, *given, window_size=(-1, 0), enable_gqa=True)
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *given) -> Tensor:
         k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
         return varlen_attn(q, k, v, *given, window_size=(-1, 0))
 
-    return attend
+    return by_kernel(segments, kernel)
 
 
 def flash_varlen(segments: Segments) -> Attend:
     """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
 
-    key_K = segments.key_K
-    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
-             max(segments.queries), max(segments.keys))
-
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        k, v = (x.index_select(0, key_K) for x in (k, v))
-        return flash_attn_varlen_func(q, k, v, *given, causal=True)
-
-    return attend
+    return by_kernel(segments, partial(flash_attn_varlen_func, causal=True))
 
 
 # Segments -> their attention.
 BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
-
-
-def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Choose a key of BACKENDS; auto: flash-attn where installed, else torch's kernel on CUDA, else SDPA.
-
-    Both kernels need half precision. Raises ConfigError when the backend that was asked for cannot run.
-    """
-    kernels = device.type == "cuda" and dtype in (torch.bfloat16, torch.float16)
-    has_flash = kernels and importlib.util.find_spec("flash_attn") is not None
-    able = {"sdpa": True, "varlen": kernels, "flash": has_flash}
-    if wanted == "auto":
-        return "flash" if has_flash else "varlen" if kernels else "sdpa"
-    if not able[wanted]:
-        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype} here; use auto "
-                          "or sdpa")
-    return wanted
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:

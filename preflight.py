@@ -27,7 +27,7 @@ from verify.grade import grade
 
 PROBES, COPIES, NEW_TOKENS = 4, 4, 32  # prompts, samples of each and tokens per sample that a rank tries
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
-LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=true or "
+LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
                "optim.offload=true (CUDA), or train on more ranks; for the rollout lower rollout.slots or "
                "rollout.cache_gib")
 
@@ -41,7 +41,7 @@ class Check:
 
 
 def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
-    """Run all checks, on the training prompts and the problems behind them."""
+    """Run all checks, on the training prompts and the problems behind them; memory.decide made `cfg`."""
     policy = learner.policy
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
@@ -50,8 +50,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     rows = in_rows(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, cfg.pack.capacity)
     fresh_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sleep()
-    longest = cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens
-    update_peak = peak_of_update(learner, longest)
+    update_peak = peak_of_update(cfg, learner)
     scale(policy, 2.0)
     stale_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sync(policy)
@@ -60,7 +59,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
     trainer_C = trainer_logp(learner, rows)
     unpacked_C = trainer_logp(learner, in_rows(groups, learner, capacity=0))
-    rollout_peak = peak_of_rollout(cfg.rollout, learner, longest)
+    rollout_peak = peak_of_rollout(cfg, learner)
     half = learner.dtype == torch.bfloat16
     return [
         after_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
@@ -78,7 +77,8 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
         template(task.tokenizer, cfg.data.system_prompt),
         verifier(task.problems),
         fits(memory.fullest(update_peak, learner.device), memory.fullest(rollout_peak, learner.device),
-             memory.total_bytes(learner.device), counted(learner)),
+             memory.total_bytes(learner.device),
+             memory.update_bytes(cfg, policy.shape, dist.world_size())),
     ]
 
 
@@ -237,17 +237,16 @@ def verifier(problems: list[Problem]) -> Check:
                  "cannot read; mend or remove the line")
 
 
-def peak_of_update(learner: Learner, longest: int) -> float:
-    """Measure the bytes in use at the peak of the largest row of training, of sequences of `longest` tokens.
+def peak_of_update(cfg: Config, learner: Learner) -> float:
+    """Measure the bytes in use at the peak of a full row of training, of groups of memory.planned_lengths.
 
     Raises ConfigError where memory runs out: the other ranks would wait in vain for this one.
     """
-    capacity = learner.pack.capacity
     models = [model for model, _ in roles(learner).values()]
-    lengths = [longest] * (capacity // longest) + [capacity % longest]
-    samples = [Sample((0,) * (n - 1), (0.0,) * (n - 1), True) for n in lengths if n > 1]
-    groups = [Group(Prompt("", (0,), ""), (sample,)) for sample in samples]
-    row, = in_rows(groups, learner, capacity)
+    (prompt, completion), G = memory.planned_lengths(cfg), cfg.rollout.group_size
+    sample, capacity = Sample((0,) * completion, (0.0,) * completion, True), cfg.pack.capacity
+    group = Group(Prompt("", (0,) * prompt, ""), (sample,) * G)
+    row = in_rows([group] * (capacity // (prompt + G * completion) + 1), learner, capacity)[0]
     try:
         (learner.log_probs(learner.policy, row) * 0).sum().backward()
         learner.policy.zero_grad()  # training never holds both gradients
@@ -264,25 +263,16 @@ def peak_of_update(learner: Learner, longest: int) -> float:
     return memory.in_use(learner.device) + copies
 
 
-def peak_of_rollout(settings: Rollout, learner: Learner, longest: int) -> float:
+def peak_of_rollout(cfg: Config, learner: Learner) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
-    cache = 0
-    if settings.engine == "torch":
-        new = settings.window or settings.max_new_tokens
-        # With a window every slot may answer another prefix; else the step's prompts are all there are.
-        prompts = settings.slots if settings.window else min(settings.slots, settings.prompts_per_step)
-        cache = memory.embedded_cache_bytes(
-            learner.policy, settings.slots, new, prompts, longest if settings.window else longest - new)
-    if learner.dtype == torch.bfloat16:
-        cache //= 2  # the policy's weights are float32, the engine's keys and values are not
+    roll, cache = cfg.rollout, 0
+    if roll.engine == "torch":
+        new = max(roll.window or roll.max_new_tokens, cfg.eval.max_new_tokens)
+        cache = memory.cache_bytes(learner.policy.shape, learner.dtype.itemsize, roll.slots,
+                                   cfg.data.max_prompt_tokens + new, tensor_parallel=0)
+    if learner.device.type == "cuda":
+        torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
     return memory.in_use(learner.device) + cache
-
-
-def counted(learner: Learner) -> float:
-    """Count the bytes of a step's full row on one rank by memory.peak_bytes."""
-    policy = learner.policy
-    return memory.peak_bytes(policy.shape, learner.pack.capacity, policy.checkpoint_blocks,
-                             learner.dtype.itemsize, policy.logp_chunk, dist.world_size())
 
 
 def fits(update: float, rollout: float, total: float, counted_update: float) -> Check:

@@ -48,7 +48,7 @@ def sample_tokens(logits_SV: Tensor, uniform_S: Tensor, temperature: float, top_
     The token is where the cumulative probability passes uniform_S in [0, 1), so the draw is a function of the
     number alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
     """
-    logp_SV = F.log_softmax(logits_SV / (temperature or 1.0), dim=-1)
+    logp_SV = F.log_softmax(logits_SV if temperature in (0, 1) else logits_SV / temperature, dim=-1)
     if temperature == 0:
         token_S1 = logp_SV.argmax(dim=-1, keepdim=True)
     else:

@@ -14,11 +14,9 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from memory import cache_bytes
+from memory import VLLM_VERSION, cache_bytes
 from model import Decoder, empty_model
 from records import EngineSpec, Sample
-
-VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
 
 
 class VLLMEngine:
@@ -38,7 +36,8 @@ class VLLMEngine:
         self.eos_ids, self.tensor_parallel = spec.eos_ids, spec.tensor_parallel
         model = empty_model(spec.folder, spec.dtype)
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
-        counted = cache_bytes(model, spec.slots, spec.max_len, spec.tensor_parallel)
+        counted = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len,
+                              spec.tensor_parallel)
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
         # On the CPU a seeded sample whose prompt is split over two batches would rewind its generator, which
         # cannot be rewound.
@@ -54,6 +53,7 @@ class VLLMEngine:
                     tensor_parallel_size=spec.tensor_parallel,
                     distributed_executor_backend="external_launcher",
                     kv_cache_memory_bytes=cache, logprobs_mode="processed_logprobs",
+                    hf_overrides={"head_dtype": "float32"},  # as the trainer computes its logits
                     # The size of the cache is given, so this share only decides whether vLLM finds enough
                     # free memory to start beside the trainer.
                     gpu_memory_utilization=0.01,

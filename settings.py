@@ -12,7 +12,7 @@ import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -60,7 +60,7 @@ class Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
-def parse(text: str | BinaryIO, source: str | Path) -> Any:
+def parse(text: str | bytes, source: str | Path) -> Any:
     try:
         return yaml.load(text, Loader)
     except yaml.YAMLError as error:
@@ -68,8 +68,7 @@ def parse(text: str | BinaryIO, source: str | Path) -> Any:
 
 
 def read(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        raw = parse(file, path)
+    raw = parse(path.read_bytes(), path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold 'setting: value' lines")
     return raw

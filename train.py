@@ -19,6 +19,7 @@ import torch
 
 import config
 import data
+import memory
 import preflight
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, middle, shortage
@@ -26,7 +27,7 @@ from config import Config, ConfigError
 from eval import Sampling, evaluate, load_sets
 from history import PromptHistory
 from infra import dist, runfolder
-from infra.checkpoint import Checkpoints
+from infra.checkpoint import Checkpoints, find
 from infra.runfolder import Resume
 from infra.show import resolved
 from infra.signals import Stop, asked_to_stop, exit_status
@@ -45,6 +46,7 @@ from verify.grade import name_unreadable
 class Run:
     """The objects that the loop uses, from its first step to its last."""
 
+    cfg: Config                            # with all that was left to `auto` decided
     task: data.Task
     learner: Learner
     engine: Engine
@@ -96,7 +98,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 evaluate_sets(run, cfg.eval, step + 1)
             stopping = asked_to_stop(stop)
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                run.checkpoints.save(step + 1, beside_weights(cfg, history))
+                extra = {"config": config.flatten(run.cfg), "history": history.state()}
+                run.checkpoints.save(step + 1, extra)
             if stopping and step + 1 < cfg.steps:
                 run.checkpoints.wait()
                 raise KeyboardInterrupt
@@ -111,24 +114,27 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
     clock = Clock()
     folder = runfolder.claim(cfg, resume)
     task = load(cfg)
-    learner, engine = set_up(cfg, task)
-    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    dist.init(memory.find_device(cfg.device))
+    log = runfolder.Log(folder if dist.rank() == 0 else None)
+    path, saved = find_newest(resume, folder / "checkpoints", log)
+    decided = memory.decide(cfg, task.source, saved["config"])
+    learner, engine = set_up(decided, task)
+    sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
     if cfg.rollout.window:
         history, sampler = window.windowed(history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
-    log = runfolder.Log(folder if dist.rank() == 0 else None)
-    saved = load_newest(resume, checkpoints, log)
-    if saved is None:
-        preflight.require(preflight.run_checks(cfg, learner, engine, task))
+    if path is None:
+        preflight.require(preflight.run_checks(decided, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, learner.device)
+        log.create(cfg, learner.device, memory.choices(cfg, decided))
     else:
+        checkpoints.load(path)
         history.restore(saved["history"])
         log.resume(saved["step"])
     engine.sync(learner.policy)
-    run = Run(task, learner, engine, sampler, history, checkpoints, log, saved["step"] if saved else 0)
+    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, first=saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     if run.first == 0:
         evaluate_sets(run, cfg.eval, step=0)
@@ -147,24 +153,16 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
-def beside_weights(cfg: Config, history: PromptHistory) -> dict:
-    """Return what a checkpoint holds beside weights and moments; rank 0 writes it."""
-    if dist.rank() > 0:
-        return {}
-    return {"config": config.flatten(cfg), "history": history.state()}
-
-
-def load_newest(resume: Resume, checkpoints: Checkpoints, log: runfolder.Log) -> dict | None:
-    """Load the newest checkpoint; returns what it holds beside weights and moments, or None to begin."""
-    if resume == "never":
-        return None
-    log.lock()
-    saved = checkpoints.load()
-    if resume == "always" and saved is None:
-        raise ConfigError(f"--resume: {checkpoints.folder} has no whole checkpoint, so no step of this run "
-                          "is left; --resume auto begins it again and clears its logs (checkpoint.every "
-                          "saves on the way)")
-    return saved
+def find_newest(resume: Resume, folder: Path, log: runfolder.Log) -> tuple[Path | None, dict]:
+    """Find the checkpoint to go on from and what it holds beside tensors; None and a step of 0 to begin."""
+    newest = None
+    if resume != "never":
+        log.lock()
+        newest = find(folder)
+    if resume == "always" and newest is None:
+        raise ConfigError(f"--resume: {folder} has no whole checkpoint, so no step of this run is left; "
+                          "--resume auto begins it again and clears its logs (checkpoint.every saves)")
+    return newest or (None, {"step": 0, "config": {}})
 
 
 def load(cfg: Config) -> data.Task:
@@ -186,18 +184,17 @@ def due(every: int, step: int, last: int) -> bool:
 
 
 def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
-    """Load the models, and start the engine, which waits for its first sync. Raises ConfigError."""
-    device = dist.init(cfg.device)
+    """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
+    (memory.decide). Raises ConfigError."""
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
     check_positions(task.source, longest,
                     "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens")
-    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
-    learner = build_learner(cfg, task.source, device, dtype)
+    learner = build_learner(cfg, task.source, dist.init(memory.find_device(cfg.device)))
     if cfg.advantage.kind == "gae":
         learner = critic.with_critic(learner, cfg, task.source)
-    spec = EngineSpec(task.source, dtype, device, learner.backend, task.tokenizer.eos_ids, cfg.rollout.slots,
-                      longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
+    spec = EngineSpec(
+        task.source, learner.dtype, learner.device, learner.backend, task.tokenizer.eos_ids,
+        cfg.rollout.slots, longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
     return learner, start_engine(cfg.rollout.engine, spec)
 
 
@@ -237,6 +234,7 @@ def command(args: argparse.Namespace) -> int | None:
         return print(resolved(cfg))
     if args.check:
         task = load(cfg)
+        cfg = memory.decide(cfg, task.source)
         return preflight.report(cfg, *set_up(cfg, task), task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on after a "

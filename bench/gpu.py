@@ -35,8 +35,9 @@ from config import Pack
 from infra import dist
 from infra.weights import Shape, read_shape
 from learner import Learner
+from memory import choose_backend, find_device
 from metrics import Clock
-from model import BACKENDS, Decoder, choose_backend
+from model import BACKENDS, Decoder
 from prune import keep_largest
 from records import Batch, EngineSpec, Group, Prompt, Sample, Segments
 from rollout import start_engine
@@ -258,7 +259,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shapes", help="of bench/shapes.py, separated by commas (CUDA: 0.5B,1.5B; CPU: 1M)")
     args = parser.parse_args()
-    device = dist.init("auto")
+    device = dist.init(find_device("auto"))
     cuda = device.type == "cuda"
     dtype = torch.bfloat16 if cuda else torch.float32
     name = torch.cuda.get_device_name(device) if cuda else "CPU"

@@ -1,6 +1,7 @@
 """What does training need at its peak? Bytes of the loss, dense and chunked, and of whole models.
 
     python bench/memory.py [--measure 10M 50M]
+    python bench/memory.py --configs    # what the shipped configs choose and need on 80 and 141 GB
 
 First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as
 `log_softmax` gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU
@@ -27,16 +28,18 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from resident import peak
-from shapes import SHAPES, random_model, write_config
+from shapes import SHAPES, random_model, shape_of, write_config
 from tqdm import tqdm
 
-from config import Optim
+import config
+from config import Config, Optim
 from infra import dist
-from infra.weights import Shape, read_shape
 from learner import adam
-from memory import peak_bytes
-from model import ChunkedLogProb, sdpa_padded
+from memory import FILLED, Machine, Pass, choose, parameters, pass_bytes, rollout_bytes, update_bytes
+from model import CALLS, ChunkedLogProb, log_prob, logits_gradient, sdpa_padded
+from records import Segments
 
+OF_80_GB, OF_141_GB = 79.0, 139.0  # GiB that torch finds free on an empty H100 and H200
 CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 
 
@@ -47,21 +50,22 @@ def loss(width: int, tokens: int, chunk: int | None) -> None:
     if chunk is None:
         logp_C = (hidden_CD @ head_VD.T).log_softmax(-1).gather(1, target_C[:, None])[:, 0]
     else:
-        logp_C = ChunkedLogProb.apply(hidden_CD, head_VD, target_C, 1.0, chunk)
+        passes = log_prob, logits_gradient
+        logp_C = ChunkedLogProb.apply(hidden_CD, head_VD, target_C, 1.0, chunk, passes)
     logp_C.mean().backward()
 
 
-def step(shape: str, tokens: int, recompute: bool) -> None:
+def step(shape: str, tokens: int, recomputed: str) -> None:
     """Take two training steps on a row of sequences of SEQUENCE tokens, as train.py does."""
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as folder:
         model = random_model(write_config(shape, Path(folder)), torch.float32, CPU)
     dist.shard(model, model.layers, CPU, torch.float32)
-    model.checkpoint_blocks = recompute
+    model.checkpoint_blocks = recomputed
     optimizer = adam(model, Optim(lr=1e-4))
     ids_T = torch.randint(model.shape.vocab_size, (tokens,))
     place_T = torch.arange(tokens)
-    attend = sdpa_padded(torch.arange(0, tokens + 1, SEQUENCE), SEQUENCE)
+    attend = sdpa_padded(Segments.plain([SEQUENCE] * (tokens // SEQUENCE)))
     for _ in range(2):
         logp_C = model(ids_T, place_T % SEQUENCE, attend, place_T, ids_T, 1.0)
         logp_C.mean().backward()
@@ -77,7 +81,7 @@ def in_own_process(function: Callable, *arguments) -> int:
 
 def measured(function: Callable, *arguments) -> int:
     torch.set_num_threads(1)
-    step("1M", SEQUENCE, True)  # what any run loads
+    step("1M", SEQUENCE, "all")  # what any run loads
     before = peak()
     function(*arguments)
     return peak() - before
@@ -100,26 +104,23 @@ def losses() -> dict[str, int]:
     return {f"{way} {tokens}": size for (way, tokens), size in sizes.items()}
 
 
-def shape_of(name: str) -> Shape:
-    with tempfile.TemporaryDirectory() as folder:
-        return read_shape(write_config(name, Path(folder)))
-
-
-def counted_and_measured(name: str, tokens: int, recompute: bool) -> dict:
+def counted_and_measured(name: str, tokens: int, recomputed: str) -> dict:
     """Compare the peak of a step in float32 on one rank, as counted and as measured here."""
-    computed = peak_bytes(shape_of(name), tokens, recompute, element=4, chunk=CHUNK)
-    real = in_own_process(step, name, tokens, recompute)
-    print(f"{name:<16} {tokens:>7,} {recompute!s:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
-          f"{computed / real:>6.2f}", flush=True)
-    return {"shape": name, "tokens": tokens, "recompute": recompute, "computed": computed, "measured": real}
-
-
-def print_counts(name: str, ranks: int, recompute: bool) -> None:
-    """Print a line of GiB in bfloat16."""
     shape = shape_of(name)
-    cells = [peak_bytes(shape, tokens, recompute, element=2, chunk=CHUNK, ranks=ranks) / GIB
+    computed = 16 * parameters(shape) + pass_bytes(Pass(shape, tokens, tokens, 4, recomputed, CHUNK))
+    real = in_own_process(step, name, tokens, recomputed)
+    print(f"{name:<16} {tokens:>7,} {recomputed:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
+          f"{computed / real:>6.2f}", flush=True)
+    return {"shape": name, "tokens": tokens, "recompute": recomputed, "computed": computed, "measured": real}
+
+
+def print_counts(name: str, ranks: int, recomputed: str) -> None:
+    """Print a line of GiB in bfloat16 with CUDA's kernels."""
+    shape = shape_of(name)
+    cells = [(16 * parameters(shape) // ranks
+              + pass_bytes(Pass(shape, tokens, tokens, 2, recomputed, CHUNK, fused=True))) / GIB
              for tokens in (4096, 16384, 65536)]
-    label = f"{name}, {ranks} rank{'s' * (ranks > 1)}{', recomputed' * recompute}"
+    label = f"{name}, {ranks} rank{'s' * (ranks > 1)}, recomputed: {recomputed}"
     print(f"{label:<40} " + " ".join(f"{cell:>8.1f}" for cell in cells))
 
 
@@ -129,13 +130,55 @@ def models(names: list[str]) -> list[dict]:
     rows = []
     for name in names:
         for tokens in (2048, 8192):
-            rows += [counted_and_measured(name, tokens, recompute) for recompute in (False, True)]
+            rows += [counted_and_measured(name, tokens, recompute) for recompute in CALLS]
     header = " ".join(f"{tokens:>8,}" for tokens in (4096, 16384, 65536))
     print(f"\n{'bfloat16, GiB on each rank, computed':<40} {header}")
     for name in ("0.5B", "1.5B", "7B"):
         for ranks in (1, 8):
-            for recompute in (False, True):
+            for recompute in CALLS:
                 print_counts(name, ranks, recompute)
+    return rows
+
+
+def chosen_on(name: str, gib: float, ranks: int) -> tuple[Config, dict[str, float], bool]:
+    """Choose what a shipped config leaves to auto on so many GPUs, count its GiB on each, and tell if it
+    fits."""
+    cfg = config.load(name)
+    shape, machine = shape_of(cfg.model.path), Machine(torch.device("cuda"), gib * GIB, ranks)
+    cfg, _ = choose(cfg, shape, machine, {})
+    peaks = {"update": update_bytes(cfg, shape, ranks) / GIB,
+             "rollout": rollout_bytes(cfg, shape, ranks, cfg.rollout.slots) / GIB}
+    return cfg, peaks, ranks % cfg.rollout.tensor_parallel == 0 and max(peaks.values()) <= FILLED * gib
+
+
+def fits_line(name: str) -> str:
+    """Say on how many GPUs of 80 GB a shipped config fits, with the GiB of each; its head has this line."""
+    said = []
+    for ranks in (1, 8, 16, 32, 64):
+        cfg, peaks, fits = chosen_on(name, OF_80_GB, ranks)
+        how = {"none": "", "selective": ", blocks recomputed in part", "all": ", blocks recomputed"}
+        if fits:
+            said.append(f"{ranks} with {max(peaks.values()):.0f} GiB{how[cfg.model.checkpoint_blocks]}")
+        elif ranks <= 8:
+            said.append(f"not {ranks}")
+        if fits and ranks >= 8:
+            break
+    return f"# 80 GB GPUs (bench/memory.py --configs): {'; '.join(said)}."
+
+
+def configs() -> list[dict]:
+    """Print what is chosen for every config of published size, and its peaks in GiB on each GPU."""
+    rows = []
+    print(f"{'config':<24} {'GPUs':>10} {'engine':>7} {'slots':>5} {'recomputed':>10} {'update':>7} "
+          f"{'rollout':>7} fits")
+    for name in sorted(path.name for path in config.CONFIGS.glob("*.yaml") if "toy" not in path.name):
+        for gib, ranks, label in ((OF_80_GB, 1, "1 x 80 GB"), (OF_80_GB, 8, "8 x 80 GB"),
+                                  (OF_141_GB, 1, "1 x 141 GB")):
+            cfg, peaks, fits = chosen_on(name, gib, ranks)
+            rows.append({"config": name, "gpus": label, "fits": fits, **peaks})
+            print(f"{name:<24} {label:>10} {cfg.rollout.engine:>7} {cfg.rollout.slots:>5} "
+                  f"{cfg.model.checkpoint_blocks:>10} {peaks['update']:>7.1f} {peaks['rollout']:>7.1f} "
+                  f"{'yes' if fits else 'no'}")
     return rows
 
 
@@ -143,7 +186,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--measure", nargs="*", default=["10M", "50M"], choices=SHAPES)
+    parser.add_argument("--configs", action="store_true", help="only what the shipped configs need on GPUs")
     args = parser.parse_args()
+    if args.configs:
+        print(json.dumps({"bench": "memory", "configs": configs()}))
+        return
     # Freed memory goes back at once: bytes in use, not the heap's holes.
     os.environ["MALLOC_MMAP_THRESHOLD_"] = "65536"
     print(json.dumps({"bench": "memory", "loss": losses(), "models": models(args.measure)}))

@@ -53,6 +53,7 @@ from shapes import SHAPES, random_model
 
 import config
 import data
+import memory
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, middle
@@ -135,7 +136,7 @@ class Winnow:
         out = regime.temporary / f"{regime.name}-{arm}"
         self.cfg = cfg = toy(name, regime, out, *changes)
         self.selection = Selection.of(cfg)
-        learner, engine = train.set_up(cfg, task)
+        learner, engine = train.set_up(memory.decide(cfg, task.source), task)
         easy = middle(cfg.reward, cfg.rollout.differ_in)
         log = runfolder.Log(out)
         log.create(cfg, learner.device)

@@ -27,6 +27,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config
+import memory
 import train
 from advantage import advantage
 from collect import Sampler
@@ -143,7 +144,7 @@ def after_training(steps: int, out: Path) -> dict[str, dict[float, list[float | 
     cfg = config.load("grpo_toy.yaml", [f"steps={steps}", f"out={out}"])
     train.train(cfg)
     task = replace(train.load(cfg), source=out / "hf")
-    learner, engine = train.set_up(cfg, task)
+    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)

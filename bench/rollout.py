@@ -35,6 +35,7 @@ import resident
 from shapes import engine_spec, random_model, write_config
 
 from infra import dist
+from memory import find_device
 from records import EngineSpec
 from rollout import start_engine
 
@@ -57,7 +58,7 @@ def requests(slots: int, lengths: str) -> tuple[list[tuple[int, ...]], list[int]
 
 def generate(kind: str, shape: str, slots: int) -> dict:
     """Measure, in a process of its own, (seconds, CPU seconds) of generations, and memory in GiB."""
-    device, measured = dist.init("auto"), {}
+    device, measured = dist.init(find_device("auto")), {}
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config(shape, Path(temporary))
         longest = max(len(prompt) + limit for lengths in LENGTHS
@@ -115,7 +116,7 @@ START = {"transformers": by_transformers}  # the other engines are Winnow's
 
 def sync(kind: str, sharded: bool) -> dict:
     """Measure, in a process of its own, the seconds of a few syncs and their largest extra memory in GiB."""
-    device = dist.init("auto")
+    device = dist.init(find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         folder = write_config("0.5B", Path(temporary))
         policy = random_model(folder, torch.float32, device)

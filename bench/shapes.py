@@ -3,11 +3,14 @@ written.
 """
 
 import json
+import tempfile
 from pathlib import Path
 
 import torch
 
-from model import Decoder, choose_backend, empty_model
+from infra.weights import Shape, read_shape
+from memory import choose_backend
+from model import Decoder, empty_model
 from records import EngineSpec
 
 QWEN = {
@@ -27,16 +30,27 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "0.5B": (896, 4864, 24, 14, 2, 151_936),           # Qwen2.5-0.5B
     "1.5B": (1536, 8960, 28, 12, 2, 151_936),          # Qwen2.5-1.5B
     "7B": (3584, 18944, 28, 28, 4, 152_064),           # Qwen2.5-7B
+    "32B": (5120, 27648, 64, 40, 8, 152_064),          # Qwen2.5-32B
+    "4B": (2560, 9728, 36, 32, 8, 151_936),            # Qwen3-4B
 }
+OF_FAMILY = {"4B": {"model_type": "qwen3", "head_dim": 128}}
+UNTIED = ("7B", "32B")
 
 
 def write_config(shape: str, folder: Path) -> Path:
     """Write a model folder that holds config.json alone."""
     keys = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
             "num_key_value_heads", "vocab_size")
-    sizes = dict(zip(keys, SHAPES[shape], strict=True)) | {"tie_word_embeddings": shape != "7B"}
-    (folder / "config.json").write_text(json.dumps(QWEN | sizes))
+    sizes = dict(zip(keys, SHAPES[shape], strict=True)) | {"tie_word_embeddings": shape not in UNTIED}
+    (folder / "config.json").write_text(json.dumps(QWEN | sizes | OF_FAMILY.get(shape, {})))
     return folder
+
+
+def shape_of(name: str) -> Shape:
+    """Return a shape by its key here, or by the hub name of a model of it: Qwen/Qwen2.5-7B-Instruct."""
+    sizes = [part for part in name.split("-") if part in SHAPES]
+    with tempfile.TemporaryDirectory() as folder:
+        return read_shape(write_config(sizes[0], Path(folder)))
 
 
 @torch.no_grad()

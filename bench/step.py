@@ -30,6 +30,7 @@ import torch
 from resident import forget_peak, peak, resident
 
 import config
+import memory
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, gather_samples
@@ -49,7 +50,7 @@ def pruning() -> dict:
     """Time the phases of a step of the toy, and its update by what is kept."""
     cfg = config.load("cppo_toy.yaml")
     task = train.load(cfg)
-    learner, engine = train.set_up(cfg, task)
+    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)

@@ -33,6 +33,7 @@ from collect import Sampler
 from data import Tokenizer
 from history import order
 from infra import dist
+from memory import find_device
 from methods.window import Pool, WindowSampler
 from metrics import Clock
 from model import Decoder
@@ -66,7 +67,7 @@ def workload(count: int) -> tuple[list[Prompt], dict[tuple[int, ...], int]]:
 
 def measure(kind: str, shape: str) -> dict[str, list[dict]]:
     """Measure, in a process of its own, tokens, seconds and the longest step of each window and round."""
-    device = dist.init("auto")
+    device = dist.init(find_device("auto"))
     prompts, lengths = workload(ANSWERS * STEPS * 4)
     by_window: dict[str, list[dict]] = {str(window): [] for window in ("whole", *WINDOWS)}
     with tempfile.TemporaryDirectory() as temporary:

@@ -118,23 +118,25 @@ class Checkpoints:
         seconds, self.seconds = self.seconds, 0.0
         return {"time/checkpoint": seconds}
 
-    def load(self) -> dict | None:
-        """Restore the newest whole checkpoint and return its extra object; None where there is none.
-
-        Newest is what `latest` names, or one before it when that is not whole. Raises ConfigError when none
-        is, and when it is another model's.
-        """
-        chosen = []
-        if dist.rank() == 0:  # which decides for all
-            for leftover in self.folder.glob("*.unfinished"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-            chosen = [newest(self.folder)]
-        path, = dist.gather(chosen)
-        if path is None:
-            return None
+    def load(self, path: Path) -> None:
+        """Restore a checkpoint that `find` has found. Raises ConfigError when it is another model's."""
         for name, role in self.roles.items():
             load_tensors(path / name, tensors(*role))
-        return torch.load(path / "extra.pt", weights_only=True)
+
+
+def find(folder: Path) -> tuple[Path, dict] | None:
+    """Find the newest whole checkpoint and read what it holds beside tensors; None where there is none.
+
+    Newest is what `latest` names, or one before it when that is not whole. Collective. Raises ConfigError
+    when none is.
+    """
+    chosen = []
+    if dist.rank() == 0:  # which decides for all
+        for leftover in folder.glob("*.unfinished"):
+            shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+        chosen = [newest(folder)]
+    path, = dist.gather(chosen)
+    return path and (path, torch.load(path / "extra.pt", weights_only=True))
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:

@@ -16,19 +16,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from config import ConfigError
 
 
-def init(device: str) -> torch.device:
-    """Join the process group (torchrun's, or a group of one) and return this rank's device.
+def init(device: torch.device | str) -> torch.device:
+    """Join the process group (torchrun's, or a group of one); returns the device (memory.find_device).
 
-    device "auto" takes CUDA where there is a device for every process of the machine, so that all ranks
-    decide alike. Raises ConfigError for a device that is missing, and where restarted workers would not find
-    each other.
+    Raises ConfigError where restarted workers would not find each other.
     """
-    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if device == "cuda" and devices < processes:
-        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
-                          "processes; set device=cpu (or auto), or start fewer processes")
-    cuda = device != "cpu" and devices >= processes
-    chosen = torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0))) if cuda else torch.device("cpu")
+    chosen = torch.device(device)
     if chosen.type == "cuda":
         torch.cuda.set_device(chosen)
     elif "OMP_NUM_THREADS" not in os.environ:

@@ -139,15 +139,16 @@ class Log:
         if self.folder is not None and self.held is None:
             self.held = lock_folder(self.folder)
 
-    def create(self, cfg: Config, device: torch.device) -> None:
-        """Write what is needed to know later what ran, and begin the logs anew."""
+    def create(self, cfg: Config, device: torch.device, chosen: dict) -> None:
+        """Write what is needed to know later what ran, and begin the logs anew. `chosen`: memory.choices."""
         if self.folder is None:
             return
         self.lock()
         for name in LOGS:  # of a run that was restarted before its first checkpoint
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(config.dump(cfg))
-        (self.folder / "env.json").write_text(json.dumps(environment(device), indent=1) + "\n")
+        ran_on = environment(device) | {"chosen": chosen}
+        (self.folder / "env.json").write_text(json.dumps(ran_on, indent=1) + "\n")
 
     def resume(self, step: int) -> None:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""

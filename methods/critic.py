@@ -13,7 +13,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 import config
@@ -45,7 +44,7 @@ class ValueModel(nn.Module):
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
         """Compute values of the states after the tokens at predict_C, [C]."""
         hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
-        x_C = F.linear(*map(at_least_float32, (hidden_CD, self.value.weight, self.value.bias)))[:, 0]
+        x_C = self.value(at_least_float32(hidden_CD))[:, 0]
         if self.bounded:
             return self.low + (self.high - self.low) * x_C.sigmoid()
         return (self.low + self.high) / 2 + x_C
@@ -72,10 +71,12 @@ class CriticLearner:
 def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
     low, high = span(cfg.reward.weights)
+    wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # has no head of its own, then
         model = ValueModel(backbone, low, high, cfg.critic.bounded)
-        model = model.to(torch.promote_types(learner.dtype, torch.float32))
+        model = model.to(wide)
+    dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
     spread(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
     load_weights(backbone, source)
     for p in model.value.parameters():

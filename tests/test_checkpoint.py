@@ -16,7 +16,7 @@ import learner
 import train
 from config import ConfigError
 from infra import checkpoint, dist
-from infra.checkpoint import Checkpoints
+from infra.checkpoint import Checkpoints, find
 from infra.weights import export, read_shape
 from model import Decoder
 
@@ -58,6 +58,13 @@ def saved(folder, role, *steps: int, keep: int = 2) -> Checkpoints:
     return checkpoints
 
 
+def go_on(checkpoints: Checkpoints) -> dict:
+    """Load the newest as a run that goes on does; returns what lies beside the tensors."""
+    path, extra = find(checkpoints.folder)
+    checkpoints.load(path)
+    return extra
+
+
 def save_on_ranks(folder) -> list:
     model, optimizer = sharded()
     learn(model, optimizer)
@@ -68,7 +75,7 @@ def save_on_ranks(folder) -> list:
 
 def load_on_ranks(folder) -> list:
     model, optimizer = sharded()
-    extra = Checkpoints(folder, 2, {"policy": (model, optimizer)}, CPU).load()
+    extra = go_on(Checkpoints(folder, 2, {"policy": (model, optimizer)}, CPU))
     return [weights(model), moments(model, optimizer), extra]
 
 
@@ -99,7 +106,7 @@ def test_a_save_holds_the_weights_of_its_moment(role, tmp_path):
     learn(*role)
     checkpoints.wait()
     assert checkpoints.metrics()["time/checkpoint"] > 0 == checkpoints.metrics()["time/checkpoint"]
-    assert checkpoints.load() == {"step": 1}
+    assert go_on(checkpoints) == {"step": 1}
     for one, other in zip(before, (weights(role[0]), moments(*role)), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one)
 
@@ -125,10 +132,10 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
         part.unlink()
     else:
         (newest / "files.json").unlink()
-    assert checkpoints.load()["step"] == 1
+    assert go_on(checkpoints)["step"] == 1
     assert ("step_000002 is not whole" in capsys.readouterr().err) == (damage != "unfinished")
     assert not list(tmp_path.glob("*.unfinished"))
-    assert saved(tmp_path, role, 2).load()["step"] == 2
+    assert go_on(saved(tmp_path, role, 2))["step"] == 2
 
 
 @pytest.mark.parametrize("before", ["the pointer", "the list"])
@@ -144,8 +151,8 @@ def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(before, role
     with pytest.raises(ConfigError, match=r"step_000002.unfinished could not be written.*No space left.*--resume"):
         saved(tmp_path, role, 2, keep=1)
     monkeypatch.undo()
-    assert checkpoints.load()["step"] == 1
-    assert saved(tmp_path, role, 2, keep=1).load()["step"] == 2
+    assert go_on(checkpoints)["step"] == 1
+    assert go_on(saved(tmp_path, role, 2, keep=1))["step"] == 2
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002"]
 
 
@@ -154,7 +161,7 @@ def test_checkpoints_none_of_which_is_whole_are_not_begun_again(role, tmp_path):
     for step in (1, 2):
         (tmp_path / f"step_{step:06d}" / "extra.pt").unlink()
     with pytest.raises(ConfigError, match="has checkpoints, but none is whole up to step_000002; restore the missing"):
-        checkpoints.load()
+        go_on(checkpoints)
 
 
 def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatch):
@@ -176,8 +183,8 @@ def test_a_save_on_its_way_is_written_before_a_run_ends_by_an_error(role, tmp_pa
 def test_a_first_checkpoint_without_its_pointer_counts(role, tmp_path):
     checkpoints = saved(tmp_path, role, 1)
     (tmp_path / "latest").unlink()
-    assert checkpoints.load()["step"] == 1
-    assert Checkpoints(tmp_path / "none", 1, {"policy": role}, CPU).load() is None
+    assert go_on(checkpoints)["step"] == 1
+    assert find(tmp_path / "none") is None
 
 
 @pytest.mark.parametrize(("change", "message"), [
@@ -191,7 +198,7 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
     (tmp_path / "other" / "config.json").write_text(json.dumps(shape | change))
     other = Decoder(read_shape(tmp_path / "other"))
     with pytest.raises(ConfigError, match=f"is of another model: .*{message}"):
-        Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU).load()
+        go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU))
 
 
 def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, monkeypatch, capsys):

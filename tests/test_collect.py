@@ -13,6 +13,7 @@ import collect
 import config
 import data
 import history
+import memory
 import train
 import update
 from advantage import advantage
@@ -243,10 +244,11 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     line = runfolder.read(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
     task = train.load(cfg)
-    learner, engine = train.set_up(cfg, task)
+    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     folder = tmp_path / "run" / "checkpoints"
     (folder / "latest").write_text("step_000002")
-    Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizer)}, learner.device).load()
+    checkpoints = Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizer)}, learner.device)
+    checkpoints.load(folder / "step_000002")
     engine.sync(learner.policy)
     used = [p for p in line["prompts"] if "place" in p]
     assert len(used) < len(line["prompts"])

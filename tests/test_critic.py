@@ -7,6 +7,7 @@ import torch
 from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_groups, nudge, toy_config
 
 import data
+import memory
 import train
 from infra import dist, runfolder
 from learner import Learner
@@ -22,7 +23,7 @@ REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=tor
 def set_up(folder, out, *settings: str):
     cfg = toy_config(out, f"model.path={folder}", "steps=50", "rollout.group_size=4", "rollout.prompts_per_step=2",
                      "critic.minibatches=1", *settings, name="vapo_toy.yaml")
-    return train.set_up(cfg, data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.set_up(memory.decide(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def rolled_out() -> Rolled:

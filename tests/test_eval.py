@@ -18,6 +18,7 @@ from conftest import ROOT, TOY, toy_config
 
 import data
 import eval as evaluation
+import memory
 import train
 from config import ConfigError
 from infra import dist, runfolder
@@ -356,10 +357,10 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert dist.init("auto").type == "cpu"
+        assert memory.find_device("auto").type == "cpu"
         shown = "device=cuda, but this machine shows 1 CUDA devices to 2 processes"
         with pytest.raises(ConfigError, match=shown):
-            dist.init("cuda")
+            memory.find_device("cuda")
 
 
 @pytest.mark.parametrize(("changes", "message"), [

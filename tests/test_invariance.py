@@ -15,6 +15,7 @@ from test_objectives import gradient_of, learner_on, windowed
 
 import config
 import data
+import memory
 import model as decoder
 import preflight
 import reward
@@ -57,7 +58,7 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.set_up(cfg, data.Task(TOY, tokenizer, [], prompts, []))
+    learner, engine = train.set_up(memory.decide(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
@@ -123,7 +124,7 @@ def alone(cfg, rolled):
 
 
 @pytest.mark.parametrize("how", ["pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7",
-                                 "model.checkpoint_blocks=true"])
+                                 "model.checkpoint_blocks=all"])
 def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, alone, rolled):
     assert_same(alone, gradient(change(cfg, how), *rolled), rtol=1e-10)
 
@@ -133,7 +134,8 @@ def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, ti
     cfg = objective(name, tmp_path / "run", f"model.path={tiny}")
     groups, adv_NG = rolled
     alone = gradient(cfg, groups, adv_NG)
-    for how in ("pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7", "model.checkpoint_blocks=true"):
+    for how in ("pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7", "model.checkpoint_blocks=all",
+                "model.checkpoint_blocks=selective"):
         assert_same(alone, gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
     order = [2, 0, 3, 1]
     assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
@@ -145,10 +147,21 @@ def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(lam, rolle
                     "critic.minibatches=1")
     groups, adv_NG = rolled
     alone = critics_gradient(cfg, groups, adv_NG)
-    for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=true"):
+    for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=all"):
         assert_same(alone, critics_gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
     order = [2, 0, 3, 1]
     assert_same(alone, critics_gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["none", "all"])
+def test_compiled_passes_have_the_same_gradient(how, rolled, tiny, tmp_path):
+    """Of the policy and of a critic, sharded as in training."""
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", "pack.capacity=176",
+                    f"model.checkpoint_blocks={how}")
+    fused = change(cfg, "model.compile=true")
+    for gradient_by in (gradient, critics_gradient):
+        assert_same(gradient_by(cfg, *rolled), gradient_by(fused, *rolled), rtol=1e-10)
 
 
 def test_gradient_does_not_depend_on_the_order_of_groups(cfg, alone, rolled):

@@ -10,6 +10,7 @@ from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config,
 from test_objectives import learner_on
 
 import data
+import memory
 import model as decoder
 import preflight
 import rollout
@@ -222,11 +223,11 @@ def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monk
 
 
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=true", "loss.kl=0.1")
-    learner, engine = train.set_up(cfg, data.Task(tiny, data.Tokenizer(tiny), [], [], []))
+    cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=all", "loss.kl=0.1")
+    learner, engine = train.set_up(memory.decide(cfg, tiny), data.Task(tiny, data.Tokenizer(tiny), [], [], []))
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
-    assert learner.policy.checkpoint_blocks and learner.reference is not learner.policy
+    assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy
     one_NG = torch.ones(1, 2, dtype=torch.float64) / 3
     batch = as_batch(make_groups([[3, 2]], [4]), one_NG, Pruned(one_NG > 0, one_NG, one_NG))
     row, = learner.rows(update.minibatch(learner, batch, [0]))

@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 import model as decoder
 from config import ConfigError
 from infra.weights import export
+from memory import choose_backend
 from records import Segments
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
@@ -101,7 +102,7 @@ def test_log_probs_and_their_gradients_equal_the_dense_formula(tiny):
     dense_C = (hidden_CD @ model.head_VD.T / 0.7).log_softmax(-1).gather(1, target_C[:, None])[:, 0]
     expected = torch.autograd.grad(dense_C, (hidden_CD, model.head_VD), grad_C)
     for chunk in (1, 5, 23, 100):
-        logp_C = model.log_probs(hidden_CD, target_C, temperature=0.7, chunk=chunk)
+        logp_C = decoder.ChunkedLogProb.apply(hidden_CD, model.head_VD, target_C, 0.7, chunk, model.elementwise)
         torch.testing.assert_close(logp_C, dense_C)
         torch.testing.assert_close(torch.autograd.grad(logp_C, (hidden_CD, model.head_VD), grad_C), expected)
 
@@ -121,7 +122,8 @@ def test_log_probs_never_hold_all_logits(tiny):
             return out
 
     with Watch():
-        model.log_probs(hidden_CD, target_C, temperature=1.0, chunk=16).sum().backward()
+        logp_C = decoder.ChunkedLogProb.apply(hidden_CD, model.head_VD, target_C, 1.0, 16, model.elementwise)
+        logp_C.sum().backward()
     assert largest == model.shape.vocab_size * 32  # the head itself; all logits would be 400 x vocabulary
 
 
@@ -197,7 +199,7 @@ def test_padding_is_of_like_lengths():
 @pytest.mark.parametrize("kind", ["alone", "shared"])
 def test_cuda_backends_agree_with_padded_attention(kind, backend):
     try:
-        decoder.choose_backend(backend, torch.device("cuda"), torch.bfloat16)
+        choose_backend(backend, torch.device("cuda"), torch.bfloat16)
     except ConfigError as error:
         pytest.skip(str(error))
     generator = torch.Generator("cuda").manual_seed(0)
@@ -211,14 +213,96 @@ def test_cuda_backends_agree_with_padded_attention(kind, backend):
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
 
-def test_checkpointed_blocks_are_run_again_in_backward(tiny):
-    model, calls = load(tiny), []
-    for block in model.layers:
-        block.mlp.register_forward_pre_hook(lambda *_: calls.append(1))
-    for model.checkpoint_blocks, expected in ((False, 2), (True, 4)):
-        calls.clear()
-        model.hidden(torch.arange(5), torch.arange(5), decoder.sdpa_padded(Segments.plain([5]))).sum().backward()
-        assert len(calls) == expected
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_product_of_halves_is_not_rounded_to_halves(dtype):
+    """Rounded, logits of size 30 would be off by 0.1, and log-probs with them."""
+    generator = torch.Generator().manual_seed(0)
+    left, right = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((40, 200), (200, 30)))
+    exact = left.double() @ right.double()
+    assert exact.abs().max() > 30
+    made = decoder.product(left, right)
+    assert made.dtype == torch.float32
+    torch.testing.assert_close(made.double(), exact, rtol=0, atol=1e-4)
+    onto = torch.ones(40, 30)
+    decoder.product(left, right, onto=onto)  # in place, as gradients of chunks add up
+    torch.testing.assert_close(onto.double(), exact + 1, rtol=0, atol=1e-4)
+
+
+def test_log_probs_of_halves_are_as_exact_as_float32_and_so_is_a_likely_tokens_gradient():
+    """The gradient of a token of probability 1 - 2^-12 would be 0 as a difference of halves, and is 2^-12."""
+    head_VD = torch.tensor([[8.3125], [0.0]], dtype=torch.bfloat16)
+    hidden_CD = torch.ones(1, 1, dtype=torch.bfloat16, requires_grad=True)
+    target_C, elementwise = torch.zeros(1, dtype=torch.long), (decoder.log_prob, decoder.logits_gradient)
+    logp_C = decoder.ChunkedLogProb.apply(hidden_CD, head_VD, target_C, 1.0, 8, elementwise)
+    exact = torch.tensor([8.3125, 0], dtype=torch.float64).log_softmax(0)[0]
+    assert logp_C.dtype == torch.float32 and abs(logp_C.item() - exact) < 1e-7
+    logp_C.sum().backward()
+    expected = -exact.expm1() * 8.3125
+    assert hidden_CD.grad.dtype == torch.bfloat16 and abs(hidden_CD.grad.item() / expected - 1) < 2**-7
+
+
+class Products(torch.utils._python_dispatch.TorchDispatchMode):
+    """Counts matrix products and other operations."""
+
+    def __init__(self):
+        super().__init__()
+        self.products = self.others = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        product = func.name().partition(".")[0] in ("aten::mm", "aten::addmm")
+        self.products, self.others = self.products + product, self.others + (not product)
+        return func(*args, **(kwargs or {}))
+
+
+def test_recomputed_blocks_have_the_same_gradient_and_selective_ones_no_product_twice(tiny):
+    """Of every block 7 products forward and 14 backward; "all" computes those again that something needs: not the last,
+    whose result backward does not ask for."""
+    gradients, counted = {}, {}
+    for how in decoder.CALLS:
+        model = load(tiny).requires_grad_(True)
+        model.checkpoint_blocks = how
+        with Products() as count:
+            model.hidden(torch.arange(5), torch.arange(5), decoder.sdpa_padded(Segments.plain([5]))).sum().backward()
+        gradients[how] = [p.grad for p in model.parameters() if p.grad is not None]
+        counted[how] = count.products, count.others
+    for how in ("selective", "all"):
+        for ours, expected in zip(gradients[how], gradients["none"], strict=True):
+            assert torch.equal(ours, expected)
+    assert counted["none"][0] == counted["selective"][0] == 2 * 21 and counted["all"][0] == 2 * 27
+    assert counted["none"][1] < counted["selective"][1]
+
+
+
+
+@pytest.mark.slow
+def test_compiled_passes_equal_eager_ones_for_rows_of_many_lengths_in_few_compilations(tmp_path):
+    """20 lengths of rows, with gradients, and one pass without. By inductor, so it needs a C++ compiler."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    folder = write_tiny(tmp_path, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96)
+    eager, fused = (load(folder).requires_grad_(True) for _ in range(2))
+    fused.compile_passes()
+    compiled = []
+    generator = torch.Generator().manual_seed(0)
+    for tokens in torch.randint(40, 400, (20,), generator=generator).tolist():
+        lengths = [tokens // 2, tokens - tokens // 2]
+        ids_T, grad_C = torch.randint(eager.shape.vocab_size, (tokens,), generator=generator), torch.randn(tokens - 7)
+        predict_C = torch.arange(tokens - 7)
+        given = (ids_T, torch.cat([torch.arange(n) for n in lengths]), decoder.sdpa_padded(Segments.plain(lengths)),
+                 predict_C, ids_T[1:tokens - 6], 0.7)
+        logps = [model(*given) for model in (eager, fused)]
+        torch.testing.assert_close(*logps, rtol=0, atol=1e-4)
+        wanted = [torch.autograd.grad(logp_C, list(model.parameters()), grad_C)
+                  for logp_C, model in zip(logps, (eager, fused), strict=True)]
+        for expected, ours in zip(*wanted, strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=1e-4 * float(expected.abs().max()))
+        compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    with torch.no_grad():
+        torch.testing.assert_close(eager(*given), fused(*given), rtol=0, atol=1e-4)
+    compiled.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+    print(f"{compiled} compilations by row, the last without gradient")
+    assert max(compiled[:-1]) <= 4  # before attention, behind it, and the head forward and backward
+    assert compiled[-1] <= 6        # the first two once more
 
 
 def test_rope_survives_a_cast_of_the_model(tiny):

@@ -14,6 +14,7 @@ from conftest import as_batch, attend_alone, gradients, load, make_groups, nudge
 from torch import Tensor
 
 import data
+import memory
 import train
 import update
 from advantage import advantage
@@ -178,7 +179,7 @@ def windowed(groups: list[Group]) -> list[Group]:
 
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
-    return train.set_up(cfg, data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.set_up(memory.decide(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -9,7 +9,6 @@ import torch
 from conftest import load, make_groups, write_tiny
 
 import data
-import memory
 import rollout
 import rollout_vllm
 from config import ConfigError
@@ -126,7 +125,8 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
     answering.generate(asked, list(range(24)), [1 + i * 7 % 5 for i in range(24)], 1.0)
     assert sorted(computed) == sorted(set(asked))
     assert max(answered) == 3
-    assert max(kept) == memory.embedded_cache_bytes(answering.model, slots=4, new_tokens=5, prompts=3, prompt_tokens=11)
+    shape = answering.model.shape  # 4 slots of 5 tokens, and 3 prompts of 11
+    assert max(kept) == (4 * 5 + 3 * 11) * 2 * shape.layers * shape.kv_heads * shape.head_dim * 4
 
 
 def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):

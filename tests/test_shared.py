@@ -85,7 +85,7 @@ def test_gradients_with_shared_prompts_are_those_without(name, tiny, tmp_path, m
 
 
 @pytest.mark.parametrize(("name", "settings"), [
-    ("grpo", "loss.kl=0.1"), ("dapo", "loss.kl=0.1 model.checkpoint_blocks=true"),
+    ("grpo", "loss.kl=0.1"), ("dapo", "loss.kl=0.1 model.checkpoint_blocks=all"),
     ("grpo", "model.logp_chunk=3 rollout.temperature=0.7"), ("tppo", "loss.kl=0.1 loss.count=kept"),
     ("vapo", "loss.kl=0.1 loss.likelihood=0.2 loss.tis_cap=1.05"), ("gspo", "loss.mask_ratio=1.1")])
 def test_so_are_they_with_a_kl_and_where_completions_were_pruned(name, settings, tiny, tmp_path, monkeypatch):

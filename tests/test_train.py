@@ -434,7 +434,7 @@ def test_a_step_on_cuda(dtype, offload, tmp_path):
     try:
         train.train(toy_config(tmp_path / "run", "device=cuda", f"model.dtype={dtype}", "loss.kl=0.1",
                                f"optim.offload={str(offload).lower()}", "checkpoint.every=1", "update.epochs=2",
-                               "model.checkpoint_blocks=true"))
+                               "model.checkpoint_blocks=all"))
     finally:
         dist.close()
         dist.init("cpu")

@@ -9,6 +9,7 @@ from conftest import TOY, as_rolled, load, toy_config
 import config
 import data
 import learner
+import memory
 import train
 from collect import Sampler, Selection, choose
 from infra import runfolder
@@ -86,7 +87,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     cfg = windowed(tmp_path / "run", f"rollout.window={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
     task = train.load(cfg)
-    _, engine = train.set_up(cfg, task)
+    _, engine = train.set_up(memory.decide(cfg, task.source), task)
     engine.sync(load(TOY, torch.float64))
     pool = Pool(task.prompts, cfg.prune.prompts, cfg.seed, group_size=1)
     sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0

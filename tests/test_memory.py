@@ -1,0 +1,263 @@
+"""What fits: bytes counted by hand, and what `auto` chooses on machines that are only described here."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, TOY, toy_config
+
+import config
+import memory
+from config import ConfigError
+from infra.weights import read_shape
+from memory import Machine, Pass, choose
+from model import CALLS, Decoder
+from records import EngineSpec
+
+sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
+
+import shapes  # noqa: E402
+
+GIB, CPU, CUDA = 2**30, torch.device("cpu"), torch.device("cuda")
+SMALL = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "layers": 2, "heads": 2, "kv_heads": 1,
+         "head_dim": 2, "tied": False, "qkv_bias": False, "out_bias": False, "qk_norm": False}
+
+
+def small(**changes):
+    return replace(read_shape(TOY), **SMALL | changes)
+
+
+def gpu(gib: float = 79, ranks: int = 1, no_vllm: str = "") -> Machine:
+    return Machine(CUDA, gib * GIB, ranks, no_vllm)
+
+
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}, {"out_bias": True}, {"qk_norm": True}])
+def test_parameters_are_those_of_the_decoder(changes):
+    with torch.device("meta"):
+        expected = sum(p.numel() for p in Decoder(small(**changes)).parameters())
+    assert memory.parameters(small(**changes)) == expected
+
+
+def test_a_pass_is_counted_by_hand():
+    """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5."""
+    fixed = (80 + 130) * (2 * 2 + 4) + 5 * 10 * (8 + 2)
+    whole = (7 * (6 * 4 + 4 * 4 + 4 * 6) + 9 * 4 * 2) * 2
+    fused = (7 * (4 * 4 + 2 * 4 + 4 * 6) + 9 * 2 * 2) * 2
+    some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6) * 2
+    given = Pass(small(), tokens=7, keys=9, element=2, chunk=5)
+    assert memory.pass_bytes(given) == fixed + 3 * whole
+    assert memory.pass_bytes(replace(given, fused=True)) == fixed + 3 * fused
+    assert memory.pass_bytes(replace(given, recomputed="selective")) == fixed + 2 * some + 2 * whole
+    assert memory.pass_bytes(replace(given, recomputed="all")) == fixed + 2 * 7 * 4 * 2 + 2 * whole
+
+
+def test_a_rows_keys_are_those_of_groups_of_planned_length():
+    """A prompt of 128 and 16 completions of 12 have 16 x 140 keys to 320 tokens."""
+    cfg = toy_config(ROOT / "runs" / "unused", "data.max_prompt_tokens=128", "rollout.group_size=16",
+                     "rollout.max_new_tokens=48", "pack.capacity=640")
+    assert memory.row_of(cfg) == (640, 2 * 16 * 140)
+
+
+def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks():
+    shape, per = small(), memory.parameters(small())
+    for name, settings, ranks, expected in (
+            ("grpo_toy", [], 1, 12), ("grpo_toy", [], 4, 3), ("grpo_toy", ["loss.kl=0.1"], 1, 16),
+            ("ppo_toy", [], 1, 24), ("apo_toy", ["advantage.residual=1e-3"], 2, 8)):
+        cfg = config.load(f"{name}.yaml", ["device=cpu", "optim.offload=true", *settings])
+        assert memory.held_bytes(cfg, shape, ranks) == expected * per
+        assert memory.held_bytes(replace(cfg, device="cuda"), shape, ranks) == 0  # offloaded
+
+
+def test_the_caches_of_both_engines_are_counted_by_hand():
+    """A token is 2 x 2 x 2 numbers of 4 bytes, and 129 tokens are two blocks of vLLM's."""
+    assert memory.cache_bytes(small(), 4, slots=3, max_len=129, tensor_parallel=1) == (3 * 2 + 1) * 128 * 32
+    assert memory.cache_bytes(small(), 4, slots=3, max_len=128, tensor_parallel=1) == (3 + 1) * 128 * 32
+    assert memory.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
+    assert memory.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
+    assert memory.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
+    engine = memory.engine_bytes(small(), 2, 3, 129, 0)
+    assert engine == memory.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
+    assert memory.engine_bytes(small(), 2, 3, 129, 2, cache=1000) == memory.parameters(small()) + 1000 + 24 * 3 * 10
+
+
+@pytest.mark.parametrize("room", [0, 10, 35, 1000])
+def test_as_many_slots_as_fit_and_at_least_one(room):
+    assert memory.slots_that_fit(8, room, lambda slots: 10 * slots) == min(8, max(1, room // 10))
+
+
+def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
+    return memory.choices(cfg, choose(cfg, shapes.shape_of(shape), machine, saved or {})[0])
+
+
+def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
+    cfg = config.load("cppo_gsm8k.yaml")
+    on_gpu = {"model.dtype": "bfloat16", "model.attention": "varlen", "rollout.engine": "vllm", "device": "cuda"}
+    assert chosen(cfg, gpu(ranks=8)) == on_gpu | {"model.checkpoint_blocks": "none"}
+    on_cpu = {"model.dtype": "float32", "model.attention": "sdpa", "rollout.engine": "torch", "device": "cpu"}
+    assert chosen(cfg, Machine(CPU, 999 * GIB, 1, "none on a CPU")) == on_cpu | {"model.checkpoint_blocks": "none"}
+    assert chosen(config.load("cppo_gsm8k.yaml", ["model.dtype=float64"]), gpu(999))["rollout.engine"] == "torch"
+
+
+def test_blocks_are_recomputed_only_as_far_as_memory_asks():
+    """And what does not fit at all is tried with everything recomputed: the check before the run then says so."""
+    cfg = config.load("cppo_gsm8k.yaml")
+    halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
+    needed = [memory.update_bytes(memory.with_recompute(halves, how), shapes.shape_of("1.5B"), 1) for how in CALLS]
+    assert needed[0] > needed[1] > needed[2]
+    for how, needs in zip(CALLS, needed, strict=True):
+        assert chosen(cfg, gpu(needs / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == how
+    assert chosen(cfg, gpu(1))["model.checkpoint_blocks"] == "all"
+    compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true"])
+    assert chosen(compiled, gpu(needed[1] / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == "none"
+
+
+def test_fewer_slots_are_said_with_the_memory_that_is_short():
+    cfg, shape = config.load("divppo_math.yaml"), shapes.shape_of("4B")
+    here, said = choose(cfg, shape, gpu(ranks=8), {})
+    slots = here.rollout.slots
+    assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
+    fits = [memory.rollout_bytes(here, shape, 8, n) <= memory.FILLED * 79 * GIB for n in (slots, slots + 1)]
+    assert fits == [True, False]
+
+
+def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_install():
+    cfg = config.load("cppo_gsm8k.yaml")
+    here, said = choose(cfg, shapes.shape_of("1.5B"), gpu(ranks=8, no_vllm="vllm is not there; pip install it"), {})
+    assert here.rollout.engine == "torch"
+    assert said == ["rollout.engine=torch, the embedded one: vllm is not there; pip install it"]
+    assert not choose(config.load("cppo_gsm8k.yaml", ["rollout.engine=torch"]), shapes.shape_of("1.5B"),
+                      gpu(ranks=8, no_vllm="none"), {})[1]
+
+
+def test_only_the_tested_vllm_counts(monkeypatch):
+    for version, fine in (("0.32.0", True), ("0.32.0+cu130", True), ("0.33.0", False), (None, False)):
+        def installed(name, version=version):
+            if version is None:
+                raise memory.importlib.metadata.PackageNotFoundError(name)
+            return version
+        monkeypatch.setattr(memory.importlib.metadata, "version", installed)
+        assert (memory.why_no_vllm(CUDA) == "") == fine
+        assert fine or "requirements-gpu.txt" in memory.why_no_vllm(CUDA)
+        assert memory.why_no_vllm(CPU)
+
+
+def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
+    cfg, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
+    first, _ = choose(cfg, shape, gpu(40, ranks=8), {})
+    saved = config.flatten(first)
+    assert saved["model.checkpoint_blocks"] != "none"
+    more, said = choose(cfg, shape, gpu(139, ranks=8), saved)
+    assert more == first and said == []
+    on_cpu, said = choose(cfg, shape, Machine(CPU, 999 * GIB, 1, "none on a CPU"), saved)
+    assert on_cpu.model.dtype == "bfloat16"  # runs here too, if slowly
+    assert said == ["from here on not the same run bit for bit: model.attention=varlen, rollout.engine=vllm before, "
+                    "which cannot run here"]
+    back, said = choose(cfg, shape, gpu(139, ranks=8), config.flatten(on_cpu))
+    assert (back.model.attention, back.rollout.engine) == ("sdpa", "torch") and said == []
+    less, said = choose(cfg, shape, gpu(20, ranks=8), saved | {"model.checkpoint_blocks": "none", "rollout.slots": 200})
+    assert less.model.checkpoint_blocks == "all" and "model.checkpoint_blocks=none" in said[-1]
+
+
+def test_what_is_named_is_never_changed():
+    settings = ["model.dtype=float32", "model.attention=sdpa", "model.checkpoint_blocks=none", "rollout.engine=torch"]
+    cfg = config.load("cppo_gsm8k.yaml", settings)
+    here, _ = choose(cfg, shapes.shape_of("1.5B"), gpu(30), {"model.dtype": "bfloat16", "rollout.engine": "vllm"})
+    assert here.model == cfg.model and here.rollout.engine == "torch"
+
+
+def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
+    monkeypatch.setattr(Machine, "here", staticmethod(lambda device: Machine(device, 4 * GIB, 1, "none on a CPU")))
+    spec = EngineSpec(TOY, torch.float32, CPU, "sdpa", frozenset(), slots=10**6, max_len=100)
+    kind, fitted = memory.fit_engine("auto", spec)
+    assert kind == "torch" and 1 < fitted.slots < 10**6
+    assert f"--engine torch --slots {fitted.slots}" in capsys.readouterr().out
+    assert memory.fit_engine("torch", replace(spec, slots=8)) == ("torch", replace(spec, slots=8))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in config.CONFIGS.glob("*.yaml") if "toy" not in p.name))
+def test_a_published_config_says_in_its_head_what_it_fits(name):
+    assert footprint().fits_line(name) in (config.CONFIGS / name).read_text().splitlines(), footprint().fits_line(name)
+
+
+def test_a_line_of_the_head_is_what_is_chosen_and_counted():
+    """cppo_gsm8k on 8 GPUs of 80 GB, counted once more here."""
+    cfg, _ = choose(config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B"), gpu(ranks=8), {})
+    shape = shapes.shape_of("1.5B")
+    most = max(memory.update_bytes(cfg, shape, 8), memory.rollout_bytes(cfg, shape, 8, cfg.rollout.slots))
+    assert f"; 8 with {most / GIB:.0f} GiB" in footprint().fits_line("cppo_gsm8k.yaml")
+
+
+def footprint():
+    """bench/memory.py, whose name is that of a module of ours."""
+    spec = memory.importlib.util.spec_from_file_location("bench_memory", ROOT / "bench" / "memory.py")
+    module = memory.importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Driver:
+    """Stands for the file that a driver leaves."""
+
+    def __init__(self, there: bool):
+        self.is_file = lambda: there
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """Describe a machine to find_device: CUDA devices that torch shows, a driver's file, torch's CUDA, its start."""
+    def describe(devices: int, driver: bool, built: str | None, start=lambda: None):
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
+        monkeypatch.setattr(memory, "DRIVER", Driver(driver))
+        monkeypatch.setattr(torch.version, "cuda", built)
+        monkeypatch.setattr(torch.cuda, "init", start)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
+    return describe
+
+
+def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, capsys):
+    seen(0, driver=True, built=None)
+    assert memory.find_device("auto") == CPU and "is a build without CUDA" in capsys.readouterr().out
+    with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; torch .* is a build without CUDA"):
+        memory.find_device("cuda")
+    seen(0, driver=True, built="13.0")
+    assert memory.find_device("auto") == CPU and "580 or newer" in capsys.readouterr().out
+    seen(0, driver=False, built=None)
+    assert memory.find_device("auto") == CPU and capsys.readouterr().out == ""
+
+    def too_old():
+        raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
+    seen(1, driver=True, built="13.0", start=too_old)
+    for wanted in ("auto", "cuda"):
+        with pytest.raises(ConfigError, match=r"too old \(found version 12020\).*580 or newer.*device=cpu"):
+            memory.find_device(wanted)
+    assert memory.find_device("cpu") == CPU
+
+
+def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(seen, monkeypatch):
+    seen(1, driver=True, built="13.0")
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
+        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
+        assert memory.find_device("auto") == torch.device("cuda", 0)
+        assert memory.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
+        monkeypatch.setenv(name, "max_split_size_mb:64")
+        memory.find_device("auto")
+        assert memory.os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
+
+
+def test_flash_attention_is_asked_for_by_a_real_import(tmp_path, monkeypatch):
+    """A bare folder of that name, as FlashAttention 4 is laid out, is no flash-attn."""
+    assert memory.choose_backend("auto", CUDA, torch.bfloat16) == "varlen"
+    for device, dtype in ((CUDA, torch.float32), (CPU, torch.bfloat16)):
+        assert memory.choose_backend("auto", device, dtype) == "sdpa"
+    (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ConfigError, match="model.attention=flash, but flash-attn cannot be imported"):
+        memory.choose_backend("flash", CUDA, torch.bfloat16)
+    with pytest.raises(ConfigError, match="model.attention=varlen cannot run on cuda in torch.float32"):
+        memory.choose_backend("varlen", CUDA, torch.float32)
+    sys.modules.pop("flash_attn", None)
