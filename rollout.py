@@ -258,7 +258,7 @@ class TorchEngine:
         if self.model.norm.weight.is_meta:
             self.model.to_empty(device=self.device)
         for mine, theirs in zip(self.model.parameters(), policy.parameters(), strict=True):
-            mine.copy_(dist.full(theirs))
+            mine.copy_(dist.full(theirs, mine.device, mine.dtype))
 
     def sleep(self) -> None:
         """Give up the weights, to make room for the update. The KV cache lives within `generate` anyway."""

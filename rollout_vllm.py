@@ -34,6 +34,7 @@ class VLLMEngine:
             raise ConfigError(f"rollout.tensor_parallel={spec.tensor_parallel} must divide "
                               f"{dist.world_size()}, the number of processes")
         self.eos_ids, self.tensor_parallel = spec.eos_ids, spec.tensor_parallel
+        self.device, self.dtype = spec.device, spec.dtype
         model = empty_model(spec.folder, spec.dtype)
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
         counted = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len,
@@ -80,7 +81,7 @@ class VLLMEngine:
                              f"{policy_shapes.get(name, 'nothing')}, the engine's "
                              f"{self.expected.get(name, 'nothing')}")
         self.llm.wake_up(["weights"])
-        stream = ((name, dist.full(t)) for name, t in policy.named_hf_tensors())
+        stream = ((name, dist.full(t, self.device, self.dtype)) for name, t in policy.named_hf_tensors())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.wake_up(["kv_cache"])
         self.asleep = False

@@ -79,6 +79,19 @@ def load_on_ranks(folder) -> list:
     return [weights(model), moments(model, optimizer), extra]
 
 
+def gathered_on_ranks() -> list:
+    """Of every weight: is it gathered in halves what it is as a whole, in halves?"""
+    model, _ = sharded()
+    pairs = [(dist.full(p.detach(), CPU, torch.bfloat16), dist.full(p.detach())) for p in model.parameters()]
+    return [(half.dtype == torch.bfloat16 and torch.equal(half, p.bfloat16()), p.dtype) for half, p in pairs]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_weights_are_cast_before_they_travel_and_arrive_whole(ranks, tmp_path):
+    """On 3 ranks too, by which no size of the toy's can be divided."""
+    assert on_ranks(ranks, tmp_path, gathered_on_ranks) == [[(True, torch.float32)] * len(weights(load(TOY)))] * ranks
+
+
 def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(tmp_path):
     expected, *_ = on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved")
     assert (expected[1]["embed_tokens.weight.exp_avg"] != 0).any()

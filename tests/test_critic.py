@@ -53,6 +53,22 @@ def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
         assert bounded == "false" or ((value_C >= -1) & (value_C <= 2)).all()
 
 
+def test_the_values_head_is_not_rounded_where_the_backbone_computes_in_halves(tiny, tmp_path):
+    """1 + 2^-12 is no bfloat16."""
+    learner = set_up(tiny, tmp_path / "run", "model.dtype=bfloat16", "critic.bounded=false")
+    head = learner.critic.model.value
+    with torch.no_grad():
+        head.weight.fill_(1 + 2**-12)
+    learner.critic.model.low = learner.critic.model.high = 0.0
+    seen = []
+    head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
+    value_C = torch.cat(learner.critic.values(learner, row_of(learner, rolled_out())))
+    assert value_C.dtype == seen[0].dtype == torch.float32
+    expected = seen[0].double().sum(dim=1) * (1 + 2**-12)
+    torch.testing.assert_close(value_C.double(), expected, rtol=1e-5, atol=1e-5)
+    assert (expected - seen[0].double().sum(dim=1)).abs().max() > 1e-4
+
+
 def test_a_value_sees_what_stands_before_its_token_and_nothing_else(tiny, tmp_path):
     """Changing a token changes no value up to and with its own state; the packed row says what each says alone."""
     learner, rolled = set_up(tiny, tmp_path / "run"), rolled_out()

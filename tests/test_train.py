@@ -20,6 +20,7 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import config
 import loss
+import memory
 import train
 from config import ConfigError
 from infra import dist, runfolder, signals
@@ -103,6 +104,28 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
     for log in ("samples.jsonl", "decisions.jsonl"):
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
+
+
+def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, unchecked, capsys):
+    """On a machine whose memory had room for 3 slots, and where blocks had to be recomputed; then on this one."""
+    cfg = toy_config(tmp_path / "run", "checkpoint.every=1", "model.dtype=auto", *SHORT)
+    with monkeypatch.context() as patch:
+        patch.setattr(memory, "slots_that_fit", lambda *given: 3)
+        patch.setattr(memory, "update_bytes", lambda cfg, *given: {"none": 1e18}.get(cfg.model.checkpoint_blocks, 0))
+        patch.setattr(train, "asked_to_stop", lambda stop: True)
+        with pytest.raises(KeyboardInterrupt):
+            train.train(cfg)
+    chosen = {"model.dtype": "float32", "model.attention": "sdpa", "model.checkpoint_blocks": "selective",
+              "rollout.engine": "torch", "rollout.slots": 3, "device": "cpu"}
+    printed = capsys.readouterr().out
+    assert all(f"{key}={value}" in printed for key, value in chosen.items()) and "have no room for more" in printed
+    assert json.loads((tmp_path / "run" / "env.json").read_text())["chosen"] == chosen
+    saved = torch.load(tmp_path / "run" / "checkpoints" / "step_000001" / "extra.pt", weights_only=True)["config"]
+    assert saved.items() >= chosen.items()
+    engines, start = [], train.start_engine
+    monkeypatch.setattr(train, "start_engine", lambda *given: engines.append(start(*given)) or engines[0])
+    train.train(cfg, resume="always")
+    assert engines[0].slots == 3 and "checkpoint_blocks=selective" in capsys.readouterr().out
 
 
 def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch, unchecked):
