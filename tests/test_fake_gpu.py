@@ -1,0 +1,87 @@
+"""An update at real shapes on a device that does not exist (fake_gpu.py): what it waits for, launches and computes.
+
+The limits are what is there today: lower one when the code gets better, raise one in a commit that says for what.
+"""
+
+import json
+import subprocess
+import sys
+from collections import Counter
+from functools import cache
+
+import pytest
+from conftest import ROOT
+
+FEW = ("--shape", "0.5B", "--layers", "2")
+CASES = {
+    "1.5B": ("--shape", "1.5B"),
+    "7B": ("--shape", "7B", "--layers", "2"),
+    "one_rank": (*FEW, "--ranks", "1", "--set", "update.epochs=2", "--set", "update.minibatches=3"),
+    "offload": (*FEW, "--set", "optim.offload=true"),
+    "recompute": (*FEW, "--set", "model.checkpoint_blocks=true"),
+    "whole_0.5B": ("--shape", "0.5B"),
+    "whole_7B": ("--shape", "7B"),
+}
+WAITS = {  # of a row, each of which is an optimizer step here. A copy that does not say non_blocking waits too.
+    ("sync", "descend"): 2, ("sync", "metrics of the step"): 11,
+    ("to device", "pack"): 14, ("to device", "reference"): 3, ("to device", "forward"): 3, ("to device", "metrics"): 1,
+}
+KERNELS = {  # of one layer in a row, of the head in a chunk of logits
+    "layer, forward": 26, "layer, backward": 44, "layer, recomputed": 24, "head, forward": 10, "head, backward": 15,
+}
+every_case = pytest.mark.parametrize("case", [
+    pytest.param(case, marks=pytest.mark.slow) if case.startswith("whole") else case for case in CASES])
+
+
+@cache
+def figures(*options: str) -> dict:
+    """Trace in a process of its own. A mismatch of devices, shapes or dtypes in an op ends it."""
+    process = subprocess.run([sys.executable, "tests/fake_gpu.py", *options], cwd=ROOT, capture_output=True, text=True)
+    assert process.returncode == 0, process.stderr
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def excess(row: dict) -> list[str]:
+    """List the lines of each phase in which the host waits for the device more often than WAITS allows.
+
+    FSDP2's copies of offloaded weights are its own.
+    """
+    waits = [wait for wait in row["waits"] if wait[2] != "fsdp"]
+    counts = Counter((what, phase) for what, phase, _, count in waits for _ in range(count))
+    return [f"{what}, {phase}: {count} x {line}" for what, phase, line, count in waits
+            if counts[what, phase] > WAITS.get((what, phase), 0) * row["passes"]]
+
+
+@every_case
+def test_the_host_waits_for_the_device_only_around_a_step(case):
+    """Nothing in forward, loss, backward or a row's metrics asks for a value."""
+    assert excess(figures(*CASES[case])) == []
+
+
+def test_a_sync_in_the_loss_is_seen():
+    line, = excess(figures(*FEW, "--spoil"))
+    assert line.startswith("sync, loss: 1 x fake_gpu.py") and "terms.loss.item()" in line
+
+
+@every_case
+def test_log_probs_are_float32_products_bfloat16_and_gradients_like_their_weights(case):
+    row = figures(*CASES[case])
+    assert row["log_probs"] == ["torch.float32 on fakegpu"]
+    assert row["products"] == ["flop in torch.bfloat16"]
+    assert row["unlike"] == []  # dtype, device, shape, and shape of the shard
+
+
+@every_case
+def test_a_layer_and_a_chunk_of_the_head_launch_no_more_kernels(case):
+    kernels = figures(*CASES[case])["kernels"]
+    assert {name: count for name, count in kernels.items() if count > KERNELS[name]} == {}
+
+
+@every_case
+def test_flop_are_those_that_the_bench_counts(case):
+    """But for vectors, of which the bench counts 6 FLOP a number. Beside these the head's logits are computed again in
+    backward, and layers only where that is asked for."""
+    row = figures(*CASES[case])
+    assert row["flop"] == pytest.approx(row["formula"], rel=0.001)
+    assert 0 <= row["again"]["head"] < 1.01
+    assert 0 < row["again"]["layers"] <= 1 if case == "recompute" else row["again"]["layers"] == 0
