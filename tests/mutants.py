@@ -416,6 +416,10 @@ MUTANTS = [
     ("rollout_vllm", "random.setstate(python)", "pass", "vllm"),
     ("rollout_vllm", "np.random.set_state(array)", "pass", "vllm"),
     ("rollout_vllm", "os.environ.clear()", "pass", "vllm"),
+    ("loss", "    if not loss.kl:", "    if total.item() and not loss.kl:", "fake_gpu"),
+    ("metrics", "+= terms.k3_C.sum()", "+= terms.k3_C[terms.f_C != 0].sum()", "fake_gpu"),
+    ("model", "(F.silu(self.gate_proj(x_TD))", "(F.silu(self.gate_proj(x_TD).float()).to(x_TD.dtype)", "fake_gpu"),
+    ("model", "dtype=torch.int32, device=device)", "dtype=torch.int32)", "fake_gpu"),
 ]
 
 
