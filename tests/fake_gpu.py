@@ -9,8 +9,8 @@ run, in bfloat16, on the first rank of a process group that sends nothing. Each 
 Traces of one layer and of all differ by layers alone, which gives the backward pass of one layer. Prints a table for
 people, then one JSON line. It is a process of its own, because nothing can take back the device and the group.
 
-A kernel is an op on the device that is no view; logsumexp is four; norms and SiLU are one as on CUDA. Bytes are what
-ops read and write, matrix products and attention apart.
+A kernel is an op on the device that is no view; norms and SiLU are one as on CUDA, and logsumexp is four. Bytes are
+what ops read and write, matrix products and attention apart.
 
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row.
 """
@@ -51,7 +51,7 @@ import loss
 import update
 from infra import dist
 from metrics import Clock, PassSums
-from model import Block, Decoder
+from model import Block, ChunkedLogProb, Decoder
 from prune import keep_all
 from records import Row
 
@@ -64,10 +64,13 @@ PHASES = {inspect.unwrap(function).__code__: name for function, name in (
     (learner.Learner.rows, "pack"), (update.prepare_row, "reference"), (learner.Learner.log_probs, "forward"),
     (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.descend, "descend"),
     (PassSums.metrics, "metrics of the step"))}
-PARTS = {Block.forward.__code__: "layers", Decoder.log_probs.__code__: "head"}
+PARTS = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
 FUSED = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")  # one op on CUDA, elsewhere many
+# Kernels, and how often they read or write their argument. logsumexp: maximum, difference, exp, sum. softmax reads it
+# three times, for maximum, sum and result, where a row is too long for a GPU's shared memory.
+PASSES = {"logsumexp": (4, 6), "_softmax": (1, 4), "_log_softmax": (1, 4)}
 GATHERS = ("gather", "index", "index_select", "embedding")  # read no more than they write
-SCATTERS = ("scatter_", "scatter_add_", "index_add_", "index_put_")  # touch no more than their last argument
+SCATTERS = ("scatter_", "scatter_add_", "index_add_", "index_put_")  # touch as much as their last argument
 FILLS = ("zeros_like", "ones_like", "new_zeros", "zero_", "fill_")  # read nothing
 VALUES_ASKED_FOR = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 LIBRARY = torch.library.Library("aten", "IMPL")  # forgets its ops when it is collected
@@ -108,8 +111,9 @@ def work_of(func, args: tuple, out) -> Counter:
     if func._overloadpacket in flop_registry:
         flop = flop_registry[func._overloadpacket](*given, out_val=out)
         return Counter({"kernels": 1, "flop": flop, f"flop in {given[-1].dtype}": flop})
-    if name == "logsumexp":  # maximum, difference, exp, sum
-        return Counter(kernels=4, bytes=6 * bytes_of(args))
+    if name in PASSES:
+        kernels, passes = PASSES[name]
+        return Counter(kernels=kernels, bytes=passes * bytes_of(args))
     if name in SCATTERS:
         return Counter(kernels=1, bytes=3 * bytes_of(args[-1]))
     written = bytes_of(out)
