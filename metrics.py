@@ -103,7 +103,7 @@ class PassSums:
     def __init__(self, quadratic: float = 0.0):
         self.quadratic = quadratic  # pack.cost
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
-        self.mismatch_max = torch.tensor(0.0)
+        self.mismatch_max: Tensor | float = 0.0
 
     def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
         """Add one row in one pass. A row that only keeps its rank in step is not counted."""
@@ -131,7 +131,7 @@ class PassSums:
             self.sums["engine_kl"] += (gap_C.exp() - gap_C - 1).sum()
             self.sums["ratio"] += gap_C.exp().sum()
             self.sums["ratio_squared"] += (2 * gap_C).exp().sum()
-            self.mismatch_max = torch.maximum(self.mismatch_max.to(gap_C), gap_C.abs().max())
+            self.mismatch_max = gap_C.abs().max().clamp(min=self.mismatch_max)
 
     def metrics(self, capacity: int, updates: int) -> dict[str, float]:
         """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""

@@ -12,7 +12,6 @@ import inspect
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
-from itertools import accumulate
 from operator import call
 from pathlib import Path
 
@@ -267,9 +266,9 @@ def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend
     and all before, in every segment.
     """
     device = segments.key_K.device
-    starts = [*accumulate(segments.queries, initial=0)], [*accumulate(segments.keys, initial=0)]
-    columns = [[x[i] for i in members] for x in (segments.queries, segments.keys, *starts)]
-    query_S, keys_S, first_S, first_key_S = torch.tensor(columns, device=device)[:, :, None]
+    columns = [[x[i] for i in members] for x in (segments.queries, segments.keys)]
+    query_S, keys_S = torch.tensor(columns, device=device)[:, :, None]
+    first_S, first_key_S = segments.start_2S[:, members, None]
     prefix_S = keys_S - query_S
     place_M = torch.arange(int(max(columns[0])), device=device)
     most = max(keys - queries for queries, keys in zip(*columns[:2], strict=True))
@@ -291,23 +290,16 @@ def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend
     return query_SM.flatten()[real_Q], attend
 
 
-def cumulative(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int32 [S + 1]: where each segment begins, and the total, as the kernels take it."""
-    return torch.tensor([*accumulate(lengths, initial=0)], dtype=torch.int32, device=device)
-
-
 def by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
     """Make the attention that a kernel computes from q, each segment's keys and values, and their places."""
     key_K = segments.key_K
-    given = (cumulative(segments.queries, key_K.device), cumulative(segments.keys, key_K.device),
-             max(segments.queries), max(segments.keys))
+    given = *segments.start_2S, max(segments.queries), max(segments.keys)
     return lambda layer, q, k, v: kernel(q, k.index_select(0, key_K), v.index_select(0, key_K), *given)
 
 
 def torch_varlen(segments: Segments) -> Attend:
     """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
     from torch.nn.attention.varlen import varlen_attn
-
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
         return by_kernel(segments, partial(varlen_attn, window_size=(-1, 0), enable_gqa=True))
 
@@ -321,7 +313,6 @@ def torch_varlen(segments: Segments) -> Attend:
 def flash_varlen(segments: Segments) -> Attend:
     """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
-
     return by_kernel(segments, partial(flash_attn_varlen_func, causal=True))
 
 

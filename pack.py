@@ -187,7 +187,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     return Row(
         ids_T=concatenated(pieces),
         position_T=concatenated(position),
-        segments=Segments(tuple(queries), tuple(keys), concatenated(key)),
+        segments=Segments.of(queries, keys, concatenated(key)),
         predict_C=concatenated(predict),
         target_C=concatenated([s.ids[s.start:] for s in samples]),
         segment_C=segment_C,

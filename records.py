@@ -8,6 +8,7 @@ S completions in one row.
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import accumulate
 from pathlib import Path
 
 import torch
@@ -175,11 +176,18 @@ class Segments:
     queries: tuple[int, ...]  # of each segment; they add up to T
     keys: tuple[int, ...]     # of each segment, at least as many
     key_K: Tensor             # which of the T tokens each key is of
+    start_2S: Tensor          # int32 [2, S + 1]: where each begins among queries and keys; last the totals
+
+    @staticmethod
+    def of(queries: Sequence[int], keys: Sequence[int], key_K: Tensor) -> "Segments":
+        starts = [[*accumulate(queries, initial=0)], [*accumulate(keys, initial=0)]]
+        start_2S = torch.tensor(starts, dtype=torch.int32, device=key_K.device)
+        return Segments(tuple(queries), tuple(keys), key_K, start_2S)
 
     @staticmethod
     def plain(lengths: Sequence[int], device: torch.device | None = None) -> "Segments":
         """Make segments that share nothing: each attends to itself."""
-        return Segments(tuple(lengths), tuple(lengths), torch.arange(sum(lengths), device=device))
+        return Segments.of(lengths, lengths, torch.arange(sum(lengths), device=device))
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,7 +213,8 @@ class Row:
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
-        moved = {"segments": replace(self.segments, key_K=self.segments.key_K.to(device))}
+        old = self.segments
+        moved = {"segments": replace(old, key_K=old.key_K.to(device), start_2S=old.start_2S.to(device))}
         for f in fields(self):
             if isinstance(x := getattr(self, f.name), Tensor):
                 moved[f.name] = x.to(device, dtype if x.is_floating_point() else None)

@@ -1,7 +1,7 @@
 """Trace an update on a device that does not exist, at real shapes: on torch's CPU wheel, in seconds.
 
     python tests/fake_gpu.py --shape 1.5B
-    python tests/fake_gpu.py --shape 7B --ranks 1 --set model.checkpoint_blocks=true --set optim.offload=true
+    python tests/fake_gpu.py --shape 7B --ranks 1 --set model.checkpoint_blocks=all --set optim.offload=true
 
 The host's tensors are real and the device's are fake: they have shape, dtype and device but no values. So every op's
 rules are checked, and the host cannot get a value unseen. The learner, the batch and `update.update` are those of a
@@ -56,7 +56,8 @@ from prune import keep_all
 from records import Row
 
 DEVICE = "fakegpu"
-SETTINGS = ["model.checkpoint_blocks=false", "update.epochs=1"]  # and else grpo_gsm8k.yaml's, a KL among them
+# And else grpo_gsm8k.yaml's, a KL among them.
+SETTINGS = ["model.dtype=bfloat16", "model.attention=varlen", "model.checkpoint_blocks=none", "update.epochs=1"]
 PROMPT, COMPLETIONS, GROUPS = 180, range(270, 391, 8), 3  # tokens, and groups to a row of at most 16,384
 OURS = {str(path): path.name for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
 # The first of these that is being called names the phase of an op; backward is one of its own.
@@ -233,9 +234,9 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     with (trace.device, patch.object(learner, "load_weights"), patch.object(update, "row_loss", row_loss),
           patch.object(update, "descend", descend),
           patch.object(dist, "fully_shard", offloaded if cfg.optim.offload else fully_shard)):
-        built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0), torch.bfloat16)
+        built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0))
         trace.policy = built.policy
-        update.update(replace(built, backend="varlen"), as_batch(groups, adv_NG, keep_all(adv_NG)), 0, Clock())
+        update.update(built, as_batch(groups, adv_NG, keep_all(adv_NG)), 0, Clock())
         assert all(dist.full(p.detach()).shape == p.shape for p in built.policy.parameters())
     return trace
 

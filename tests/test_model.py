@@ -139,7 +139,7 @@ def shared(groups: list[tuple[int, list[int]]], device: str = "cpu") -> Segments
             queries.append(own)
             keys.append(prompt + completion)
             end += own
-    return Segments(tuple(queries), tuple(keys), torch.tensor(key_K, device=device))
+    return Segments.of(queries, keys, torch.tensor(key_K, device=device))
 
 
 SEGMENTS = {
@@ -150,8 +150,8 @@ SEGMENTS = {
     "lengths far apart": shared([(4, [1, 70, 1, 2, 33])]),
     "tokens of one": shared([(1, [1, 1, 1]), (1, [1])]),
     "alone and in groups": shared([(2, [7]), (3, [5, 5, 1]), (9, [1]), (6, [8, 4, 9])]),
-    "a prompt alone in front": Segments((4, 3, 2), (4, 7, 6), torch.tensor([*range(4), *range(7), *range(4), 7, 8])),
-    "a prefix that lies apart": Segments((2, 3, 2), (2, 3, 4), torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6])),
+    "a prompt alone in front": Segments.of((4, 3, 2), (4, 7, 6), torch.tensor([*range(4), *range(7), *range(4), 7, 8])),
+    "a prefix that lies apart": Segments.of((2, 3, 2), (2, 3, 4), torch.tensor([0, 1, 2, 3, 4, 0, 1, 5, 6])),
 }
 
 
