@@ -20,8 +20,8 @@ from rollout import TorchEngine, sample_tokens
 from rollout_vllm import VLLMEngine
 
 
-def spec(folder, slots=4, dtype=torch.float32, eos=frozenset({2}), max_len=100, **more) -> EngineSpec:
-    return EngineSpec(folder, dtype, torch.device("cpu"), "sdpa", eos, slots, max_len, **more)
+def spec(folder, slots=4, dtype=torch.float32, eos=frozenset({2}), max_len=100, device="cpu", **more) -> EngineSpec:
+    return EngineSpec(folder, dtype, torch.device(device), "sdpa", eos, slots, max_len, **more)
 
 
 def engine(folder, slots=5, dtype=torch.float32, eos=None) -> TorchEngine:
@@ -38,10 +38,11 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     group = Group(Prompt("q", prompt, "1"), (sample,))
     row = build_row(Minibatch.plain([group], one.bool(), one, one), Plan([(0, 0)]))
     assert row.target_C.tolist() == list(sample.ids)
+    row = row.to(model.embed_tokens.weight.device, torch.float32)
     model.logp_chunk = 4
     with torch.no_grad():
         attend = sdpa_padded(row.segments)
-        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature)
+        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature).cpu()
 
 
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])

@@ -1,8 +1,10 @@
-"""Engine truth for the real vLLM on the CPU. One engine per process: `make test-vllm` runs this file once per model.
+"""Engine truth for the real vLLM: its CUDA build in bfloat16 where there is a device, else its CPU build in float32.
 
 After a sync everything is that of our own forward of the new weights, and where vLLM would keep something old it shows.
+One engine per process: `make test-vllm` (CPU) and `make test-gpu` run this file once per model.
 """
 
+import copy
 import os
 import random
 import zlib
@@ -10,13 +12,13 @@ import zlib
 import numpy as np
 import pytest
 import torch
-from conftest import load, make_groups, write_tiny
+from conftest import PRECISION, make_groups, write_tiny
 from test_rollout import spec, trainer_logp
 
 import data
 from infra import dist
-from model import empty_model, sdpa_padded
-from records import Segments
+from model import Decoder, empty_model, load_model, sdpa_padded
+from records import Sample, Segments
 from rollout_vllm import VLLMEngine
 
 pytestmark = pytest.mark.vllm
@@ -31,12 +33,21 @@ MODELS = {
 }
 SIZE = {"std": 0.15, "hidden_size": 128, "head_dim": 32}  # vLLM's CPU attention has no narrower heads
 MAX_LEN = 256
+# On CUDA so much that it shows in the device's free memory; on the CPU what the engine counts by itself.
+CACHE_GIB = 0.25 if PRECISION.device == "cuda" else None
 
 
 def states() -> tuple:
     """What an engine in the trainer's process must leave alone."""
+    on_cuda = [state.tolist() for state in torch.cuda.get_rng_state_all()]
     return (dict(os.environ), random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist(),
-            torch.get_num_threads(), torch.set_num_threads)
+            on_cuda, torch.get_num_threads(), torch.set_num_threads)
+
+
+@pytest.fixture(scope="session")
+def device(process_group):
+    dist.close()  # the suite's group is gloo alone
+    return dist.init(PRECISION.device)
 
 
 @pytest.fixture(scope="session")
@@ -45,11 +56,12 @@ def folder(tmp_path_factory, request):
 
 
 @pytest.fixture(scope="session")
-def started(folder):
+def started(folder, device):
     """The engine, and the states before and after it started."""
     empty_model(folder, torch.float32)  # torch itself sets a variable when it first meets the meta device
     before = states()
-    engine = VLLMEngine(spec(folder, 6, eos=data.Tokenizer(folder).eos_ids, max_len=MAX_LEN))
+    engine = VLLMEngine(spec(folder, 6, PRECISION.dtype, data.Tokenizer(folder).eos_ids, MAX_LEN, device,
+                             cache_gib=CACHE_GIB))
     return engine, before, states()
 
 
@@ -59,10 +71,11 @@ def engine(started):
 
 
 @pytest.fixture
-def policy(folder, tmp_path, request):
+def policy(folder, device, tmp_path, request):
     """New weights for every test."""
     changes = MODELS[request.config.getoption("--vllm-model")]
-    return load(write_tiny(tmp_path / "policy", seed=zlib.crc32(request.node.name.encode()), **SIZE, **changes))
+    seed = zlib.crc32(request.node.name.encode())
+    return load_model(write_tiny(tmp_path / "policy", seed=seed, **SIZE, **changes), PRECISION.dtype, device)
 
 
 def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:
@@ -70,20 +83,42 @@ def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:
     return [g.prompt.ids for g in make_groups([[1]] * len(lengths), list(lengths))]
 
 
-def largest_gap(engine, policy, temperature: float) -> float:
-    """max |engine's log-prob - that of our packed forward| over the samples of all prompts."""
+def gaps(policy: Decoder, asked: list[tuple], samples: list[Sample], temperature: float = 1.0) -> torch.Tensor:
+    """Engine's log-prob less that of our packed forward, of every token sampled."""
+    return torch.cat([torch.tensor(s.logp) - trainer_logp(policy, p, s, temperature)
+                      for p, s in zip(asked, samples, strict=True)])
+
+
+def is_in_step(engine: VLLMEngine, policy: Decoder, temperature: float = 1.0) -> bool:
+    """Whether what it samples for all prompts has the log-probs of our forward."""
     samples = engine.generate(prompts(), list(range(8)), 20, temperature)
-    return max(float((torch.tensor(s.logp) - trainer_logp(policy, p, s, temperature)).abs().max())
-               for p, s in zip(prompts(), samples, strict=True))
+    return PRECISION.agrees(gaps(policy, prompts(), samples, temperature))
 
 
-def assert_greedy(engine, policy) -> None:
-    """Every token is the largest logit of a full forward of what stands before it."""
-    for prompt, sample in zip(prompts(), engine.generate(prompts(), [0] * 8, 20, 0.0), strict=True):
-        ids = torch.tensor([*prompt, *sample.ids])
-        with torch.no_grad():
-            hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(Segments.plain([len(ids)])))
-        assert policy.logits(hidden_TD[len(prompt) - 1:-1]).argmax(dim=-1).tolist() == list(sample.ids)
+def full_logits(policy: Decoder, ids: tuple[int, ...]) -> torch.Tensor:
+    """[T, V], after each token, by a forward of all of them."""
+    ids_T = torch.tensor(ids, device=policy.embed_tokens.weight.device)
+    segments = Segments.plain([len(ids_T)], ids_T.device)
+    with torch.no_grad():
+        return policy.logits(policy.hidden(ids_T, torch.arange(len(ids_T), device=ids_T.device),
+                                           sdpa_padded(segments))).cpu()
+
+
+def assert_greedy(policy: Decoder, completions: list[tuple[int, ...]]) -> None:
+    """Every token has the largest logit of a full forward of what stands before it, up to rounding."""
+    below_C = []
+    for prompt, ids in zip(prompts(), completions, strict=True):
+        logits_CV = full_logits(policy, (*prompt, *ids))[len(prompt) - 1:-1]
+        below_C.append(logits_CV.max(dim=-1).values - logits_CV[range(len(ids)), ids])
+    assert PRECISION.agrees(torch.cat(below_C))
+
+
+def assert_same(samples: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> None:
+    """In bfloat16 another batch is another rounding, and now and then another token: most of the first are the same."""
+    if PRECISION.exact:
+        assert samples == others
+    else:
+        assert sum(a[0] == b[0] for a, b in zip(samples, others, strict=True)) >= 0.75 * len(samples)
 
 
 def test_without_weights_it_refuses_to_sample(started):
@@ -98,28 +133,33 @@ def test_the_trainers_process_is_left_as_it_was(started):
     assert dist.world_size() == 1 and dist.gather([1]) == [1]
 
 
+def test_the_model_runner_is_that_of_docs_running(engine):
+    """V2 on CUDA; V1 in the CPU build, which has no Triton."""
+    assert engine.llm.llm_engine.vllm_config.use_v2_model_runner == (PRECISION.device == "cuda")
+
+
 def test_after_a_sync_it_is_our_forward_of_the_new_weights(engine, policy):
     for change in (1.0, 0.9):  # a second sync over the first
         with torch.no_grad():
             for p in policy.parameters():
                 p *= change
         engine.sync(policy)
-        assert_greedy(engine, policy)
+        assert_greedy(policy, [s.ids for s in engine.generate(prompts(), [0] * 8, 20, 0.0)])
         for temperature in (1.0, 0.7):
-            assert largest_gap(engine, policy, temperature) < 1e-4
+            assert is_in_step(engine, policy, temperature)
 
 
 def test_a_prefix_of_the_old_weights_would_be_seen(engine, policy, monkeypatch):
     engine.sync(policy)
-    assert largest_gap(engine, policy, 1.0) < 1e-4
+    assert is_in_step(engine, policy)
     with torch.no_grad():
         policy.layers[0].self_attn.v_proj.weight *= -1
     with monkeypatch.context() as patch:
         patch.setattr(engine.llm, "reset_prefix_cache", lambda: True)
         engine.sync(policy)
-    assert largest_gap(engine, policy, 1.0) > 0.1
+    assert not is_in_step(engine, policy)
     engine.sync(policy)
-    assert largest_gap(engine, policy, 1.0) < 1e-4
+    assert is_in_step(engine, policy)
 
 
 def test_every_single_tensor_arrives(engine, policy):
@@ -127,14 +167,15 @@ def test_every_single_tensor_arrives(engine, policy):
     for name, p in policy.named_parameters():
         with torch.no_grad():
             p *= 0.5
-        stale = largest_gap(engine, policy, 1.0) if name in ("embed_tokens.weight", "lm_head.weight") else 1.0
+        if name in ("embed_tokens.weight", "lm_head.weight"):
+            assert not is_in_step(engine, policy), name
         engine.sync(policy)
-        assert largest_gap(engine, policy, 1.0) < 1e-4 < stale, name
+        assert is_in_step(engine, policy), name
 
 
 def test_a_wrong_tensor_never_reaches_it(engine, policy):
     engine.sync(policy)
-    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
+    before = copy.deepcopy(policy)
     whole = policy.norm.weight
     policy.norm.weight = torch.nn.Parameter(torch.ones(7))
     with pytest.raises(ValueError, match=r"model.norm.weight: its shape is \(7,\), the engine's \(128,\)"):
@@ -145,15 +186,15 @@ def test_a_wrong_tensor_never_reaches_it(engine, policy):
     policy.norm.weight, policy.norm.other = whole, torch.nn.Parameter(torch.ones(3))
     with pytest.raises(ValueError, match=r"model.norm.other: its shape is \(3,\), the engine's nothing"):
         engine.sync(policy)
-    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+    assert is_in_step(engine, before)
 
 
 def test_weights_are_copied_and_may_have_another_dtype(engine, policy):
+    before = copy.deepcopy(policy)
     engine.sync(policy.double())
-    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
     with torch.no_grad():
         policy.norm.weight.zero_()
-    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+    assert is_in_step(engine, before)
 
 
 def test_sleep_and_sync_bring_it_back(engine, policy):
@@ -161,15 +202,26 @@ def test_sleep_and_sync_bring_it_back(engine, policy):
     before = engine.generate(prompts(), list(range(8)), 20, 1.0)
     engine.sleep()
     engine.sync(policy)
-    assert engine.generate(prompts(), list(range(8)), 20, 1.0) == before
+    assert_same([s.ids for s in before], [s.ids for s in engine.generate(prompts(), list(range(8)), 20, 1.0)])
+    assert is_in_step(engine, policy)
+
+
+@pytest.mark.skipif(PRECISION.device == "cpu", reason="only on CUDA does an engine that sleeps give up its memory")
+def test_sleep_gives_the_memory_of_the_cache_back(engine, policy, device):
+    for _ in range(2):
+        engine.sync(policy)
+        awake, _ = torch.cuda.mem_get_info(device)
+        engine.sleep()
+        asleep, _ = torch.cuda.mem_get_info(device)
+        assert asleep - awake > 0.9 * CACHE_GIB * 2**30
 
 
 def test_a_sample_depends_on_its_seed_alone(engine, policy):
     engine.sync(policy)
     seeds = [dist.seed_for(0, i) for i in range(8)]
     whole = [s.ids for s in engine.generate(prompts(), seeds, 20, 1.0)]
-    assert [s.ids for s in engine.generate(prompts()[::-1], seeds[::-1], 20, 1.0)[::-1]] == whole
-    assert [s.ids for i in range(8) for s in engine.generate([prompts()[i]], [seeds[i]], 20, 1.0)] == whole
+    assert_same([s.ids for s in engine.generate(prompts()[::-1], seeds[::-1], 20, 1.0)[::-1]], whole)
+    assert_same([s.ids for i in range(8) for s in engine.generate([prompts()[i]], [seeds[i]], 20, 1.0)], whole)
     same = engine.generate([prompts()[0]] * 16, [dist.seed_for(1, i) for i in range(16)], 20, 1.0)
     assert len({tuple(s.ids) for s in same}) == 16
 
@@ -188,18 +240,17 @@ def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, 
 
 
 def test_greedy_and_top_p_follow_their_definition(engine, policy):
-    """At top_p the tokens stay within the nucleus, and the log-probs are renormalised over it."""
+    """At top_p the tokens stay within the nucleus, and the log-probs are renormalised over it. No rounding moves its
+    edge: top_p is in the middle of the last token's probability, which is much larger than the next one's."""
     engine.sync(policy)
-    samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=0.5)
-    ids = torch.tensor(prompts()[0])
-    with torch.no_grad():
-        hidden_TD = policy.hidden(ids, torch.arange(len(ids)), sdpa_padded(Segments.plain([len(ids)])))
-        prob_V = policy.logits(hidden_TD[-1]).double().softmax(dim=-1)
+    prob_V = full_logits(policy, prompts()[0])[-1].double().softmax(dim=-1)
     sorted_V, place_V = prob_V.sort(descending=True)
-    kept = int((sorted_V.cumsum(0) < 0.5).sum()) + 1
-    assert {s.ids[0] for s in samples} <= set(place_V[:kept].tolist())
-    for s in samples:
-        assert s.logp[0] == pytest.approx((prob_V[s.ids[0]] / sorted_V[:kept].sum()).log().item(), abs=1e-4)
+    kept = 3 + int((sorted_V[2:40] / sorted_V[3:41]).argmax())
+    top_p = float(sorted_V[:kept].sum() - sorted_V[kept - 1] / 2)
+    samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=top_p)
+    ids = [s.ids[0] for s in samples]
+    assert set(ids) <= set(place_V[:kept].tolist())
+    assert PRECISION.agrees(torch.tensor([s.logp[0] for s in samples]) - (prob_V[ids] / sorted_V[:kept].sum()).log())
 
 
 def test_nothing_to_do_is_nothing_done(engine, policy):
@@ -207,18 +258,16 @@ def test_nothing_to_do_is_nothing_done(engine, policy):
     assert engine.generate([], [], 5, 1.0) == []
 
 
-def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_own(engine, policy, folder):
+def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_own(engine, policy, folder, device):
     """What a window left, some of it longer than a cached block, is read again with the new weights."""
-    engine.sync(load(folder))
+    engine.sync(load_model(folder, PRECISION.dtype, device))
     limits = [5, 1, 20, 30, 9, 2, 12, 40]
     begun = engine.generate(prompts(), list(range(8)), limits, 1.0)
     assert all(s.length == limit or s.finished for s, limit in zip(begun, limits, strict=True))
     so_far = [(*p, *s.ids) for p, s in zip(prompts(), begun, strict=True)]
     engine.sync(policy)
     rest = engine.generate(so_far, list(range(8, 16)), limits[::-1], 1.0)
-    for prompt, sample in zip(so_far, rest, strict=True):
-        gap = (torch.tensor(sample.logp) - trainer_logp(policy, prompt, sample, 1.0)).abs().max()
-        assert float(gap) < 1e-4
+    assert PRECISION.agrees(gaps(policy, so_far, rest))
 
 
 def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy):
@@ -230,4 +279,6 @@ def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy)
         pieces = engine.generate([(*prompts()[i], *ids[i]) for i in going], [0] * len(going), [6] * len(going), 0.0)
         for i, piece in zip(going, pieces, strict=True):
             ids[i], done[i] = (*ids[i], *piece.ids), piece.finished
-    assert ids == [tuple(s.ids) for s in whole]
+    assert_greedy(policy, ids)
+    if PRECISION.exact:
+        assert ids == [tuple(s.ids) for s in whole]

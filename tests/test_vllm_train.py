@@ -1,4 +1,8 @@
-"""Whole runs with the real vLLM, each in a process of its own: training, ranks, faults, resuming. `make test-vllm`."""
+"""Whole runs with the real vLLM, each in a process of its own: training, ranks, faults, resuming.
+
+`make test-vllm` runs them in float32 with its CPU build; `make test-gpu` on CUDA in bfloat16 (`device` and
+`model.dtype` are auto), where what is equal on the CPU is equal up to rounding.
+"""
 
 import json
 import os
@@ -7,13 +11,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, write_tiny
+import torch
+from conftest import PRECISION, ROOT, write_tiny
 
 from infra import runfolder
 
 pytestmark = pytest.mark.vllm
 
 TORCHRUN = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+two_ranks = pytest.mark.skipif(torch.cuda.device_count() == 1, reason="on CUDA two ranks need two devices")
 
 
 def run(*command: str | Path) -> subprocess.CompletedProcess:
@@ -37,7 +43,14 @@ def steps_of(folder: Path) -> list[dict]:
             for line in runfolder.read(folder / "metrics.jsonl") if "train/loss" in line]
 
 
-@pytest.mark.parametrize("launcher", [[sys.executable], TORCHRUN], ids=["1 rank", "2 ranks"])
+def is_in_step(line: dict) -> bool:
+    """Whether the engine sampled from the policy that was trained. A step has more tokens than a test of test_vllm.py,
+    and so rarer ones."""
+    return line["mismatch/logp_abs_mean"] < PRECISION.mean and line["mismatch/logp_abs_max"] < 10 * PRECISION.largest
+
+
+@pytest.mark.parametrize("launcher", [pytest.param([sys.executable], id="1 rank"),
+                                      pytest.param(TORCHRUN, id="2 ranks", marks=two_ranks)])
 def test_the_toy_learns(launcher, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}"))
     assert done.returncode == 0, done.stderr
@@ -46,11 +59,12 @@ def test_the_toy_learns(launcher, tmp_path):
     assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
     assert len(steps_of(tmp_path / "run")) == 40
     for line in steps_of(tmp_path / "run"):
-        assert 0 < line["mismatch/logp_abs_mean"] < 1e-4 and line["mismatch/logp_abs_max"] < 1e-3
-        assert line["mismatch/kl"] < 1e-6 and line["mismatch/ess"] > 0.999
+        assert is_in_step(line) and line["mismatch/logp_abs_mean"] > 0
+        assert line["mismatch/kl"] < PRECISION.mean / 10 and line["mismatch/ess"] > 0.99
     print(json.dumps({key: learnt[f"eval/test/{key}"] for key in ("accuracy", "low", "high")}))
 
 
+@two_ranks
 @pytest.mark.parametrize("kind", ["tied", "untied"])
 def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tmp_path):
     """Policies under FSDP2. The same samples from one engine per rank as from one engine over both."""
@@ -58,11 +72,18 @@ def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tm
     folders = [write_tiny(tmp_path / str(seed), seed=seed, **size) for seed in (1, 2)]
     alone, together = (json.loads(run(*TORCHRUN, "tests/vllm_ranks.py", *folders, ranks).stdout.splitlines()[-1])
                        for ranks in (1, 2))
-    assert max(rank["gap"] for rank in alone + together) < 1e-4
-    assert [rank["tokens"] for rank in alone] == [rank["tokens"] for rank in together]
+    assert all(rank["agrees"] for rank in alone + together)
+    if PRECISION.exact:
+        assert [rank["tokens"] for rank in alone] == [rank["tokens"] for rank in together]
 
 
-def test_the_preflight_sees_a_head_that_stays_old(tmp_path):
+def test_the_preflight_passes():
+    right = run(sys.executable, "train.py", *toy(), "--check")
+    assert right.returncode == 0 and "FAIL" not in right.stdout, right.stdout + right.stderr
+
+
+@pytest.mark.skipif(PRECISION.device == "cuda", reason="only vLLM's CPU build packs the head")
+def test_the_preflight_sees_a_head_that_stays_old():
     """vLLM's CPU build as it is shipped packs the tied head once and for all."""
     checks = run(*after("""
 import_vllm = rollout_vllm.import_vllm
@@ -75,8 +96,6 @@ def as_shipped(device):
 rollout_vllm.import_vllm = as_shipped
 """), "--check")
     assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
-    right = run(sys.executable, "train.py", *toy(), "--check")
-    assert right.returncode == 0 and "FAIL" not in right.stdout, right.stdout + right.stderr
 
 
 LATE = """
@@ -92,17 +111,19 @@ rollout_vllm.VLLMEngine.sync = late
 
 
 def test_preflight_and_metric_see_an_engine_one_update_behind_and_the_correction_weighs(tmp_path):
-    """It has the weights of the sync before. For the metric the preflight, which would stop the run, is off."""
+    """It has the weights of the sync before, and steps are so large that this is more than rounding. For the metric the
+    preflight, which would stop the run, is off."""
     checks = run(*after(LATE), "--check")
     assert checks.returncode == 2 and "FAIL  engine's log-probs" in checks.stdout, checks.stdout + checks.stderr
     done = run(*after(LATE + """
 train.preflight.run_checks = lambda *given: []
-""", f"out={tmp_path / 'run'}", "steps=3", "optim.warmup_steps=0", "loss.tis_cap=1.05", "loss.mask_ratio=1.02"))
+""", f"out={tmp_path / 'run'}", "steps=3", "optim.lr=1e-3", "optim.warmup_steps=0", "loss.tis_cap=1.05",
+                      "loss.mask_ratio=1.02"))
     assert done.returncode == 0, done.stderr
     first, second, third = steps_of(tmp_path / "run")
-    assert first["mismatch/logp_abs_mean"] < 1e-5 and first["mismatch/weight_mean"] == pytest.approx(1, abs=1e-4)
+    assert is_in_step(first) and first["mismatch/weight_mean"] == pytest.approx(1, abs=max(1e-4, PRECISION.mean))
     for line in (second, third):
-        assert line["mismatch/logp_abs_mean"] > 1e-3 and line["mismatch/ess"] < 0.999 and line["mismatch/kl"] > 1e-5
+        assert line["mismatch/logp_abs_mean"] > 0.1 and line["mismatch/ess"] < 0.99 and line["mismatch/kl"] > 0.01
         assert 0 < line["mismatch/masked"] < 1 and line["mismatch/weight_mean"] < 1
 
 
@@ -124,7 +145,9 @@ rollout_vllm.VLLMEngine.generate = failing
     assert len(steps_of(tmp_path / "cut")) == 3
     resumed = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'cut'}"), "--resume")
     assert resumed.returncode == 0, resumed.stderr
-    assert steps_of(tmp_path / "cut") == steps_of(tmp_path / "whole")
+    steps, whole_steps = steps_of(tmp_path / "cut"), steps_of(tmp_path / "whole")
+    assert len(steps) == len(whole_steps) == 4 and all(map(is_in_step, steps))
+    assert steps == whole_steps or not PRECISION.exact
 
 
 def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):
@@ -132,10 +155,11 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
     assert done.returncode == 2
     error = done.stderr.splitlines()[-1]
     assert error.startswith("error: rollout.engine=vllm cannot start")
-    assert "GiB of KV cache (rollout.cache_gib): No available memory" in error
+    assert "GiB of KV cache (rollout.cache_gib)" in error and "memory" in error
     assert not (tmp_path / "run").exists()
 
 
+@two_ranks
 def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
     settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
@@ -144,17 +168,20 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     assert done.returncode == 0, done.stderr
     lines = steps_of(tmp_path / "run")
     assert len(lines) == 5 and sum(line["rollout/pending"] for line in lines) > 0
-    assert all(line["mismatch/logp_abs_max"] < 1e-3 for line in lines)
+    assert all(map(is_in_step, lines))
 
 
 def test_both_engines_evaluate_to_the_same_answers(tmp_path):
-    """eval.py, greedy: every text, grade and score; only the engine's name in the head differs."""
+    """eval.py, greedy: every text, grade and score; only the engine's name in the head differs. In bfloat16, where two
+    tokens are often equally likely, most of the texts and grades."""
     results = {}
     for engine in ("torch", "vllm"):
         done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--engine", engine,
                    "--max-new-tokens", "64", "--out", tmp_path / f"{engine}.json")
         assert done.returncode == 0, done.stderr
         results[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
-    assert results["vllm"]["results"] == results["torch"]["results"]
+    theirs, ours = (results[engine]["results"]["test"] for engine in ("vllm", "torch"))
+    equal = [a == b for a, b in zip(theirs["problems"], ours["problems"], strict=True)]
+    assert theirs == ours if PRECISION.exact else sum(equal) > 0.8 * len(equal)
     heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
