@@ -108,8 +108,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
 def full(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return a plain one as it is. Shards
     are moved and cast before they travel: halves are half the bytes, and from GPU to GPU is faster."""
-    if not isinstance(tensor, DTensor):
-        return tensor
+    if not isinstance(tensor, DTensor) or dtype is None:
+        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
     shard = tensor.to_local().to(device=device, dtype=dtype)
     return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False,
                               shape=tensor.shape, stride=tensor.stride()).full_tensor()

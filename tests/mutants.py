@@ -419,7 +419,7 @@ MUTANTS = [
     ("loss", "    if not loss.kl:", "    if total.item() and not loss.kl:", "fake_gpu"),
     ("metrics", "+= terms.k3_C.sum()", "+= terms.k3_C[terms.f_C != 0].sum()", "fake_gpu"),
     ("model", "(F.silu(self.gate_proj(x_TD))", "(F.silu(self.gate_proj(x_TD).float()).to(x_TD.dtype)", "fake_gpu"),
-    ("model", "dtype=torch.int32, device=device)", "dtype=torch.int32)", "fake_gpu"),
+    ("records", "start_2S=old.start_2S.to(device))}", "start_2S=old.start_2S)}", "fake_gpu"),
 ]
 
 
