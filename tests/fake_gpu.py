@@ -37,6 +37,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
 from torch.utils.flop_counter import flop_registry
+from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
@@ -48,6 +49,7 @@ from conftest import ROOT, as_batch, make_groups
 import config
 import learner
 import loss
+import memory
 import update
 from infra import dist
 from metrics import Clock, PassSums
@@ -150,6 +152,8 @@ class Device(TorchDispatchMode):
         self.fake = fake_tensor.FakeTensorMode(allow_non_fake_inputs=True)
         self.work: defaultdict[tuple[str, str], Counter] = defaultdict(Counter)  # of each phase and part
         self.waits: Counter[tuple[str, str, str]] = Counter()  # (sync, to host or to device; phase; source line)
+        self.held = WeakIdKeyDictionary(ref_type=WeakIdRef)  # storages that are alive on the device
+        self.peak = 0  # most bytes of these
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -172,7 +176,11 @@ class Device(TorchDispatchMode):
             out, asked = self.run_on_ones(func, args, kwargs), True
         before, after = ({x.device.type for x in side} for side in (given, tensors(out)))
         if DEVICE in before | after:
-            self.work[phase, part] += work_of(func, args, out)
+            work = work_of(func, args, out)
+            self.work[phase, part] += work
+            self.held |= {x.untyped_storage(): True for x in tensors(out) if x.device.type == DEVICE}
+            if "flop" in work:
+                self.peak = max(self.peak, sum(storage.nbytes() for storage in self.held))
             self.waits["sync", phase, line] += asked
             if copies and len(before | after) > 1:
                 self.waits["to device" if DEVICE in after else "to host", phase, line] += 1
@@ -241,8 +249,10 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     return trace
 
 
-def figures(one: Trace, whole: Trace) -> dict:
+def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     """Compute what the table shows and the tests read, for one row, from traces of one layer and of all."""
+    held = memory.held_bytes(cfg, whole.policy.shape, dist.world_size()) + (
+        4 * memory.parameters(whole.policy.shape) // dist.world_size())
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
     scored = sum(len(row.target_C) for row in rows) / len(rows)
     chunks = sum(-(-len(row.target_C) // policy.logp_chunk) for row in rows) / len(rows)
@@ -271,6 +281,10 @@ def figures(one: Trace, whole: Trace) -> dict:
         # The head's gradients are two products; what its backward pass has more is its forward pass again.
         "flop": of_layers + flop(autograd) + head + min(head_backward, 2 * head),
         "formula": gpu.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
+        "peak": whole.device.peak,
+        "counted": held + memory.pass_bytes(memory.Pass(
+            policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
+            policy.logp_chunk, fused=True)),
         "again": {"head": head_backward / head - 2, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 
@@ -290,6 +304,7 @@ def show(row: dict) -> None:
         print(f"{name:<24} {kernels:>8.1f} {moved / 1e9:>8.2f} {a_logit}")
     print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/gpu.py {row['formula'] / 1e12:.3f}; besides these "
           f"forward again, head {row['again']['head']:.2f} and layers {row['again']['layers']:.2f} times")
+    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as memory.py counts them {row['counted'] / 2**30:.2f}")
 
 
 def main() -> None:
@@ -308,7 +323,7 @@ def main() -> None:
         shapes.SHAPES[args.shape] = (*sizes[:2], layers, *sizes[3:])
         with tempfile.TemporaryDirectory() as folder:
             traces.append(trace_update(shapes.write_config(args.shape, Path(folder)), cfg, args.spoil))
-    measured = {"shape": args.shape} | figures(*traces)
+    measured = {"shape": args.shape} | figures(cfg, *traces)
     show(measured)
     print(json.dumps(measured))
 

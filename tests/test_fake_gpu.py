@@ -79,6 +79,14 @@ def test_a_layer_and_a_chunk_of_the_head_launch_no_more_kernels(case):
 
 
 @every_case
+def test_the_peak_is_what_memory_py_counts_or_a_little_less(case):
+    """Of tensors that are alive: fragments and the driver's own apart. Not where weights lie in the host's memory."""
+    row = figures(*CASES[case])
+    if case != "offload":
+        assert 1.0 <= row["counted"] / row["peak"] <= 1.3
+
+
+@every_case
 def test_flop_are_those_that_the_bench_counts(case):
     """But for vectors, of which the bench counts 6 FLOP a number. Beside these the head's logits are computed again in
     backward, and layers only where that is asked for."""

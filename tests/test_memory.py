@@ -40,16 +40,18 @@ def test_parameters_are_those_of_the_decoder(changes):
 
 
 def test_a_pass_is_counted_by_hand():
-    """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5."""
-    fixed = (80 + 130) * (2 * 2 + 4) + 5 * 10 * (8 + 2)
+    """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5 or 500."""
+    root, block = 80 * 2 * 2, 130 * (2 * 2 + 4)
     whole = (7 * (6 * 4 + 4 * 4 + 4 * 6) + 9 * 4 * 2) * 2
     fused = (7 * (4 * 4 + 2 * 4 + 4 * 6) + 9 * 2 * 2) * 2
     some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6) * 2
     given = Pass(small(), tokens=7, keys=9, element=2, chunk=5)
-    assert memory.pass_bytes(given) == fixed + 3 * whole
-    assert memory.pass_bytes(replace(given, fused=True)) == fixed + 3 * fused
-    assert memory.pass_bytes(replace(given, recomputed="selective")) == fixed + 2 * some + 2 * whole
-    assert memory.pass_bytes(replace(given, recomputed="all")) == fixed + 2 * 7 * 4 * 2 + 2 * whole
+    assert memory.pass_bytes(given) == root + 2 * whole + block + whole // 2
+    assert memory.pass_bytes(replace(given, fused=True)) == root + 2 * fused + block + fused // 2
+    selective, everything = replace(given, recomputed="selective"), replace(given, recomputed="all")
+    assert memory.pass_bytes(selective) == root + 2 * some + block + whole // 2 + whole - some
+    assert memory.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
+    assert memory.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 80 * 4 + 500 * 10 * (8 + 2)
 
 
 def test_a_rows_keys_are_those_of_groups_of_planned_length():
