@@ -207,6 +207,7 @@ class ChunkedLogProb(torch.autograd.Function):
             grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
             product(grad_CV.T, hidden, onto=grad_head_VD)
+            del logits_CV, grad_CV  # before the next chunk's are made
         return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None, None
 
 

@@ -319,6 +319,5 @@ def start_engine(kind: str, spec: EngineSpec) -> Engine:
     """Make an engine of this kind (rollout.engine), which waits for its first `sync`. Raises ConfigError."""
     if kind == "vllm":
         from rollout_vllm import VLLMEngine  # its tests and its libraries are its own
-
         return VLLMEngine(spec)
     return TorchEngine(empty_model(spec.folder, spec.dtype), spec)
