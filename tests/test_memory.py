@@ -6,10 +6,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
+from test_invariance import on_ranks
 
 import config
 import memory
 from config import ConfigError
+from infra import dist
 from infra.weights import read_shape
 from memory import Machine, Pass, choose
 from model import CALLS, Decoder
@@ -130,6 +132,20 @@ def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_instal
     assert said == ["rollout.engine=torch, the embedded one: vllm is not there; pip install it"]
     assert not choose(config.load("cppo_gsm8k.yaml", ["rollout.engine=torch"]), shapes.shape_of("1.5B"),
                       gpu(ranks=8, no_vllm="none"), {})[1]
+
+
+def machine_on_ranks() -> tuple[float, str]:
+    """Of two ranks the second has less memory, and no vLLM."""
+    rank = dist.rank()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(memory, "total_bytes", lambda device: 1000.0 - rank)
+        patch.setattr(memory, "why_no_vllm", lambda device: "it is not there" * rank)
+        machine = Machine.here(CPU)
+    return machine.free, machine.ranks, bool(machine.no_vllm)
+
+
+def test_all_ranks_choose_by_the_one_that_has_least(tmp_path):
+    assert on_ranks(2, tmp_path, machine_on_ranks) == [(999.0, 2, True)] * 2
 
 
 def test_only_the_tested_vllm_counts(monkeypatch):

@@ -177,6 +177,17 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
                                                                                        4 * GiB).figures
 
 
+def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tiny, tmp_path, monkeypatch):
+    cfg = memory.decide(toy_config(tmp_path / "run"), tiny)
+    trainer, held = learner_on(tiny, cfg), {"cpu": 100.0, "cuda": 100.0}
+    monkeypatch.setattr(memory, "in_use", lambda device: held[device.type])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(cuda=10.0))
+    on_cpu, on_cuda = (preflight.peak_of_rollout(cfg, replace(trainer, device=torch.device(kind)))
+                       for kind in ("cpu", "cuda"))
+    assert on_cpu - on_cuda == 90 and on_cuda > 10
+    assert preflight.peak_of_rollout(replace(cfg, rollout=replace(cfg.rollout, engine="vllm")), trainer) == 100
+
+
 def test_the_largest_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", name="ppo_toy.yaml")
     trainer = learner_on(tiny, cfg)

@@ -83,6 +83,11 @@ def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:
     return [g.prompt.ids for g in make_groups([[1]] * len(lengths), list(lengths))]
 
 
+def test_logits_are_float32_whatever_the_model_computes_in(engine):
+    assert engine.llm.llm_engine.model_config.hf_config.head_dtype == "float32"
+    assert engine.llm.llm_engine.model_config.head_dtype == torch.float32
+
+
 def gaps(policy: Decoder, asked: list[tuple], samples: list[Sample], temperature: float = 1.0) -> torch.Tensor:
     """Engine's log-prob less that of our packed forward, of every token sampled."""
     return torch.cat([torch.tensor(s.logp) - trainer_logp(policy, p, s, temperature)
