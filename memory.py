@@ -229,17 +229,18 @@ def parameters(shape: Shape) -> int:
 def pass_bytes(given: Pass) -> int:
     """Count the peak of a forward and backward pass beside weights, their gradients and moments, in bytes.
 
-    Counted: what backward needs of each block; the embedding (and head) and its gradient in the dtype that is
-    computed in; and the larger of two that are never there together: the head's gradient in float32 with a
+    Counted: what backward needs of each block; embedding and head, and the gradient of one, in the dtype that
+    is computed in; and the larger of two that are never there together: the head's gradient in float32 with a
     chunk's logits, their softmax, and that again as it is multiplied; or a block with its gradients, and what
     it computes again. tests/test_fake_gpu.py holds it to what a traced update has alive.
     """
     shape, element = given.shape, given.element
-    root = shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+    table = shape.vocab_size * shape.hidden_size
+    root = table * (1 if shape.tied else 2)
     kept, whole = block_bytes(given), block_bytes(replace(given, recomputed="none"))
-    head = 4 * root + given.chunk * shape.vocab_size * (8 + element)
+    head = 4 * table + given.chunk * shape.vocab_size * (8 + element)
     block = (parameters(shape) - root) // shape.layers * (2 * element + 4) + whole // 2 + whole - kept
-    return 2 * element * root + shape.layers * kept + max(head, block)
+    return element * (root + table) + shape.layers * kept + max(head, block)
 
 
 def block_bytes(given: Pass) -> int:

@@ -75,6 +75,7 @@ PASSES = {"logsumexp": (4, 6), "_softmax": (1, 4), "_log_softmax": (1, 4)}
 GATHERS = ("gather", "index", "index_select", "embedding")  # read no more than they write
 SCATTERS = ("scatter_", "scatter_add_", "index_add_", "index_put_")  # touch as much as their last argument
 FILLS = ("zeros_like", "ones_like", "new_zeros", "zero_", "fill_")  # read nothing
+LARGE = 2**27  # bytes of a result
 VALUES_ASKED_FOR = fake_tensor.DataDependentOutputException, fake_tensor.DynamicOutputShapeException
 LIBRARY = torch.library.Library("aten", "IMPL")  # forgets its ops when it is collected
 
@@ -179,7 +180,8 @@ class Device(TorchDispatchMode):
             work = work_of(func, args, out)
             self.work[phase, part] += work
             self.held |= {x.untyped_storage(): True for x in tensors(out) if x.device.type == DEVICE}
-            if "flop" in work:
+            # After every op it would take minutes.
+            if phase in ("forward", "backward") and ("flop" in work or bytes_of(out) >= LARGE):
                 self.peak = max(self.peak, sum(storage.nbytes() for storage in self.held))
             self.waits["sync", phase, line] += asked
             if copies and len(before | after) > 1:

@@ -31,7 +31,7 @@ MUTANTS = [
     ("model", 'if torch.is_grad_enabled() else "none"', 'if False else "none"', "model"),
     ("model", "return x if temperature == 1 else x.div_(temperature)", "return x", "model"),
     ("rollout", "if temperature in (0, 1) else logits_SV / temperature", "if temperature else logits_SV", "rollout"),
-    ("memory", "shape.hidden_size * (1 if shape.tied else 2)\n    kept", "shape.hidden_size\n    kept", "memory"),
+    ("memory", "root = table * (1 if shape.tied else 2)", "root = table", "memory"),
     ("memory", "max(head, block)", "head + block", "memory"),
     ("memory", "whole // 2 + whole - kept", "whole // 2", "memory"),
     ("memory", "(12 * models + 4 * reference)", "12 * models", "memory"),

@@ -43,7 +43,7 @@ def test_parameters_are_those_of_the_decoder(changes):
 
 def test_a_pass_is_counted_by_hand():
     """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5 or 500."""
-    root, block = 80 * 2 * 2, 130 * (2 * 2 + 4)
+    root, block = (80 + 40) * 2, 130 * (2 * 2 + 4)
     whole = (7 * (6 * 4 + 4 * 4 + 4 * 6) + 9 * 4 * 2) * 2
     fused = (7 * (4 * 4 + 2 * 4 + 4 * 6) + 9 * 2 * 2) * 2
     some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6) * 2
@@ -53,7 +53,7 @@ def test_a_pass_is_counted_by_hand():
     selective, everything = replace(given, recomputed="selective"), replace(given, recomputed="all")
     assert memory.pass_bytes(selective) == root + 2 * some + block + whole // 2 + whole - some
     assert memory.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
-    assert memory.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 80 * 4 + 500 * 10 * (8 + 2)
+    assert memory.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 40 * 4 + 500 * 10 * (8 + 2)
 
 
 def test_a_rows_keys_are_those_of_groups_of_planned_length():
@@ -171,6 +171,9 @@ def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
     assert on_cpu.model.dtype == "bfloat16"  # runs here too, if slowly
     assert said == ["from here on not the same run bit for bit: model.attention=varlen, rollout.engine=vllm before, "
                     "which cannot run here"]
+    long, larger = config.load("divppo_math.yaml"), shapes.shape_of("4B")
+    fewer, _ = choose(long, larger, gpu(79, ranks=8), {})
+    assert choose(long, larger, gpu(139, ranks=8), config.flatten(fewer))[0] == fewer
     back, said = choose(cfg, shape, gpu(139, ranks=8), config.flatten(on_cpu))
     assert (back.model.attention, back.rollout.engine) == ("sdpa", "torch") and said == []
     less, said = choose(cfg, shape, gpu(20, ranks=8), saved | {"model.checkpoint_blocks": "none", "rollout.slots": 200})
