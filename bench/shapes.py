@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 
+from infra import dist
 from infra.weights import Shape, read_shape
 from memory import choose_backend
 from model import Decoder, empty_model
@@ -53,16 +54,23 @@ def shape_of(name: str) -> Shape:
         return read_shape(write_config(sizes[0], Path(folder)))
 
 
-@torch.no_grad()
 def random_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:
     model = empty_model(folder, dtype).to_empty(device=device)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, p in model.named_parameters():
+    draw_weights(model)
+    return model
+
+
+@torch.no_grad()
+def draw_weights(model: Decoder, folder: Path | None = None) -> None:
+    """Fill a decoder on one rank, whole or sharded, at random; takes a folder as `load_weights` does, whose
+    place it can take."""
+    generator = torch.Generator(model.norm.weight.device).manual_seed(0)
+    for name, parameter in model.named_parameters():
+        p = dist.local(parameter)
         if p.ndim > 1:
             p.normal_(std=0.02, generator=generator)
         else:
             p.fill_(0.0 if name.endswith("bias") else 1.0)
-    return model
 
 
 def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int) -> EngineSpec:
