@@ -1,80 +1,76 @@
-"""How fast is each stage of a step on one CUDA device, on real shapes with random weights? On the CPU: the
-same on a tiny shape.
+"""Find out on one GPU, within ten minutes and without a network, what no CPU can tell.
 
-    python bench/gpu.py                       # 0.5B and 1.5B, in bfloat16
-    python bench/gpu.py --shapes 0.5B
+    python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
-Four tables per shape: the attention backends against each other, forward and backward of one packed row;
-rollout by the embedded engine; the sync of weights into it, and into vLLM where that is installed; and the
-update by row length and by completions kept of 16. MFU counts 6 FLOP per parameter and token that passes it
-(the head: scored tokens only) and the causal attention, recomputation apart, against the device's dense
-bfloat16 peak.
+Are the kernels right? Does the toy learn in bfloat16? How fast are updates, rollouts and whole steps of
+models of these shapes, with random weights, and does memory.py count right what they take? PARTS lists it,
+the cheapest and most telling first, and gpu_parts.py does it; what needs vLLM where that is installed.
+
+Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
+Results go into --out as they come, a JSON line each. At the end stand tables for RESULTS.md, and what was
+skipped or failed and why. Without a GPU the same runs in sizes for a CPU, which shows only that it works.
 """
 
 import argparse
+import importlib
+import importlib.metadata
 import importlib.util
 import json
-import math
+import os
+import shlex
+import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
-from dataclasses import replace
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import date
 from pathlib import Path
 from statistics import median
+from threading import Thread
 from time import perf_counter
+from types import ModuleType
+from typing import TYPE_CHECKING
 
-import torch
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from shapes import engine_spec, random_model, write_config
-
-import config
-from config import Pack
-from infra import dist
-from infra.weights import Shape, read_shape
-from learner import Learner
-from memory import choose_backend, find_device
-from metrics import Clock
-from model import BACKENDS, Decoder
-from prune import keep_largest
-from records import Batch, EngineSpec, Group, Prompt, Sample, Segments
-from rollout import start_engine
-from update import minibatch, update
-
-# Dense bfloat16 FLOP/s by a word of the device's name
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}
-TIMINGS, PROMPT = 5, 100
+if TYPE_CHECKING:  # what may be missing is imported in the parts alone
+    from model import Decoder
+    from records import Segments
 
 
-def timed(device: torch.device, work: Callable[[], object], times: int = TIMINGS) -> list[float]:
-    """Measure the seconds of each repetition, sorted; the first, which also warms up, is left out."""
-    seconds = []
-    for _ in range(times + 1):
-        start = perf_counter()
-        work()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-        seconds.append(perf_counter() - start)
-    return sorted(seconds[1:])
+@dataclass(frozen=True, slots=True)
+class Part:
+    title: str
+    seconds: int           # after which it is stopped, for each shape
+    by_shape: bool = True
+    needs: str = ""        # a package without which it is skipped
 
 
-def forget_peak(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+SECONDS = 575  # of all parts together; what is left then is skipped
+CPU_FACTOR = 5  # there all limits are longer
+PARTS = {
+    "machine": Part("", 60, by_shape=False),
+    "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40),
+    "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
+    "check": Part("`train.py --check` on the toy in bfloat16, embedded engine", 40, by_shape=False),
+    "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are memory.py's", 110),
+    "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
+    "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 60),
+    "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
+    "vllm_check": Part("`train.py --check` on the toy in bfloat16, vLLM", 90, by_shape=False, needs="vllm"),
+    "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 120, needs="vllm"),
+    "vllm_rollout": Part("Tokens sampled by vLLM, and its sync after a sleep", 120, needs="vllm"),
+}
+REASONS = ("skipped", "failed")
 
 
-def peak_gib(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated() / 2**30 if device.type == "cuda" else math.nan
-
-
-def spread(seconds: list[float]) -> str:
-    return f"{median(seconds):>9.4f} {seconds[0]:>9.4f} - {seconds[-1]:<9.4f}"
-
-
-def flop(policy: Decoder, rows: list[Segments], scored: int) -> float:
-    """Count the FLOP of forward and backward over rows, with `scored` tokens projected to logits."""
+def flop(policy: "Decoder", rows: "list[Segments]", scored: int) -> float:
+    """Count the FLOP of forward and backward over rows, with `scored` tokens projected to logits: 6 for each
+    parameter and token that passes it, and the causal attention. What is computed again does not count."""
     shape = policy.shape
     segments = [pair for row in rows for pair in zip(row.queries, row.keys, strict=True)]
     met = sum(queries * (2 * keys - queries) / 2 for queries, keys in segments)
@@ -84,197 +80,191 @@ def flop(policy: Decoder, rows: list[Segments], scored: int) -> float:
     return 6 * blocks * sum(queries for queries, _ in segments) + 6 * head * scored + attention
 
 
-def attention(shape: Shape, device: torch.device, dtype: torch.dtype, tokens: int) -> list[dict]:
-    """Time one layer's attention over a row of sequences of unequal length, and compare the backends."""
-    generator = torch.Generator(device).manual_seed(0)
-    lengths = [max(2, tokens // 64 * (i % 7 + 1)) for i in range(16)]
-    segments = Segments.plain(lengths, device)
+# ---- libraries of the verifier, which a GPU machine may lack
 
-    def drawn(heads: int) -> torch.Tensor:
-        x = torch.randn(sum(lengths), heads, shape.head_dim, device=device, dtype=dtype, generator=generator)
-        return x.requires_grad_()
+class NoWorkers:
+    """Stand in for pebble's pool: what only algebra could compare counts as unparsed, and so as wrong."""
 
-    q, k, v = drawn(shape.heads), drawn(shape.kv_heads), drawn(shape.kv_heads)
-    results, rows = {}, []
-    print(f"\nattention, {sum(lengths):,} tokens in 16 sequences of up to {max(lengths):,}\n"
-          f"{'backend':<9} {'seconds':>9} {'min - max':>21} {'largest difference':>19}")
-    for backend in BACKENDS:
+    def __init__(self, **settings: object):
+        pass
+
+    def schedule(self, function: object, args: tuple, timeout: float) -> Future:
+        refused: Future = Future()
+        refused.set_exception(ImportError("pebble is not installed"))
+        return refused
+
+
+def stand_in() -> list[str]:
+    """Stand in for libraries that cannot be imported, so that all runs that does not call them; returns their
+    names."""
+    missing = []
+    for name in ("pebble", "math_verify"):
         try:
-            choose_backend(backend, device, dtype)
-        except config.ConfigError as error:
-            print(f"{backend:<9} {error}")
-            continue
-        attend = BACKENDS[backend](segments)
+            importlib.import_module(name)
+        except ImportError:
+            missing.append(name)
+    if "pebble" in missing:
+        module = sys.modules["pebble"] = ModuleType("pebble")
+        module.ProcessPool, module.ProcessExpired = NoWorkers, TimeoutError
+    if missing:
+        from infra import runfolder  # a run asks each of its libraries for its version
 
-        def work(attend=attend, backend=backend) -> None:
-            out = attend(0, q, k, v)
-            results[backend] = [out, *torch.autograd.grad(out.float().square().sum(), (q, k, v))]
-
-        seconds = timed(device, work)
-        pairs = zip(results[backend], results["sdpa"], strict=True)
-        difference = max(float((a - b).detach().float().abs().max()) for a, b in pairs)
-        rows.append({"backend": backend, "seconds": seconds, "largest_difference": difference})
-        print(f"{backend:<9} {spread(seconds)} {difference:>18.1e}")
-    return rows
+        runfolder.LIBRARIES = [name for name in runfolder.LIBRARIES if has_version(name)]
+    return missing
 
 
-def rollout_and_sync(policy: Decoder, spec: EngineSpec, new: int) -> list[dict]:
-    """Time the engines in turn: `new` tokens in each decoding slot, and the sync of weights."""
-    prompts = [tuple(range(3, 3 + PROMPT)) for _ in range(spec.slots)]
-    rows = []
-    print(f"\nrollout of {len(prompts)} x {new} tokens, and sync of the weights\n"
-          f"{'engine':<7} {'tokens/s':>9} {'sync s':>9} {'min - max':>21} {'GiB':>6}")
-    for kind in ("torch", "vllm"):
-        if kind == "vllm" and importlib.util.find_spec("vllm") is None:
-            print("vllm    not installed here")
-            continue
-        forget_peak(spec.device)
-        engine = start_engine(kind, spec)
-
-        def generate(engine=engine) -> None:
-            engine.generate(prompts, list(range(len(prompts))), new, 1.0)
-
-        seconds = timed(spec.device, lambda engine=engine: engine.sync(policy))
-        rate = median(len(prompts) * new / s for s in timed(spec.device, generate, times=2))
-        gib = peak_gib(spec.device)
-        rows.append({"engine": kind, "rate": rate, "sync": seconds, "gib": gib})
-        print(f"{kind:<7} {rate:>9,.0f} {spread(seconds)} {gib:>6.1f}", flush=True)
-        engine.sleep()
-    return rows
+def has_version(name: str) -> bool:
+    with suppress(importlib.metadata.PackageNotFoundError):
+        return bool(importlib.metadata.version(name))
+    return False
 
 
-def make_groups(count: int, longest: int, vocab: int) -> list[Group]:
-    """Make groups of 16 completions of unequal length, at most `longest` tokens, behind prompts of 100."""
-    generator = torch.Generator().manual_seed(0)
+# ---- the parts as processes
 
-    def drawn(length: int) -> Sample:
-        ids = torch.randint(3, vocab, (length,), generator=generator).tolist()
-        return Sample(ids, (-1.0,) * length, True)
-
-    groups = []
-    for n in range(count):
-        lengths = torch.randint(longest // 20, longest + 1, (16,), generator=generator).tolist()
-        prompt = Prompt(str(n), tuple(range(3, 3 + PROMPT)), "1")
-        groups.append(Group(prompt, tuple(drawn(length) for length in lengths)))
-    return groups
+def attempt(name: str, shape: str, out: Path, seconds: float) -> dict[str, str]:
+    """Do a part within so many seconds; returns why it was skipped or failed, if it was."""
+    part = PARTS[name]
+    if part.needs and importlib.util.find_spec(part.needs) is None:
+        return {"skipped": f"{part.needs} is not installed"}
+    if seconds < 5:
+        return {"skipped": f"no time was left; --parts {name} has it to itself"}
+    command = [sys.executable, __file__, "--part", name, "--shapes", shape, "--out", str(out)]
+    reason = supervise(command, seconds)
+    return {"failed": reason} if reason else {}
 
 
-def make_learner(policy: Decoder, device: torch.device, dtype: torch.dtype, longest: int) -> Learner:
-    """Make GRPO's learner of GSM8K without a reference, with one pass over each rollout."""
-    cfg = config.load("grpo_gsm8k.yaml", [
-        "update.epochs=1", "loss.kl=0", "optim.warmup_steps=0",
-        f"data.max_prompt_tokens={PROMPT}", f"rollout.max_new_tokens={longest}"])
-    optimizer = torch.optim.AdamW(policy.parameters(), lr=1e-6, fused=True)
-    return Learner(
-        device=device,
-        dtype=dtype,
-        backend=choose_backend("auto", device, dtype),
-        policy=policy,
-        reference=None,
-        optimizer=optimizer,
-        loss=cfg.loss,
-        update=cfg.update,
-        optim=cfg.optim,
-        pack=cfg.pack,
-        temperature=cfg.rollout.temperature,
-        max_new_tokens=longest,
-        seed=cfg.seed,
-        steps=cfg.steps,
-    )
+def supervise(command: list[str], seconds: float) -> str:
+    """Run a command in a process group of its own for at most so long; returns why it failed, or ""."""
+    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace",
+                               start_new_session=True)
+    last = [""]
+
+    def forward() -> None:
+        for line in process.stderr:
+            print(line, end="", file=sys.stderr, flush=True)
+            last[0] = line.strip() or last[0]
+
+    reader = Thread(target=forward, daemon=True)
+    reader.start()
+    try:
+        code = process.wait(seconds)
+    except subprocess.TimeoutExpired:
+        return f"stopped after {seconds:.0f} s"
+    finally:  # its own processes go with it, however it ended
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        reader.join(timeout=5)
+    ended = f"exit code {code}" if code > 0 else f"signal {-code}"
+    return f"{ended}: {last[0]}" if code else ""
 
 
-def updates(learner: Learner, groups: list[Group], sizes: tuple[int, ...], peak: float | None) -> list[dict]:
-    """Time the update by capacity, with recomputation, and by completions kept of 16."""
-    adv_NG = torch.randn(len(groups), 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    print(f"\nupdate on {len(groups)} x 16 completions of up to {learner.max_new_tokens} tokens, "
-          "AdamW included\n"
-          f"{'capacity':>8} {'keep':>5} {'blocks':>10} {'tokens':>8} {'rows':>5} {'seconds':>9} "
-          f"{'min - max':>21} {'tokens/s':>9} {'MFU' if peak else 'TFLOP/s':>8} {'GiB':>6}")
-    largest, places, rows = sizes[-1], list(range(len(groups))), []
-    ways = [(size, 16, False) for size in sizes]
-    ways += [(largest, 16, True)]
-    ways += [(largest, keep, False) for keep in (8, 4, 2)]
-    for capacity, keep, again in ways:
-        pruned = keep_largest(adv_NG, keep, "group")
-        batch = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, places, len(groups), seed=0)
-        learner.policy.checkpoint_blocks = again
-        row = {"capacity": capacity, "keep": keep, "recompute": again}
-        try:
-            rows.append(row | one_update(replace(learner, pack=Pack(capacity)), batch, peak))
-        except torch.OutOfMemoryError:
-            print(f"{capacity:>8} {keep:>5} out of memory")
-            rows.append(row | {"seconds": None})
-            break  # in the middle of a pass, so the policy cannot be used again
-    learner.policy.checkpoint_blocks = False
-    return rows
+def read(out: Path, first: int = 0) -> list[dict]:
+    """Read a file of results from a line on."""
+    return [json.loads(line) for line in out.read_text().splitlines()[first:]] if out.is_file() else []
 
 
-def one_update(learner: Learner, batch: Batch, peak: float | None) -> dict:
-    """Time an update, and print its line."""
-    measured: dict = {}
-
-    def work() -> None:
-        measured.update(update(learner, batch, 0, Clock()))
-
-    forget_peak(learner.device)
-    seconds = timed(learner.device, work, times=3)
-    keep_NG = batch.pruned.keep_NG
-    rows = [row.segments for row in learner.rows(minibatch(learner, batch, batch.places))]
-    speed = flop(learner.policy, rows, measured["train/tokens"]) / median(seconds)
-    row = {
-        "tokens": measured["pack/tokens"],
-        "rows": measured["pack/rows"],
-        "seconds": seconds,
-        "flop_s": speed,
-        "mfu": speed / peak if peak else None,
-        "gib": peak_gib(learner.device),
-    }
-    blocks = "recomputed" if learner.policy.checkpoint_blocks else "kept"
-    rate = f"{speed / peak:.1%}" if peak else f"{speed / 1e12:.3f}"
-    print(f"{learner.pack.capacity:>8} {int(keep_NG[0].sum()):>5} {blocks:>10} {row['tokens']:>8,} "
-          f"{row['rows']:>5} {spread(seconds)} {row['tokens'] / median(seconds):>9,.0f} "
-          f"{rate:>8} {row['gib']:>6.1f}", flush=True)
-    return row
+def append(out: Path, line: dict) -> None:
+    with out.open("a") as file:
+        file.write(json.dumps(line) + "\n")
 
 
-def measure(size: str, device: torch.device, dtype: torch.dtype, peak: float | None) -> dict:
-    """Measure and print all tables of one shape."""
-    cuda = device.type == "cuda"
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = write_config(size, Path(temporary))
-        shape, policy = read_shape(folder), random_model(folder, torch.float32, device)
-        dist.shard(policy, policy.layers, device, dtype)
-        print(f"\n== {size}: {sum(p.numel() for p in policy.parameters()) / 1e6:,.0f}M parameters")
-        row_tokens, slots, new = (16384, 256, 256) if cuda else (256, 8, 16)
-        compared = attention(shape, device, dtype, row_tokens)
-        engines = rollout_and_sync(policy, engine_spec(folder, device, slots, PROMPT + new), new)
-    count, longest, sizes = (8, 1024, (2048, 8192, 32768)) if cuda else (2, 60, (256, 1024))
-    groups = make_groups(count, longest, min(400, shape.vocab_size))
-    updated = updates(make_learner(policy, device, dtype, longest), groups, sizes, peak)
-    return {"shape": size, "attention": compared, "rollout": engines, "update": updated}
+# ---- tables
+
+def cell(value: object) -> str:
+    """Write a figure; a list of measurements as their median and range."""
+    if isinstance(value, list):
+        return f"{cell(median(value))} ({cell(min(value))} - {cell(max(value))})"
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float) and abs(value) < 1000:
+        return f"{value:.3g}"
+    text = f"{value:,.0f}" if isinstance(value, int | float) else str(value or "")
+    return text.replace("|", "\\|")
 
 
-def main() -> None:
+def table(rows: list[dict]) -> str:
+    """Write rows as a table of markdown, with the columns that any of them has."""
+    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value not in ("", None))
+    columns = [key for key in keys if key not in ("part", *REASONS)]
+    lines = [columns, ["---"] * len(columns), *([cell(row.get(key)) for key in columns] for row in rows)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def closing(rows: list[dict], given: list[str]) -> str:
+    """Write a section for RESULTS.md: command, commit and machine, a table of each part, and what is in none
+    of them."""
+    machine = rows[0]
+    lines = [f"### What bench/gpu.py measured on {machine['device']}\n",
+             f"Command: `{shlex.join(['python', 'bench/gpu.py', *given])}`  ",
+             f"Commit: {machine['commit']}. Date: {date.today()}. Machine: {machine['device']}, "
+             f"{machine['details']}.\n"]
+    if not machine["cuda"]:
+        lines.append("NO CUDA DEVICE: all sizes are cut, and these figures say nothing about a GPU.\n")
+    for name, part in PARTS.items():
+        of_part = [row for row in rows if row["part"] == name and len(row.keys() - REASONS) > 3]
+        if of_part and part.title:
+            lines.append(f"{part.title}:\n\n{table(of_part)}")
+    for reason in REASONS:
+        named = [" ".join(filter(None, map(row.get, ("part", "shape", "way")))) + f": {row[reason]}"
+                 for row in rows if reason in row]
+        lines.append("\n- ".join([f"{reason.capitalize()}:\n", *(named or ["nothing"])]) + "\n")
+    return "\n".join(lines)
+
+
+# ---- the command
+
+def listed(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= PARTS.keys():
+        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(PARTS)}")
+    return names
+
+
+def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", help="of bench/shapes.py, separated by commas (CUDA: 0.5B,1.5B; CPU: 1M)")
+    parser.add_argument("--shapes", help="of bench/shapes.py (default: 0.5B,1.5B; on the CPU 1M)")
+    parser.add_argument("--parts", type=listed, default=list(PARTS), help=",".join(PARTS))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu" / "results.jsonl",
+                        help="gets a line for each result (default: runs/gpu/results.jsonl)")
+    parser.add_argument("--part", help=argparse.SUPPRESS)  # do this one, for one shape, in this process
     args = parser.parse_args()
-    device = dist.init(find_device("auto"))
-    cuda = device.type == "cuda"
-    dtype = torch.bfloat16 if cuda else torch.float32
-    name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    peak = next((speed for word, speed in PEAK.items() if word in name), None)
-    warning = ": NO CUDA DEVICE, so this only shows that the bench runs; its figures say nothing about a GPU"
-    print(f"{name}, torch {torch.__version__}, {dtype}{'' if cuda else warning}")
-    sizes = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(",")
-    if len(sizes) > 1:  # each in a process of its own: memory is its own, and vLLM starts once per process
-        dist.close()
-        commands = [[sys.executable, __file__, "--shapes", size] for size in sizes]
-        sys.exit(max(subprocess.run(command).returncode for command in commands))
-    result = measure(sizes[0], device, dtype, peak)
-    print(json.dumps({"bench": "gpu", "device": name, "torch": torch.__version__} | result))
-    dist.close()
+    if args.part is None:
+        return bench(args)
+    missing = stand_in()
+    import gpu_parts
+
+    gpu_parts.run(args.part, args.shapes, args.out, missing)
+    return 0
+
+
+def bench(args: argparse.Namespace) -> int:
+    """Do the parts asked for, and print the tables; returns the exit status, 1 where anything failed."""
+    start, out = perf_counter(), args.out.resolve()
+    out.parent.mkdir(parents=True, exist_ok=True)
+    before = len(read(out))
+    ended = attempt("machine", "", out, PARTS["machine"].seconds * CPU_FACTOR)
+    if ended:
+        print(f"error: {ended['failed']}", file=sys.stderr)
+        return 1
+    cuda = read(out, before)[0]["cuda"]
+    shapes, factor = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(","), 1 if cuda else CPU_FACTOR
+    jobs = [(name, shape) for name, part in PARTS.items() if name in args.parts and name != "machine"
+            for shape in (shapes if part.by_shape else [""])]
+    with tempfile.TemporaryDirectory() as temporary:
+        os.environ["TMPDIR"] = temporary  # so that nothing is left, and nothing was compiled before
+        for name, shape in jobs:
+            left = SECONDS * factor - (perf_counter() - start)
+            print(f"\n{name} {shape}", flush=True)
+            ended = attempt(name, shape, out, min(left, PARTS[name].seconds * factor))
+            if ended:
+                append(out, {"part": name, "shape": shape} | ended)
+                print(*ended.items(), flush=True)
+    rows = read(out, before)
+    print(f"\n{closing(rows, sys.argv[1:])}\n{perf_counter() - start:.0f} s; all lines are in {out}")
+    return 1 if any("failed" in row for row in rows) else 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

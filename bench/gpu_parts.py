@@ -1,0 +1,450 @@
+"""The parts of bench/gpu.py. Each runs in a process of its own, on one rank, and computes in bfloat16.
+
+Dimension key:  N groups,  G completions per group,  C completion tokens of one packed row,  V vocabulary,
+D width.
+"""
+
+import gc
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from statistics import median
+from unittest.mock import patch
+
+import torch
+from gpu import ROOT, append, cell, flop
+from shapes import draw_weights, engine_spec, write_config
+from torch import Tensor
+from torch.autograd import DeviceType
+
+import config
+import memory
+import preflight
+import train
+from advantage import advantage
+from collect import Sampler, Selection, choose
+from history import PromptHistory
+from infra import dist, runfolder
+from infra.weights import read_shape
+from learner import Learner, build_learner, load_sharded
+from metrics import Clock
+from model import BACKENDS, ChunkedLogProb, log_prob, logits_gradient
+from prune import keep_largest
+from records import Batch, Group, Prompt, Rolled, Sample
+from rollout import start_engine
+from update import add_gradient, minibatch, prepare_row, update
+
+HALF, GIB, G = torch.bfloat16, 2**30, 16
+PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s, by a word of the name
+TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
+MISMATCH = 0.02   # nats: mismatch/logp_abs_mean of every step
+TOP = 20
+WHEELS = ("what only algebra can compare counts as wrong; pip install math-verify pebble, or the wheels of "
+          "these, latex2sympy2_extended and antlr4-python3-runtime, all pure Python")
+
+
+@dataclass(frozen=True, slots=True)
+class Sizes:
+    """How much work a device is given."""
+
+    matrix: int              # rows and columns of the product that shows the device's speed
+    capacity: int            # pack.capacity
+    groups: int              # of an update, and of a step
+    prompt: int              # tokens; a step has the toy's prompts
+    longest: int             # tokens of a completion of an update, which has at least a quarter of them
+    new: int                 # tokens sampled
+    slots: tuple[int, int]
+    steps: int               # of the toy
+    times: int = 2           # that each thing is timed, behind once to warm up
+
+
+LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (256, 1024), 40)
+BELOW_100_GB = replace(LARGE, capacity=8192, groups=8)
+OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (16, 32), 12)
+# Completions kept of each group, model.checkpoint_blocks, model.compile
+UPDATES = [(keep, "none", False) for keep in (16, 8, 4, 2, 1)]
+UPDATES += [(16, "selective", False), (16, "all", False), (16, "none", True), (16, "all", True)]
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """What a part is given."""
+
+    part: str
+    shape: str
+    out: Path            # of results
+    device: torch.device
+    folder: Path         # of a model without weights: of the shape, with the toy's tokenizer
+    missing: list[str]   # libraries
+
+    @property
+    def engine(self) -> str:
+        return "vllm" if self.part.startswith("vllm_") else "torch"
+
+    @property
+    def cuda(self) -> bool:
+        return self.device.type == "cuda"
+
+    @property
+    def name(self) -> str:
+        return torch.cuda.get_device_name(self.device) if self.cuda else "CPU"
+
+    @property
+    def sizes(self) -> Sizes:
+        if not self.cuda:
+            return OF_CPU
+        return LARGE if torch.cuda.mem_get_info(self.device)[1] > 100e9 else BELOW_100_GB
+
+    def add(self, way: object, **figures: object) -> None:
+        """Write a line of results, and show it."""
+        append(self.out, {"part": self.part, "shape": self.shape, "way": str(way)} | figures)
+        shown = [f"{key} {cell(value)}" for key, value in figures.items() if value is not None]
+        print(f"  {way}: {', '.join(shown)}", flush=True)
+
+    def settings(self, *changes: str, name: str = "grpo_gsm8k.yaml") -> config.Config:
+        """Load a shipped config with a model of the shape, and decide what it leaves to auto."""
+        size = self.sizes
+        cfg = config.load(name, [
+            f"model.path={self.folder}", "model.dtype=bfloat16", f"pack.capacity={size.capacity}",
+            f"data.max_prompt_tokens={size.prompt}", f"rollout.max_new_tokens={size.longest}",
+            f"eval.max_new_tokens={size.longest}", "rollout.engine=torch", "loss.kl=0", "update.epochs=1",
+            "optim.warmup_steps=0", *changes])
+        return memory.choose(cfg, read_shape(self.folder), memory.Machine.here(self.device), {})[0]
+
+    def learner(self, cfg: config.Config) -> Learner:
+        return build_learner(cfg, self.folder, self.device)
+
+    def forget_peak(self) -> None:
+        if self.cuda:
+            torch.cuda.reset_peak_memory_stats()
+
+    def peak_gib(self) -> float | None:
+        return torch.cuda.max_memory_allocated() / GIB if self.cuda else None
+
+    def speed(self, work: float, seconds: float) -> dict[str, float | None]:
+        """Compute TFLOP/s, and MFU where the device's peak is known."""
+        peak = next((speed for word, speed in PEAK.items() if word in self.name), None)
+        return {"MFU": work / seconds / peak if peak else None, "TFLOP/s": work / seconds / 1e12}
+
+
+def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
+    """Do one part."""
+    device, weights = dist.init(memory.find_device("auto")), nullcontext()
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary) / "model"
+        shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+        if shape:
+            write_config(shape, folder)
+            weights = patch("learner.load_weights", draw_weights)  # all else is as in training
+        try:
+            with weights:
+                PARTS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
+        finally:
+            dist.close()
+
+
+def each(bench: Bench, ways: dict[str, Callable[[], dict]]) -> None:
+    """Measure one way after another. One that runs out of memory, or fails otherwise, ends alone: it builds
+    all that it needs, and what it has left is freed."""
+    for way, measure in ways.items():
+        try:
+            bench.add(way, **measure())
+        except config.ConfigError as error:
+            bench.add(way, skipped=str(error))
+        except Exception as error:
+            traceback.print_exc()
+            bench.add(way, failed=f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
+        gc.collect()
+        torch.cuda.empty_cache()  # does nothing without CUDA
+
+
+def timed(work: Callable[[], object], times: int = 1) -> list[float]:
+    """Measure the seconds of each call."""
+    clocks = [Clock() for _ in range(times)]
+    for clock in clocks:
+        with clock.phase("work"):
+            work()
+    return [clock.seconds["work"] for clock in clocks]
+
+
+def failure(reasons: dict[str, bool]) -> dict[str, str]:
+    """Name the reasons that hold, if any does, as the failure of a way."""
+    named = "; ".join(reason for reason, holds in reasons.items() if holds)
+    return {"failed": named} if named else {}
+
+
+def random_batch(bench: Bench, keep: int) -> Batch:
+    """Draw groups of completions of unequal length and advantage, of which the largest are kept."""
+    size, generator = bench.sizes, torch.Generator().manual_seed(0)
+
+    def drawn(least: int, most: int) -> list[int]:
+        length = int(torch.randint(least, most + 1, (1,), generator=generator))
+        return torch.randint(3, 400, (length,), generator=generator).tolist()
+
+    groups = []
+    for n in range(size.groups):
+        answers = [drawn(size.longest // 4, size.longest) for _ in range(G)]
+        samples = tuple(Sample(ids, [-1.0] * len(ids), True) for ids in answers)
+        groups.append(Group(Prompt(str(n), tuple(drawn(size.prompt, size.prompt)), "1"), samples))
+    adv_NG = torch.randn(size.groups, G, dtype=torch.float64, generator=generator)
+    return Batch([], groups, adv_NG, adv_NG > 0, adv_NG, keep_largest(adv_NG, keep, "group"),
+                 list(range(size.groups)), size.groups, seed=0)
+
+
+# ---- the parts
+
+def machine(bench: Bench) -> None:
+    """Name the device and what runs on it, and measure the speed of a product of matrices."""
+    width, times = bench.sizes.matrix, 10
+    x = torch.randn(width, width, dtype=HALF, device=bench.device)
+    _, *seconds = timed(lambda: [x @ x for _ in range(times)], 3)
+    speed = 2 * width**3 * times / min(seconds)
+    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if bench.cuda else ""
+    details = [f"{memory.total_bytes(bench.device) / GIB:.1f} GiB", *([f"driver {driver}"] if driver else []),
+               f"{os.cpu_count()} cores", f"torch {torch.__version__}", f"Python {platform.python_version()}",
+               f"{speed / 1e12:.3g} TFLOP/s in a product of {width:,} x {width:,} in bfloat16"]
+    commit = said("git", "log", "-1", "--abbrev=7", "--format=%h of %cs") or "unknown"
+    bench.add("", device=bench.name, cuda=bench.cuda, details=", ".join(details), commit=commit)
+    if bench.missing:
+        bench.add("", skipped=f"no {' and no '.join(bench.missing)}, so {WHEELS}")
+
+
+def said(*command: str) -> str:
+    """Return the first line that a program prints; empty where there is no such program, or it fails."""
+    try:
+        process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    except (OSError, subprocess.CalledProcessError):
+        return ""
+    return process.stdout.partition("\n")[0]
+
+
+def kernels(bench: Bench) -> None:
+    """Compare attention by each backend, and the head's log-probs, with the same in float32."""
+    learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
+    row = learner.rows(minibatch(learner, batch, batch.places))[0]
+    shape, generator = learner.policy.shape, torch.Generator(bench.device).manual_seed(0)
+
+    def drawn(*size: int) -> Tensor:
+        return torch.randn(*size, dtype=HALF, device=bench.device, generator=generator)
+
+    def head(hidden_CD: Tensor, head_VD: Tensor) -> Tensor:
+        passes = log_prob, logits_gradient
+        return ChunkedLogProb.apply(hidden_CD, head_VD, row.target_C, 1.0, learner.policy.logp_chunk, passes)
+
+    def of_head() -> dict:
+        V, D = learner.policy.head_VD.shape
+        return compared(bench, head, head, [drawn(len(row.target_C), D), 0.05 * drawn(V, D)])
+
+    def of_attention(backend: str) -> dict:
+        memory.choose_backend(backend, bench.device, HALF)
+        kernel, exact = (partial(BACKENDS[name](row.segments), 0) for name in (backend, "sdpa"))
+        heads = shape.heads, shape.kv_heads, shape.kv_heads
+        return compared(bench, kernel, exact, [drawn(len(row.ids_T), n, shape.head_dim) for n in heads])
+
+    each(bench, {name: partial(of_attention, name) for name in BACKENDS} | {"head": of_head})
+
+
+def compared(bench: Bench, kernel: Callable, exact: Callable, inputs: list[Tensor]) -> dict:
+    """Time a kernel with its gradients, and compute their errors relative to `exact` in float32."""
+    def results(function: Callable, given: list[Tensor]) -> list[Tensor]:
+        given = [x.detach().requires_grad_() for x in given]
+        out = function(*given)
+        return [out.detach(), *torch.autograd.grad(out.float().square().sum(), given)]
+
+    pairs = zip(results(kernel, inputs), results(exact, [x.float() for x in inputs]), strict=True)
+    errors = [float((ours.float() - wanted).norm() / wanted.norm()) for ours, wanted in pairs]
+    _, *seconds = timed(lambda: results(kernel, inputs), 1 + bench.sizes.times)
+    return {"seconds": seconds, "error": errors[0], "error of gradients": max(errors[1:]),
+            **failure({f"an error is not below {TOLERANCE}": not max(errors) < TOLERANCE})}
+
+
+def tests(bench: Bench) -> None:
+    """Run the tests that are marked gpu, here, where what is missing has its stand-in."""
+    import pytest
+
+    class Outcomes:
+        def __init__(self):
+            self.count, self.failed = Counter(), []
+
+        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+            self.count[report.outcome] += report.when == "call" or report.outcome != "passed"
+            self.failed += [report.nodeid] * report.failed
+
+        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+            self.failed += [" ".join(report.longreprtext.split())[-200:]] * report.failed
+
+    files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if ".gpu\n" in path.read_text()]
+    outcomes = Outcomes()
+    status = pytest.main(["-m", "gpu", "-p", "no:cacheprovider", *files], plugins=[outcomes])
+    count = {name: outcomes.count[name] for name in ("passed", "failed", "skipped")}
+    bench.add("", outcome=", ".join(f"{times} {name}" for name, times in count.items()),
+              **failure({" ".join(outcomes.failed) or f"pytest ended with status {status:d}": status != 0}))
+
+
+def check(bench: Bench) -> None:
+    """Try all that a run needs, as train.py --check does."""
+    cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
+                                        f"device={bench.device.type}"])
+    task = train.load(cfg)
+    cfg = memory.decide(cfg, task.source)
+    for result in preflight.run_checks(cfg, *train.set_up(cfg, task), task):
+        bench.add(result.name, passed=result.passed, figures=result.figures,
+                  **failure({result.remedy: not result.passed}))
+
+
+def learning(bench: Bench) -> None:
+    """Train the toy by CPPO. It must learn, and the engine's log-probs must stay the trainer's."""
+    out, steps = bench.folder.with_name("run"), bench.sizes.steps
+    train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "model.dtype=bfloat16",
+                                              "rollout.engine=torch", "checkpoint.every=0"]))
+    lines = runfolder.read(out / "metrics.jsonl")
+    first, last = (line for line in lines if runfolder.is_evaluation(line))
+    mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)
+    seconds = runfolder.phase_seconds(lines)
+    reasons = {"intervals before and after meet": last["eval/test/low"] <= first["eval/test/high"],
+               f"the mismatch is not below {MISMATCH}": not mismatch < MISMATCH}
+    bench.add(f"{steps} steps", before=runfolder.accuracy_cell(first, "test"),
+              after=runfolder.accuracy_cell(last, "test"),
+              **{"largest mismatch/logp_abs_mean": mismatch, "seconds of steps": seconds["step"],
+                 "of rollout": seconds["rollout"], "of update": seconds["update"]}, **failure(reasons))
+
+
+def updates(bench: Bench) -> None:
+    """Time updates by what is kept, recomputed and compiled, measure their memory, and compare their
+    gradients."""
+    norms: dict[int, float] = {}
+
+    def measure(keep: int, recomputed: str, compiled: bool) -> dict:
+        cfg = bench.settings(f"model.checkpoint_blocks={recomputed}",
+                             f"model.compile={str(compiled).lower()}")
+        figures = one_update(bench, cfg, keep)
+        norm = figures["gradient norm"]
+        expected = norms.setdefault(keep, norm)  # of the first way that keeps so many
+        wrong = not abs(norm / expected - 1) < TOLERANCE
+        return figures | failure({f"the gradient's norm is {norm:.4g}, not {expected:.4g}": wrong})
+
+    each(bench, {f"keep {keep}, recompute {recomputed}{', compiled' * compiled}":
+                 partial(measure, keep, recomputed, compiled) for keep, recomputed, compiled in UPDATES})
+
+
+def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
+    learner, batch = bench.learner(cfg), random_batch(bench, keep)
+    bench.forget_peak()
+    steps: list[dict] = []
+    first, *seconds = timed(lambda: steps.append(update(learner, batch, 0, Clock())), 1 + bench.sizes.times)
+    rows = learner.rows(minibatch(learner, batch, batch.places))
+    # Counted for rows as long as the longest of these.
+    longest = replace(cfg, pack=config.Pack(max(len(row.ids_T) for row in rows)))
+    work = flop(learner.policy, [row.segments for row in rows], steps[0]["train/tokens"])
+    return {"rows": len(rows), "tokens": steps[0]["pack/tokens"], "first s": first, "seconds": seconds,
+            "tokens/s": steps[0]["pack/tokens"] / median(seconds), **bench.speed(work, median(seconds)),
+            "GiB": bench.peak_gib(),
+            "GiB counted": memory.update_bytes(longest, learner.policy.shape, dist.world_size()) / GIB,
+            "gradient norm": steps[0]["train/grad_norm"]}
+
+
+def profile(bench: Bench) -> None:
+    """Time a full row, and list the kernels that take most of it; on the CPU, operations."""
+    learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
+    row = learner.rows(minibatch(learner, batch, batch.places))[0]
+    work = partial(add_gradient, learner, prepare_row(learner, row, extra_pass=False), unmoved=True)
+    _, *seconds = timed(work, 1 + bench.sizes.times)
+    with torch.profiler.profile() as profiled:
+        timed(work)
+    field = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
+    path = bench.out.with_name(f"{bench.out.stem}_{bench.shape}_kernels.txt")
+    path.write_text(profiled.key_averages().table(sort_by=field, row_limit=100, max_name_column_width=120))
+    wanted = DeviceType.CUDA if bench.cuda else DeviceType.CPU
+    events = [event for event in profiled.key_averages()
+              if event.device_type == wanted and not event.is_user_annotation]
+    milliseconds = {event.key: getattr(event, field) / 1000 for event in events}
+    calls = {event.key: event.count for event in events}
+    whole = sum(milliseconds.values())
+    bench.add(f"row of {len(row.ids_T):,} tokens", ms=1000 * median(seconds), calls=sum(calls.values()),
+              **bench.speed(flop(learner.policy, [row.segments], len(row.target_C)), median(seconds)))
+    bench.add("all kernels", ms=whole, share=1.0)
+    for key in sorted(milliseconds, key=milliseconds.get, reverse=True)[:TOP]:
+        bench.add(f"`{key[:90]}`", ms=milliseconds[key], share=milliseconds[key] / whole, calls=calls[key])
+
+
+def step(bench: Bench) -> None:
+    """Time whole steps of GRPO, CPPO and PPS, whose completions all have the full length."""
+    size = bench.sizes
+    cfgs = [bench.settings(f"rollout.engine={bench.engine}", f"rollout.group_size={G}",
+                           f"rollout.prompts_per_step={size.groups}", f"rollout.slots={size.groups * G}",
+                           f"rollout.max_new_tokens={size.new}", "data.max_prompt_tokens=128", name=name)
+            for name in ("grpo_toy.yaml", "cppo_toy.yaml", "pps_toy.yaml")]
+    task = train.load(cfgs[0])
+    task.tokenizer.eos_ids = frozenset()
+    learner, engine = train.set_up(cfgs[0], task)
+    engine.sync(learner.policy)
+    for cfg in cfgs:
+        sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+        history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+        with_loss = replace(learner, loss=cfg.loss)
+        one_step(with_loss, sampler, history, cfg)  # warm up
+        bench.forget_peak()
+        figures, work = one_step(with_loss, sampler, history, cfg)
+        rate = size.groups * G * size.new / figures["rollout"]
+        reasons = {f"the mismatch is not below {MISMATCH}": not figures["mismatch"] < MISMATCH}
+        bench.add(Path(cfg.out).name, **figures, **{"sampled tokens/s": rate}, GiB=bench.peak_gib(),
+                  **bench.speed(work, figures["update"]), **failure(reasons))
+
+
+def one_step(learner: Learner, sampler: Sampler, history: PromptHistory, cfg: config.Config,
+             ) -> tuple[dict, float]:
+    """Take a step as train.train does; returns its seconds by phase, and the FLOP of its update."""
+    clock, turns = Clock(), history.draw(cfg.rollout.prompts_per_step)
+    with clock.phase("rollout"):
+        groups = sampler.rollout(turns)
+    with clock.phase("reward"):
+        rewards = sampler.score(groups)
+    # Drawn, because a random model is always wrong, and groups without a difference teach nothing.
+    drawn_NG = torch.rand(len(groups), G, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards = replace(rewards, components=rewards.components | {"accuracy": drawn_NG})
+    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+    batch = choose(rolled, Selection.of(cfg), seed=0)
+    with clock.phase("sync"):
+        sampler.engine.sleep()
+    measured = update(learner, batch, 0, clock)
+    with clock.phase("sync"):
+        sampler.engine.sync(learner.policy)
+    seconds = {name.removeprefix("time/"): spent for name, spent in clock.metrics().items()}
+    rows = [row.segments for row in learner.rows(minibatch(learner, batch, batch.places))]
+    kept = {"kept": int(batch.pruned.keep_NG.sum()), "tokens": measured["pack/tokens"],
+            "mismatch": measured["mismatch/logp_abs_mean"]}
+    return kept | seconds, flop(learner.policy, rows, measured["train/tokens"])
+
+
+def rollout(bench: Bench) -> None:
+    """Time an engine's sleep and the sync after it, and the tokens that it samples by the slots filled."""
+    size, cfg = bench.sizes, bench.settings()
+    policy, new = load_sharded(bench.folder, cfg.model, False, bench.device, HALF), size.new // 2
+    spec = engine_spec(bench.folder, bench.device, max(size.slots), size.prompt + new)
+    engine = start_engine(bench.engine, spec)
+    engine.sync(policy)
+    pairs = [(*timed(engine.sleep), *timed(partial(engine.sync, policy))) for _ in range(1 + size.times)]
+    sleeps, syncs = map(list, zip(*pairs[1:], strict=True))
+    bench.add("sleep and sync", **{"sleep s": sleeps, "sync s": syncs})
+
+    def measure(slots: int) -> dict:
+        prompts = [tuple(range(3 + n, 3 + n + size.prompt)) for n in range(slots // G) for _ in range(G)]
+        engine.generate(prompts, list(range(slots)), 2, 1.0)  # warm up
+        seconds = timed(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
+        return {"sampled tokens/s": [slots * new / spent for spent in seconds],
+                "GiB in use": memory.in_use(bench.device) / GIB}
+
+    each(bench, {f"{slots} slots": partial(measure, slots) for slots in size.slots})
+
+
+PARTS = {part.__name__: part for part in (
+    machine, kernels, tests, check, learning, updates, profile, step, rollout)}
