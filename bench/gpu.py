@@ -12,7 +12,6 @@ skipped or failed and why. Without a GPU the same runs in sizes for a CPU, which
 """
 
 import argparse
-import importlib
 import importlib.metadata
 import importlib.util
 import json
@@ -32,6 +31,7 @@ from threading import Thread
 from time import perf_counter
 from types import ModuleType
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -95,14 +95,9 @@ class NoWorkers:
 
 
 def stand_in() -> list[str]:
-    """Stand in for libraries that cannot be imported, so that all runs that does not call them; returns their
+    """Stand in for libraries that are not installed, so that all runs but what calls them; returns their
     names."""
-    missing = []
-    for name in ("pebble", "math_verify"):
-        try:
-            importlib.import_module(name)
-        except ImportError:
-            missing.append(name)
+    missing = [name for name in ("pebble", "math_verify") if importlib.util.find_spec(name) is None]
     if "pebble" in missing:
         module = sys.modules["pebble"] = ModuleType("pebble")
         module.ProcessPool, module.ProcessExpired = NoWorkers, TimeoutError
@@ -252,8 +247,8 @@ def bench(args: argparse.Namespace) -> int:
     shapes, factor = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(","), 1 if cuda else CPU_FACTOR
     jobs = [(name, shape) for name, part in PARTS.items() if name in args.parts and name != "machine"
             for shape in (shapes if part.by_shape else [""])]
-    with tempfile.TemporaryDirectory() as temporary:
-        os.environ["TMPDIR"] = temporary  # so that nothing is left, and nothing was compiled before
+    # A folder of their own: nothing is left of a part that is stopped, and nothing was compiled before.
+    with tempfile.TemporaryDirectory() as temporary, patch.dict(os.environ, TMPDIR=temporary):
         for name, shape in jobs:
             left = SECONDS * factor - (perf_counter() - start)
             print(f"\n{name} {shape}", flush=True)

@@ -68,14 +68,7 @@ def test_the_bench_does_without_the_libraries_of_the_verifier(tmp_path):
     program.write_text(r"""
 import sys
 
-
-class Missing:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in ("pebble", "math_verify", "latex2sympy2_extended"):
-            raise ModuleNotFoundError(name)
-
-
-sys.meta_path.insert(0, Missing())
+sys.modules |= dict.fromkeys(["pebble", "math_verify", "latex2sympy2_extended"])  # as if they were not installed
 sys.path += ["bench"]
 import gpu
 
@@ -197,6 +190,18 @@ def test_figures_of_a_device_are_those_that_torch_gives(tmp_path, monkeypatch):
     for gb, sizes in ((150, gpu_parts.LARGE), (85, gpu_parts.BELOW_100_GB)):
         monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device, gb=gb: (0, gb * 1e9))
         assert bench.sizes == sizes
+
+
+def test_what_programs_say_is_empty_where_they_fail_or_are_missing():
+    assert gpu_parts.said(sys.executable, "-c", "print('580.1\\n580.2')") == "580.1"
+    assert gpu_parts.said(sys.executable, "-c", "print(1 / 0)") == gpu_parts.said("no-such-program") == ""
+
+
+def test_a_part_that_does_not_exist_is_refused(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["gpu.py", "--parts", "kernels,speed"])
+    with pytest.raises(SystemExit, match="2"):
+        gpu.main()
+    assert "give some of machine,kernels," in capsys.readouterr().err
 
 
 def test_flop_count_what_tokens_meet():
