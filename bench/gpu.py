@@ -174,15 +174,15 @@ def cell(value: object) -> str:
         return "yes" if value else "no"
     if isinstance(value, float) and abs(value) < 1000:
         return f"{value:.3g}"
-    text = f"{value:,.0f}" if isinstance(value, int | float) else str(value or "")
-    return text.replace("|", "\\|")
+    return f"{value:,.0f}" if isinstance(value, int | float) else str(value or "")
 
 
 def table(rows: list[dict]) -> str:
     """Write rows as a table of markdown, with the columns that any of them has."""
     keys = dict.fromkeys(key for row in rows for key, value in row.items() if value not in ("", None))
     columns = [key for key in keys if key not in ("part", *REASONS)]
-    lines = [columns, ["---"] * len(columns), *([cell(row.get(key)) for key in columns] for row in rows)]
+    cells = [[cell(row.get(key)).replace("|", "\\|") for key in columns] for row in rows]
+    lines = [columns, ["---"] * len(columns), *cells]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -375,7 +375,8 @@ def profile(bench: Bench) -> None:
               **bench.speed(flop(learner.policy, [row.segments], len(row.target_C)), median(seconds)))
     bench.add("all kernels", ms=whole, share=1.0)
     for key in sorted(milliseconds, key=milliseconds.get, reverse=True)[:TOP]:
-        bench.add(f"`{key[:90]}`", ms=milliseconds[key], share=milliseconds[key] / whole, calls=calls[key])
+        name = key.removeprefix("void ").replace("at::native::", "")[:100]
+        bench.add(f"`{name}`", ms=milliseconds[key], share=milliseconds[key] / whole, calls=calls[key])
 
 
 def step(bench: Bench) -> None:

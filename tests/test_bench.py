@@ -204,6 +204,14 @@ def test_a_part_that_does_not_exist_is_refused(monkeypatch, capsys):
     assert "give some of machine,kernels," in capsys.readouterr().err
 
 
+def test_a_table_has_the_columns_that_some_row_has_and_lists_as_their_median_and_range():
+    rows = [{"part": "check", "shape": "", "way": "a", "seconds": [3.0, 1.0, 2.0], "passed": True, "GiB": None},
+            {"part": "check", "shape": "", "way": "|b|", "failed": "why", "tokens": 12345, "rate": 54321.4}]
+    assert gpu.table(rows).splitlines() == [
+        "| way | seconds | passed | tokens | rate |", "| --- | --- | --- | --- | --- |",
+        "| a | 2 (1 - 3) | yes |  |  |", "| \\|b\\| |  |  | 12,345 | 54,321 |"]
+
+
 def test_flop_count_what_tokens_meet():
     """Two completions of 2 tokens behind a prompt of 3, a row of 7: the second's meet 3 + 1 and 3 + 2 keys, less a half
     each."""
