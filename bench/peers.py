@@ -136,13 +136,15 @@ class Winnow:
         out = regime.temporary / f"{regime.name}-{arm}"
         self.cfg = cfg = toy(name, regime, out, *changes)
         self.selection = Selection.of(cfg)
-        learner, engine = train.set_up(memory.decide(cfg, task.source), task)
+        decided = memory.decide(cfg, task.source)
+        learner, engine = train.set_up(decided, task)
         easy = middle(cfg.reward, cfg.rollout.differ_in)
         log = runfolder.Log(out)
-        log.create(cfg, learner.device)
+        log.create(cfg, learner.device, memory.choices(cfg, decided))
         next(log.steps(0, cfg.steps))
         self.run = train.Run(
-            task, learner, engine, Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed),
+            decided, task, learner, engine,
+            Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed),
             PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy),
             Checkpoints(out / "checkpoints", 1, roles(learner), learner.device), log, first=0)
         engine.sync(learner.policy)

@@ -98,10 +98,10 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     for module in (*blocks, model):
-        # Nothing stays gathered after a pass, so no later pass computes with weights from before an optimizer
-        # step.
+        # Nothing stays gathered: no later pass computes with weights from before an optimizer step.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
-        module.set_gradient_divide_factor(1.0)
+        if world_size() > 1:  # else the default is 1 too, and one that is set is divided by
+            module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo
 
 
