@@ -36,6 +36,7 @@ class Machine:
     free: float          # bytes before anything is loaded, on the rank that has least
     ranks: int
     no_vllm: str = ""    # why vLLM cannot sample here; empty where it can
+    no_cuda: str = ""    # why torch does not use a GPU that is there; empty where it does, or none is
 
     @staticmethod
     def here(device: torch.device) -> "Machine":
@@ -47,7 +48,8 @@ class Machine:
         lacking = why_no_vllm(device)
         if dist.max_over_ranks(bool(lacking)):
             lacking = lacking or "another rank's machine does not have it"
-        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking)
+        idle = "" if device.type == "cuda" else why_no_cuda()
+        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
 
     def engines(self, dtype: str) -> list[str]:
         """List the rollout engines that can run here, the fastest first."""
@@ -63,12 +65,12 @@ def why_no_vllm(device: torch.device) -> str:
         version = "none"
     return "" if version == VLLM_VERSION else (
         f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
-        "pip install -r requirements-gpu.txt for a rollout that is two to three times as fast")
+        "pip install -r requirements-gpu.txt")
 
 
 def find_device(wanted: str) -> torch.device:
     """Return this process's device. auto takes CUDA where the machine has a device for every process, so that
-    all ranks decide alike; where it has a GPU that torch cannot use, a line says why.
+    all ranks decide alike.
 
     Raises ConfigError for CUDA that was asked for and is missing, or is there and does not start.
     """
@@ -79,20 +81,22 @@ def find_device(wanted: str) -> torch.device:
         # Rows differ in size, and fixed segments would fragment over hours.
         os.environ[allocator[0]] = "expandable_segments:True"
     devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    unused = DRIVER.is_file() and not devices and "CUDA_VISIBLE_DEVICES" not in os.environ
-    why = f"; {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}" if unused else ""
     if wanted == "cuda" and devices < processes:
+        why = why_no_cuda()
         raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
-                          f"processes{why}; set device=cpu (or auto), or start fewer processes")
+                          f"processes{why and '; '}{why}; set device=cpu (or auto), or start fewer processes")
     if devices < processes:
-        if why:
-            print(f"training on the CPU, although this machine has a GPU{why}", flush=True)
         return torch.device("cpu")
     try:
         torch.cuda.init()
     except RuntimeError as error:
         raise ConfigError(f"CUDA does not start: {error}; {OLD_DRIVER}; or set device=cpu") from error
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def why_no_cuda() -> str:
+    unused = DRIVER.is_file() and not torch.cuda.device_count() and "CUDA_VISIBLE_DEVICES" not in os.environ
+    return (WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER) if unused else ""
 
 
 # ---- what `auto` chooses
@@ -152,6 +156,8 @@ def remarks(cfg: Config, here: Config, machine: Machine, saved: dict) -> Iterato
     if slots < cfg.rollout.slots:
         yield (f"rollout.slots={slots}, not {cfg.rollout.slots}: {machine.free / 2**30:.1f} GiB have no room "
                "for more")
+    if machine.no_cuda and cfg.device == "auto":
+        yield f"device=cpu, although there is a GPU: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
     was = [f"{key}={saved[key]}" for key, value in choices(cfg, here).items()
@@ -170,6 +176,8 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
         shape, spec.dtype.itemsize, slots, spec.max_len, spread, cache))
     if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
         print(f"chosen here: --engine {kind} --slots {slots}", flush=True)
+    if dist.rank() == 0 and machine.no_cuda:
+        print(f"on the CPU, although there is a GPU: {machine.no_cuda}", flush=True)
     return kind, replace(spec, slots=slots)
 
 

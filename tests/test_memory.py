@@ -238,15 +238,23 @@ def seen(monkeypatch):
     return describe
 
 
-def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, capsys):
+def said_on_cpu() -> list[str]:
+    machine = Machine.here(memory.find_device("auto"))
+    assert machine.device == CPU
+    return choose(config.load("cppo_toy.yaml"), shapes.shape_of("1M"), machine, {})[1]
+
+
+def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen):
     seen(0, driver=True, built=None)
-    assert memory.find_device("auto") == CPU and "is a build without CUDA" in capsys.readouterr().out
+    line, = said_on_cpu()
+    assert line.startswith("device=cpu, although there is a GPU: torch ") and "is a build without CUDA" in line
     with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; torch .* is a build without CUDA"):
         memory.find_device("cuda")
     seen(0, driver=True, built="13.0")
-    assert memory.find_device("auto") == CPU and "580 or newer" in capsys.readouterr().out
+    line, = said_on_cpu()
+    assert "580 or newer" in line
     seen(0, driver=False, built=None)
-    assert memory.find_device("auto") == CPU and capsys.readouterr().out == ""
+    assert said_on_cpu() == []
 
     def too_old():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")
