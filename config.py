@@ -34,7 +34,7 @@ class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # the kernel; sdpa runs anywhere
-    # computed again in backward to save memory. selective: norms and SwiGLU; all: blocks; auto: what it must
+    # what backward computes again. selective: norms and SwiGLU; all: blocks; auto: as little as memory allows
     checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"
     compile: bool = False          # fuse elementwise work by torch.compile
     logp_chunk: Count = 1024       # positions whose logits over the vocabulary are in memory at once

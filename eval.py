@@ -372,7 +372,7 @@ def check_arguments(args: argparse.Namespace) -> None:
              "given: sets separated by commas, or a --protocol or --config that has some"),
             ("--temperature", args.temperature >= 0, "at least 0"),
             ("--temperature", args.engine == "torch" or not 0 < args.temperature < 0.01,
-             "0 or at least 0.01 with vLLM, which takes a lower one for 0.01"),
+             "0 or at least 0.01 unless --engine torch: vLLM takes a lower one for 0.01"),
             ("--n", args.n >= 1, "at least 1"),
             ("--n", args.n == 1 or args.temperature > 0,
              "1 at --temperature 0: greedy answers are all the same"),

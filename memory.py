@@ -33,7 +33,7 @@ class Machine:
     """What a rank has to run on."""
 
     device: torch.device
-    free: float          # bytes before anything is loaded, on the rank that has least
+    free: float          # bytes before anything is loaded, on the rank that has least; of a CPU its share
     ranks: int
     no_vllm: str = ""    # why vLLM cannot sample here; empty where it can
     no_cuda: str = ""    # why torch does not use a GPU that is there; empty where it does, or none is
@@ -82,7 +82,7 @@ def find_device(wanted: str) -> torch.device:
         os.environ[allocator[0]] = "expandable_segments:True"
     devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if wanted == "cuda" and devices < processes:
-        why = why_no_cuda()
+        why = why_no_cuda() if devices == 0 else ""
         raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
                           f"processes{why and '; '}{why}; set device=cpu (or auto), or start fewer processes")
     if devices < processes:
@@ -95,8 +95,13 @@ def find_device(wanted: str) -> torch.device:
 
 
 def why_no_cuda() -> str:
-    unused = DRIVER.is_file() and not torch.cuda.device_count() and "CUDA_VISIBLE_DEVICES" not in os.environ
-    return (WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER) if unused else ""
+    """Say why a machine with a GPU does not compute on it; empty where it has none, or it is hidden."""
+    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if 0 < devices < processes:
+        return f"the machine has {devices} CUDA devices to {processes} processes; start fewer"
+    if not DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return ""
+    return f"there is a GPU, but {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}"
 
 
 # ---- what `auto` chooses
@@ -108,7 +113,7 @@ def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
              saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
     """
     device = dist.init(find_device(cfg.device))
-    decided, remarks = choose(cfg, read_shape(source), Machine.here(device), saved or {})
+    decided, remarks = choose_settings(cfg, read_shape(source), Machine.here(device), saved or {})
     if dist.rank() == 0:
         named = [f"{key}={value}" for key, value in choices(cfg, decided).items()]
         lines = [f"chosen here: {', '.join(named)}"] * bool(named) + remarks
@@ -117,12 +122,12 @@ def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
 
 
 def choices(cfg: Config, decided: Config) -> dict:
-    """Return the settings that `choose` has changed, flat."""
+    """Return the settings that `choose_settings` has changed, flat."""
     before, after = flatten(cfg), flatten(decided)
     return {key: value for key, value in after.items() if value != before[key]}
 
 
-def choose(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
+def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
     """Replace every `auto` by a value, and slots by fewer where memory asks for it; returns remarks too.
 
     What was `saved` is taken again where it can run here, so that a run that goes on stays the same run.
@@ -147,17 +152,21 @@ def choose(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Co
     most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
     slots = min(most, saved.get("rollout.slots", wanted))
     here = replace(here, rollout=replace(here.rollout, slots=slots))
-    return here, list(remarks(cfg, here, machine, saved))
+    return here, list(remarks(cfg, here, shape, machine, saved))
 
 
-def remarks(cfg: Config, here: Config, machine: Machine, saved: dict) -> Iterator[str]:
+def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
     """Say why a choice is not what somebody expects."""
-    slots = here.rollout.slots
+    slots, free = here.rollout.slots, machine.free / 2**30
     if slots < cfg.rollout.slots:
-        yield (f"rollout.slots={slots}, not {cfg.rollout.slots}: {machine.free / 2**30:.1f} GiB have no room "
-               "for more")
+        why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
+        yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
+    needed = update_bytes(here, shape, machine.ranks) / 2**30
+    if needed > free:
+        yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train on "
+               "more ranks, lower pack.capacity or set optim.offload=true (CUDA)")
     if machine.no_cuda and cfg.device == "auto":
-        yield f"device=cpu, although there is a GPU: {machine.no_cuda}"
+        yield f"device=cpu: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
     was = [f"{key}={saved[key]}" for key, value in choices(cfg, here).items()
@@ -167,9 +176,15 @@ def remarks(cfg: Config, here: Config, machine: Machine, saved: dict) -> Iterato
 
 
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
-    """Choose the engine of an evaluation, and slots that fit, as `choose` does for training. Collective."""
+    """Choose the engine of an evaluation, and slots that fit, as `decide` does for training. Collective.
+
+    Raises ConfigError for options of vLLM's where the embedded engine samples.
+    """
     machine, shape = Machine.here(spec.device), read_shape(spec.folder)
     kind = machine.engines(str(spec.dtype).removeprefix("torch."))[0] if wanted == "auto" else wanted
+    if kind == "torch" and (spec.tensor_parallel > 1 or spec.cache_gib):
+        raise ConfigError("--tensor-parallel and --cache-gib are vLLM's, and the embedded engine samples "
+                          "here; leave them out, or name --engine vllm")
     spread = spec.tensor_parallel if kind == "vllm" else 0
     cache = spec.cache_gib and int(spec.cache_gib * 2**30)
     slots = slots_that_fit(spec.slots, FILLED * machine.free, lambda slots: engine_bytes(
@@ -177,7 +192,7 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
         print(f"chosen here: --engine {kind} --slots {slots}", flush=True)
     if dist.rank() == 0 and machine.no_cuda:
-        print(f"on the CPU, although there is a GPU: {machine.no_cuda}", flush=True)
+        print(f"on the CPU: {machine.no_cuda}", flush=True)
     return kind, replace(spec, slots=slots)
 
 
@@ -290,7 +305,7 @@ def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
     """Count the peak of an update on one rank, in bytes, of a config in which nothing is `auto`."""
     gradients = 0 if cfg.optim.offload and cfg.device == "cuda" else 4 * parameters(shape) // ranks
-    # torch.compile computes what is cheap again by itself.
+    # torch.compile computes what is cheap again by itself: assumed, until a GPU has shown how much.
     how = "selective" if cfg.model.compile and cfg.model.checkpoint_blocks == "none" else (
         cfg.model.checkpoint_blocks)
     element, fused = getattr(torch, cfg.model.dtype).itemsize, cfg.model.attention != "sdpa"
@@ -301,11 +316,15 @@ def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
     """Count the bytes in use on one rank while the engine samples in so many slots at full length."""
     roll, element = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize
-    new = max(roll.window or roll.max_new_tokens, cfg.eval.max_new_tokens)
     spread = roll.tensor_parallel if roll.engine == "vllm" else 0
     cache = roll.cache_gib and int(roll.cache_gib * 2**30)
-    return held_bytes(cfg, shape, ranks) + engine_bytes(
-        shape, element, slots, cfg.data.max_prompt_tokens + new, spread, cache)
+    return held_bytes(cfg, shape, ranks) + engine_bytes(shape, element, slots, longest(cfg), spread, cache)
+
+
+def longest(cfg: Config) -> int:
+    """Return the tokens of the longest sequence that the engine samples."""
+    new = max(cfg.rollout.window or cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    return cfg.data.max_prompt_tokens + new
 
 
 def engine_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,

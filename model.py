@@ -25,8 +25,8 @@ from records import Segments
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
 # What selective recomputation keeps: the results of these, by which a block's time is spent.
-PRODUCTS = {"aten::mm", "aten::addmm", "aten::_scaled_dot_product_flash_attention_for_cpu",
-            "torch_attn::_varlen_attn", "flash_attn::_flash_attn_varlen_forward"}
+PRODUCTS = {"mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu", "_varlen_attn",
+            "_scaled_dot_product_efficient_attention", "_flash_attn_varlen_forward"}
 
 
 def rope_frequencies(shape: Shape) -> Tensor:
@@ -103,13 +103,13 @@ class Block(nn.Module):
 
 
 def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = op.name().partition(".")[0] in PRODUCTS
+    kept = op._schema.name.split("::")[1] in PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn in a block
 selective = partial(create_selective_checkpoint_contexts, keep_products)
-# model.checkpoint_blocks -> how a block is called; backward computes the less kept the more again.
+# model.checkpoint_blocks -> how a block is called. What its forward pass does not keep, backward makes again.
 CALLS = {"none": call, "selective": partial(again, context_fn=selective), "all": again}
 
 
@@ -272,7 +272,7 @@ def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend
     first_S, first_key_S = segments.start_2S[:, members, None]
     prefix_S = keys_S - query_S
     place_M = torch.arange(int(max(columns[0])), device=device)
-    most = max(keys - queries for queries, keys in zip(*columns[:2], strict=True))
+    most = max(keys - queries for queries, keys in zip(*columns, strict=True))
     place_L = torch.arange(-most, len(place_M), device=device)
     query_SM = first_S + torch.minimum(place_M, query_S - 1)
     key_SL = segments.key_K[first_key_S + torch.minimum((place_L + prefix_S).clamp(min=0), keys_S - 1)]

@@ -265,14 +265,13 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
 
 def peak_of_rollout(cfg: Config, learner: Learner) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
-    roll, cache = cfg.rollout, 0
-    if roll.engine == "torch":
-        new = max(roll.window or roll.max_new_tokens, cfg.eval.max_new_tokens)
-        cache = memory.cache_bytes(learner.policy.shape, learner.dtype.itemsize, roll.slots,
-                                   cfg.data.max_prompt_tokens + new, tensor_parallel=0)
+    taken, shape, element = 0, learner.policy.shape, learner.dtype.itemsize
+    if cfg.rollout.engine == "torch":  # vLLM has all that it needs already, and this one its weights
+        taken = memory.engine_bytes(shape, element, cfg.rollout.slots, memory.longest(cfg), tensor_parallel=0)
+        taken -= memory.parameters(shape) * element
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
-    return memory.in_use(learner.device) + cache
+    return memory.in_use(learner.device) + taken
 
 
 def fits(update: float, rollout: float, total: float, counted_update: float) -> Check:

@@ -119,7 +119,10 @@ class Bench:
             f"data.max_prompt_tokens={size.prompt}", f"rollout.max_new_tokens={planned}",
             "eval.max_new_tokens=8", "rollout.engine=torch", "loss.kl=0", "update.epochs=1",
             "optim.warmup_steps=0", *changes])
-        return memory.choose(cfg, read_shape(self.folder), memory.Machine.here(self.device), {})[0]
+        here = memory.Machine.here(self.device)
+        cfg, remarks = memory.choose_settings(cfg, read_shape(self.folder), here, {})
+        print("".join(f"  {line}\n" for line in remarks), end="", flush=True)
+        return cfg
 
     def learner(self, cfg: config.Config) -> Learner:
         return build_learner(cfg, self.folder, self.device)
@@ -148,7 +151,7 @@ def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
             weights = patch("learner.load_weights", draw_weights)  # all else is as in training
         try:
             with weights:
-                PARTS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
+                FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
         finally:
             dist.close()
 
@@ -448,5 +451,5 @@ def rollout(bench: Bench) -> None:
     each(bench, {f"{slots} slots": partial(measure, slots) for slots in size.slots})
 
 
-PARTS = {part.__name__: part for part in (
+FUNCTIONS = {part.__name__: part for part in (
     machine, kernels, tests, check, learning, updates, profile, step, rollout)}

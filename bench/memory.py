@@ -9,9 +9,10 @@ takes minutes; one line has that of Qwen2.5-0.5B, where the head's gradient coun
 which chunks do not depend. Dense, 16,384 tokens do not fit here, so that line is extrapolated from the two
 sizes before it, and says so.
 
-Then the peak of a training step by model and tokens per row, as memory.py counts it (`peak_bytes`), and for
-the models of --measure beside the bytes that a step took here, in float32. Each measurement runs in a process
-of its own, and is its peak resident memory above that before the work.
+Then the peak of a training step by model and tokens per row, as memory.py counts it (`pass_bytes`, beside
+weights, gradients and moments), and for the models of --measure beside the bytes that a step took here, in
+float32. Each measurement runs in a process of its own, and is its peak resident memory above that before the
+work.
 """
 
 import argparse
@@ -35,7 +36,7 @@ import config
 from config import Config, Optim
 from infra import dist
 from learner import adam
-from memory import FILLED, Machine, Pass, choose, parameters, pass_bytes, rollout_bytes, update_bytes
+from memory import FILLED, Machine, Pass, choose_settings, parameters, pass_bytes, rollout_bytes, update_bytes
 from model import CALLS, ChunkedLogProb, log_prob, logits_gradient, sdpa_padded
 from records import Segments
 
@@ -145,7 +146,7 @@ def chosen_on(name: str, gib: float, ranks: int) -> tuple[Config, dict[str, floa
     fits."""
     cfg = config.load(name)
     shape, machine = shape_of(cfg.model.path), Machine(torch.device("cuda"), gib * GIB, ranks)
-    cfg, _ = choose(cfg, shape, machine, {})
+    cfg, _ = choose_settings(cfg, shape, machine, {})
     peaks = {"update": update_bytes(cfg, shape, ranks) / GIB,
              "rollout": rollout_bytes(cfg, shape, ranks, cfg.rollout.slots) / GIB}
     return cfg, peaks, ranks % cfg.rollout.tensor_parallel == 0 and max(peaks.values()) <= FILLED * gib
@@ -158,7 +159,9 @@ def fits_line(name: str) -> str:
         cfg, peaks, fits = chosen_on(name, OF_80_GB, ranks)
         how = {"none": "", "selective": ", blocks recomputed in part", "all": ", blocks recomputed"}
         if fits:
-            said.append(f"{ranks} with {max(peaks.values()):.0f} GiB{how[cfg.model.checkpoint_blocks]}")
+            fewer = f", {cfg.rollout.slots} slots" * (cfg.rollout.slots < config.load(name).rollout.slots)
+            more = fewer + how[cfg.model.checkpoint_blocks]
+            said.append(f"{ranks} with {max(peaks.values()):.0f} GiB{more}")
         elif ranks <= 8:
             said.append(f"not {ranks}")
         if fits and ranks >= 8:

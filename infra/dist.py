@@ -100,7 +100,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     for module in (*blocks, model):
         # Nothing stays gathered: no later pass computes with weights from before an optimizer step.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
-        if world_size() > 1:  # else the default is 1 too, and one that is set is divided by
+        if world_size() > 1:  # alone it is 1 already, and one that is set costs a division of every gradient
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo
 
@@ -110,8 +110,8 @@ def full(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype 
     are moved and cast before they travel: halves are half the bytes, and from GPU to GPU is faster."""
     if not isinstance(tensor, DTensor) or dtype is None:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    shard = tensor.to_local().to(device=device, dtype=dtype)
-    return DTensor.from_local(shard, tensor.device_mesh, tensor.placements, run_check=False,
+    mine = tensor.to_local().to(device=device, dtype=dtype)
+    return DTensor.from_local(mine, tensor.device_mesh, tensor.placements, run_check=False,
                               shape=tensor.shape, stride=tensor.stride()).full_tensor()
 
 

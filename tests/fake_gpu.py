@@ -67,7 +67,7 @@ PHASES = {inspect.unwrap(function).__code__: name for function, name in (
     (learner.Learner.rows, "pack"), (update.prepare_row, "reference"), (learner.Learner.log_probs, "forward"),
     (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.descend, "descend"),
     (PassSums.metrics, "metrics of the step"))}
-PARTS = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
+PART_OF = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
 FUSED = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")  # one op on CUDA, elsewhere many
 # Kernels, and how often they read or write their argument. logsumexp: maximum, difference, exp, sum. softmax reads it
 # three times, for maximum, sum and result, where a row is too long for a GPU's shared memory.
@@ -134,7 +134,7 @@ def where() -> tuple[str, str, str]:
     while frame:
         code, number, frame = frame.f_code, frame.f_lineno, frame.f_back
         codes.add(code)
-        part = part or ("fsdp" if "_fully_shard" in code.co_filename else PARTS.get(code))
+        part = part or ("fsdp" if "_fully_shard" in code.co_filename else PART_OF.get(code))
         if line is None and code.co_filename in OURS:
             line = f"{OURS[code.co_filename]}:{number} {linecache.getline(code.co_filename, number).strip()}"
     if torch._C._current_graph_task_id() != -1:

@@ -13,7 +13,7 @@ import memory
 from config import ConfigError
 from infra import dist
 from infra.weights import read_shape
-from memory import Machine, Pass, choose
+from memory import Machine, Pass, choose_settings
 from model import CALLS, Decoder
 from records import EngineSpec
 
@@ -91,7 +91,7 @@ def test_as_many_slots_as_fit_and_at_least_one(room):
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
-    return memory.choices(cfg, choose(cfg, shapes.shape_of(shape), machine, saved or {})[0])
+    return memory.choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
 
 
 def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
@@ -118,19 +118,28 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
 
 def test_fewer_slots_are_said_with_the_memory_that_is_short():
     cfg, shape = config.load("divppo_math.yaml"), shapes.shape_of("4B")
-    here, said = choose(cfg, shape, gpu(ranks=8), {})
+    here, said = choose_settings(cfg, shape, gpu(ranks=8), {})
     slots = here.rollout.slots
     assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
     fits = [memory.rollout_bytes(here, shape, 8, n) <= memory.FILLED * 79 * GIB for n in (slots, slots + 1)]
     assert fits == [True, False]
 
 
+def test_an_update_that_does_not_fit_is_said_before_anything_is_loaded():
+    cfg, shape = config.load("grpo_math.yaml"), shapes.shape_of("7B")
+    here, said = choose_settings(cfg, shape, gpu(), {})
+    needed = memory.update_bytes(here, shape, 1) / GIB
+    assert f"an update is counted to need {needed:.1f} GiB on a rank, and 79.0 are free" in said[-1]
+    assert not any("counted to need" in line for line in choose_settings(cfg, shape, gpu(ranks=8), {})[1])
+
+
 def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_install():
     cfg = config.load("cppo_gsm8k.yaml")
-    here, said = choose(cfg, shapes.shape_of("1.5B"), gpu(ranks=8, no_vllm="vllm is not there; pip install it"), {})
+    machine = gpu(ranks=8, no_vllm="vllm is not there; pip install it")
+    here, said = choose_settings(cfg, shapes.shape_of("1.5B"), machine, {})
     assert here.rollout.engine == "torch"
     assert said == ["rollout.engine=torch, the embedded one: vllm is not there; pip install it"]
-    assert not choose(config.load("cppo_gsm8k.yaml", ["rollout.engine=torch"]), shapes.shape_of("1.5B"),
+    assert not choose_settings(config.load("cppo_gsm8k.yaml", ["rollout.engine=torch"]), shapes.shape_of("1.5B"),
                       gpu(ranks=8, no_vllm="none"), {})[1]
 
 
@@ -162,28 +171,31 @@ def test_only_the_tested_vllm_counts(monkeypatch):
 
 def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
     cfg, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
-    first, _ = choose(cfg, shape, gpu(40, ranks=8), {})
+    first, _ = choose_settings(cfg, shape, gpu(40, ranks=8), {})
     saved = config.flatten(first)
     assert saved["model.checkpoint_blocks"] != "none"
-    more, said = choose(cfg, shape, gpu(139, ranks=8), saved)
+    more, said = choose_settings(cfg, shape, gpu(139, ranks=8), saved)
     assert more == first and said == []
-    on_cpu, said = choose(cfg, shape, Machine(CPU, 999 * GIB, 1, "none on a CPU"), saved)
+    on_cpu, said = choose_settings(cfg, shape, Machine(CPU, 999 * GIB, 1, "none on a CPU"), saved)
     assert on_cpu.model.dtype == "bfloat16"  # runs here too, if slowly
     assert said == ["from here on not the same run bit for bit: model.attention=varlen, rollout.engine=vllm before, "
                     "which cannot run here"]
     long, larger = config.load("divppo_math.yaml"), shapes.shape_of("4B")
-    fewer, _ = choose(long, larger, gpu(79, ranks=8), {})
-    assert choose(long, larger, gpu(139, ranks=8), config.flatten(fewer))[0] == fewer
-    back, said = choose(cfg, shape, gpu(139, ranks=8), config.flatten(on_cpu))
+    fewer, _ = choose_settings(long, larger, gpu(79, ranks=8), {})
+    again, said = choose_settings(long, larger, gpu(139, ranks=8), config.flatten(fewer))
+    assert again == fewer and said == [f"rollout.slots={fewer.rollout.slots}, not 256: as before"]
+    back, said = choose_settings(cfg, shape, gpu(139, ranks=8), config.flatten(on_cpu))
     assert (back.model.attention, back.rollout.engine) == ("sdpa", "torch") and said == []
-    less, said = choose(cfg, shape, gpu(20, ranks=8), saved | {"model.checkpoint_blocks": "none", "rollout.slots": 200})
+    saved |= {"model.checkpoint_blocks": "none", "rollout.slots": 200}
+    less, said = choose_settings(cfg, shape, gpu(20, ranks=8), saved)
     assert less.model.checkpoint_blocks == "all" and "model.checkpoint_blocks=none" in said[-1]
 
 
 def test_what_is_named_is_never_changed():
     settings = ["model.dtype=float32", "model.attention=sdpa", "model.checkpoint_blocks=none", "rollout.engine=torch"]
     cfg = config.load("cppo_gsm8k.yaml", settings)
-    here, _ = choose(cfg, shapes.shape_of("1.5B"), gpu(30), {"model.dtype": "bfloat16", "rollout.engine": "vllm"})
+    saved = {"model.dtype": "bfloat16", "rollout.engine": "vllm"}
+    here, _ = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(30), saved)
     assert here.model == cfg.model and here.rollout.engine == "torch"
 
 
@@ -194,6 +206,9 @@ def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
     assert kind == "torch" and 1 < fitted.slots < 10**6
     assert f"--engine torch --slots {fitted.slots}" in capsys.readouterr().out
     assert memory.fit_engine("torch", replace(spec, slots=8)) == ("torch", replace(spec, slots=8))
+    for options in ({"tensor_parallel": 4}, {"cache_gib": 2.0}):
+        with pytest.raises(ConfigError, match="--tensor-parallel and --cache-gib are vLLM's"):
+            memory.fit_engine("auto", replace(spec, **options))
     assert capsys.readouterr().out == ""
 
 
@@ -204,7 +219,7 @@ def test_a_published_config_says_in_its_head_what_it_fits(name):
 
 def test_a_line_of_the_head_is_what_is_chosen_and_counted():
     """cppo_gsm8k on 8 GPUs of 80 GB, counted once more here."""
-    cfg, _ = choose(config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B"), gpu(ranks=8), {})
+    cfg, _ = choose_settings(config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B"), gpu(ranks=8), {})
     shape = shapes.shape_of("1.5B")
     most = max(memory.update_bytes(cfg, shape, 8), memory.rollout_bytes(cfg, shape, 8, cfg.rollout.slots))
     assert f"; 8 with {most / GIB:.0f} GiB" in footprint().fits_line("cppo_gsm8k.yaml")
@@ -241,20 +256,29 @@ def seen(monkeypatch):
 def said_on_cpu() -> list[str]:
     machine = Machine.here(memory.find_device("auto"))
     assert machine.device == CPU
-    return choose(config.load("cppo_toy.yaml"), shapes.shape_of("1M"), machine, {})[1]
+    return choose_settings(config.load("cppo_toy.yaml"), shapes.shape_of("1M"), machine, {})[1]
 
 
-def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen):
+def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch):
     seen(0, driver=True, built=None)
     line, = said_on_cpu()
-    assert line.startswith("device=cpu, although there is a GPU: torch ") and "is a build without CUDA" in line
-    with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; torch .* is a build without CUDA"):
+    assert line.startswith("device=cpu: there is a GPU, but torch ") and "is a build without CUDA" in line
+    with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; there is a GPU, but .* is a build"):
         memory.find_device("cuda")
     seen(0, driver=True, built="13.0")
     line, = said_on_cpu()
     assert "580 or newer" in line
+    for hidden in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
+        assert said_on_cpu() == []
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")  # as schedulers set it
+    assert len(said_on_cpu()) == 1
     seen(0, driver=False, built=None)
     assert said_on_cpu() == []
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    seen(4, driver=True, built="13.0")
+    assert said_on_cpu() == ["device=cpu: the machine has 4 CUDA devices to 8 processes; start fewer"]
+    monkeypatch.delenv("LOCAL_WORLD_SIZE")
 
     def too_old():
         raise RuntimeError("The NVIDIA driver on your system is too old (found version 12020).")

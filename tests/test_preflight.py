@@ -188,7 +188,7 @@ def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tin
     assert preflight.peak_of_rollout(replace(cfg, rollout=replace(cfg.rollout, engine="vllm")), trainer) == 100
 
 
-def test_the_largest_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
+def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", name="ppo_toy.yaml")
     trainer = learner_on(tiny, cfg)
     assert preflight.peak_of_update(cfg, trainer) > 0
