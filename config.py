@@ -342,12 +342,10 @@ ASKS = {
     ],
     "advantage.kind=decoupled": [("rollout.until", "offered", "its scale is that of one round")],
     "prune.completions.kind=bernoulli or pps": [
-        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
-    ],
+        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept")],
     "prune.prompts.kind=bernoulli": [
         ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
-        ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too"),
-    ],
+        ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
     "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
     "loss.mask_ratio": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
     "rollout.window": [
@@ -386,6 +384,8 @@ def size_rules(cfg: Config) -> Iterator[Rule]:
                "left out with advantage.alpha")
     yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
            "1 at eval.temperature=0: greedy answers are all the same")
+    yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
+           "auto, none or all with model.compile=true, which by itself recomputes what is cheap")
     low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one for 0.01"
     yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
     yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"

@@ -51,9 +51,9 @@ class Machine:
         idle = "" if device.type == "cuda" else why_no_cuda()
         return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
 
-    def engines(self, dtype: str) -> list[str]:
+    def engines(self, dtype: torch.dtype) -> list[str]:
         """List the rollout engines that can run here, the fastest first."""
-        return ["torch"] if self.no_vllm or dtype == "float64" else ["vllm", "torch"]
+        return ["torch"] if self.no_vllm or dtype == torch.float64 else ["vllm", "torch"]
 
 
 def why_no_vllm(device: torch.device) -> str:
@@ -136,15 +136,13 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
         wanted = flatten(cfg)[key]
         return wanted if wanted != "auto" else saved[key] if saved.get(key) in able else able[0]
 
-    cuda, room = machine.device.type == "cuda", FILLED * machine.free
-    dtype = pick("model.dtype", ["bfloat16", "float32"] if cuda else ["float32", "bfloat16"])
-    attention = choose_backend(cfg.model.attention, machine.device, getattr(torch, dtype))
-    if cfg.model.attention == "auto" and saved.get("model.attention") == "sdpa":
-        attention = "sdpa"
-    engine = pick("rollout.engine", machine.engines(dtype))
-    here = replace(cfg, device=machine.device.type,
-                   model=replace(cfg.model, dtype=dtype, attention=attention),
-                   rollout=replace(cfg.rollout, engine=engine))
+    device, room = machine.device, FILLED * machine.free
+    name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
+    dtype = getattr(torch, name)
+    attention = choose_backend(pick("model.attention", backends(device, dtype)), device, dtype)
+    here = replace(cfg, device=device.type,
+                   model=replace(cfg.model, dtype=name, attention=attention),
+                   rollout=replace(cfg.rollout, engine=pick("rollout.engine", machine.engines(dtype))))
     fitting = [how for how in CALLS
                if update_bytes(with_recompute(here, how), shape, machine.ranks) <= room]
     here = with_recompute(here, pick("model.checkpoint_blocks", fitting or ["all"]))
@@ -181,14 +179,13 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     Raises ConfigError for options of vLLM's where the embedded engine samples.
     """
     machine, shape = Machine.here(spec.device), read_shape(spec.folder)
-    kind = machine.engines(str(spec.dtype).removeprefix("torch."))[0] if wanted == "auto" else wanted
+    kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
     if kind == "torch" and (spec.tensor_parallel > 1 or spec.cache_gib):
         raise ConfigError("--tensor-parallel and --cache-gib are vLLM's, and the embedded engine samples "
                           "here; leave them out, or name --engine vllm")
     spread = spec.tensor_parallel if kind == "vllm" else 0
-    cache = spec.cache_gib and int(spec.cache_gib * 2**30)
     slots = slots_that_fit(spec.slots, FILLED * machine.free, lambda slots: engine_bytes(
-        shape, spec.dtype.itemsize, slots, spec.max_len, spread, cache))
+        shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib))
     if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
         print(f"chosen here: --engine {kind} --slots {slots}", flush=True)
     if dist.rank() == 0 and machine.no_cuda:
@@ -284,7 +281,7 @@ def block_bytes(given: Pass) -> int:
 
 def planned_lengths(cfg: Config) -> tuple[int, int]:
     """Return the tokens of prompts and completions for which memory is planned: prompts as long as they may
-    be, and completions of a quarter of that."""
+    be, and completions a quarter as long as they may be."""
     return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
 
 
@@ -317,8 +314,8 @@ def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
     """Count the bytes in use on one rank while the engine samples in so many slots at full length."""
     roll, element = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize
     spread = roll.tensor_parallel if roll.engine == "vllm" else 0
-    cache = roll.cache_gib and int(roll.cache_gib * 2**30)
-    return held_bytes(cfg, shape, ranks) + engine_bytes(shape, element, slots, longest(cfg), spread, cache)
+    return held_bytes(cfg, shape, ranks) + engine_bytes(
+        shape, element, slots, longest(cfg), spread, roll.cache_gib)
 
 
 def longest(cfg: Config) -> int:
@@ -328,13 +325,19 @@ def longest(cfg: Config) -> int:
 
 
 def engine_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                 cache: int | None = None) -> int:
-    """Count an engine's weights, its cache and what it draws from; tensor_parallel=0 is the embedded one."""
-    if cache is None:
-        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
+                 cache_gib: float | None = None) -> int:
+    """Count an engine's weights and what it samples with; tensor_parallel=0 is the embedded one."""
+    weights = parameters(shape) * element // max(1, tensor_parallel)
+    return weights + sampling_bytes(shape, element, slots, max_len, tensor_parallel, cache_gib)
+
+
+def sampling_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
+                   cache_gib: float | None = None) -> int:
+    """Count an engine's cache, of a given size or with room for every slot, and what it draws from."""
+    cache = (int(cache_gib * 2**30) if cache_gib else
+             cache_bytes(shape, element, slots, max_len, tensor_parallel))
     # Logits and log-probs in float32; probabilities and their sums in float64.
-    drawn = 24 * slots * shape.vocab_size
-    return parameters(shape) * element // max(1, tensor_parallel) + cache + drawn
+    return cache + 24 * slots * shape.vocab_size
 
 
 def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:

@@ -167,8 +167,6 @@ class Decoder(nn.Module):
         for block in self.layers:
             block.before, block.after = fused(block.before), fused(block.after)
         self.elementwise = fused(log_prob), fused(logits_gradient)
-        if self.checkpoint_blocks == "selective":
-            self.checkpoint_blocks = "none"  # the compiler by itself computes what is cheap again
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Compute logits [C, V], at least float32, for a decoding step; training calls `forward`."""

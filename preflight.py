@@ -265,13 +265,13 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
 
 def peak_of_rollout(cfg: Config, learner: Learner) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
-    taken, shape, element = 0, learner.policy.shape, learner.dtype.itemsize
-    if cfg.rollout.engine == "torch":  # vLLM has all that it needs already, and this one its weights
-        taken = memory.engine_bytes(shape, element, cfg.rollout.slots, memory.longest(cfg), tensor_parallel=0)
-        taken -= memory.parameters(shape) * element
+    needed = 0  # vLLM has all that it samples with already
+    if cfg.rollout.engine == "torch":
+        needed = memory.sampling_bytes(learner.policy.shape, learner.dtype.itemsize, cfg.rollout.slots,
+                                       memory.longest(cfg), tensor_parallel=0)
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
-    return memory.in_use(learner.device) + taken
+    return memory.in_use(learner.device) + needed
 
 
 def fits(update: float, rollout: float, total: float, counted_update: float) -> Check:

@@ -40,7 +40,7 @@ from memory import FILLED, Machine, Pass, choose_settings, parameters, pass_byte
 from model import CALLS, ChunkedLogProb, log_prob, logits_gradient, sdpa_padded
 from records import Segments
 
-OF_80_GB, OF_141_GB = 79.0, 139.0  # GiB that torch finds free on an empty H100 and H200
+OF_80_GB, OF_141_GB = 79.0, 139.0  # GiB assumed to be free on an empty H100 and H200: not measured
 CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 
 

@@ -157,6 +157,8 @@ def good(tmp_path):
      "reward.custom_file=no.py must be a Python file with a function reward"),
     (["eval.n=2"], "eval.n=2 must be 1 at eval.temperature=0: greedy answers"),
     (["eval.temperature=-1"], "eval.temperature=-1.0 must be at least 0"),
+    (["model.compile=true", "model.checkpoint_blocks=selective"],
+     "model.checkpoint_blocks=selective must be auto, none or all with model.compile=true"),
     (["eval={temperature: 0.005}", "rollout.engine=vllm"], "eval.temperature=0.005 must be 0 or at least 0.01 unless"),
     (["eval={top_p: 0}"], r"eval.top_p=0.0 must be in \(0, 1\]"),
     (["rollout.differ_in=accuracy"], "rollout.differ_in=accuracy must be left out, or reward, unless rollout.until"),

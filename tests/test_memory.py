@@ -82,7 +82,8 @@ def test_the_caches_of_both_engines_are_counted_by_hand():
     assert memory.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
     engine = memory.engine_bytes(small(), 2, 3, 129, 0)
     assert engine == memory.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
-    assert memory.engine_bytes(small(), 2, 3, 129, 2, cache=1000) == memory.parameters(small()) + 1000 + 24 * 3 * 10
+    given = memory.engine_bytes(small(), 2, 3, 129, 2, cache_gib=1000 / GIB)
+    assert given == memory.parameters(small()) + 1000 + 24 * 3 * 10
 
 
 @pytest.mark.parametrize("room", [0, 10, 35, 1000])
