@@ -4,9 +4,8 @@ A config file is a difference from the one that it names as `base:`, and `--set 
 command line that names another `kind` of a section starts it empty. The bound of a setting is in its type;
 what settings ask of one another stands below the sections. settings.py turns yaml into all this.
 """
-import dataclasses
 from collections.abc import Iterator
-from dataclasses import dataclass, fields
+from dataclasses import asdict, dataclass, fields
 from functools import reduce
 from itertools import chain
 from pathlib import Path
@@ -15,18 +14,12 @@ from typing import Annotated, Literal
 import yaml
 
 import settings
-from settings import ConfigError, Rule, above, at_least, build, flatten, merge, within
+from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
 
 CONFIGS = Path(__file__).parent / "configs"
-Count = Annotated[int, at_least(1)]
-CountOrZero = Annotated[int, at_least(0)]
-Positive = Annotated[float, above(0)]
-PositiveOrZero = Annotated[float, at_least(0)]
-ZeroToOne = Annotated[float, within("[0, 1]")]
-BelowOne = Annotated[float, within("[0, 1)")]
 Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                   "prune.completions.kind=none")]
-DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for what is always dropped")]
+DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for what is always dropped")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +60,7 @@ class Rollout:
     window: int | None = None      # new tokens of a completion per step, more in the next (T-PPO); null: all
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
-    temperature: Annotated[float, above(0, ": greedy groups have no advantage")] = 1.0
+    temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
     slots: Count = 256             # sequences decoded at once, per engine; fewer where memory is short
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
     cache_gib: Positive | None = None  # vllm: KV cache per rank; null: room for every slot at full length
@@ -222,8 +215,8 @@ class LowestRank:
 class Greso:
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     kind: Literal["greso"] = "greso"
-    explore: Annotated[float, within("[0.05, 0.95]", ", where it is kept")] = 0.5  # p at first
-    target: Annotated[float, within("(0, 1)")] = 0.25  # share of flat groups in a step that p is steered to
+    explore: Annotated[float, settings.within("[0.05, 0.95]", ", where it is kept")] = 0.5  # p at first
+    target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
 
 
 Prompts = AllPrompts | Thinned | LowestRank | Greso
@@ -255,13 +248,13 @@ class Loss:
     dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
     divergence: float | None = None  # its bound; in the paper total_variation 0.15, binary_kl 0.05
     # total_variation, binary_kl: upper bound on the ratio
-    ratio_cap: Annotated[float, above(1, ", and left out with other kinds of loss.trust")] = 20.0
+    ratio_cap: Annotated[float, settings.above(1, ", and left out with other kinds of loss.trust")] = 20.0
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
     likelihood: PositiveOrZero = 0.0  # weight of -log pi of correct completions; VAPO has 0.1
     old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
     tis_cap: Annotated[float, at_least(1)] | None = None  # weigh tokens by min(pi_old / pi_engine, cap)
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
-    mask_ratio: Annotated[float, above(1)] | None = None
+    mask_ratio: Annotated[float, settings.above(1)] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,8 +268,8 @@ class Optim:
     lr: Positive                   # learning rate of AdamW
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
     warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
-    beta1: BelowOne = 0.9          # decay of the mean of gradients
-    beta2: BelowOne = 0.999        # decay of the mean of their squares
+    beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
+    beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
     weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
     clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
     offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory
@@ -288,13 +281,18 @@ class Eval:
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
-    top_p: Annotated[float, within("(0, 1]")] = 1.0  # sample from the likeliest tokens of this probability
+    top_p: Annotated[float, settings.within("(0, 1]")] = 1.0  # from the likeliest tokens of this probability
 
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
     every: Annotated[int, at_least(0, " (0: only at the end)")] = 0  # steps between checkpoints
-    keep: Count = 1                # how many of the newest stay on disk
+    keep: Count | Literal["all"] = 1  # how many of the newest stay on disk
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,6 +314,7 @@ class Config:
     loss: Loss = Loss()
     update: Update = Update()
     checkpoint: Checkpoint = Checkpoint()
+    log: Log = Log()
 
 
 # A choice -> the settings that are for it alone, and why; without it they keep their defaults.
@@ -359,7 +358,7 @@ ASKS = {
 }
 
 
-def size_rules(cfg: Config) -> Iterator[Rule]:
+def size_rules(cfg: Config) -> Iterator[settings.Rule]:
     roll, critic = cfg.rollout, cfg.critic
     G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
     longest = cfg.data.max_prompt_tokens + new
@@ -391,7 +390,7 @@ def size_rules(cfg: Config) -> Iterator[Rule]:
     yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
 
 
-def pruning_rules(cfg: Config) -> Iterator[Rule]:
+def pruning_rules(cfg: Config) -> Iterator[settings.Rule]:
     completions, prompts = cfg.prune.completions, cfg.prune.prompts
     G, N = cfg.rollout.group_size, cfg.rollout.prompts_per_step
     if isinstance(completions, TopK | Pps):
@@ -416,7 +415,7 @@ def drops(share: float, count: int) -> bool:
     return share == 0 or int(share * count + 1e-9) >= 1
 
 
-def reward_rules(cfg: Config) -> Iterator[Rule]:
+def reward_rules(cfg: Config) -> Iterator[settings.Rule]:
     reward, most = cfg.reward, cfg.rollout.max_new_tokens
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
     for name, weight in (("overlong_tokens", "overlong"), ("custom_file", "custom")):
@@ -432,7 +431,7 @@ def reward_rules(cfg: Config) -> Iterator[Rule]:
         yield "rollout.differ_in", cfg.rollout.differ_in == "reward", f"reward {tells}"
 
 
-def loss_rules(cfg: Config) -> Iterator[Rule]:
+def loss_rules(cfg: Config) -> Iterator[settings.Rule]:
     loss = cfg.loss
     yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
            "above 1 + loss.clip_high, or null")
@@ -444,9 +443,9 @@ def loss_rules(cfg: Config) -> Iterator[Rule]:
 def load(name: str | Path, overrides: list[str] = ()) -> Config:
     """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
     path = settings.locate(name, Path(), CONFIGS)
-    changes = reduce(merge, [settings.override(text, Config) for text in overrides], {})
-    raw = reduce(merge, [*settings.layers(path, CONFIGS), changes], settings.first_kinds(Config))
-    cfg = build(Config, {"out": f"runs/{path.stem}"} | raw)
+    changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
+    raw = reduce(settings.merge, [*settings.layers(path, CONFIGS), changes], settings.first_kinds(Config))
+    cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
     rules = (size_rules(cfg), pruning_rules(cfg), reward_rules(cfg), loss_rules(cfg),
              settings.table_rules(cfg, SERVES, ASKS))
     for key, fine, allowed in chain(*rules):
@@ -457,4 +456,4 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
 
 def dump(cfg: Config) -> str:
     """Write a config as yaml that `load` reads back to the same config."""
-    return yaml.safe_dump(dataclasses.asdict(cfg), sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(asdict(cfg), sort_keys=False, allow_unicode=True)

@@ -183,9 +183,9 @@ class Tokenizer:
         """Tokenize texts without adding special tokens: the template has written them already."""
         return [tuple(e.ids) for e in self.rust.encode_batch(texts, add_special_tokens=False)]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Decode a completion; special tokens, the EOS among them, are left out."""
-        return self.rust.decode(list(ids), skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Decode tokens, by default without special ones, the EOS among them."""
+        return self.rust.decode(list(ids), skip_special_tokens=not special)
 
 
 def require_file(path: Path, what: str) -> Path:

@@ -106,8 +106,8 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, samplin
     problems = []
     for p in held_out.problems:
         responses = [stored[p.id, k] for k in range(sampling.n)]
-        problems.append({"id": p.id, "gold": p.answer, "level": p.level, "subject": p.subject,
-                         "responses": responses})
+        problems.append({"id": p.id, "question": p.question, "gold": p.answer, "level": p.level,
+                         "subject": p.subject, "responses": responses})
     return problems
 
 

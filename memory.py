@@ -6,6 +6,7 @@ import importlib
 import importlib.metadata
 import os
 import resource
+import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -365,7 +366,19 @@ def in_use(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return most_resident()
+
+
+def most_resident() -> int:
+    """Return the most bytes of the machine's memory that this process has held so far."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def metrics(device: torch.device) -> dict[str, float]:
+    """Measure the most that a rank has held so far: tensors on a GPU, else all of its memory. Collective."""
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident()
+    return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
 
 
 def fullest(bytes_here: float, device: torch.device) -> float:

@@ -76,21 +76,25 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     """List the prompts and completions offered and kept, with probability and weight: enough to compute the
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
-    {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that is trained on also
-    "place": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's
-    are those of both levels together, and its weight is 0 where it is dropped. "copy" is Turn.copy, where it
-    is not 0.
+    {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that was rolled out also
+    "right": [G], 1, 0, or null of a completion that goes on; of one that is trained on "place": which of
+    those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's are those of both
+    levels together, and its weight is 0 where it is dropped. "copy" is Turn.copy, where it is not 0.
     """
     trained = {}
     kept = zip(batch.turns, batch.places, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)
     for turn, place, prob_G, weight_G in kept:
         trained[turn.epoch, turn.prompt.id, turn.copy] = {
             "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
-    prompts = []
+    prompts, verdicts = [], zip(rolled.groups, rolled.rewards.components["accuracy"].tolist(), strict=True)
     for turn in rolled.turns:
         line = {"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
-        copy = {"copy": turn.copy} if turn.copy else {}
-        prompts.append(line | copy | trained.get((turn.epoch, turn.prompt.id, turn.copy), {}))
+        line |= {"copy": turn.copy} if turn.copy else {}
+        if turn.kept:
+            group, correct_G = next(verdicts)
+            line["right"] = [None if s.pending else int(c == 1)
+                             for s, c in zip(group.samples, correct_G, strict=True)]
+        prompts.append(line | trained.get((turn.epoch, turn.prompt.id, turn.copy), {}))
     return {"seed": batch.seed, "offered": batch.offered, "prompts": prompts}
 
 

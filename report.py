@@ -23,6 +23,7 @@ import config
 from config import ConfigError
 from infra import runfolder
 from infra.signals import exit_status
+from page import summary
 from verify.statistics import half_width
 
 matplotlib.use("Agg")
@@ -68,7 +69,7 @@ def read_run(folder: Path) -> LoggedRun:
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; "
                           "give folders that train.py wrote")
     lines = runfolder.read(folder / "metrics.jsonl")
-    evals = [line for line in lines if runfolder.is_evaluation(line)]
+    evals = [line for line in lines if summary.is_evaluation(line)]
     if len(evals) < 2:
         raise ConfigError(f"{folder} has {len(evals)} evaluations, and a curve needs two; let the run go on")
     spent = {kind: spent_until(evals, lines, key) for kind, key in SPENT.items()}
@@ -76,7 +77,7 @@ def read_run(folder: Path) -> LoggedRun:
     for key in evals[0]:
         if key.endswith("/accuracy"):
             accuracy[key.split("/")[1]] = np.array([100 * line[key] for line in evals])
-    phases = runfolder.phase_seconds(lines)
+    phases = summary.phase_seconds(lines)
     phases["other"] = phases["step"] - sum(s for phase, s in phases.items() if phase not in OUTSIDE)
     settings = config.flatten(config.load(folder / "config.yaml"))
     comparable = {key: value for key, value in settings.items() if key not in ("seed", "out")}

@@ -42,6 +42,14 @@ def within(interval: str, note: str = "") -> Bound:
     return lambda number: low < number < high or number in ends, f"in {interval}{note}"
 
 
+Count = Annotated[int, at_least(1)]
+CountOrZero = Annotated[int, at_least(0)]
+Positive = Annotated[float, above(0)]
+PositiveOrZero = Annotated[float, at_least(0)]
+ZeroToOne = Annotated[float, within("[0, 1]")]
+BelowOne = Annotated[float, within("[0, 1)")]
+
+
 class Loader(yaml.SafeLoader):
     """yaml in which a key given twice is an error, and 010, 1:30 and 2024-01-01 are no numbers but texts."""
 
@@ -189,19 +197,20 @@ def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
     return f"unknown key '{path}{key}'. {advice}"
 
 
-def convert(value: Any, kind: Any, path: str, or_null: str = "") -> Any:
+def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
     """Convert a value to a type, or raise ConfigError. yaml reads 1e-6 as a text, so a float may be one."""
     if is_dataclass(kind) or choices(kind):
         if isinstance(value, dict):
             return build(kind, value, path + ".")
     elif get_origin(kind) in UNIONS:
-        return None if value is None else convert(value, get_args(kind)[0], path, " or null")
+        first, word, name = with_word(kind)
+        return word if value == word else convert(value, first, path, f" or {name}")
     elif get_origin(kind) is Annotated:
         plain, (fits, allowed) = get_args(kind)
-        number = convert(value, plain, path, or_null)
+        number = convert(value, plain, path, or_word)
         if fits(number):
             return number
-        raise ConfigError(f"{path}={number} must be {allowed}{or_null and ',' + or_null}")
+        raise ConfigError(f"{path}={number} must be {allowed}{or_word and ',' + or_word}")
     elif get_origin(kind) is Literal:
         word = str(value).lower() if isinstance(value, bool) else value  # yaml reads true as no word
         if word in get_args(kind):
@@ -213,7 +222,14 @@ def convert(value: Any, kind: Any, path: str, or_null: str = "") -> Any:
                 return number
     elif type(value) is kind:
         return value
-    raise ConfigError(f"{path}={value!r} must be {describe(kind)}{or_null}")
+    raise ConfigError(f"{path}={value!r} must be {describe(kind)}{or_word}")
+
+
+def with_word(kind: Any) -> tuple[Any, str | None, str]:
+    """Take apart `int | None` or `int | Literal["all"]`: the type, the word beside it, and its name."""
+    plain, other = get_args(kind)
+    word = None if other is types.NoneType else get_args(other)[0]
+    return plain, word, word or "null"
 
 
 def describe(kind: Any) -> str:
@@ -227,7 +243,8 @@ def describe(kind: Any) -> str:
         plain, (_, allowed) = get_args(kind)
         return f"{describe(plain)}, {allowed}"
     if get_origin(kind) in UNIONS:
-        return f"{describe(get_args(kind)[0])}, or null"
+        first, _, name = with_word(kind)
+        return f"{describe(first)}, or {name}"
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 

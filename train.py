@@ -10,7 +10,7 @@ what is trained on, update the policy, hand it to the engine.
 import argparse
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import get_args
@@ -26,7 +26,7 @@ from collect import Sampler, Selection, choose, lacks, middle, shortage
 from config import Config, ConfigError
 from eval import Sampling, evaluate, load_sets
 from history import PromptHistory
-from infra import dist, runfolder
+from infra import dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find
 from infra.runfolder import Resume
 from infra.show import resolved
@@ -36,6 +36,7 @@ from learner import Learner, NotFinite, build_learner, roles
 from methods import critic, soft_value, window
 from metrics import Clock, decisions, of_rollout
 from model import Decoder
+from page.summary import summary
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
 from update import update
@@ -55,7 +56,6 @@ class Run:
     checkpoints: Checkpoints
     log: runfolder.Log
     first: int                             # the step to begin with
-    table: soft_value.Table | None = None  # with advantage.kind=soft_value
 
 
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
@@ -63,9 +63,10 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 
     Raises ConfigError for what the user can mend, KeyboardInterrupt after a `stop`, and NotFinite.
     """
-    run, selection = prepare(cfg, resume, stop), Selection.of(cfg)
-    learner, engine, sampler, history, table = run.learner, run.engine, run.sampler, run.history, run.table
-    with run.checkpoints.finished():
+    run, selection = prepare(cfg, resume), Selection.of(cfg)
+    learner, engine, sampler, history = run.learner, run.engine, run.sampler, run.history
+    with run.log.ending(), run.checkpoints.finished():
+        table = before_steps(run, stop)
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
             while count := lacks(rolled, selection, seed):  # once; again where rollout.until refills
@@ -89,7 +90,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 measured |= critic.fit(learner, rolled, step, clock)
             with clock.phase("sync"):
                 engine.sync(learner.policy)
-            measured |= clock.metrics() | run.checkpoints.metrics() | of_rollout(rolled, batch)
+            measured |= clock.metrics() | run.checkpoints.metrics() | memory.metrics(learner.device)
             write_down(run, step + 1, rolled, batch, measured)
             run.log.warn(step + 1, shortage(rolled, batch, selection))
             if step == 0:
@@ -103,14 +104,14 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             if stopping and step + 1 < cfg.steps:
                 run.checkpoints.wait()
                 raise KeyboardInterrupt
-    export(learner.policy, run.task.source, Path(cfg.out) / "hf")
+        export(learner.policy, run.task.source, Path(cfg.out) / "hf")
     if dist.rank() == 0:
-        print(runfolder.summary(Path(cfg.out)), flush=True)
+        print(summary(Path(cfg.out)), flush=True)
     return learner.policy
 
 
-def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
-    """Load everything, go on from a checkpoint or open the run folder, and evaluate before the first step."""
+def prepare(cfg: Config, resume: Resume) -> Run:
+    """Load everything, and go on from a checkpoint or open the run folder."""
     clock = Clock()
     folder = runfolder.claim(cfg, resume)
     task = load(cfg)
@@ -136,12 +137,17 @@ def prepare(cfg: Config, resume: Resume, stop: Stop | None) -> Run:
     engine.sync(learner.policy)
     run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, first=saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
-    if run.first == 0:
-        evaluate_sets(run, cfg.eval, step=0)
-    if cfg.advantage.kind == "soft_value":
-        run = replace(run, table=soft_value.estimate_table(
-            sampler, task.prompts, cfg.advantage, folder, run.first > 0, partial(asked_to_stop, stop)))
     return run
+
+
+def before_steps(run: Run, stop: Stop | None) -> soft_value.Table | None:
+    """Evaluate before the first step, and estimate the table of advantage.kind=soft_value."""
+    if run.first == 0:
+        evaluate_sets(run, run.cfg.eval, step=0)
+    if run.cfg.advantage.kind != "soft_value":
+        return None
+    return soft_value.estimate_table(run.sampler, run.task.prompts, run.cfg.advantage, Path(run.cfg.out),
+                                     run.first > 0, partial(asked_to_stop, stop))
 
 
 def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
@@ -199,18 +205,10 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 
 
 def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float]) -> None:
-    """Log a step: its metrics, the decisions on what was kept, and one group as text. The advantage in it is
-    that of the rewards, before a critic or a reference changes it."""
-    run.log.step(step, measured)
+    """Log a step: its metrics, the decisions on what was kept, and some groups as text."""
+    run.log.step(step, measured | of_rollout(rolled, batch))
     run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
-    ended = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]
-    if ended:
-        n, decode = ended[0], run.task.tokenizer.decode
-        group = rolled.groups[n]
-        run.log.sample(step, {
-            "id": group.prompt.id, "gold": group.prompt.answer, "prompt": decode(group.prompt.ids),
-            "texts": [decode(s.ids) for s in group.samples], "reward": rolled.rewards.total_NG[n].tolist(),
-            "advantage": rolled.adv_NG[n].tolist()})
+    run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
 
 
 def main() -> int:
@@ -237,8 +235,7 @@ def command(args: argparse.Namespace) -> int | None:
         cfg = memory.decide(cfg, task.source)
         return preflight.report(cfg, *set_up(cfg, task), task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
-        raise ConfigError("a run under torchrun --max-restarts needs --resume auto: begin, or go on after a "
-                          "restart")
+        raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")
     try:
         train(cfg, args.resume, Stop())
     except NotFinite as error:

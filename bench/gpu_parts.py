@@ -38,6 +38,7 @@ from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from metrics import Clock
 from model import BACKENDS, ChunkedLogProb, log_prob, logits_gradient
+from page import summary
 from prune import keep_largest
 from records import Batch, Group, Prompt, Rolled, Sample
 from rollout import start_engine
@@ -311,13 +312,14 @@ def learning(bench: Bench) -> None:
     train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "model.dtype=bfloat16",
                                               "rollout.engine=torch", "checkpoint.every=0"]))
     lines = runfolder.read(out / "metrics.jsonl")
-    first, last = (line for line in lines if runfolder.is_evaluation(line))
+    evals = [line for line in lines if summary.is_evaluation(line)]
+    first, last = evals[0], evals[-1]
     mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)
-    seconds = runfolder.phase_seconds(lines)
+    seconds = summary.phase_seconds(lines)
     reasons = {"intervals before and after meet": last["eval/test/low"] <= first["eval/test/high"],
                f"the mismatch is not below {MISMATCH}": not mismatch < MISMATCH}
-    bench.add(f"{steps} steps", before=runfolder.accuracy_cell(first, "test"),
-              after=runfolder.accuracy_cell(last, "test"),
+    bench.add(f"{steps} steps", before=summary.accuracy_cell(first, "test"),
+              after=summary.accuracy_cell(last, "test"),
               **{"largest mismatch/logp_abs_mean": mismatch, "seconds of steps": seconds["step"],
                  "of rollout": seconds["rollout"], "of update": seconds["update"]}, **failure(reasons))
 

@@ -20,6 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import perf_counter
+from typing import Literal
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -31,12 +32,13 @@ from config import ConfigError
 from infra import dist
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
+Keep = int | Literal["all"]  # checkpoint.keep
 
 
 class Checkpoints:
     """The checkpoints of one run. Every rank calls every method."""
 
-    def __init__(self, folder: Path, keep: int, roles: dict[str, Role], device: torch.device):
+    def __init__(self, folder: Path, keep: Keep, roles: dict[str, Role], device: torch.device):
         self.folder, self.keep, self.roles = folder, keep, roles
         self.groups = {name: dist.background_group() for name in roles}
         cuda = device.type == "cuda"
@@ -149,7 +151,7 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     return by_kind
 
 
-def publish(fresh: Path, keep: int) -> None:
+def publish(fresh: Path, keep: Keep) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
     for role in (path for path in fresh.iterdir() if path.is_dir()):
@@ -167,7 +169,8 @@ def publish(fresh: Path, keep: int) -> None:
     pointer.write_text(name)
     flush(pointer)
     os.replace(pointer, folder / "latest")
-    for old in [path for path in step_folders(folder) if path.name <= name][:-keep]:
+    so_far = [path for path in step_folders(folder) if path.name <= name]
+    for old in [] if keep == "all" else so_far[:-keep]:
         shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
 
 

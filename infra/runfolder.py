@@ -1,11 +1,15 @@
-"""The run folder: what was run, what came of it, and the closing table.
+"""The run folder: what was run, what came of it, and how it ended.
 
-    config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  checkpoints/  hf/
+    config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
+    checkpoints/  hf/
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
-decisions.jsonl says what was offered and kept, with which probability and weight (metrics.decisions).
+samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which
+probability and weight (metrics.decisions), and eval_000005.jsonl each problem of the evaluation after step 5
+with its responses. state.json says how the run ended; while it runs there is none (`state_of`).
 """
 
+import fcntl
 import importlib.metadata
 import json
 import os
@@ -13,6 +17,7 @@ import platform
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -75,12 +80,13 @@ def lock_folder(folder: Path) -> FileLock:
     """Keep other runs out of the folder until this process ends, however it ends.
 
     One process may lock a folder several times: it resumes a run that failed in it. A process that it forks
-    does not hold the lock. Raises ConfigError if another run is in the folder.
+    does not hold the lock. Raises ConfigError if another run is in the folder for a second: `state_of` is in
+    it for an instant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     holder = folder / "lock"
     holder.touch()
-    lock = FileLock(holder, blocking=False, is_singleton=True, fallback_to_soft=False)
+    lock = FileLock(holder, timeout=1, is_singleton=True, fallback_to_soft=False)
     try:
         lock.acquire()
     except Timeout:
@@ -91,6 +97,28 @@ def lock_folder(folder: Path) -> FileLock:
                           "to another file system") from error
     holder.write_text(f"process {os.getpid()} on {platform.node()}")
     return lock
+
+
+def is_locked(folder: Path) -> bool:
+    """Tell whether a run is in the folder. Nothing is written there."""
+    holder = folder / "lock"
+    if not holder.is_file():
+        return False
+    with holder.open() as file:  # opened anew, so that a lock of this process is met too, and stays
+        try:
+            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except OSError as error:  # of another kind where files cannot be locked, by a run neither
+            return isinstance(error, BlockingIOError)
+    return False
+
+
+def state_of(folder: Path) -> dict:
+    """Tell how a run stands: {"state": "running", "finished", "stopped", "failed" or "died"}, and "error" of
+    one that failed. One that died had no time to say so."""
+    if is_locked(folder):
+        return {"state": "running"}
+    lines = read(folder / "state.json")
+    return lines[0] if lines else {"state": "died"}
 
 
 def environment(device: torch.device) -> dict:
@@ -139,11 +167,17 @@ class Log:
         if self.folder is not None and self.held is None:
             self.held = lock_folder(self.folder)
 
+    def unlock(self) -> None:
+        if self.held is not None:
+            self.held.release()
+            self.held = None
+
     def create(self, cfg: Config, device: torch.device, chosen: dict) -> None:
         """Write what is needed to know later what ran, and begin the logs anew. `chosen`: memory.choices."""
         if self.folder is None:
             return
         self.lock()
+        self.forget(evaluated_after=-1)
         for name in LOGS:  # of a run that was restarted before its first checkpoint
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(config.dump(cfg))
@@ -154,9 +188,37 @@ class Log:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
         if self.folder is None:
             return
+        self.forget(evaluated_after=step)
         for name in LOGS:
             kept = [line for line in read(self.folder / name) if line["step"] <= step]
             rewrite(self.folder / name, kept)
+
+    def forget(self, evaluated_after: int) -> None:
+        """Remove how the run has ended, and its evaluations after a step."""
+        (self.folder / "state.json").unlink(missing_ok=True)
+        for path in self.folder.glob("eval_*.jsonl"):
+            if int(path.stem.removeprefix("eval_")) > evaluated_after:
+                path.unlink()
+
+    @contextmanager
+    def ending(self) -> Iterator[None]:
+        """Write down how the run ends, and leave the folder to others."""
+        try:
+            yield
+        except KeyboardInterrupt:  # locked until this process has ended, since a save may be under way
+            self.end({"state": "stopped"})
+            raise
+        except BaseException as error:
+            with suppress(OSError):  # of a full disk, which is perhaps the error itself
+                self.end({"state": "failed", "error": f"{type(error).__name__}: {error}".split("\n")[0]})
+            self.unlock()
+            raise
+        self.end({"state": "finished"})
+        self.unlock()
+
+    def end(self, state: dict) -> None:
+        if self.folder is not None:
+            rewrite(self.folder / "state.json", [state])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yield the steps still to do, and move a bar where there is a terminal."""
@@ -188,6 +250,9 @@ class Log:
             if (n := result["n"]) > 1:
                 line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
         self.measure(line)
+        if self.folder is not None:
+            problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
+            rewrite(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
             bounds = f"[{result['low']:.1%}, {result['high']:.1%}]"
             self.say(f"step {step}: {name} {result['accuracy']:.1%} {bounds}, {result['length']:.1f} tokens")
@@ -205,12 +270,14 @@ class Log:
             left = timedelta(seconds=round(seconds * (total - step)))
             note(f"step {step}/{total}: {values}, {metrics['time/step']:.1f} s, {left} left")
 
-    def sample(self, step: int, line: dict) -> None:
-        """Keep one group of the step, and show one completion of it now and then."""
-        self.write("samples.jsonl", {"step": step} | line)
-        if line["texts"] and (step == 1 or step % max(1, self.outer.total // 5) == 0):
-            self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {line['reward'][0]:g}: "
-                     f"{line['texts'][0][:400]!r}")
+    def sampled(self, step: int, lines: list[dict]) -> None:
+        """Keep groups of the step, and show one completion of the first now and then."""
+        for line in lines:
+            self.write("samples.jsonl", {"step": step} | line)
+        if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
+            line, shown = lines[0], lines[0]["completions"][0]
+            self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {shown['reward']:g}: "
+                     f"{shown['text'][:400]!r}")
 
     def warn(self, step: int, warning: str) -> None:
         """Say what is wrong with a step, where something is."""
@@ -253,44 +320,3 @@ def mended(path: Path) -> list[dict]:
     lines = read(path)
     rewrite(path, lines)
     return lines
-
-
-def summary(folder: Path) -> str:
-    """Tabulate accuracy before and after with 95% intervals, and seconds by phase; name the next commands."""
-    lines = read(folder / "metrics.jsonl")
-    evals = [line for line in lines if is_evaluation(line)]
-    first, last = evals[0], evals[-1]
-    after = f"after {last['step']} steps"
-    table = [f"{'held-out accuracy':<18} {'before':>22} {after:>24} {'tokens':>16}"]
-    for name in sorted({key.split("/")[1] for key in last if key.startswith("eval/")}):
-        cells = [accuracy_cell(line, name) for line in (first, last)]
-        lengths = f"{first[f'eval/{name}/length']:.1f} -> {last[f'eval/{name}/length']:.1f}"
-        table.append(f"{name:<18} {cells[0]:>22} {cells[1]:>24} {lengths:>16}")
-    seconds = phase_seconds(lines)
-    phases = "  ".join(f"{phase} {spent:.1f}" for phase, spent in seconds.items())
-    python = Path(sys.executable)
-    python = python.relative_to(Path.cwd()) if python.is_relative_to(Path.cwd()) else python
-    return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
-                      f"next  {python} eval.py --config {folder}/config.yaml --model {folder}/hf",
-                      f"      {python} report.py {folder}"])
-
-
-def is_evaluation(line: dict) -> bool:
-    """Tell a metrics line of an evaluation from one of a step."""
-    return any(key.startswith("eval/") for key in line)
-
-
-def accuracy_cell(line: dict, name: str) -> str:
-    accuracy, low, high = (line[f"eval/{name}/{key}"] for key in ("accuracy", "low", "high"))
-    return f"{accuracy:.1%} [{low:.1%}, {high:.1%}]"
-
-
-def phase_seconds(lines: list[dict]) -> dict[str, float]:
-    """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds: dict[str, float] = {}
-    for line in lines:
-        for key in line:
-            if key.startswith("time/"):
-                phase = key.removeprefix("time/")
-                seconds[phase] = seconds.get(phase, 0.0) + line[key]
-    return seconds

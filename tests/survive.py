@@ -77,7 +77,7 @@ def record(out: Path) -> tuple:
     state = checkpoint.tensors(model, adam(model, config.load(out / "config.yaml").optim))
     checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
-    metrics = [{k: v for k, v in line.items() if not k.startswith("time/")}
+    metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
                for line in runfolder.read(out / "metrics.jsonl")]
     bits = [t.numpy().tobytes() for part in state.values() for t in part.values()]
     return (step, bits, repr(extra["history"]), json.dumps(metrics),

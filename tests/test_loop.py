@@ -188,14 +188,15 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 1.0), (9, 0.0))
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
-    line, = runfolder.read(tmp_path / "run" / "samples.jsonl")
-    grades = grade([(line["gold"], text) for text in line["texts"]])
+    line, _ = runfolder.read(tmp_path / "run" / "samples.jsonl")
+    texts = [c["text"] for c in line["completions"]]
+    grades = grade([(line["gold"], text) for text in texts])
     total = [2 * (graded["verdict"] == "right") + 0.5 * (last_tag(text) == line["gold"])
-             for graded, text in zip(grades, line["texts"], strict=True)]
-    assert line["reward"] == total == [2, 0, 2.5, 0] * 2
+             for graded, text in zip(grades, texts, strict=True)]
+    assert [c["reward"] for c in line["completions"]] == total == [2, 0, 2.5, 0] * 2
     reward_G = torch.tensor(total, dtype=torch.float64)
     adv_G = (reward_G - reward_G.mean()) / (reward_G.std(correction=0) + 0.5)
-    assert line["advantage"] == pytest.approx(adv_G.tolist())
+    assert [c["advantage"] for c in line["completions"]] == pytest.approx(adv_G.tolist())
     assert runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
 
 

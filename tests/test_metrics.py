@@ -6,7 +6,8 @@ import pytest
 import torch
 
 import metrics
-from infra import dist, runfolder
+from infra import dist
+from page import summary
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
 
@@ -42,6 +43,6 @@ def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_secon
     lines = [evaluation(0, 0.2), {"step": 1, "time/step": 1.5, "time/update": 1.0}, evaluation(1, 0.4),
              {"step": 2, "time/step": 2.0, "time/update": 1.0}, evaluation(2, 0.7)]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text = runfolder.summary(tmp_path)
+    text = summary.summary(tmp_path)
     assert text.index("20.0% [10.0%, 30.0%]") < text.index("70.0% [60.0%, 80.0%]")
     assert all(part in text for part in ("after 2 steps", "20.0 -> 70.0", "step 3.5", "update 2.0"))

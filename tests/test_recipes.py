@@ -52,19 +52,22 @@ def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
 def medians(samples: list[dict], decisions: list[dict]) -> None:
     """The advantages are rewards less the lower median of their group."""
     for line in samples:
-        median = sorted(line["reward"])[(len(line["reward"]) - 1) // 2]
-        assert line["advantage"] == [reward - median for reward in line["reward"]]
-    assert any(any(line["advantage"]) for line in samples)
+        rewards, advantages = ([c[key] for c in line["completions"]] for key in ("reward", "advantage"))
+        median = sorted(rewards)[(len(rewards) - 1) // 2]
+        assert advantages == [reward - median for reward in rewards]
+    assert any(c["advantage"] for line in samples for c in line["completions"])
 
 
 def extremes(samples: list[dict], decisions: list[dict]) -> None:
     """No four completions of a group have advantages of more variance than those that were kept."""
-    for line, step in zip(samples, decisions, strict=True):
-        weights, = (prompt["completion_weight"] for prompt in step["prompts"] if prompt["id"] == line["id"])
-        kept = [adv for adv, weight in zip(line["advantage"], weights, strict=True) if weight]
+    for line in samples:
+        advantages, weights = ([c[key] for c in line["completions"]] for key in ("advantage", "weight"))
+        step, = (step for step in decisions if step["step"] == line["step"])
+        assert [weights] == [p["completion_weight"] for p in step["prompts"] if p["id"] == line["id"]]
+        kept = [c["advantage"] for c in line["completions"] if c["kept"]]
         assert len(kept) == 4 and set(weights) == {0.0, 1.0}
-        assert pvariance(kept) == pytest.approx(max(map(pvariance, combinations(line["advantage"], 4))))
-    assert any(any(line["advantage"]) for line in samples)
+        assert pvariance(kept) == pytest.approx(max(map(pvariance, combinations(advantages, 4))))
+    assert any(c["advantage"] for line in samples for c in line["completions"])
 
 
 @pytest.mark.parametrize(("recipe", "check"), zip(RECIPES, (medians, extremes), strict=True),

@@ -26,6 +26,7 @@ from config import ConfigError
 from infra import dist, runfolder, signals
 from learner import learning_rate
 from model import BACKENDS
+from page.summary import summary
 from records import Segments
 from update import split_prompts
 
@@ -55,7 +56,7 @@ def main(monkeypatch, *arguments: str | Path) -> int:
 
 
 def without_times(folder) -> list[dict]:
-    return [{k: v for k, v in line.items() if not k.startswith("time/")}
+    return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
             for line in runfolder.read(folder / "metrics.jsonl")]
 
 
@@ -173,9 +174,9 @@ def test_the_run_folder_tells_what_ran(finished):
     assert step.keys() >= set(promised) and "eval/few/accuracy" in last
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
-    sample, = runfolder.read(folder / "samples.jsonl")
-    assert len(sample["texts"]) == len(sample["reward"]) == 8
-    assert {"few", "more"} <= set(runfolder.summary(folder).split()) and str(folder) in runfolder.summary(folder)
+    sample, _ = runfolder.read(folder / "samples.jsonl")
+    assert len(sample["completions"]) == 8
+    assert {"few", "more"} <= set(summary(folder).split()) and str(folder) in summary(folder)
 
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):

@@ -39,7 +39,7 @@ def after(patch: str, *settings: str) -> list[str]:
 
 def steps_of(folder: Path) -> list[dict]:
     """What was logged for each step, without the times."""
-    return [{key: value for key, value in line.items() if not key.startswith("time/")}
+    return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
             for line in runfolder.read(folder / "metrics.jsonl") if "train/loss" in line]
 
 
