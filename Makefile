@@ -2,10 +2,11 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu test-peers lint toy compare bench-peers
+.PHONY: demo test test-slow test-vllm test-gpu test-peers test-page lint toy compare bench-peers
 
-demo: .venv/run      ## train the toy model with CPPO and print accuracy before and after
-	$(VENV)/python train.py --config cppo_toy.yaml --set out=runs/demo_$$(date +%Y%m%d_%H%M%S)
+demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
+	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
+	$(VENV)/python report.py $$out
 
 test: .venv/dev      ## the suite, without whole training runs
 	$(VENV)/python -m pytest
@@ -32,6 +33,9 @@ test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on
 
 test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
 	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
+
+test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
+	$(VENV)/python -m pytest -m page tests/test_page.py
 
 lint: .venv/dev
 	$(VENV)/ruff check .

@@ -1,263 +1,173 @@
-"""Run folders -> one page: held-out accuracy against steps, tokens and seconds, and where the time went.
+"""Run folders -> one page to watch and compare runs by: report.html, which needs no network and no server.
 
-    python report.py RUN_DIR... [--out DIR]      # writes DIR/report.md, DIR/accuracy.png and DIR/seconds.png
+    python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
 
-Runs whose configs differ in nothing but `seed` and `out` are one row: the mean over them, and its 95%
-interval by Student's t. Methods cost differently, so each is read off at the same number of steps, of
-generated tokens, of trained tokens and of seconds (evaluation apart): all and half of what the shortest run
-there spent. And by what it had spent when it first came nine tenths of the way from the start to an
-accuracy that every run reached. Between two evaluations accuracy is interpolated.
+Runs whose configs differ in nothing but `seed` and `out` are one row. Methods cost differently, so each is
+read off at the same number of steps, of generated tokens, of trained tokens and of seconds (evaluation
+apart): all and half of what the finished run that spent least has spent; and by what it had spent when it
+came to an accuracy: --level, or nine tenths of the way from the start to the best row's end. Runs that have
+not finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
 """
 
 import argparse
+import base64
+import hashlib
+import json
 import re
 import sys
-from dataclasses import dataclass
+from datetime import datetime, timedelta
 from pathlib import Path
-from statistics import mean
+from time import sleep
+from typing import Any
 
-import matplotlib
-import numpy as np
+import jinja2
+from markupsafe import Markup
 
-import config
 from config import ConfigError
 from infra import runfolder
 from infra.signals import exit_status
-from page import summary
-from verify.statistics import half_width
+from page.charts import COLOURS, accuracy_charts, curves
+from page.compare import Table, tables
+from page.pruning import pruning_charts
+from page.runs import Groups, LoggedRun, group_runs, read_run
+from page.summary import accuracy_cell
+from page.texts import completions, held_out, shortened
 
-matplotlib.use("Agg")
-from matplotlib import pyplot  # noqa: E402
-from matplotlib.axes import Axes  # noqa: E402
-from matplotlib.ticker import EngFormatter  # noqa: E402
-
-# what is spent -> the metric of a step that adds to it; a step itself counts 1
-SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
-         "seconds": "time/step"}
-UNIT = {"steps": 1, "generated tokens": 1000, "trained tokens": 1000, "seconds": 1}  # of tables
-OUTSIDE = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
+PARTS = Path(__file__).parent / "page"
+TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
 
 
-@dataclass(frozen=True, slots=True)
-class LoggedRun:
-    folder: Path
-    seed: int
-    settings: dict                   # all but the seed and the folder
-    spent: dict[str, np.ndarray]     # for each of SPENT its sum up to each evaluation
-    accuracy: dict[str, np.ndarray]  # in percent, of each evaluation set
-    phases: dict[str, float]         # seconds of the whole run
+def write_report(folders: list[Path], out: Path, level: float | None = None, refresh: int = 0) -> Path:
+    """Write report.html and report.md into `out`, and return the page's path.
 
-    def at(self, name: str, kind: str, budget: float) -> float:
-        """Interpolate the accuracy on a set when so much of a kind was spent."""
-        return float(np.interp(budget, self.spent[kind], self.accuracy[name]))
-
-    def to_reach(self, name: str, kind: str, level: float) -> float:
-        """Interpolate what was spent of a kind when the accuracy first reached a level that it does reach."""
-        curve, spent = self.accuracy[name], self.spent[kind]
-        i = int((curve >= level).argmax())
-        return float(np.interp(level, curve[i - 1:i + 1], spent[i - 1:i + 1]) if i else spent[0])
-
-
-Groups = dict[str, list[LoggedRun]]  # label -> runs of one config
-
-
-# ---- reading runs
-
-def read_run(folder: Path) -> LoggedRun:
-    """Read a run. Raises ConfigError for a folder that is no run, or one without two evaluations."""
-    if not (folder / "config.yaml").is_file():
-        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; "
-                          "give folders that train.py wrote")
-    lines = runfolder.read(folder / "metrics.jsonl")
-    evals = [line for line in lines if summary.is_evaluation(line)]
-    if len(evals) < 2:
-        raise ConfigError(f"{folder} has {len(evals)} evaluations, and a curve needs two; let the run go on")
-    spent = {kind: spent_until(evals, lines, key) for kind, key in SPENT.items()}
-    accuracy = {}
-    for key in evals[0]:
-        if key.endswith("/accuracy"):
-            accuracy[key.split("/")[1]] = np.array([100 * line[key] for line in evals])
-    phases = summary.phase_seconds(lines)
-    phases["other"] = phases["step"] - sum(s for phase, s in phases.items() if phase not in OUTSIDE)
-    settings = config.flatten(config.load(folder / "config.yaml"))
-    comparable = {key: value for key, value in settings.items() if key not in ("seed", "out")}
-    return LoggedRun(folder, settings["seed"], comparable, spent, accuracy, phases)
-
-
-def spent_until(evals: list[dict], lines: list[dict], key: str | None) -> np.ndarray:
-    """Add up what the steps before each evaluation spent. A step without the metric spent nothing."""
-    totals = []
-    for e in evals:
-        steps = [line for line in lines if "time/step" in line and line["step"] <= e["step"]]
-        totals.append(sum(1 if key is None else step.get(key, 0) for step in steps))
-    return np.array(totals, dtype=float)
-
-
-def group_runs(runs: list[LoggedRun]) -> Groups:
-    """Put runs of one config together, in the order given, under the first one's name without its seed.
-
-    Where that name is taken it is the whole path. Raises ConfigError for two runs of one config and seed, for
-    they are one observation.
+    The page reads itself anew every `refresh` seconds, where these are not 0. Raises ConfigError.
     """
-    groups: list[list[LoggedRun]] = []
-    for run in runs:
-        run_group = next((group for group in groups if group[0].settings == run.settings), None)
-        groups.append([run]) if run_group is None else run_group.append(run)
-    named = {}
-    for group in groups:
-        seeds = {run.seed for run in group}
-        if len(seeds) < len(group):
-            folders = ", ".join(str(run.folder) for run in group)
-            raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
-        name = group[0].folder.resolve().name
-        if len(group) > 1:
-            name = re.sub(r"[-_]*(seed)?[-_]*\d+$", "", name) or name
-        named[name if name not in named else str(group[0].folder)] = group
-    return named
-
-
-# ---- tables
-
-def with_interval(values: list[float]) -> str:
-    half = half_width(np.array(values))
-    return f"{np.mean(values):.1f}" + ("" if np.isnan(half) else f" ± {half:.1f}")
-
-
-def markdown(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join("| " + " | ".join(row) + " |" for row in [head, ["---"] * len(head), *rows])
-
-
-def accuracy_table(groups: Groups, name: str) -> str:
-    """Tabulate accuracy in percent: before, at half and all of the least spent of each kind, at the end."""
-    runs = sum(groups.values(), [])
-    budgets = []
-    for kind in SPENT:
-        least = min(run.spent[kind][-1] for run in runs)
-        budgets += [(kind, 0.5 * least), (kind, least)]
-    columns = [f"{budget:,.0f} {kind}" for kind, budget in budgets]
-    head = ["accuracy in %", "runs", "before", *columns, "at its end"]
-    rows = []
-    for label, group in groups.items():
-        row = [label, str(len(group)), f"{group[0].accuracy[name][0]:.1f}"]
-        for kind, budget in budgets:
-            row.append(with_interval([run.at(name, kind, budget) for run in group]))
-        row.append(with_interval([run.accuracy[name][-1] for run in group]))
-        rows.append(row)
-    return markdown(head, rows)
-
-
-def reach_table(groups: Groups, name: str) -> str:
-    """Tabulate what was spent to come to nine tenths of what every run gained."""
-    runs = sum(groups.values(), [])
-    before = max(run.accuracy[name][0] for run in runs)
-    level = before + 0.9 * (min(run.accuracy[name].max() for run in runs) - before)
-    head = [f"to reach {level:.1f}%", "steps", "generated, 1000", "trained, 1000", "seconds"]
-    rows = []
-    for label, group in groups.items():
-        row = [label]
-        for kind in SPENT:
-            row.append(with_interval([run.to_reach(name, kind, level) / UNIT[kind] for run in group]))
-        rows.append(row)
-    return markdown(head, rows)
-
-
-def cost_table(groups: Groups) -> str:
-    """Tabulate steps, thousands of tokens, and seconds by phase, of a whole run."""
-    phases = phases_of(groups)
-    seconds = [f"{phase} s" for phase in phases]
-    head = ["of a whole run", "steps", "generated, 1000", "trained, 1000", *seconds]
-    rows = []
-    for label, group in groups.items():
-        row = [label, f"{mean(run.spent['steps'][-1] for run in group):.0f}"]
-        for kind in ("generated tokens", "trained tokens"):
-            row.append(with_interval([run.spent[kind][-1] / UNIT[kind] for run in group]))
-        for phase in phases:
-            row.append(with_interval([run.phases.get(phase, 0.0) for run in group]))
-        rows.append(row)
-    return markdown(head, rows)
-
-
-def phases_of(groups: Groups) -> list[str]:
-    """List the phases of all runs, each once."""
-    runs = sum(groups.values(), [])
-    return list(dict.fromkeys(phase for run in runs for phase in run.phases))
-
-
-# ---- plots
-
-def plot_accuracy(groups: Groups, names: list[str], path: Path) -> None:
-    """Draw a panel per set and kind of spending: the mean over runs, its 95% interval shaded."""
-    size = (4.2 * len(SPENT), 3.4 * len(names))
-    figure, axes = pyplot.subplots(len(names), len(SPENT), figsize=size, sharey="row", squeeze=False,
-                                   layout="constrained")
-    for name, row in zip(names, axes, strict=True):
-        for kind, axis in zip(SPENT, row, strict=True):
-            for label, group in groups.items():
-                plot_curve(axis, label, group, name, kind)
-            axis.set_xlabel(kind)
-            axis.xaxis.set_major_formatter(EngFormatter(sep=""))  # 50k
-            axis.grid(alpha=0.3)
-        row[0].set_ylabel(f"{name}, accuracy in %")
-    axes[0, -1].legend(loc="lower right")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-def plot_curve(axis: Axes, label: str, group: list[LoggedRun], name: str, kind: str) -> None:
-    grid = np.linspace(0, min(run.spent[kind][-1] for run in group), 200)
-    curves = np.array([np.interp(grid, run.spent[kind], run.accuracy[name]) for run in group])
-    middle, half = curves.mean(axis=0), half_width(curves)
-    line, = axis.plot(grid, middle, label=label)
-    axis.fill_between(grid, middle - half, middle + half, color=line.get_color(), alpha=0.15)
-
-
-def plot_seconds(groups: Groups, path: Path) -> None:
-    """Draw stacked bars: seconds of each phase of a whole run, mean over runs."""
-    figure, axis = pyplot.subplots(figsize=(9, 3 + 0.5 * len(groups)), layout="constrained")
-    starts = np.zeros(len(groups))
-    for phase in phases_of(groups):
-        if phase == "step":
-            continue
-        width = []
-        for group in groups.values():
-            width.append(mean(run.phases.get(phase, 0.0) for run in group))
-        axis.barh(list(groups), width, left=starts, label=phase)
-        starts += width
-    axis.invert_yaxis()
-    axis.set_xlabel("seconds of a whole run")
-    figure.legend(loc="outside right upper")
-    figure.savefig(path, dpi=100)
-    pyplot.close(figure)
-
-
-# ---- the page
-
-def write_report(folders: list[Path], out: Path) -> str:
-    """Write the page and its plots into `out`, and return the page. Raises ConfigError."""
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
-    names = [name for name in runs[0].accuracy if all(name in run.accuracy for run in runs)]
-    if not names:
-        raise ConfigError("these runs share no evaluation set; give runs with the same data.eval")
+    names = list(dict.fromkeys(key.split("/")[1] for run in runs for line in run.evals for key in line
+                               if key.startswith("eval/")))
+    compared = tables(groups, names, level)
+    remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.last} of "
+               f"{run.total} steps." for run in runs if not run.finished]
     out.mkdir(parents=True, exist_ok=True)
-    plot_accuracy(groups, names, out / "accuracy.png")
-    plot_seconds(groups, out / "seconds.png")
-    page = ["# Runs compared", __doc__.split("\n\n")[2].replace("\n", " ")]
-    for name in names:
-        page += [f"## {name}", reach_table(groups, name), accuracy_table(groups, name)]
-    page += ["![](accuracy.png)", "## Cost", cost_table(groups), "![](seconds.png)"]
-    text = "\n\n".join(page) + "\n"
-    (out / "report.md").write_text(text)
-    return text
+    write(out / "report.md", markdown(compared, remarks))
+    write(out / "report.html", html(runs, groups, names, compared, remarks, refresh))
+    return out / "report.html"
+
+
+def write(path: Path, text: str) -> None:
+    """Write a file at once: a browser never reads half a page."""
+    fresh = path.with_name(f"{path.name}.unfinished")
+    fresh.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character, in a text
+    fresh.replace(path)
+
+
+def html(runs: list[LoggedRun], groups: Groups, names: list[str], compared: list[Table], remarks: list[str],
+         refresh: int) -> str:
+    """Fill page.html."""
+    environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
+                                     lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    script = (PARTS / "script.js").read_text()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    drawn, zero = curves(groups)
+    most = TEXTS // len(runs) // 2
+    data = {"runs": [{"samples": completions(run.folder, most), "held_out": held_out(run.folder, most)}
+                     for run in runs]}
+    legend = [(label, i % len(COLOURS), i // len(COLOURS) % 3) for i, label in enumerate(groups)]
+    return environment.get_template("page.html").render(
+        title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs", refresh=refresh,
+        written=datetime.now().strftime("%Y-%m-%d %H:%M:%S"), runs=[described(run) for run in runs],
+        legend=legend, accuracy={name: accuracy_charts(groups, name) for name in names}, curves=drawn,
+        zero=zero, tables=compared, remarks=remarks, data=inside_script(data), script=Markup(script),
+        script_hash=f"sha256-{digest}", style=Markup((PARTS / "style.css").read_text()))
+
+
+def inside_script(data: Any) -> Markup:
+    """Write json that no text in it can end the <script> of, or begin a comment in."""
+    return Markup(json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+
+
+def described(run: LoggedRun) -> dict[str, Any]:
+    """Say what page.html shows of a run."""
+    numbers, charts = pruning_charts(run)
+    return {"name": str(run.folder), "state": run.state["state"], "error": run.state.get("error"),
+            "last": run.last, "total": run.total, "facts": facts(run), "newest": newest(run),
+            "pruning": numbers, "pruning_charts": charts, "config": (run.folder / "config.yaml").read_text()}
+
+
+def facts(run: LoggedRun) -> list[str]:
+    """Say how a run does: time left, reward, held-out accuracy."""
+    said = []
+    if run.state["state"] == "running" and run.last:
+        spent = sum(line.get("time/step", 0) + line.get("time/eval", 0) for line in run.lines)
+        left = timedelta(seconds=round(spent / run.last * (run.total - run.last)))
+        said.append(f"about {left} left" if run.last < run.total else "saving")
+    if rewards := run.series("reward/mean")[1][-1:].tolist():
+        said.append(f"reward {rewards[0]:.3f}")
+    for line in run.evals[-1:]:
+        sets = [key.split("/")[1] for key in line if key.endswith("/accuracy")]
+        said += [f"{name} {accuracy_cell(line, name)} at step {line['step']}" for name in sets]
+    return said
+
+
+def newest(run: LoggedRun) -> dict[str, Any] | None:
+    """Take the first completions of the newest group in samples.jsonl."""
+    lines = runfolder.read(run.folder / "samples.jsonl")
+    if not lines:
+        return None
+    shown = [shortened(completion, 1000) | {"right": completion["components"]["accuracy"] == 1}
+             for completion in lines[-1]["completions"][:3]]
+    return {"step": lines[-1]["step"], "gold": lines[-1]["gold"], "completions": shown}
+
+
+def markdown(compared: list[Table], remarks: list[str]) -> str:
+    """Write the tables as markdown, for a pull request."""
+    page = ["# Runs compared", *map(cell, remarks)]
+    for table in compared:
+        rows = [table.head, ["---"] * len(table.head), *([cell(text) for text in row] for row in table.rows)]
+        rows[0] = list(map(cell, table.head))
+        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows) if table.rows else ""
+        page += [f"## {cell(table.title)}", *filter(None, (table.note, lines))]
+    return "\n\n".join(page) + "\n"
+
+
+def cell(text: str) -> str:
+    """Write a text so that markdown shows it as it is, in a table too."""
+    escaped = re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", text)
+    return " ".join(escaped.replace("&", "&amp;").replace("<", "&lt;").split())
+
+
+def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> Path:
+    """Write the page anew every so many seconds until none of the runs is running any more."""
+    while any(runfolder.state_of(folder)["state"] == "running" for folder in folders):
+        path = write_report(folders, out, level, refresh=seconds)
+        print(f"{datetime.now():%H:%M:%S}  {path}", file=sys.stderr)
+        sleep(seconds)
+    return write_report(folders, out, level)
 
 
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, default=Path("runs/report"))
+    parser.add_argument("--out", type=Path, help="a folder; the run's own for one run, else runs/report")
+    parser.add_argument("--level", type=float, metavar="PERCENT", help="the accuracy to be reached")
+    parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
+                        help="go on while a run does: write the page again every so many seconds")
     args = parser.parse_args()
-    return exit_status(lambda: print(write_report(args.runs, args.out)))
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path("runs/report"))
+    return exit_status(lambda: command(args, out), "the page stays as it was written last")
+
+
+def command(args: argparse.Namespace, out: Path) -> None:
+    """Do what the command line asks for."""
+    if args.level is not None and not 0 < args.level <= 100:
+        raise ConfigError(f"--level {args.level:g} must be above 0 and at most 100, a percentage")
+    if args.watch is not None and args.watch < 1:
+        raise ConfigError(f"--watch {args.watch} must be at least 1, a number of seconds")
+    path = write_report(args.runs, out, args.level) if args.watch is None else watch(
+        args.runs, out, args.level, args.watch)
+    print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ There are 160 training problems, so that prompts come up again and their history
 picks its learning rate from one grid: a run of a seed that is not used again, evaluated on 500 other training
 problems; the mean accuracy over the run's evaluations decides. Then every method runs at that rate on each of
 the seeds, evaluated on the test problems, round by round, so that a machine that slows down slows all
-methods. report.py makes the page.
+methods. report.py makes the page and its tables.
 """
 
 import argparse
@@ -85,7 +85,8 @@ def main() -> None:
         print(f"{method:<17}" + "  ".join(cells))
     folders = compare(out, best, bar)
     bar.close()
-    print(report.write_report(folders, out / "report"))
+    page = report.write_report(folders, out / "report")
+    print(page.with_suffix(".md").read_text(), page, sep="\n")
     print(json.dumps({"bench": "compare", "scores": scores, "rates": best, "steps": STEPS,
                       "seeds": len(SEEDS)}))
 

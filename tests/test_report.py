@@ -1,88 +1,328 @@
-"""The page: what is read off at equal cost, by hand."""
+"""The report: every figure on it is computed again here, from metrics.jsonl and by code that is not the report's."""
 
 import json
+import re
+from html.parser import HTMLParser
+from itertools import product
+from statistics import mean, stdev
 
 import pytest
+import yaml
 from conftest import toy_config
 
 import config
 import report
 from config import ConfigError
-from infra import runfolder
+
+KINDS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
+STUDENT = {3: 4.303}
 
 
-def write_run(folder, seed: int, keep: int, curve: list[float], tokens: int = 100, seconds: float = 2.0):
-    """A run folder: a step before each evaluation but the first; half of its generated tokens are trained."""
+def write_run(folder, curve: list[float], *changes: str, every=1, total=None, state="finished", tokens=100,
+              seconds=2.0):
+    """A run folder: evaluations `every` so many steps with these accuracies; half of its tokens are trained."""
     folder.mkdir(parents=True)
-    cfg = toy_config(folder, f"seed={seed}", f"prune.completions.keep={keep}")
+    last = every * (len(curve) - 1)
+    cfg = toy_config(folder, f"steps={last if total is None else total}", "pack.window=null", *changes)
     (folder / "config.yaml").write_text(config.dump(cfg))
-    lines = [{"step": 0, "eval/few/accuracy": curve[0]}]
-    for step, accuracy in enumerate(curve[1:], start=1):
-        lines += [{"step": step, "rollout/tokens": tokens, "train/tokens": tokens // 2, "time/step": seconds,
-                   "time/update": seconds / 4, "time/rollout": seconds / 2},
-                  {"step": step, "eval/few/accuracy": accuracy}]
+    lines = []
+    for step in range(last + 1):
+        if step:
+            lines.append({"step": step, "reward/mean": 0.5 + step / 100, "rollout/tokens": tokens + step,
+                          "train/tokens": tokens // 2, "time/step": seconds, "time/update": seconds / 4,
+                          "time/rollout": seconds / 2})
+        if step % every == 0:
+            share = curve[step // every]
+            lines.append({"step": step, "time/eval": 1.0, "eval/few/accuracy": share,
+                          "eval/few/low": max(0, share - 0.08), "eval/few/high": min(1, share + 0.08)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    if state:
+        (folder / "state.json").write_text(json.dumps({"state": state}) + "\n")
     return folder
 
 
-def cells(page: str, label: str) -> list[str]:
-    """Of this label's row in the table of accuracies."""
-    table = page.partition("| accuracy in %")
-    line = next(line for line in (table[1] + table[2]).splitlines() if line.startswith(f"| {label} |"))
-    return [cell.strip() for cell in line.strip("|").split("|")][1:]
+class Tables(HTMLParser):
+    """All tables of a page by the heading above them: lists of rows, the head first."""
+
+    def __init__(self, text: str):
+        super().__init__()
+        self.tables: dict[str, list[list[str]]] = {}
+        self.heading, self.inside = "", ""
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.inside = tag
+        if tag == "h3":
+            self.heading = ""
+        elif tag == "table":
+            self.tables[self.heading] = []
+        elif tag == "tr":
+            self.tables[self.heading].append([])
+        elif tag in ("td", "th"):
+            self.tables[self.heading][-1].append("")
+
+    def handle_endtag(self, tag):
+        self.inside = ""
+
+    def handle_data(self, data):
+        if self.inside == "h3":
+            self.heading += data
+        elif self.inside in ("td", "th"):
+            self.tables[self.heading][-1][-1] += data
 
 
-def test_runs_of_one_config_are_one_row_read_off_at_equal_cost(tmp_path):
-    """Four steps of 100 tokens against two of 400: least is 2 steps, 400 tokens, 200 trained, 6 seconds."""
-    runs = [write_run(tmp_path / "slow-seed0", 0, 4, [0.1, 0.2, 0.3, 0.4, 0.5]),
-            write_run(tmp_path / "slow-seed1", 1, 4, [0.1, 0.4, 0.5, 0.6, 0.7]),
-            write_run(tmp_path / "fast", 0, 2, [0.1, 0.5, 0.9], tokens=400, seconds=3.0)]
-    page = report.write_report(runs, tmp_path / "out")
-    head = cells(page, "accuracy in %")
-    assert head[2:10] == ["1 steps", "2 steps", "200 generated tokens", "400 generated tokens",
-                          "100 trained tokens", "200 trained tokens", "3 seconds", "6 seconds"]
-    slow, fast = cells(page, "slow"), cells(page, "fast")
-    assert fast == ["1", "10.0", "50.0", "90.0", "30.0", "50.0", "30.0", "50.0", "50.0", "90.0", "90.0"]
-    assert slow[0] == "2" and slow[-1] == "60.0 ± 127.1"  # t of 1 degree of freedom x 14.14 / sqrt(2)
-    means = [float(cell.split()[0]) for cell in slow[1:]]
-    assert means == pytest.approx([10, 30, 40, 40, 60, 40, 60, 35, 50, 60])
-    # Every run reaches 50%, so the level is 10 + 0.9 x 40 = 46%:
-    # at 3.6 steps of seed 0 and 1.6 of seed 1; 0.9 of fast.
-    assert "| to reach 46.0% | steps | generated, 1000 | trained, 1000 | seconds |" in page
-    assert "| fast | 0.9 | 0.4 | 0.2 | 2.7 |" in page
-    assert "| slow | 2.6 ± 12.7 | 0.3 ± 1.3 | 0.1 ± 0.6 | 5.2 ± 25.4 |" in page
-    assert "| slow | 4 | 0.4 ± 0.0 | 0.2 ± 0.0 |" in page and page.endswith("![](seconds.png)\n")
-    assert (tmp_path / "out" / "report.md").read_text() == page
-    for name in ("accuracy", "seconds"):
-        assert (tmp_path / "out" / f"{name}.png").read_bytes()[1:4] == b"PNG"
+def page_of(runs, out, **options) -> tuple[str, dict[str, list[list[str]]]]:
+    text = report.write_report(runs, out, **options).read_text()
+    return text, Tables(text).tables
 
 
-def test_what_is_no_run_or_has_no_curve_is_named(tmp_path):
+# ---- the same figures, from metrics.jsonl alone
+
+def curve_of(folder, kind: str) -> list[tuple[int, float, float]]:
+    """(step, spent until then, accuracy in percent) of every evaluation."""
+    points, spent = [], 0.0
+    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
+        if "eval/few/accuracy" in line:
+            points.append((line["step"], spent, 100 * line["eval/few/accuracy"]))
+        else:
+            spent += 1 if KINDS[kind] is None else line.get(KINDS[kind], 0)
+    return points
+
+
+def ends(folder, a, b, x, i, j) -> tuple[float, float] | None:
+    """Column j where column i is x, between two evaluations a and b."""
+    total = yaml.safe_load((folder / "config.yaml").read_text())["steps"]
+    if x == a[i]:
+        return a[j], a[j]
+    if b[0] - a[0] > total / 2:
+        return None
+    if b[0] - a[0] > total / 10:
+        return min(a[j], b[j]), max(a[j], b[j])
+    value = a[j] + (x - a[i]) / (b[i] - a[i]) * (b[j] - a[j])
+    return value, value
+
+
+def written(value: float, percent: bool) -> str:
+    if percent:
+        return f"{value:.1f}"
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if value >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def cell_of(pairs, percent: bool) -> str:
+    if None in pairs:
+        return "not known"
+    low, high = (mean(pair[i] for pair in pairs) for i in (0, 1))
+    if any(a != b for a, b in pairs):
+        return f"{written(low, percent)} to {written(high, percent)}"
+    if len(pairs) < 3:
+        return written(low, percent)
+    half = STUDENT[len(pairs)] * stdev(pair[0] for pair in pairs) / len(pairs) ** 0.5
+    bounds = max(0, low - half), min(100 if percent else float("inf"), low + half)
+    return f"{written(low, percent)} [{written(bounds[0], percent)}, {written(bounds[1], percent)}]"
+
+
+def at_budget(folders, kind: str, share: float, everybody) -> tuple[str, str]:
+    """The head of a column, and the cell of these runs in it."""
+    budget = share * min(curve_of(folder, kind)[-1][1] for folder in everybody)
+    pairs = []
+    for folder in folders:
+        curve = curve_of(folder, kind)
+        a = max((p for p in curve if p[1] <= budget), key=lambda p: p[1])
+        b = min((p for p in curve if p[1] > budget), key=lambda p: p[1], default=a)
+        pairs.append(ends(folder, a, b, budget, 1, 2))
+    return f"{written(budget, percent=False)} {kind}", cell_of(pairs, percent=True)
+
+
+def spent_to_reach(folders, kind: str, level: float) -> str:
+    pairs = []
+    for folder in folders:
+        curve = curve_of(folder, kind)
+        i = next((i for i, point in enumerate(curve) if point[2] >= level), None)
+        if i is not None:
+            pairs.append((curve[0][1],) * 2 if i == 0 else ends(folder, curve[i - 1], curve[i], level, 2, 1))
+    if not pairs:
+        return "not reached"
+    return f"reached by {len(pairs)} of {len(folders)}" if len(pairs) < len(folders) else cell_of(pairs, percent=False)
+
+
+def check_tables(tables, rows, level) -> None:
+    """Every cell of the tables of accuracy and of what was spent. rows: label -> finished runs."""
+    everybody = [folder for folders in rows.values() for folder in folders]
+    accuracy = tables["few: accuracy in %, at the least that a run spent"]
+    halves = tables["few: accuracy in %, at half of that"]
+    columns = [at_budget(everybody[:1], kind, 1.0, everybody)[0] for kind in KINDS]
+    assert accuracy[0] == ["run", "runs", "before", *columns, "at its end"]
+    assert halves[0] == ["run", *(at_budget(everybody[:1], kind, 0.5, everybody)[0] for kind in KINDS)]
+    for (label, folders), whole, half in zip(rows.items(), accuracy[1:], halves[1:], strict=True):
+        first, last = ([curve_of(folder, "steps")[i][2] for folder in folders] for i in (0, -1))
+        assert whole == [label, str(len(folders)), cell_of([(x, x) for x in first], percent=True),
+                         *(at_budget(folders, kind, 1.0, everybody)[1] for kind in KINDS),
+                         cell_of([(x, x) for x in last], percent=True)]
+        assert half == [label, *(at_budget(folders, kind, 0.5, everybody)[1] for kind in KINDS)]
+    reach = tables[f"few: spent to reach {level:.1f}%"]
+    assert reach == [["run", *KINDS],
+                     *([label, *(spent_to_reach(folders, kind, level) for kind in KINDS)] for label, folders in
+                       rows.items())]
+
+
+def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path):
+    """3 rates x 2 seeds: one rate learns nothing, one run was killed half-way, one has a single evaluation."""
+    def run(rate: str, seed: int, curve: list[float], **more):
+        return write_run(tmp_path / f"{rate}-seed{seed}", curve, f"optim.lr={rate}", f"seed={seed}", **more)
+
+    good = [run("1e-4", 0, [0.2, 0.35, 0.5, 0.6, 0.7, 0.8, 0.85, 0.87, 0.88, 0.9, 0.9]),
+            run("1e-4", 1, [0.2, 0.25, 0.4, 0.5, 0.65, 0.7, 0.8, 0.85, 0.9, 0.9, 0.88], tokens=120)]
+    none = [run("1e-5", seed, [0.2, 0.21, 0.2, 0.19, 0.2, 0.2, 0.22, 0.2, 0.2, 0.21, 0.2]) for seed in (0, 1)]
+    fast = run("3e-4", 0, [0.2, 0.6, 0.85], every=5, seconds=3.0)
+    killed = run("3e-4", 1, [0.2, 0.7, 0.95, 0.99], total=10, state=None)
+    young = run("3e-4", 2, [0.2], total=10, state=None)
+    folders = [*good, *none, fast, killed, young]
+    text, tables = page_of(folders, tmp_path / "out")
+    rows = {"optim.lr=1e-4": good, "optim.lr=1e-5": none, "optim.lr=3e-4": [fast]}
+    check_tables(tables, rows, level=20 + 0.9 * (mean([90, 88]) - 20))
+    assert tables["What differs"] == [["run", "seeds", "optim.lr"], ["optim.lr=1e-4", "0, 1", "1e-4"],
+                                      ["optim.lr=1e-5", "0, 1", "1e-5"], ["optim.lr=3e-4", "0, 1, 2", "3e-4"]]
+    for folder, step in ((killed, 3), (young, 0)):
+        assert f"{folder} is left out of the tables: died after {step} of 10 steps." in text
+    assert "[nan" not in text and "±" not in text  # two seeds have no interval
+    _, tables = page_of(folders, tmp_path / "out", level=60)
+    check_tables(tables, rows, level=60)
+    assert tables["few: spent to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
+
+
+def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path):
+    folders = [write_run(tmp_path / f"run{seed}", [0.2, 0.5 + 0.2 * seed, 0.6 + 0.2 * seed], f"seed={seed}")
+               for seed in range(3)]
+    _, tables = page_of(folders, tmp_path / "out", level=50)
+    check_tables(tables, {"run": folders}, level=50)
+    low, high = re.findall(r"\[(.*), (.*)\]", tables["few: accuracy in %, at the least that a run spent"][1][-1])[0]
+    assert 0 <= float(low) < float(high) == 100
+
+
+def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
+    curve = [0.3, 0.4, 0.6, 0.8, 0.9, 0.95, 0.96, 0.97, 0.97]
+    dense = write_run(tmp_path / "dense", curve, every=5)
+    ends_only = write_run(tmp_path / "ends", [curve[0], curve[-1]], every=40)
+    reach = "few: spent to reach 90.3%"
+    assert page_of([dense], tmp_path / "a")[1][reach][1][:2] == ["dense", "20 to 25"]
+    assert page_of([ends_only], tmp_path / "b")[1][reach][1] == ["ends", *["not known"] * 4]
+    every_step = write_run(tmp_path / "every", [0.3, 0.5, 0.9, 0.95, *[0.97] * 7])
+    assert page_of([every_step], tmp_path / "c")[1][reach][1][1] == f"{2 + (90.3 - 90) / 5:.3g}"
+
+
+def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path):
+    runs = [write_run(tmp_path / rate, [0.2, 0.24], f"optim.lr={rate}") for rate in ("1e-4", "1e-5")]
+    text, tables = page_of(runs, tmp_path / "out")
+    assert "The best row gains 4.0 points, and one evaluation is known to ±8.0" in text
+    assert "few: spent to reach 23.6%" not in tables
+
+
+def test_the_cost_of_runs(tmp_path):
+    a, b = (write_run(tmp_path / name, [0.2, 0.5, 0.8], f"optim.lr={lr}", seconds=s)
+            for name, lr, s in (("a", "1e-4", 2.0), ("b", "1e-5", 4.0)))
+    _, tables = page_of([a, b], tmp_path / "out")
+    assert tables["Cost of a whole run"] == [
+        ["run", "steps", "generated tokens", "trained tokens", "eval s", "step s", "update s", "rollout s", "other s"],
+        ["optim.lr=1e-4", "2", "203", "100", "3.0", "4.0", "1.0", "2.0", "1.0"],
+        ["optim.lr=1e-5", "2", "203", "100", "3.0", "8.0", "2.0", "4.0", "2.0"]]
+
+
+def test_a_curve_goes_through_the_values_of_the_log(tmp_path):
+    """Two ticks of each axis give the scale, by which the points of the line are metrics.jsonl's."""
+    folder = write_run(tmp_path / "run", [0.2] * 9)
+    text, _ = page_of([folder], tmp_path / "out")
+    figure = next(f for f in text.split("<figure>") if "<b>Reward</b>" in f)
+    line = next(d for d, style in re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*)"', figure) if "--line-0" in style)
+    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line)]
+    steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
+    values = [(step["step"], step["reward/mean"]) for step in steps if "reward/mean" in step]
+    ticks = [tuple(map(float, tick)) for tick in
+             re.findall(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([\d.]+)<', figure)]
+    assert len(points) == len(values) == 8
+    horizontal = [t for t in ticks if t[1] == max(t[1] for t in ticks)]
+    vertical = [t for t in ticks if t not in horizontal]
+    for axis, marks in ((0, horizontal), (1, vertical)):
+        (p, x), (q, y) = ((marks[i][axis], marks[i][2]) for i in (0, -1))
+        shift = 0 if axis == 0 else 3.04  # a label's baseline is that far below its tick
+        read = [x + (point[axis] + shift - p) / (q - p) * (y - x) for point in points]
+        assert read == pytest.approx([value[axis] for value in values], abs=0.01)
+
+
+def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_path):
+    folder = write_run(tmp_path / "new", [0.2], total=3, state=None)
+    assert "No step is done yet." in page_of([folder], tmp_path / "out")[0]
+    (folder / "metrics.jsonl").unlink()
+    text, tables = page_of([folder], tmp_path / "out")
+    assert "step 0 of 3" in text and ">died<" in text and not tables
+
+
+def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere is not a run folder: it has no config.yaml"):
         report.write_report([tmp_path / "nowhere"], tmp_path / "out")
-    with pytest.raises(ConfigError, match="young has 1 evaluations, and a curve needs two"):
-        report.write_report([write_run(tmp_path / "young", 0, 4, [0.1])], tmp_path / "out")
-    other = write_run(tmp_path / "other", 0, 4, [0.1, 0.2])
-    lines = (other / "metrics.jsonl").read_text()
-    (other / "metrics.jsonl").write_text(lines.replace("eval/few", "eval/many"))
-    with pytest.raises(ConfigError, match="share no evaluation set"):
-        report.write_report([other, write_run(tmp_path / "mine", 0, 2, [0.1, 0.2])], tmp_path / "out")
-
-
-def test_labels_are_the_names_without_seeds_and_never_hide_a_run(tmp_path):
-    runs = [write_run(tmp_path / where / name, seed, keep, [0.1, 0.2]) for where, name, seed, keep in (
-        ("x", "run1", 0, 1), ("x", "run2", 1, 1), ("x", "run3", 0, 2), ("x", "run4", 1, 2), ("x", "s5", 0, 3),
-        ("x", "wide-seed-0", 0, 4), ("x", "wide-seed-1", 1, 4))]
-    groups = report.group_runs([report.read_run(folder) for folder in runs])
-    assert [(label, len(group)) for label, group in groups.items()] == [
-        ("run", 2), (str(runs[2]), 2), ("s5", 1), ("wide", 2)]
+    run = write_run(tmp_path / "run", [0.1, 0.2])
     with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
-        report.write_report([runs[0], runs[0]], tmp_path / "out")
+        report.write_report([run, run], tmp_path / "out")
+    (run / "config.yaml").write_text("steps: many\n")
+    with pytest.raises(ConfigError, match="run/config.yaml: steps='many' must be a whole number"):
+        report.write_report([run], tmp_path / "out")
 
 
-def test_steps_in_which_a_critic_learns_alone_train_the_policy_on_nothing(tmp_path):
-    folder = write_run(tmp_path / "run", 0, 4, [0.1, 0.5, 0.9])
-    lines = runfolder.read(folder / "metrics.jsonl")
-    del lines[1]["train/tokens"]
-    runfolder.rewrite(folder / "metrics.jsonl", lines)
-    assert report.read_run(folder).spent["trained tokens"].tolist() == [0, 0, 50]
+def test_long_labels_give_way_to_the_names_of_folders_which_never_hide_a_run(tmp_path):
+    long = [f"{tmp_path}/{'very-' * 12}{i}.jsonl" for i in range(3)]
+    runs = [write_run(tmp_path / where / name, [0.1, 0.2], f"seed={seed}", f"data.train={long[i]}")
+            for where, name, seed, i in (("x", "run1", 0, 0), ("x", "run2", 1, 0), ("y", "run3", 0, 1),
+                                         ("y", "run4", 1, 1), ("x", "s5", 0, 2))]
+    _, tables = page_of(runs, tmp_path / "out")
+    assert [row[0] for row in tables["Cost of a whole run"][1:]] == ["run", str(runs[2]), "s5"]
+
+
+def test_markdown_shows_what_was_written(tmp_path):
+    """Of a label with bars, tags and marks of its own each is one cell, and no tag is left."""
+    runs = [write_run(tmp_path / str(i), [0.1, 0.9], f"data.system_prompt={text}") for i, text in
+            enumerate(("a|b <b>*c*</b>", "</table>`d` $e$"))]
+    report.write_report(runs, tmp_path / "out")
+    text = (tmp_path / "out" / "report.md").read_text()
+    assert "<b>" not in text and "</table>" not in text
+    rows = [line for line in text.splitlines() if line.startswith("| ")]
+    heads = [len(re.findall(r"(?<!\\)\|", row)) for row in rows]
+    assert len(set(heads[:4])) == 1 and r"a\|b &lt;b>\*c\*&lt;/b>" in text
+
+
+@pytest.mark.parametrize(("kept", "weights"), [([1, 0, 1, 0], [2.0, 0, 1.5, 0])])
+def test_what_was_kept_by_difficulty(tmp_path, kept, weights):
+    from page.pruning import kept_by_difficulty, kept_weights  # by hand
+
+    prompts = [{"right": [1, 0, 0, 0], "completion_weight": weights}, {"right": [0, 0, 0, 0]},
+               {"right": [1, None, 1, 1], "completion_weight": [0, 0, 1.0, 0]}, {"id": "skipped"}]
+    right, wrong = kept_by_difficulty([{"prompts": prompts}])
+    assert right[:, 2].tolist() == [1, 1] and wrong[:, 2].tolist() == [1, 3]  # a quarter: bin 2 of 10
+    assert wrong[:, 0].tolist() == [0, 4] and right[:, 10].tolist() == [1, 3]
+    assert right.sum() + wrong.sum() == 1 + 1 + 1 + 3 + 4 + 1 + 3
+    assert kept_weights([{"prompts": prompts}]).tolist() == [2.0, 1.5, 1.0]
+
+
+def test_a_page_of_a_long_run_stays_small_and_says_what_it_leaves_out(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2] * 301)
+    words = " ".join(f"{a}{b}" for a, b in product("abcdefgh", range(100)))
+    completion = {"text": words, "tokens": 9, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
+                  "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
+    with (folder / "samples.jsonl").open("w") as file:
+        for step in range(1, 301):
+            line = {"step": step, "id": "x", "prompt": words, "gold": "1", "completions": [completion] * 16}
+            file.write(json.dumps(line) + "\n")
+    for step in (0, 300):
+        answer = {"k": 0, "text": words * 4, "verdict": "right" if step else "wrong"}
+        problem = {"set": "few", "question": words, "gold": "1", "responses": [answer]}
+        lines = [problem | {"id": f"p{i}"} for i in range(900)]
+        (folder / f"eval_{step:06d}.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    path = report.write_report([folder], tmp_path / "out")
+    assert path.stat().st_size < 5e6
+    data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    steps, every = [step["step"] for step in data["samples"]["steps"]], data["samples"]["every"]
+    assert every > 1 and steps == list(range(300, 0, -every))[::-1]
+    pair, = data["held_out"]["few"]
+    assert pair["better"] == 900 and 0 < len(pair["rows"]) < 900
+    assert "more characters in the run folder)" in pair["rows"][0]["after"] or pair["rows"][0]["after"] == words * 4

@@ -1,0 +1,217 @@
+"""Draw metrics as SVG, in colours that are variables of style.css: a chart is light or dark as its page is.
+
+Of one run a chart may hold several metrics. Of several runs each metric has a chart of its own, in which a
+row of the comparison has a colour, a run a thin line and the mean over seeds a thick one.
+"""
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from fnmatch import fnmatch
+from io import StringIO
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from page.compare import LEAST, amount
+from page.runs import SPENT, Groups, LoggedRun
+from verify.statistics import half_width
+
+# section -> charts: title, metrics, what to know of them
+CHARTS = {
+    "Reward": [
+        ("Reward", ["reward/mean"], "mean over the completions of a step"),
+        ("Components of the reward", ["reward/*"], "means before their weights"),
+        ("Flat groups", ["advantage/flat_groups"], "share of groups whose rewards are all equal"),
+    ],
+    "Completions": [
+        ("Length", ["rollout/length"], "tokens per completion"),
+        ("Cut", ["rollout/truncated"], "share of completions cut at rollout.max_new_tokens"),
+        ("Entropy", ["rollout/entropy"], "nats per sampled token"),
+    ],
+    "Pruning": [
+        ("Completions offered and kept", ["prune/offered", "prune/kept"], "of a step"),
+        ("Largest weight", ["prune/weight_max"], "of a kept completion; 1 is no correction"),
+        ("Effective sample size", ["prune/ess"], "of the weights, (sum w)² / sum w²"),
+        ("Prompts skipped", ["prune/skipped"], "before they were rolled out"),
+    ],
+    "Update": [
+        ("KL to the initial model", ["train/kl"], "nats per trained token"),
+        ("Clipped", ["train/clipped"], "share of tokens whose gradient the trust region stopped"),
+        ("Gradient norm", ["train/grad_norm"], "before clipping"),
+        ("Learning rate", ["train/lr"], ""),
+    ],
+    "Trainer against engine": [
+        ("Mismatch", ["mismatch/logp_abs_mean"], "mean |difference| of log-probs"),
+        ("Largest mismatch", ["mismatch/logp_abs_max"], "of one token"),
+        ("Mismatch KL", ["mismatch/kl"], "nats per token"),
+    ],
+    "Critic": [
+        ("Explained variance", ["critic/explained_variance"], "of the rewards, by the critic's values"),
+        ("Critic's loss", ["critic/loss"], ""),
+        ("Critic's gradient norm", ["critic/grad_norm"], ""),
+    ],
+    "Cost": [
+        ("Tokens generated and trained", ["rollout/tokens", "train/tokens"], "of a step"),
+        ("Seconds by phase", ["time/*"], "of a step, on rank 0"),
+        ("Memory", ["memory/peak_gib"], "GiB, the most that a rank has held so far"),
+    ],
+    "All others": [("", ["*"], "")],
+}
+APART = ("step", "eval/*", "reward/std", "time/start", "time/eval")  # not among the charts, or elsewhere
+COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
+INK, GRID = "#c0ff01", "#c0fe01"
+POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
+SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
+
+Line = tuple[np.ndarray, np.ndarray]  # x and y of its points
+
+
+@dataclass(frozen=True, slots=True)
+class Chart:
+    title: str
+    note: str
+    legend: list[tuple[str, int]]  # label, number of its colour
+    svg: Markup
+
+
+def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
+    """Draw the metrics of all steps, section by section, and name the metrics that are 0 throughout."""
+    runs = sum(groups.values(), [])
+    keys = sorted({key for run in runs for line in run.steps for key in line})
+    keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in APART)]
+    zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.steps)]
+    left = [key for key in keys if key not in zero]
+    most = max(30, POINTS // max(1, len(left) * len(runs)))
+    sections: dict[str, list[Chart]] = {}
+    for section, charts in CHARTS.items():
+        for title, patterns, note in charts:
+            drawn = [key for pattern in patterns for key in left if fnmatch(key, pattern)]
+            left = [key for key in left if key not in drawn]
+            for together in split(drawn, title, len(runs)):
+                name = title if title and (len(runs) == 1 or len(drawn) == 1) else ", ".join(together)
+                sections.setdefault(section, []).append(chart(name, note, groups, together, most))
+    return sections, zero
+
+
+def split(keys: list[str], title: str, runs: int) -> list[list[str]]:
+    """Put metrics of one run into one chart of at most 8 lines; metrics of several runs, or without a title,
+    each into its own."""
+    if runs > 1 or not title:
+        return [[key] for key in keys]
+    return [keys[i:i + len(COLOURS)] for i in range(0, len(keys), len(COLOURS))]
+
+
+def chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> Chart:
+    """Draw metrics against steps, in at most so many points each."""
+    def plot(axes: Axes) -> None:
+        if len(keys) > 1 or len(groups) == 1:
+            runs = sum(groups.values(), [])
+            for i, key in enumerate(keys):
+                for run in runs:
+                    axes.plot(*thinned(*run.series(key), most), color=COLOURS[i], linewidth=1.3)
+        else:
+            for i, group in enumerate(groups.values()):
+                plot_group(axes, group, [thinned(*run.series(keys[0]), most) for run in group], i)
+        axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
+
+    labels = [key.partition("/")[2] for key in keys] if len(keys) > 1 else []
+    labels = labels if len(set(labels)) == len(labels) else keys
+    return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw(plot))
+
+
+def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Line], i: int) -> None:
+    """Draw a thin line per run, and the mean of the finished ones where they have the same steps."""
+    style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
+    thick = {"linewidth": 1.8, **style}
+    for run, line in zip(group, lines, strict=True):
+        axes.plot(*line, **(thick if len(group) == 1 and run.finished else thick | {"linewidth": 0.6}))
+    whole = [line for run, line in zip(group, lines, strict=True) if run.finished]
+    if len(whole) > 1 and len({len(x) for x, _ in whole}) == 1:
+        axes.plot(np.mean([x for x, _ in whole], axis=0), np.mean([y for _, y in whole], axis=0), **thick)
+
+
+def thinned(x: np.ndarray, y: np.ndarray, most: int) -> Line:
+    """Take means over neighbours, so that at most so many points are left."""
+    parts = np.array_split(np.arange(len(x)), most) if len(x) > most else np.arange(len(x))[:, None]
+    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+
+
+# ---- accuracy
+
+def accuracy_charts(groups: Groups, name: str) -> list[Chart]:
+    """Draw the accuracy on a set against what was spent of each kind; one run with its Wilson intervals."""
+    kinds = SPENT if len(sum(groups.values(), [])) > 1 else ["steps"]
+    return [Chart(f"Accuracy against {kind}", "in %", [], draw(lambda axes, kind=kind: plot_accuracy(
+        axes, groups, name, kind))) for kind in kinds]
+
+
+def plot_accuracy(axes: Axes, groups: Groups, name: str, kind: str) -> None:
+    for i, group in enumerate(groups.values()):
+        points = []
+        for run in group:
+            step_E, value_E = run.accuracy(name)
+            points.append((run.spent(kind, step_E), value_E))
+            axes.plot(*points[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
+        plot_group(axes, group, points, i)
+        if sum(map(len, groups.values())) == 1:
+            plot_wilson(axes, group[0], name)
+        plot_interval(axes, [p for run, p in zip(group, points, strict=True) if run.finished], i)
+    bottom, top = axes.get_ylim()
+    axes.set_ylim(max(-2, bottom), min(102, top))
+
+
+def plot_wilson(axes: Axes, run: LoggedRun, name: str) -> None:
+    """Draw each evaluation's own interval."""
+    step_E, value_E = run.accuracy(name)
+    low_E, high_E = (100 * run.series(f"eval/{name}/{end}")[1] for end in ("low", "high"))
+    axes.vlines(step_E, low_E, high_E, color=COLOURS[0], linewidth=0.8)
+    for end_E in (low_E, high_E):
+        axes.plot(step_E, end_E, "_", color=COLOURS[0], markersize=4)
+
+
+def plot_interval(axes: Axes, points: list[Line], i: int) -> None:
+    """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
+    if len(points) >= LEAST and len({len(x) for x, _ in points}) == 1:
+        value_RE = np.array([y for _, y in points])
+        middle, half = value_RE.mean(axis=0), half_width(value_RE)
+        low, high = np.clip(middle - half, 0, 100), np.clip(middle + half, 0, 100)
+        axes.fill_between(np.mean([x for x, _ in points], axis=0), low, high, color=COLOURS[i % len(COLOURS)],
+                          alpha=0.15, linewidth=0)
+
+
+# ---- SVG
+
+def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
+    """Let a function draw on axes, and return them as SVG that takes its colours from style.css."""
+    figure = Figure(figsize=SIZE)
+    figure.subplots_adjust(left=0.14, right=0.97, bottom=0.13, top=0.96)
+    axes = figure.subplots()
+    plot(axes)
+    axes.grid(color=GRID, linewidth=0.6)
+    axes.set_axisbelow(True)
+    axes.spines[:].set_visible(False)
+    axes.tick_params(colors=INK, length=0, labelsize=8)
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
+    axes.yaxis.set_major_locator(MaxNLocator(5))
+    for axis in (axes.xaxis, axes.yaxis):
+        axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+    text = StringIO()
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
+    return Markup(as_part_of_a_page(text.getvalue()))
+
+
+def as_part_of_a_page(svg: str) -> str:
+    """Leave out what a page has already, and put the variables of style.css in place of colours."""
+    svg = svg[svg.index("<svg"):]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' id="[a-z]+[a-zA-Z0-9]*_\d+"', "", svg)
+    svg = re.sub(r' (width|height)="[^"]*pt"', "", svg, count=2)  # style.css gives its size
+    for i, colour in enumerate(COLOURS):
+        svg = svg.replace(colour, f"var(--line-{i})")
+    return re.sub(r"\n\s*", "\n", svg.replace(INK, "var(--muted)").replace(GRID, "var(--grid)"))

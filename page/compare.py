@@ -1,0 +1,181 @@
+"""Tables that compare runs: accuracy at equal cost, the cost of an accuracy, the cost of a run.
+
+A table is a head and rows of texts; a page shows it as markdown or as HTML.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import mean
+
+import numpy as np
+
+from page.runs import (
+    ABSENT,
+    SPENT,
+    Groups,
+    LoggedRun,
+    Reading,
+    accuracy_at,
+    differing,
+    reaches,
+    short,
+    to_reach,
+)
+from page.summary import phase_seconds
+from verify.statistics import half_width
+
+LEAST = 3         # runs from which on an interval is told
+UNKNOWN, NEVER = "not known", "not reached"
+OUTSIDE = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    title: str
+    head: list[str]
+    rows: list[list[str]]
+    note: str = ""
+
+
+def tables(groups: Groups, names: list[str], level: float | None) -> list[Table]:
+    """Make all tables of the finished runs. `level` is in percent; None: nine tenths of the best gain."""
+    finished = having(groups, lambda run: run.finished)
+    made = [settings_table(groups)] if len(groups) > 1 else []
+    for name in names:
+        if evaluated := having(finished, lambda run, name=name: len(run.accuracy(name)[0]) > 0):
+            made += [accuracy_table(evaluated, name), halfway_table(evaluated, name),
+                     reach_table(evaluated, name, level)]
+    return [*made, cost_table(finished)] if finished else made
+
+
+def having(groups: Groups, fits: Callable[[LoggedRun], bool]) -> Groups:
+    """Keep the runs that fit, and the rows that have one."""
+    kept = {label: [run for run in group if fits(run)] for label, group in groups.items()}
+    return {label: group for label, group in kept.items() if group}
+
+
+def settings_table(groups: Groups) -> Table:
+    """Tabulate the settings in which the rows differ."""
+    keys = differing([group[0] for group in groups.values()])
+    rows = []
+    for label, group in groups.items():
+        settings, seeds = group[0].settings, ", ".join(str(run.seed) for run in group)
+        rows.append([label, seeds, *(short(settings[key]) if key in settings else ABSENT for key in keys)])
+    return Table("What differs", ["run", "seeds", *keys], rows)
+
+
+def accuracy_table(groups: Groups, name: str) -> Table:
+    """Tabulate the accuracy before, at the end, and when all of the least that a run spent was spent."""
+    columns, cells = at_budgets(groups, name, 1.0)
+    rows = []
+    for label, group in groups.items():
+        ends = [with_interval([run.accuracy(name)[1][i] for run in group], 0, 100) for i in (0, -1)]
+        rows.append([label, str(len(group)), ends[0], *cells[label], ends[1]])
+    return Table(f"{name}: accuracy in %, at the least that a run spent",
+                 ["run", "runs", "before", *columns, "at its end"], rows)
+
+
+def halfway_table(groups: Groups, name: str) -> Table:
+    """Tabulate the accuracy when half of that was spent."""
+    columns, cells = at_budgets(groups, name, 0.5)
+    return Table(f"{name}: accuracy in %, at half of that", ["run", *columns],
+                 [[label, *cells[label]] for label in groups])
+
+
+def at_budgets(groups: Groups, name: str, share: float) -> tuple[list[str], dict[str, list[str]]]:
+    """Read the accuracy off at a share of what the run that spent least of each kind spent: a column each."""
+    runs = sum(groups.values(), [])
+    columns, cells = [], {label: [] for label in groups}
+    for kind in SPENT:
+        budget = share * min(run.spent(kind, run.accuracy(name)[0])[-1] for run in runs)
+        columns.append(f"{amount(budget)} {kind}")
+        for label, group in groups.items():
+            read = [accuracy_at(run, name, kind, budget) for run in group]
+            cells[label].append(reading(read, "{:.1f}".format, 100))
+    return columns, cells
+
+
+def reach_table(groups: Groups, name: str, level: float | None) -> Table:
+    """Tabulate what was spent to come to an accuracy: the level, or nine tenths of the best row's gain."""
+    before = mean(run.accuracy(name)[1][0] for group in groups.values() for run in group)
+    best = max(mean(run.accuracy(name)[1][-1] for run in group) for group in groups.values())
+    asked = before + 0.9 * (best - before) if level is None else level
+    title, head = f"{name}: spent to reach {asked:.1f}%", ["run", *SPENT]
+    chance = noise(groups, name)
+    if level is None and asked < before + chance:
+        return Table(title, head, [], f"The best row gains {best - before:.1f} points, and one evaluation is "
+                     f"known to ±{chance:.1f}: no level tells these runs apart (--level sets one).")
+    rows = []
+    for label, group in groups.items():
+        able = [run for run in group if reaches(run, name, asked)]
+        cells = [NEVER] * len(SPENT)
+        if 0 < len(able) < len(group):
+            cells = [f"reached by {len(able)} of {len(group)}"] * len(SPENT)
+        elif able:
+            cells = [reading([to_reach(run, name, kind, asked) for run in able], amount) for kind in SPENT]
+        rows.append([label, *cells])
+    return Table(title, head, rows)
+
+
+def noise(groups: Groups, name: str) -> float:
+    """Return half the widest 95% interval of a first evaluation, in percent; 0 where none was logged."""
+    widths = [0.0]
+    for run in sum(groups.values(), []):
+        ends = [run.series(f"eval/{name}/{end}")[1] for end in ("low", "high")]
+        widths += [50 * (high - low) for low, high in zip(ends[0][:1], ends[1][:1], strict=True)]
+    return max(widths)
+
+
+def cost_table(groups: Groups) -> Table:
+    """Tabulate steps, tokens, and seconds by phase, of a whole run."""
+    runs = sum(groups.values(), [])
+    phases = list(dict.fromkeys(phase for run in runs for phase in seconds(run)))
+    head = ["run", "steps", "generated tokens", "trained tokens", *(f"{phase} s" for phase in phases)]
+    rows = []
+    for label, group in groups.items():
+        row = [label]
+        for kind in ("steps", "generated tokens", "trained tokens"):
+            totals = [float(run.spent(kind, np.array([run.last]))[0]) for run in group]
+            row.append(with_interval(totals, 0, form=amount))
+        for phase in phases:
+            row.append(with_interval([seconds(run).get(phase, 0.0) for run in group], 0))
+        rows.append(row)
+    return Table("Cost of a whole run", head, rows)
+
+
+def seconds(run: LoggedRun) -> dict[str, float]:
+    """Add up the seconds of each phase; `other` is what a step spends outside of its phases."""
+    spent = phase_seconds(run.lines)
+    inside = sum(s for phase, s in spent.items() if phase not in OUTSIDE)
+    phases = spent | {"other": spent.get("step", 0.0) - inside}
+    return {phase: s for phase, s in phases.items() if s >= 0.05}  # what shows as 0.0 needs no column
+
+
+# ---- cells
+
+def amount(value: float) -> str:
+    """Write a number of steps, tokens or seconds: 9.8, 126k, 1.3M."""
+    for unit, letter in ((1e6, "M"), (1e3, "k")):
+        if abs(value) >= unit:
+            return f"{value / unit:.3g}{letter}"
+    return f"{value:.3g}"
+
+
+def with_interval(values: list[float], low: float = -np.inf, high: float = np.inf,
+                  form: Callable[[float], str] = "{:.1f}".format) -> str:
+    """Write a mean; from 3 runs on with its 95% interval by Student's t, cut to what is possible."""
+    middle = mean(values)
+    if len(values) < LEAST:
+        return form(middle)
+    half = float(half_width(np.array(values)))
+    return f"{form(middle)} [{form(max(low, middle - half))}, {form(min(high, middle + half))}]"
+
+
+def reading(readings: list[Reading | None], form: Callable[[float], str], high: float = np.inf) -> str:
+    """Write the mean of what was read off each run, the ends it lies between, or that it is not known."""
+    if None in readings:
+        return UNKNOWN
+    ends = [mean(r.low for r in readings), mean(r.high for r in readings)]
+    if all(r.low == r.high for r in readings):
+        return with_interval([r.low for r in readings], 0, high, form)
+    return f"{form(ends[0])} to {form(ends[1])}"

@@ -1,0 +1,95 @@
+"""Draw what pruning did in a run: who was kept, at what weight, and what it saved."""
+
+import numpy as np
+from matplotlib.axes import Axes
+
+from infra.runfolder import read
+from page.charts import COLOURS, Chart, draw
+from page.compare import amount
+from page.runs import LoggedRun
+
+BINS = 10          # of the accuracy of a group; 0 and 1 have bins of their own
+RIGHT, WRONG = COLOURS[2], COLOURS[1]
+
+
+def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
+    """Say in numbers and draw what pruning kept. Empty before the first step."""
+    decided = read(run.folder / "decisions.jsonl")
+    if not decided:
+        return [], []
+    right, wrong = kept_by_difficulty(decided)
+    weights = kept_weights(decided)
+    charts = [
+        Chart("Share kept against difficulty", "by the accuracy of the completion's group, from hard to easy",
+              [("right completions", 2), ("wrong completions", 1)],
+              draw(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
+        Chart("Weights of kept completions", "share of them; a weight of 1 is no correction", [],
+              draw(lambda axes: plot_weights(axes, weights), integer_x=False)),
+        Chart("Tokens generated and trained", "added up over the steps", [("generated", 0), ("trained", 1)],
+              draw(lambda axes: plot_tokens(axes, run))),
+    ]
+    skipped = run.series("prune/skipped")
+    if skipped[1].any():
+        charts.append(Chart("Prompts skipped", "of a step, before they were rolled out", [],
+                            draw(lambda axes: axes.plot(*skipped, color=COLOURS[0]))))
+    return in_numbers(run), charts
+
+
+def in_numbers(run: LoggedRun) -> list[str]:
+    """Say what pruning kept of completions and tokens, and how many prompts it skipped."""
+    total = {key: run.series(key)[1].sum() for key in (
+        "prune/kept", "prune/offered", "train/tokens", "rollout/tokens", "prune/skipped", "rollout/prompts")}
+    texts = []
+    for part, whole, what in (("prune/kept", "prune/offered", "completions offered were kept"),
+                              ("train/tokens", "rollout/tokens", "tokens generated were trained on")):
+        if total[whole]:
+            texts.append(f"{total[part] / total[whole]:.1%} of {amount(total[whole])} {what}")
+    skipped, rolled = amount(total["prune/skipped"]), amount(total["rollout/prompts"])
+    return [*texts, f"{skipped} prompts were skipped and {rolled} rolled out"]
+
+
+def kept_by_difficulty(decided: list[dict]) -> tuple[np.ndarray, np.ndarray]:
+    """Count right and wrong completions by the accuracy of their group: (kept, all) of each, [2, BINS + 1].
+
+    Bin i is of groups whose accuracy is i / BINS, rounded; only 0 and 1 themselves are in the outer bins.
+    """
+    counts = np.zeros((2, 2, BINS + 1))
+    for prompt in (prompt for line in decided for prompt in line["prompts"] if "right" in prompt):
+        known = [verdict for verdict in prompt["right"] if verdict is not None]
+        accuracy = sum(known) / max(1, len(known))
+        inner = min(max(round(BINS * accuracy), 1), BINS - 1)
+        i = {0.0: 0, 1.0: BINS}.get(accuracy, inner)
+        weight_G = prompt.get("completion_weight", [0.0] * len(prompt["right"]))
+        for verdict, weight in zip(prompt["right"], weight_G, strict=True):
+            if verdict is not None:
+                counts[1 - verdict, :, i] += (weight > 0, 1)
+    return counts[0], counts[1]
+
+
+def kept_weights(decided: list[dict]) -> np.ndarray:
+    """List the weights of all completions that were kept."""
+    return np.array([weight for line in decided for prompt in line["prompts"]
+                     for weight in prompt.get("completion_weight", ()) if weight > 0])
+
+
+def plot_shares(axes: Axes, right: np.ndarray, wrong: np.ndarray) -> None:
+    """Draw the share kept of right and of wrong completions, for each accuracy that a group had."""
+    place = np.arange(BINS + 1) / BINS
+    for (kept, offered), shift, colour in ((right, -0.02, RIGHT), (wrong, 0.02, WRONG)):
+        some = offered > 0
+        axes.bar(place[some] + shift, kept[some] / offered[some], width=0.036, color=colour)
+    axes.set(xlim=(-0.06, 1.06), ylim=(0, 1.05))
+
+
+def plot_weights(axes: Axes, weights: np.ndarray) -> None:
+    """Draw the distribution of the weights."""
+    if len(weights):
+        edges = np.linspace(0, 1.02 * weights.max(), 40)
+        axes.hist(weights, edges, weights=np.full(len(weights), 1 / len(weights)), color=COLOURS[0])
+
+
+def plot_tokens(axes: Axes, run: LoggedRun) -> None:
+    step_S = np.array([step["step"] for step in run.steps])
+    for kind, colour in (("generated tokens", COLOURS[0]), ("trained tokens", COLOURS[1])):
+        axes.plot(step_S, run.spent(kind, step_S), color=colour)
+    axes.set_ylim(bottom=0)

@@ -1,0 +1,192 @@
+"""Read run folders, put the runs of one config together, and read them off at equal cost.
+
+A figure between two evaluations is interpolated where these lie at most a tenth of the run's steps apart. Up
+to half of them the two ends are told instead; further apart it is not known. Accuracies are in percent.
+"""
+
+import re
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from config import ConfigError
+from infra import runfolder
+from infra.show import as_yaml
+from page.summary import is_evaluation
+from settings import read
+
+# What is spent -> the metric of a step that adds to it; a step itself counts 1.
+SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
+         "seconds": "time/step"}
+NEAR, FAR = 0.1, 0.5   # shares of a run's steps
+LONGEST_LABEL = 60     # characters; the name of the folder stands for more settings than that
+ABSENT = "absent"      # a setting that this kind of a section does not have
+
+
+@dataclass(frozen=True)
+class LoggedRun:
+    """A run as its folder tells it. `settings` are all but the seed and the folder."""
+
+    folder: Path
+    seed: int
+    total: int             # steps that the config asks for
+    settings: dict[str, Any]
+    state: dict[str, str]  # runfolder.state_of
+    lines: list[dict]      # metrics.jsonl
+
+    @cached_property
+    def steps(self) -> list[dict]:
+        return [line for line in self.lines if not is_evaluation(line)]
+
+    @cached_property
+    def evals(self) -> list[dict]:
+        return [line for line in self.lines if is_evaluation(line)]
+
+    @property
+    def last(self) -> int:
+        """Count the steps done."""
+        return self.steps[-1]["step"] if self.steps else 0
+
+    @property
+    def finished(self) -> bool:
+        return self.state["state"] == "finished"
+
+    def series(self, key: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps that measured a metric, and its values."""
+        points = [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
+        return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
+
+    def accuracy(self, name: str) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps at which a set was evaluated, and the accuracies."""
+        step_E, share_E = self.series(f"eval/{name}/accuracy")
+        return step_E, 100 * share_E
+
+    def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
+        """Add up what was spent until these steps were done. A step without the metric spent nothing."""
+        key = SPENT[kind]
+        done = [0, *(step["step"] for step in self.steps)]
+        total = np.cumsum([0, *(1 if key is None else step.get(key, 0) for step in self.steps)])
+        return total[np.searchsorted(done, until_E, side="right") - 1].astype(float)
+
+
+Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but the seed
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read off a run: a figure (low = high), or the two evaluations that it lies between."""
+
+    low: float
+    high: float
+
+
+def read_run(folder: Path) -> LoggedRun:
+    """Read a run, also one under way. Raises ConfigError for a folder that is no run."""
+    path = folder / "config.yaml"
+    if not path.is_file():
+        raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give folders that train.py "
+                          "wrote")
+    settings = flatten(read(path))
+    total = settings.get("steps")
+    if not isinstance(total, int):
+        raise ConfigError(f"{path}: steps={total!r} must be a whole number; give folders of train.py")
+    comparable = {key: value for key, value in settings.items() if key not in ("seed", "out")}
+    return LoggedRun(folder, settings.get("seed", 0), total, comparable, runfolder.state_of(folder),
+                     runfolder.read(folder / "metrics.jsonl"))
+
+
+def flatten(settings: dict, path: str = "") -> dict[str, Any]:
+    """Name every setting of a config file by its dotted path."""
+    flat = {}
+    for key, value in settings.items():
+        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+    return flat
+
+
+def group_runs(runs: list[LoggedRun]) -> Groups:
+    """Put runs of one config together, in the order given, labelled by the settings in which they differ.
+
+    Where these are too long for a label it is the first folder's name without its seed, or its whole path
+    where that name is taken. Raises ConfigError for two finished runs of one config and seed, for they are
+    one observation.
+    """
+    groups: list[list[LoggedRun]] = []
+    for run in runs:
+        of_config = next((group for group in groups if group[0].settings == run.settings), None)
+        groups.append([run]) if of_config is None else of_config.append(run)
+    for group in groups:
+        seeds = [run.seed for run in group if run.finished]
+        if len(set(seeds)) < len(seeds):
+            folders = ", ".join(str(run.folder) for run in group)
+            raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
+    keys = differing([group[0] for group in groups])
+    named: Groups = {}
+    for group in groups:
+        run = group[0]
+        label = ", ".join(f"{key}={short(run.settings[key])}" for key in keys if key in run.settings)
+        if not label or len(label) > LONGEST_LABEL:
+            name = run.folder.resolve().name
+            if len(group) > 1:
+                name = re.sub(r"[-_]*(seed)?[-_]*\d+$", "", name) or name
+            label = name if name not in named else str(run.folder)
+        named[label] = group
+    return named
+
+
+def differing(runs: list[LoggedRun]) -> list[str]:
+    """Name the settings in which runs differ."""
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
+    return [key for key in keys if len({repr(run.settings.get(key, ABSENT)) for run in runs}) > 1]
+
+
+def short(value: Any) -> str:
+    """Write a value as people type it: 1e-4 and not 0.0001, null and not None."""
+    if isinstance(value, float) and 0 < abs(value) < 1e-3:
+        digits, _, exponent = f"{value:.5e}".partition("e")
+        return f"{float(digits):g}e{int(exponent)}"
+    return as_yaml(value)
+
+
+# ---- at equal cost
+
+def between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float, value_E: np.ndarray) -> Reading | None:
+    """Read a curve off between its evaluations i and i + 1; None where they are too far apart to tell."""
+    if weight == 0:
+        return Reading(value_E[i], value_E[i])
+    gap = (step_E[i + 1] - step_E[i]) / run.total
+    if gap > FAR:
+        return None
+    if gap > NEAR:
+        return Reading(*sorted(value_E[i:i + 2]))
+    value = value_E[i] + weight * (value_E[i + 1] - value_E[i])
+    return Reading(value, value)
+
+
+def accuracy_at(run: LoggedRun, name: str, kind: str, budget: float) -> Reading | None:
+    """Read off the accuracy on a set when so much of a kind was spent; None where it is not known."""
+    step_E, value_E = run.accuracy(name)
+    spent_E = run.spent(kind, step_E)
+    if not len(step_E) or not spent_E[0] <= budget <= spent_E[-1]:
+        return None
+    i = int(np.searchsorted(spent_E, budget, side="right")) - 1
+    weight = 0.0 if i + 1 == len(spent_E) else (budget - spent_E[i]) / (spent_E[i + 1] - spent_E[i])
+    return between(run, step_E, i, weight, value_E)
+
+
+def reaches(run: LoggedRun, name: str, level: float) -> bool:
+    """Tell whether a run was at a level at any evaluation."""
+    return bool((run.accuracy(name)[1] >= level).any())
+
+
+def to_reach(run: LoggedRun, name: str, kind: str, level: float) -> Reading | None:
+    """Read off what was spent of a kind when the accuracy came to a level that it does reach."""
+    step_E, value_E = run.accuracy(name)
+    spent_E = run.spent(kind, step_E)
+    i = int((value_E >= level).argmax())
+    if i == 0:
+        return Reading(spent_E[0], spent_E[0])
+    weight = (level - value_E[i - 1]) / (value_E[i] - value_E[i - 1])
+    return between(run, step_E, i - 1, weight, spent_E)

@@ -1,0 +1,151 @@
+// The parts of the page that a reader moves: completions of a step, held-out answers, and the place on the page
+// when it is read anew. Texts of models and users only ever become text nodes.
+"use strict";
+
+const data = JSON.parse(document.getElementById("data").textContent);
+const byId = (id) => document.getElementById(id);
+const controls = ["run", "step", "kept", "right", "cut", "set", "pair", "change"].map(byId).filter(Boolean);
+
+let answersShown = 20;
+
+function element(tag, className, ...children) {
+  const made = document.createElement(tag);
+  if (className) made.className = className;
+  made.append(...children);
+  return made;
+}
+
+const current = () => data.runs[byId("run") ? Number(byId("run").value) : 0];
+const number = (value) => value === null ? "–" : String(Number(value.toPrecision(3)));
+const isRight = (completion) => completion.components.accuracy === 1;
+
+// ---- completions
+
+function showCompletions() {
+  const { every, steps } = current().samples;
+  byId("texts-note").textContent = steps.length === 0 ? "No completions were kept yet." :
+    every === 1 ? "Special tokens are shown as they are." :
+    `This page holds the texts of every ${every}th step; those of the others are in samples.jsonl.`;
+  const slider = byId("step");
+  slider.max = Math.max(0, steps.length - 1);
+  slider.disabled = steps.length < 2;
+  const shown = steps[Number(slider.value)];
+  byId("step-shown").textContent = shown ? `${shown.step} of ${steps.at(-1).step}` : "–";
+  byId("groups").replaceChildren(...(shown ? shown.groups.map(group) : []));
+}
+
+function group(line) {
+  const rows = line.completions.map(completionRow).filter(Boolean);
+  const prompt = element("details", "", element("summary", "", "prompt"), element("pre", "", line.prompt));
+  const head = element("h3", "", `${line.id}, gold answer ${line.gold}`);
+  if (rows.length === 0) return element("div", "group", head, prompt, element("p", "muted", "No completion passes the filters."));
+  const columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"];
+  const table = element("table", "cards completions",
+    element("thead", "", element("tr", "", ...columns.map((column) => element("th", "", column)))),
+    element("tbody", "", ...rows));
+  for (const row of table.tBodies[0].rows)
+    columns.forEach((column, i) => { row.cells[i].dataset.label = column; });
+  return element("div", "group", head, prompt, table);
+}
+
+function completionRow(completion) {
+  const right = isRight(completion);
+  const is = { kept: completion.kept ? "kept" : "pruned", right: right ? "right" : "wrong", cut: completion.finished ? "finished" : "cut" };
+  for (const filter of ["kept", "right", "cut"])
+    if (byId(filter).value && byId(filter).value !== is[filter]) return null;
+  const components = Object.entries(completion.components).filter(([, value]) => value !== 0)
+    .map(([name, value]) => `${name} ${number(value)}`).join(", ") || "all components 0";
+  const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}` :
+    completion.prob === null ? "group not trained on" : `pruned, probability ${number(completion.prob)}`;
+  return element("tr", `${is.right} ${is.kept}`,
+    element("td", "", element("b", "verdict", right ? "✓ right" : "✗ wrong")),
+    element("td", "", element("span", "text", completion.text)),
+    element("td", "", `${number(completion.reward)} (${components})`),
+    element("td", "", number(completion.advantage)),
+    element("td", "", kept),
+    element("td", "", `${completion.tokens}, ${is.cut}`));
+}
+
+// ---- held-out answers
+
+const option = (text, value) => { const made = element("option", "", text); made.value = value; return made; };
+
+function fill(select, options) {
+  const before = select.value;
+  select.replaceChildren(...options);
+  if ([...select.options].some((one) => one.value === before)) select.value = before;
+}
+
+function showAnswers() {
+  const sets = current().held_out;
+  fill(byId("set"), Object.keys(sets).map((name) => option(name, name)));
+  const pairs = sets[byId("set").value] || [];
+  fill(byId("pair"), pairs.map((pair) => option(`${pair.from} and ${pair.to}`, `${pair.from}-${pair.to}`)));
+  const pair = pairs.find((one) => `${one.from}-${one.to}` === byId("pair").value);
+  const wanted = byId("change").value;
+  const rows = pair ? pair.rows.filter((row) => !wanted || wanted === changeOf(row)) : [];
+  const left = pair ? pair.better + pair.worse - pair.rows.length : 0;
+  byId("change-note").textContent = !pair ? "There are not two evaluations yet." :
+    `${pair.better} became right and ${pair.worse} wrong.` + (left ? ` ${left} of them are not on this page; eval_*.jsonl of the run folder has them.` : "");
+  byId("answers").replaceChildren(...rows.slice(0, answersShown).map(answer));
+  byId("more").hidden = rows.length <= answersShown;
+}
+
+const changeOf = (row) => row.right_after > row.right_before ? "better" : "worse";
+const shareOf = (share) => share === 1 ? "✓ right" : share === 0 ? "✗ wrong" : `${number(100 * share)}% right`;
+
+function answer(row) {
+  const side = (name, text, share) => element("div", share >= 0.5 ? "right" : "wrong",
+    element("b", "", `${name}: ${shareOf(share)}`), element("div", "text", text));
+  return element("div", "answer", element("h3", "", `${row.id}, gold answer ${row.gold}`), element("p", "text", row.question),
+    element("div", "texts", side("before", row.before, row.right_before), side("after", row.after, row.right_after)));
+}
+
+// ---- the place on the page
+
+function showRun() {
+  for (const part of document.querySelectorAll(".of-run"))
+    part.hidden = byId("run") !== null && part.dataset.run !== byId("run").value;
+  showCompletions();
+  showAnswers();
+}
+
+// Where the reader is: the last title above the top of the screen, and how far above it stands.
+const titles = () => [...document.querySelectorAll("h1, h2, h3, figcaption b")];
+
+function remember() {
+  const above = titles().filter((title) => title.getBoundingClientRect().top <= 1).pop() || titles()[0];
+  const step = current().samples.steps[Number(byId("step").value)];
+  sessionStorage.setItem(location.pathname, JSON.stringify({
+    values: Object.fromEntries(controls.map((control) => [control.id, control.value])),
+    open: [...document.querySelectorAll("details")].map((one) => one.open),
+    step: step && step.step, title: above.textContent, top: above.getBoundingClientRect().top }));
+}
+
+function restore() {
+  const saved = JSON.parse(sessionStorage.getItem(location.pathname) || "null");
+  const choose = () => controls.filter((control) => saved && saved.values[control.id]).forEach((control) => {
+    if (control.id !== "step") control.value = saved.values[control.id]; });
+  choose();
+  const steps = current().samples.steps, same = steps.findIndex((one) => saved && one.step >= saved.step);
+  byId("step").max = Math.max(0, steps.length - 1);
+  byId("step").value = same < 0 ? steps.length - 1 : same;
+  for (let round = 0; round < 3; round += 1) { showRun(); choose(); } // run, then its sets, then their pairs
+  showRun();
+  if (!saved) return;
+  [...document.querySelectorAll("details")].forEach((one, i) => { one.open = Boolean(saved.open[i]); });
+  const title = titles().find((one) => one.textContent === saved.title);
+  if (title) window.scrollBy(0, title.getBoundingClientRect().top - saved.top);
+}
+
+function refresh() { // not under the hands of a reader who marks a text
+  if (document.visibilityState === "visible" && String(getSelection()) === "") location.reload();
+}
+
+history.scrollRestoration = "manual";
+for (const control of controls)
+  control.addEventListener(control.id === "step" ? "input" : "change", showRun);
+byId("more").addEventListener("click", () => { answersShown += 100; showAnswers(); });
+restore();
+addEventListener("pagehide", remember);
+if (document.body.dataset.refresh) setInterval(refresh, 1000 * Number(document.body.dataset.refresh));

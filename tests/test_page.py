@@ -1,0 +1,332 @@
+"""report.html in headless Chromium: what a reader sees, moves and filters, and that no text of a model runs."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TOY
+from test_report import write_run
+
+import report
+from infra import runfolder
+
+webdriver = pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
+
+pytestmark = pytest.mark.page
+FLAGS = ("--headless=new", "--no-sandbox", "--disable-gpu", "--no-first-run", "--disable-background-networking",
+         "--disable-component-update", "--disable-sync", "--hide-scrollbars")
+WIDTHS, SCHEMES = (1280, 400), ("light", "dark")
+# The contrast of every text with what is behind it (WCAG 2.2, 1.4.3).
+CONTRAST = """
+const part = (v) => v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
+const luminance = ([r, g, b]) => 0.2126 * part(r / 255) + 0.7152 * part(g / 255) + 0.0722 * part(b / 255);
+const rgb = (text) => text.match(/[\\d.]+/g).map(Number);
+const ground = (e) => rgb(getComputedStyle(e).backgroundColor);
+const behind = (e) => ground(e)[3] === 0 ? behind(e.parentElement) : ground(e);
+const poor = [], hidden = ["SCRIPT", "NOSCRIPT", "OPTION", "STYLE"];
+const walk = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
+while (walk.nextNode()) {
+  const text = walk.currentNode.data.trim(), e = walk.currentNode.parentElement, style = getComputedStyle(e);
+  if (!text || !e.checkVisibility() || hidden.includes(e.tagName)) continue;
+  const ink = rgb(e.closest("svg") ? style.fill : style.color);
+  const [bright, dark] = [luminance(ink), luminance(behind(e))].sort((x, y) => y - x);
+  const contrast = (bright + 0.05) / (dark + 0.05);
+  if (contrast < 4.5) poor.push([text.slice(0, 40), e.className, contrast]);
+}
+return poor;"""
+# Texts of charts that stick out of their frame, or lie over one another.
+LABELS = """
+const bad = [];
+for (const svg of document.querySelectorAll("svg")) {
+  if (!svg.checkVisibility()) continue;
+  const frame = svg.getBoundingClientRect();
+  const texts = [...svg.querySelectorAll("text")].map((t) => [t.textContent, t.getBoundingClientRect()]);
+  texts.forEach(([a, r], i) => {
+    if (r.left < frame.left - 1 || r.right > frame.right + 1) bad.push(["cut", a]);
+    if (r.top < frame.top - 1 || r.bottom > frame.bottom + 1) bad.push(["cut", a]);
+    for (const [b, s] of texts.slice(i + 1))
+      if (r.left < s.right && s.left < r.right && r.top < s.bottom - 3 && s.top < r.bottom - 3) bad.push([a, "on", b]);
+  });
+}
+return bad;"""
+
+
+@pytest.fixture(scope="module")
+def browser():
+    driver = shutil.which("chromedriver")
+    assert driver and shutil.which("chromium"), "no Chromium: apt-get install chromium chromium-driver"
+    options = webdriver.ChromeOptions()
+    options.binary_location = shutil.which("chromium")
+    for flag in FLAGS:
+        options.add_argument(flag)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL", "performance": "ALL"})
+    chrome = webdriver.Chrome(options=options, service=webdriver.ChromeService(driver))
+    yield chrome
+    chrome.quit()
+
+
+def command(*words) -> list[str]:
+    return [sys.executable, *map(str, words)]
+
+
+def training(out: Path, *settings: str) -> list[str]:
+    few = out.parent / "few.jsonl"
+    few.write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:40]))
+    changes = (f"out={out}", f"model.path={TOY}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
+               "rollout.group_size=8", "rollout.prompts_per_step=6", "eval.every=2", *settings)
+    return command(ROOT / "train.py", "--config", "cppo_toy.yaml", *(w for c in changes for w in ("--set", c)))
+
+
+ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A run of 10 steps that learns, in which completions are pruned and some are cut."""
+    out = tmp_path_factory.mktemp("page") / "run"
+    subprocess.run(training(out, "steps=10", "rollout.max_new_tokens=24", "optim.warmup_steps=0"), check=True,
+                   env=ENVIRONMENT, capture_output=True)
+    return out
+
+
+def show(browser, page: Path, width: int = 1280, scheme: str = "light") -> None:
+    browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {
+        "features": [{"name": "prefers-color-scheme", "value": scheme}]})
+    browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
+        "width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False})
+    browser.get_log("browser")
+    browser.get_log("performance")
+    browser.get(page.as_uri())
+
+
+def check_quiet(browser, page: Path) -> None:
+    """Nothing was fetched but the page, and the console is empty."""
+    assert browser.get_log("browser") == []
+    messages = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
+    urls = {m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"}
+    assert page.as_uri() in urls and all(url == page.as_uri() or url == "data:," for url in urls), urls
+
+
+def check_layout(browser) -> None:
+    width = browser.execute_script("return [document.documentElement.scrollWidth, innerWidth]")
+    assert width[0] <= width[1], width
+    assert browser.execute_script(CONTRAST) == []
+    assert browser.execute_script(LABELS) == []
+
+
+def rows(browser) -> list[dict]:
+    """The completions in sight: what the reader sees of each."""
+    cells = browser.execute_script("""return [...document.querySelectorAll("#groups tbody tr")].map(
+        (row) => [row.className, ...[...row.cells].map((cell) => cell.textContent.toWellFormed())])""")
+    return [dict(zip(("class", "answer", "text", "reward", "advantage", "kept", "tokens"), row, strict=True))
+            for row in cells]
+
+
+def move_slider(browser, place: int) -> None:
+    browser.execute_script("""const slider = document.getElementById("step");
+        slider.value = arguments[0]; slider.dispatchEvent(new Event("input"));""", place)
+
+
+def choose(browser, select: str, value: str) -> None:
+    Select(browser.find_element(By.ID, select)).select_by_value(value)
+
+
+@contextmanager
+def ended(process: subprocess.Popen):
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+# ---- a finished run
+
+@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("width", WIDTHS)
+def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
+    page = report.write_report([finished], tmp_path)
+    show(browser, page, width, scheme)
+    browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+    check_layout(browser)
+    check_quiet(browser, page)
+    assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "finished"
+    assert "step 10 of 10" in browser.find_element(By.ID, "now").text
+    titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
+    assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "What pruning did", "Settings"]
+    charts = browser.find_element(By.ID, "curves").text
+    drawn = {line.split("/")[0] for line in re.findall(r"[a-z]+/[a-z_]+", charts)}
+    assert drawn and "Entropy" in charts and "Gradient norm" in charts and "Accuracy against steps" in charts
+
+
+def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_path):
+    page = report.write_report([finished], tmp_path)
+    show(browser, page)
+    logged = runfolder.read(finished / "samples.jsonl")
+    for place, step in ((9, 10), (0, 1), (4, 5)):
+        move_slider(browser, place)
+        completions = [c for line in logged if line["step"] == step for c in line["completions"]]
+        shown = rows(browser)
+        assert [row["text"] for row in shown] == [c["text"] for c in completions]
+        assert [row["answer"][2:] for row in shown] == [
+            "right" if c["components"]["accuracy"] == 1 else "wrong" for c in completions]
+        assert [row["kept"].startswith("kept") for row in shown] == [c["kept"] for c in completions]
+        assert [row["tokens"] for row in shown] == [
+            f"{c['tokens']}, {'finished' if c['finished'] else 'cut'}" for c in completions]
+        heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#groups h3")]
+        assert heads == [f"{x['id']}, gold answer {x['gold']}" for x in logged if x["step"] == step]
+        prompt = browser.find_element(By.CSS_SELECTOR, "#groups pre").get_attribute("textContent")
+        assert prompt == next(x["prompt"] for x in logged if x["step"] == step) and "<|im_start|>" in prompt
+    assert any("<|im_end|>" in row["text"] for row in rows(browser))
+    check_quiet(browser, page)
+
+
+def test_filters_leave_what_they_name(browser, finished, tmp_path):
+    show(browser, report.write_report([finished], tmp_path))
+    logged = runfolder.read(finished / "samples.jsonl")
+    last = [c for line in logged if line["step"] == 10 for c in line["completions"]]
+    tests = {("kept", "kept"): lambda c: c["kept"], ("kept", "pruned"): lambda c: not c["kept"],
+             ("right", "right"): lambda c: c["components"]["accuracy"] == 1,
+             ("right", "wrong"): lambda c: c["components"]["accuracy"] != 1,
+             ("cut", "finished"): lambda c: c["finished"], ("cut", "cut"): lambda c: not c["finished"]}
+    assert all(any(map(test, last)) for test in tests.values())  # each filter has something to leave
+    for (select, value), test in tests.items():
+        choose(browser, select, value)
+        assert [row["text"] for row in rows(browser)] == [c["text"] for c in last if test(c)]
+        choose(browser, select, "")
+    choose(browser, "kept", "kept")
+    choose(browser, "right", "right")
+    both = [c["text"] for c in last if c["kept"] and c["components"]["accuracy"] == 1]
+    assert [row["text"] for row in rows(browser)] == both
+
+
+def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finished, tmp_path):
+    show(browser, report.write_report([finished], tmp_path))
+    steps = [0, 2, 4, 6, 8, 10]
+    pairs = [(0, 10), *reversed(list(zip(steps, steps[1:], strict=False)))]
+    options = [option.text for option in Select(browser.find_element(By.ID, "pair")).options]
+    assert options == [f"{a} and {b}" for a, b in pairs]
+    for a, b in ((0, 10), (4, 6)):
+        choose(browser, "pair", f"{a}-{b}")
+        before, after = ({line["id"]: line for line in runfolder.read(finished / f"eval_{step:06d}.jsonl")}
+                         for step in (a, b))
+        for change in ("better", "worse", ""):
+            choose(browser, "change", change)
+            while (more := browser.find_element(By.ID, "more")).is_displayed():
+                more.click()
+            wanted = []
+            for key, line in after.items():
+                was, now = (x["responses"][0] for x in (before[key], line))
+                kind = {(False, True): "better", (True, False): "worse"}.get(
+                    (was["verdict"] == "right", now["verdict"] == "right"))
+                if kind and change in ("", kind):
+                    title = f"{key}, gold answer {line['gold']}"
+                    wanted.append([title, line["question"], was["text"], now["text"]])
+            shown = browser.execute_script("""return [...document.querySelectorAll("#answers .answer")].map((one) =>
+                [...one.querySelectorAll("h3, .text")].map((text) => text.textContent))""")
+            assert shown == wanted
+        assert wanted
+
+
+# ---- a run under way
+
+def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
+    """Opened at step 3 or soon after it, the page shows step 8 later, where the reader was and with his slider."""
+    out, page = tmp_path / "run", tmp_path / "page" / "report.html"
+    wait = WebDriverWait(browser, 120, poll_frequency=0.1)
+    with ended(subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)) as run:
+        wait.until(lambda _: len(runfolder.read(out / "samples.jsonl")) >= 2 * 3)
+        watch = subprocess.Popen(command(ROOT / "report.py", out, "--out", page.parent, "--watch", "1"),
+                                 env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
+        with ended(watch):
+            wait.until(lambda _: page.is_file())
+            show(browser, page)
+            assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "running"
+            assert " left" in browser.find_element(By.ID, "now").text
+            first = done(browser)
+            move_slider(browser, 1)
+            choose(browser, "right", "wrong")
+            browser.execute_script("document.querySelector('#groups h3:last-of-type').scrollIntoView()")
+            browser.execute_script("scrollBy(0, 57)")
+            place = where(browser)
+            wait.until(lambda _: done(browser) >= first + 5)
+            assert where(browser) == pytest.approx(place, abs=1)
+            assert browser.find_element(By.ID, "step-shown").text.startswith("2 of ")
+            assert Select(browser.find_element(By.ID, "right")).first_selected_option.text == "wrong"
+            run.send_signal(signal.SIGINT)
+            assert run.wait(60) == 130
+            assert watch.wait(60) == 0 and "report.html" in watch.stdout.read()
+            wait.until(lambda _: browser.find_element(By.CSS_SELECTOR, "#now .state").text == "stopped")
+            assert browser.find_element(By.TAG_NAME, "body").get_attribute("data-refresh") is None
+            check_quiet(browser, page)
+
+
+def done(browser) -> int:
+    return browser.execute_script("return Number(document.querySelector('#now progress').value)")
+
+
+def where(browser) -> list[float]:
+    """Where the reader's group and the row below it stand on the screen."""
+    return browser.execute_script("""return [...document.querySelectorAll("#groups h3, #groups tbody tr")].map(
+        (one) => one.getBoundingClientRect().top)""")
+
+
+# ---- hostile texts
+
+EVIL = ("<script>window.ran = 1</script>", "</script><img src=x onerror=\"window.ran = 2\">", "<!-- <script>",
+        "a | b || c", "{{ 7 * 7 }}", "]]> & &amp; \" ' ` ${window.ran = 3}", "\u2028\u202e\ud800",
+        "<svg onload='window.ran=4'>")
+
+
+def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
+    everything = " ".join(EVIL)
+    folder = write_run(tmp_path / "a <img src=x onerror=window.ran=5> | b", [0.1, 0.5], "seed=1",
+                       f"data.system_prompt={everything.encode('ascii', 'ignore').decode()}", state=None)
+    other = write_run(tmp_path / "<script>window.ran=6<script>", [0.1, 0.5], "seed=1")
+    (folder / "state.json").write_text(json.dumps({"state": "failed", "error": everything}) + "\n")
+    completion = {"text": everything, "tokens": 9, "finished": True, "reward": 1.0, "advantage": 0.5, "kept": True,
+                  "components": {"accuracy": 1.0, EVIL[1]: 0.5}, "prob": 1.0, "weight": 1.0}
+    write_lines(folder / "samples.jsonl", [{"step": 1, "id": EVIL[0], "prompt": everything, "gold": EVIL[1],
+                                            "completions": [completion] * 2}])
+    for step, verdict in ((0, "wrong"), (1, "right")):
+        write_lines(folder / f"eval_{step:06d}.jsonl", [{
+            "set": EVIL[0], "id": EVIL[1], "question": everything, "gold": EVIL[3],
+            "responses": [{"k": 0, "text": everything, "verdict": verdict}]}])
+    write_lines(folder / "metrics.jsonl", [*runfolder.read(folder / "metrics.jsonl"), {"step": 2, EVIL[0]: 1.0}])
+    page = report.write_report([folder, other], tmp_path / EVIL[3])
+    show(browser, page)
+    assert browser.execute_script("return window.ran") is None
+    assert browser.find_elements(By.CSS_SELECTOR, "img, iframe, #groups script, svg script, [onerror], [onload]") == []
+    assert len(browser.find_elements(By.TAG_NAME, "script")) == 2
+    seen = browser.execute_script("return document.body.textContent.toWellFormed()")
+    for text in (*EVIL[:6], EVIL[7]):
+        assert text in seen
+    assert [row["text"] for row in rows(browser)] == [everything.replace("\ud800", "�")] * 2
+    assert browser.find_element(By.CSS_SELECTOR, "#answers h3").text == f"{EVIL[1]}, gold answer {EVIL[3]}"
+    for width in WIDTHS:
+        show(browser, page, width)
+        check_layout(browser)
+        check_quiet(browser, page)
+
+
+def write_lines(path: Path, lines: list[dict]) -> None:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+def test_of_several_runs_one_is_chosen(browser, finished, tmp_path):
+    other = write_run(tmp_path / "other", [0.1, 0.5], "seed=1")
+    show(browser, report.write_report([finished, other], tmp_path / "out"))
+    assert rows(browser) and len(browser.find_elements(By.CSS_SELECTOR, "#pruning svg")) >= 3
+    choose(browser, "run", "1")
+    assert rows(browser) == [] and "No completions were kept yet" in browser.find_element(By.ID, "completions").text
+    shown = [part.text for part in browser.find_elements(By.CSS_SELECTOR, "#pruning .of-run") if part.is_displayed()]
+    assert shown == ["No step is done yet."]
