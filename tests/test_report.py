@@ -1,4 +1,4 @@
-"""The report: every figure on it is computed again here, from metrics.jsonl and by code that is not the report's."""
+"""The report: its figures are computed again here, from metrics.jsonl and by code that is not the report's."""
 
 import json
 import re
@@ -13,6 +13,7 @@ from conftest import toy_config
 import config
 import report
 from config import ConfigError
+from page.pruning import kept_by_difficulty, kept_weights
 
 KINDS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
 STUDENT = {3: 4.303}
@@ -205,12 +206,28 @@ def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path
 def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
     curve = [0.3, 0.4, 0.6, 0.8, 0.9, 0.95, 0.96, 0.97, 0.97]
     dense = write_run(tmp_path / "dense", curve, every=5)
+    falling = write_run(tmp_path / "falling", [0.3, 0.9, 0.5, 0.4, 0.97], "seed=1", every=10)
+    check_tables(page_of([dense, falling], tmp_path / "d")[1], {"dense": [dense, falling]}, level=90.3)
     ends_only = write_run(tmp_path / "ends", [curve[0], curve[-1]], every=40)
     reach = "few: spent to reach 90.3%"
     assert page_of([dense], tmp_path / "a")[1][reach][1][:2] == ["dense", "20 to 25"]
     assert page_of([ends_only], tmp_path / "b")[1][reach][1] == ["ends", *["not known"] * 4]
     every_step = write_run(tmp_path / "every", [0.3, 0.5, 0.9, 0.95, *[0.97] * 7])
     assert page_of([every_step], tmp_path / "c")[1][reach][1][1] == f"{2 + (90.3 - 90) / 5:.3g}"
+
+
+def test_a_level_that_some_seeds_reach_says_how_many(tmp_path):
+    runs = [write_run(tmp_path / f"run{seed}", [0.1, top], f"seed={seed}") for seed, top in enumerate((0.8, 0.4))]
+    _, tables = page_of(runs, tmp_path / "out", level=60)
+    check_tables(tables, {"run": runs}, level=60)
+    assert tables["few: spent to reach 60.0%"][1] == ["run", *["reached by 1 of 2"] * 4]
+
+
+def test_a_run_begun_again_elsewhere_after_it_died_is_not_given_twice(tmp_path):
+    died = write_run(tmp_path / "died", [0.1, 0.3], state=None, total=2)
+    again = write_run(tmp_path / "again", [0.1, 0.3, 0.5])
+    _, tables = page_of([died, again], tmp_path / "out")
+    assert tables["Cost of a whole run"][1][:2] == ["died", "2"]
 
 
 def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path):
@@ -291,17 +308,17 @@ def test_markdown_shows_what_was_written(tmp_path):
     assert len(set(heads[:4])) == 1 and r"a\|b &lt;b>\*c\*&lt;/b>" in text
 
 
-@pytest.mark.parametrize(("kept", "weights"), [([1, 0, 1, 0], [2.0, 0, 1.5, 0])])
-def test_what_was_kept_by_difficulty(tmp_path, kept, weights):
-    from page.pruning import kept_by_difficulty, kept_weights  # by hand
-
-    prompts = [{"right": [1, 0, 0, 0], "completion_weight": weights}, {"right": [0, 0, 0, 0]},
+def test_what_was_kept_by_difficulty():
+    prompts = [{"right": [1, 0, 0, 0], "completion_weight": [2.0, 0, 1.5, 0]}, {"right": [0, 0, 0, 0]},
                {"right": [1, None, 1, 1], "completion_weight": [0, 0, 1.0, 0]}, {"id": "skipped"}]
     right, wrong = kept_by_difficulty([{"prompts": prompts}])
     assert right[:, 2].tolist() == [1, 1] and wrong[:, 2].tolist() == [1, 3]  # a quarter: bin 2 of 10
     assert wrong[:, 0].tolist() == [0, 4] and right[:, 10].tolist() == [1, 3]
     assert right.sum() + wrong.sum() == 1 + 1 + 1 + 3 + 4 + 1 + 3
     assert kept_weights([{"prompts": prompts}]).tolist() == [2.0, 1.5, 1.0]
+    nearly = [{"right": [1] + [0] * 30}, {"right": [0] + [1] * 30}]  # not of the bins of 0 and 1 alone
+    right, wrong = kept_by_difficulty([{"prompts": nearly}])
+    assert right[1, [0, 1, 9, 10]].tolist() == [0, 1, 30, 0] and wrong[1, [0, 1, 9, 10]].tolist() == [0, 30, 1, 0]
 
 
 def test_a_page_of_a_long_run_stays_small_and_says_what_it_leaves_out(tmp_path):
