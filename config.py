@@ -292,6 +292,7 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Log:
+    wandb: str | None = None       # project on Weights & Biases that gets the metrics too; null: none
     groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 

@@ -65,7 +65,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     """
     run, selection = prepare(cfg, resume), Selection.of(cfg)
     learner, engine, sampler, history = run.learner, run.engine, run.sampler, run.history
-    with run.log.ending(), run.checkpoints.finished():
+    with run.log.running(run.cfg), run.checkpoints.finished():
         table = before_steps(run, stop)
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
@@ -173,6 +173,7 @@ def find_newest(resume: Resume, folder: Path, log: runfolder.Log) -> tuple[Path 
 
 def load(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
+    tracking.require_package(cfg)
     source = find_model(cfg.model.path)
     tokenizer = data.Tokenizer(source)
     system, longest = cfg.data.system_prompt, cfg.data.max_prompt_tokens

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import secrets
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -29,6 +30,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
+from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
@@ -159,6 +161,7 @@ class Log:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
+        self.tracker: Tracker | None = None
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
 
@@ -182,6 +185,8 @@ class Log:
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(config.dump(cfg))
         ran_on = environment(device) | {"chosen": chosen}
+        if cfg.log.wandb is not None:
+            ran_on["wandb"] = secrets.token_hex(4)  # the run there, also when it is resumed
         (self.folder / "env.json").write_text(json.dumps(ran_on, indent=1) + "\n")
 
     def resume(self, step: int) -> None:
@@ -201,9 +206,10 @@ class Log:
                 path.unlink()
 
     @contextmanager
-    def ending(self) -> Iterator[None]:
-        """Write down how the run ends, and leave the folder to others."""
+    def running(self, cfg: Config) -> Iterator[None]:
+        """Track the run where `cfg` asks for it, write down how it ends, and leave the folder to others."""
         try:
+            self.track(cfg)
             yield
         except KeyboardInterrupt:  # locked until this process has ended, since a save may be under way
             self.end({"state": "stopped"})
@@ -216,7 +222,18 @@ class Log:
         self.end({"state": "finished"})
         self.unlock()
 
+    def track(self, cfg: Config) -> None:
+        """Begin to send metrics to wandb. A run that is resumed sends those it has again, since of the last
+        seconds before it died nothing may have got there."""
+        if self.folder is not None and cfg.log.wandb is not None:
+            run_id = json.loads((self.folder / "env.json").read_text())["wandb"]
+            self.tracker = Tracker(cfg, self.folder, run_id)
+            for line in read(self.folder / "metrics.jsonl"):
+                self.tracker.log(line)
+
     def end(self, state: dict) -> None:
+        if self.tracker is not None:
+            self.tracker.finish(exit_code=int("error" in state))
         if self.folder is not None:
             rewrite(self.folder / "state.json", [state])
 
@@ -237,8 +254,11 @@ class Log:
             append(self.folder / name, line)
 
     def measure(self, line: dict) -> None:
-        """Append a line to metrics.jsonl."""
-        self.write("metrics.jsonl", {"step": line["step"]} | self.unlogged | line)
+        """Append a line to metrics.jsonl, and send it to wandb."""
+        line = {"step": line["step"]} | self.unlogged | line
+        self.write("metrics.jsonl", line)
+        if self.tracker is not None:
+            self.tracker.log(line)
         self.unlogged = {}
 
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
@@ -274,6 +294,8 @@ class Log:
         """Keep groups of the step, and show one completion of the first now and then."""
         for line in lines:
             self.write("samples.jsonl", {"step": step} | line)
+        if lines and self.tracker is not None:
+            self.tracker.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
             self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {shown['reward']:g}: "

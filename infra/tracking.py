@@ -1,9 +1,21 @@
-"""What a run shows of itself beside numbers: groups of each step as text."""
+"""What a run shows of itself beside its folder: groups of each step as text, and Weights & Biases.
 
+wandb is imported where `log.wandb` asks for it alone. metrics.jsonl stays the source of truth: whatever fails
+there is one line on stderr, and training goes on.
+"""
+
+import importlib
+import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
 
+from config import Config, ConfigError, flatten
 from records import Batch, Rolled
 
+PATIENCE = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
+COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "prob", "weight")
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
@@ -34,3 +46,72 @@ def written_out(rolled: Rolled, n: int, batch: Batch, place: int | None, decode:
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
         }
+
+
+def require_package(cfg: Config) -> None:
+    """Raise ConfigError where wandb is asked for and cannot be imported."""
+    if cfg.log.wandb is not None:
+        try:
+            importlib.import_module("wandb")
+        except ImportError as error:
+            raise ConfigError(f"log.wandb={cfg.log.wandb}, but wandb cannot be imported ({error}); "
+                              "pip install -r requirements.txt, or set log.wandb=null") from error
+
+
+class Tracker:
+    """A run on Weights & Biases, recorded on disk where the server cannot be reached.
+
+    Metrics carry `step` as a value of their own, for wandb's counter cannot go back: what a resumed run
+    does again is logged a second time, and of two values of a step the later one counts.
+    """
+
+    def __init__(self, cfg: Config, folder: Path, run_id: str):
+        self.wandb, self.folder, self.warned = importlib.import_module("wandb"), folder, False
+        self.failures = (self.wandb.Error, OSError)  # OSError where its own process is gone, or time is up
+        settings = self.wandb.Settings(console="off", init_timeout=PATIENCE, finish_timeout=PATIENCE,
+                                       finish_timeout_raises=True)
+        init = partial(self.wandb.init, project=cfg.log.wandb, id=run_id, resume="allow", dir=folder,
+                       name=folder.resolve().name, config=flatten(cfg), settings=settings)
+        self.run = self.begin(init) or self.begin(partial(init, mode="offline"))
+
+    def begin(self, init: Callable) -> Any:
+        """Begin a wandb.Run, or return None. Nothing is printed, and so no question asked at a terminal."""
+        self.wandb.setup(self.wandb.Settings(silent=True))
+        try:
+            run = init()
+            run.define_metric("*", step_metric="step")
+            return run
+        except self.failures as error:
+            self.warn(error)
+            self.wandb.teardown()  # else the id is in use
+            return None
+
+    def log(self, values: dict) -> None:
+        """Send values of one step, `step` among them."""
+        try:
+            if self.run:
+                self.run.log(values)
+        except self.failures as error:
+            self.warn(error)
+
+    def samples(self, step: int, lines: list[dict]) -> None:
+        """Send the completions of lines of samples.jsonl as a table."""
+        rows = [[step, line["id"], line["prompt"], line["gold"], *(completion[key] for key in COLUMNS)]
+                for line in lines for completion in line["completions"]]
+        names = ["step", "id", "prompt", "gold", *COLUMNS]
+        self.log({"step": step, "completions": self.wandb.Table(columns=names, data=rows)})
+
+    def finish(self, exit_code: int) -> None:
+        """Send what is left, and say that the run has ended."""
+        try:
+            if self.run:
+                self.run.finish(exit_code=exit_code)
+        except self.failures as error:
+            self.warn(error)
+
+    def warn(self, error: Exception) -> None:
+        if not self.warned:
+            self.warned = True
+            print(f"wandb: {str(error).splitlines()[0]}: the run goes on, recorded in {self.folder}/wandb; "
+                  "`wandb sync` sends that later, after `wandb login` where it is missing",
+                  file=sys.stderr, flush=True)

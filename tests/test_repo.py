@@ -37,8 +37,8 @@ IMPORTS = {
     "infra.signals": {"config", "infra.dist"},
     "infra.weights": {"config", "infra.dist", "settings"},
     "infra.checkpoint": {"config", "infra.dist"},
-    "infra.runfolder": {"config"},
-    "infra.tracking": {"records"},
+    "infra.runfolder": {"config", "infra.tracking"},
+    "infra.tracking": {"config", "records"},
     "infra.show": {"config", "settings"},
     "infra.rows": {"config"},
     "infra.results": {"config", "infra.dist", "infra.runfolder"},
@@ -115,6 +115,7 @@ def test_imports_are_those_of_the_drawing_and_shadow_nothing():
         assert outside <= {"torch", "dataclasses", "typing", "records", "methods"}
     callers = [name for name, path in FILES.items() if "torch.distributed" in imported(path)]
     assert callers == ["infra.dist"]
+    assert not [name for name, path in FILES.items() if "wandb" in imported(path)]  # but by name, where a run asks
 
 
 def test_no_import_points_back():
@@ -141,9 +142,9 @@ def test_the_house_keeps_its_budgets():
     assert lines(*GRPO) <= 3100
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
-    assert lines("config", "settings") <= 741
+    assert lines("config", "settings") <= 742
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1250
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1265
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 1370
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
