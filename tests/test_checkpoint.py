@@ -130,6 +130,8 @@ def test_only_the_newest_checkpoints_stay(role, tmp_path):
     saved(tmp_path, role, 2, keep=1)  # by a run that has gone back; what comes after is its past
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
     assert checkpoint.newest(tmp_path).name == "step_000002"
+    saved(tmp_path, role, 4, 5, keep="all")
+    assert len(checkpoint.step_folders(tmp_path)) == 4
 
 
 @pytest.mark.parametrize("damage", ["unfinished", "cut off", "missing", "no list"])

@@ -256,7 +256,10 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     turns = [Turn(by_id[p["id"]], p["epoch"]) for p in used]
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     groups = sampler.rollout(turns)
-    adv_NG = advantage(sampler.score(groups), cfg.advantage)
+    rewards = sampler.score(groups)
+    assert [p["right"] for p in used] == rewards.components["accuracy"].int().tolist()
+    assert all(("right" in p) == (p["weight"] > 0) for p in line["prompts"])
+    adv_NG = advantage(rewards, cfg.advantage)
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)

@@ -42,6 +42,10 @@ def good(tmp_path):
     (["optim.lr=.nan"], "optim.lr=nan must be a finite number"),
     (["loss.kl=.inf"], "loss.kl=inf must be a finite number"),
     (["loss.dual_clip=x"], "loss.dual_clip='x' must be a finite number or null"),
+    (["checkpoint.keep=0"], "checkpoint.keep=0 must be at least 1, or all"),
+    (["checkpoint.keep=null"], "checkpoint.keep=None must be a whole number or all"),
+    (["checkpoint.keep=most"], "checkpoint.keep='most' must be a whole number or all"),
+    (["log.groups=-1"], "log.groups=-1 must be at least 0"),
     (["prune.completions.scope=batch"],
      "prune.completions.scope belongs to topk and pps; this is none: leave prune.completions.scope=batch out, or set "
      "prune.completions.kind"),

@@ -2,6 +2,7 @@
 
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -301,6 +302,17 @@ def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(s
         monkeypatch.setenv(name, "max_split_size_mb:64")
         memory.find_device("auto")
         assert memory.os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
+
+
+@pytest.mark.parametrize(("platform", "device", "gib"), [("linux", CPU, 3.0), ("darwin", CPU, 3.0 / 1024),
+                                                         ("linux", CUDA, 5.0)])
+def test_the_peak_is_that_of_the_fullest_rank_whatever_the_system_counts_in(platform, device, gib, monkeypatch):
+    """Resident memory in KiB, on macOS in bytes; on a GPU what torch gave out."""
+    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
+    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 * GIB / 3)
+    monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's
+    assert memory.metrics(device) == {"memory/peak_gib": pytest.approx(gib)}
 
 
 def test_flash_attention_is_asked_for_by_a_real_import(tmp_path, monkeypatch):

@@ -10,6 +10,8 @@ import re
 import subprocess
 import sys
 import termios
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 from conftest import ROOT, toy_config
@@ -59,6 +61,73 @@ def test_one_process_may_lock_a_folder_again(tmp_path):
     first.lock()
     second.lock()
     assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
+
+
+def test_a_look_at_a_run_tells_how_it_stands_and_changes_nothing(tmp_path):
+    """Also in the process that runs it, and in a folder that a machine which went down has left."""
+    assert runfolder.state_of(tmp_path) == {"state": "died"} and not list(tmp_path.iterdir())
+    log = runfolder.Log(tmp_path)
+    log.lock()
+    assert runfolder.state_of(tmp_path) == runfolder.state_of(tmp_path) == {"state": "running"}
+    with (tmp_path / "lock").open() as file, pytest.raises(BlockingIOError):  # it is held still
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    log.unlock()
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+    assert runfolder.state_of(tmp_path) == {"state": "died"}
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+
+
+def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatch):
+    """Whoever looks holds the lock for an instant: here until the first attempt to take it has failed."""
+    (tmp_path / "lock").touch()
+    true, looking = fcntl.flock, (tmp_path / "lock").open()
+    true(looking, fcntl.LOCK_SH)
+
+    def attempt(*given):
+        try:
+            return true(*given)
+        finally:
+            looking.close()
+
+    monkeypatch.setattr(fcntl, "flock", attempt)
+    runfolder.Log(tmp_path).lock()
+    assert looking.closed
+
+
+@pytest.mark.parametrize(("error", "state"), [
+    (None, {"state": "finished"}), (KeyboardInterrupt(), {"state": "stopped"}),
+    (ConfigError("no room\nleft"), {"state": "failed", "error": "ConfigError: no room"}),
+    (SystemExit(3), {"state": "failed", "error": "SystemExit: 3"})], ids=str)
+def test_a_run_writes_down_how_it_ends_and_tells_wandb(error, state, tmp_path):
+    """One that was stopped keeps others out until its process has ended: it may be writing a checkpoint."""
+    log, codes = runfolder.Log(tmp_path), []
+    log.tracker = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+    log.lock()
+    with pytest.raises(type(error)) if error else nullcontext(), log.running(toy_config(tmp_path / "run")):
+        assert runfolder.state_of(tmp_path) == {"state": "running"}
+        if error:
+            raise error
+    assert runfolder.read(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
+    assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
+    log.unlock()
+    assert runfolder.state_of(tmp_path) == state
+
+
+def test_a_full_disk_is_told_by_its_own_error_also_where_the_end_cannot_be_written(tmp_path, monkeypatch):
+    def full(*given):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(runfolder, "rewrite", full)
+    log = runfolder.Log(tmp_path)
+    log.lock()
+    with pytest.raises(ConfigError, match="no room"), log.running(toy_config(tmp_path / "run")):
+        raise ConfigError("no room")
+    assert not runfolder.is_locked(tmp_path)
+
+
+def test_another_rank_writes_nothing():
+    with runfolder.Log(None).running(None):
+        pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])

@@ -103,7 +103,8 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     resumed = weights(train.train(replace(cfg, out=str(tmp_path / "cut")), resume="always"))
     assert all(torch.equal(resumed[name], p) for name, p in whole.items())
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
-    for log in ("samples.jsonl", "decisions.jsonl"):
+    logs = ["samples.jsonl", "decisions.jsonl", *(f"eval_{step:06d}.jsonl" for step in range(5))]
+    for log in logs:
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
@@ -141,9 +142,13 @@ def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch, 
 def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
     assert runfolder.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    for name in ("eval_000001.jsonl", "eval_000002.jsonl", "state.json"):
+        (tmp_path / name).write_text('{"state": "failed"}\n')
     runfolder.Log(tmp_path).resume(1)
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert runfolder.read(tmp_path / "samples.jsonl") == []
+    assert [path.name for path in tmp_path.glob("eval_*")] == ["eval_000001.jsonl"]  # that at the checkpoint stays
+    assert runfolder.state_of(tmp_path) == {"state": "died"}
 
 
 @pytest.fixture(scope="module")
@@ -177,6 +182,19 @@ def test_the_run_folder_tells_what_ran(finished):
     sample, _ = runfolder.read(folder / "samples.jsonl")
     assert len(sample["completions"]) == 8
     assert {"few", "more"} <= set(summary(folder).split()) and str(folder) in summary(folder)
+
+
+def test_each_answer_of_an_evaluation_is_kept(finished):
+    place, _ = finished
+    problems = [json.loads(line) for line in (place / "few.jsonl").read_text().splitlines()]
+    for step, line in zip((0, 1), runfolder.read(place / "run" / "metrics.jsonl")[::2], strict=True):
+        answered = runfolder.read(place / "run" / f"eval_{step:06d}.jsonl")
+        assert [(a["set"], a["question"], a["gold"]) for a in answered] == [
+            (name, p["question"], p["answer"]) for name in ("few", "more") for p in problems]
+        few = [response for a in answered if a["set"] == "few" for response in a["responses"]]
+        assert [r["k"] for r in few] == [0] * 6 and all(r["text"] for r in few)
+        assert sum(r["verdict"] == "right" for r in few) / 6 == line["eval/few/accuracy"]
+        assert sum(r["tokens"] for r in few) / 6 == line["eval/few/length"]
 
 
 def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
@@ -327,8 +345,9 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path, unchecked):
     with pytest.raises(ConfigError, match="no whole checkpoint, so no step of this run is left"):
         train.train(cfg, resume="always")
     before = without_times(tmp_path / "run")
+    (tmp_path / "run" / "eval_000009.jsonl").touch()
     train.train(cfg, resume="auto")  # begins again
-    assert without_times(tmp_path / "run") == before
+    assert without_times(tmp_path / "run") == before and not (tmp_path / "run" / "eval_000009.jsonl").exists()
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch, unchecked):
@@ -345,6 +364,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 1
     batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=False)
     assert len(batch.groups) == 4 and batch.adv_NG.shape == (4, 8)
+    assert runfolder.state_of(tmp_path / "run") == {
+        "state": "failed", "error": "NotFinite: the loss in step 2 is not finite"}
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
 
 
@@ -371,16 +392,27 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
     assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), process.stderr.read()
     with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
         train.train(cut, resume="always")
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "running"}
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     rest = process.stderr.read()
     assert process.wait() == 130 and "stopping after this step, with a checkpoint" in rest, rest
     assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000001"
     assert without_times(tmp_path / "cut")[-1]["step"] == 1
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
     resumed = train.train(cut, resume="always")
     one, other = weights(expected), weights(resumed)
     assert all(torch.equal(one[name], other[name]) for name in one)
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "finished"}
+
+
+def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch, unchecked):
+    cfg = toy_config(tmp_path / "run", "steps=1", "checkpoint.every=1", *SHORT)
+    states = []
+    monkeypatch.setattr(train, "export", lambda *given: states.append(runfolder.state_of(tmp_path / "run")))
+    train.train(cfg)
+    assert [*states, runfolder.state_of(tmp_path / "run")] == [{"state": "running"}, {"state": "finished"}]
 
 
 def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished, monkeypatch, capsys):
