@@ -69,7 +69,7 @@ def html(runs: list[LoggedRun], groups: Groups, names: list[str], compared: list
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     script = (PARTS / "script.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    drawn, zero = curves(groups)
+    drawn, undrawn = curves(groups)
     most = TEXTS // len(runs) // 2
     data = {"runs": [{"samples": completions(run.folder, most), "held_out": held_out(run.folder, most)}
                      for run in runs]}
@@ -78,7 +78,7 @@ def html(runs: list[LoggedRun], groups: Groups, names: list[str], compared: list
         title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs", refresh=refresh,
         written=datetime.now().strftime("%Y-%m-%d %H:%M:%S"), runs=[described(run) for run in runs],
         legend=legend, accuracy={name: accuracy_charts(groups, name) for name in names}, curves=drawn,
-        zero=zero, tables=compared, remarks=remarks, data=inside_script(data), script=Markup(script),
+        undrawn=undrawn, tables=compared, remarks=remarks, data=inside_script(data), script=Markup(script),
         script_hash=f"sha256-{digest}", style=Markup((PARTS / "style.css").read_text()))
 
 

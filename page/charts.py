@@ -80,13 +80,16 @@ class Chart:
 
 
 def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
-    """Draw the metrics of all steps, section by section, and name the metrics that are 0 throughout."""
+    """Draw the metrics of all steps, section by section, and say what is not drawn as it was logged."""
     runs = sum(groups.values(), [])
     keys = sorted({key for run in runs for line in run.steps for key in line})
     keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in APART)]
     zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.steps)]
     left = [key for key in keys if key not in zero]
     most = max(30, POINTS // max(1, len(left) * len(runs)))
+    remarks = [f"0 throughout, and not drawn: {', '.join(zero)}."] if zero else []
+    if any(len(run.steps) > most for run in runs):
+        remarks.append(f"Of more than {most} steps a point is the mean over neighbouring ones.")
     sections: dict[str, list[Chart]] = {}
     for section, charts in CHARTS.items():
         for title, patterns, note in charts:
@@ -95,7 +98,7 @@ def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
             for together in split(drawn, title, len(runs)):
                 name = title if title and (len(runs) == 1 or len(drawn) == 1) else ", ".join(together)
                 sections.setdefault(section, []).append(chart(name, note, groups, together, most))
-    return sections, zero
+    return sections, remarks
 
 
 def split(keys: list[str], title: str, runs: int) -> list[list[str]]:

@@ -13,6 +13,7 @@ from conftest import toy_config
 import config
 import report
 from config import ConfigError
+from infra import runfolder
 from page.pruning import kept_by_difficulty, kept_weights
 
 KINDS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
@@ -29,7 +30,7 @@ def write_run(folder, curve: list[float], *changes: str, every=1, total=None, st
     lines = []
     for step in range(last + 1):
         if step:
-            lines.append({"step": step, "reward/mean": 0.5 + step / 100, "rollout/tokens": tokens + step,
+            lines.append({"step": step, "reward/mean": 0.5 + step % 5 / 10, "rollout/tokens": tokens + step,
                           "train/tokens": tokens // 2, "time/step": seconds, "time/update": seconds / 4,
                           "time/rollout": seconds / 2})
         if step % every == 0:
@@ -266,6 +267,18 @@ def test_a_curve_goes_through_the_values_of_the_log(tmp_path):
         shift = 0 if axis == 0 else 3.04  # a label's baseline is that far below its tick
         read = [x + (point[axis] + shift - p) / (q - p) * (y - x) for point in points]
         assert read == pytest.approx([value[axis] for value in values], abs=0.01)
+
+
+def test_a_long_curve_is_drawn_by_means_and_the_page_says_so(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2] * 901)
+    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = [line | {f"other/{i}": 1.0 for i in range(100)} if "time/step" in line else line for line in lines]
+    runfolder.rewrite(folder / "metrics.jsonl", lines)
+    text, _ = page_of([folder], tmp_path / "out")
+    most = int(re.search(r"Of more than (\d+) steps a point is the mean over neighbouring ones", text)[1])
+    figure = next(f for f in text.split("<figure>") if "<b>Reward</b>" in f)
+    line = next(d for d, style in re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*)"', figure) if "--line-0" in style)
+    assert 0.9 * most < line.count("L ") < most < 900
 
 
 def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_path):
