@@ -112,6 +112,6 @@ class Tracker:
     def warn(self, error: Exception) -> None:
         if not self.warned:
             self.warned = True
-            print(f"wandb: {str(error).splitlines()[0]}: the run goes on, recorded in {self.folder}/wandb; "
-                  "`wandb sync` sends that later, after `wandb login` where it is missing",
-                  file=sys.stderr, flush=True)
+            reason = str(error).splitlines()[0].rstrip(".")
+            print(f"wandb: {reason}; its record of the run stays in {self.folder}/wandb, and `wandb sync` "
+                  "sends it later, after `wandb login` where that is missing", file=sys.stderr, flush=True)

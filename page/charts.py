@@ -204,7 +204,7 @@ def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
     for axis in (axes.xaxis, axes.yaxis):
         axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
     text = StringIO()
-    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif"}):
+    with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "path.simplify": False}):
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return Markup(as_part_of_a_page(text.getvalue()))
 

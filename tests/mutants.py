@@ -170,7 +170,7 @@ MUTANTS = [
     ("infra/tracking", "self.wandb.teardown()", "pass", "tracking"),
     ("infra/tracking", "if not self.warned:", "if True:", "tracking"),
     ("infra/tracking", "(self.wandb.Error, OSError)", "(self.wandb.Error,)", "tracking"),
-    ("infra/tracking", "pruned.weight_NG[place, g]", "pruned.weight_NG[0, g] / 2", "tracking"),
+    ("infra/tracking", "pruned.weight_NG[place, g].item()", "1.0", "tracking"),
     ("infra/tracking", "trained.get(id(group))", "trained.get(id(group), 0)", "tracking"),
     ("infra/tracking", "if not any(s.pending for s in group.samples)]", "]", "tracking"),
     ("metrics", "None if s.pending else int(c == 1)", "int(c == 1)", "window"),

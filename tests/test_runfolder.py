@@ -68,13 +68,13 @@ def test_a_look_at_a_run_tells_how_it_stands_and_changes_nothing(tmp_path):
     assert runfolder.state_of(tmp_path) == {"state": "died"} and not list(tmp_path.iterdir())
     log = runfolder.Log(tmp_path)
     log.lock()
+    before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert runfolder.state_of(tmp_path) == runfolder.state_of(tmp_path) == {"state": "running"}
     with (tmp_path / "lock").open() as file, pytest.raises(BlockingIOError):  # it is held still
         fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
     log.unlock()
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
     assert runfolder.state_of(tmp_path) == {"state": "died"}
-    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
+    assert {path.name: path.read_text() for path in tmp_path.iterdir()} == before
 
 
 def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatch):
