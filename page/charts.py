@@ -191,20 +191,20 @@ def plot_interval(axes: Axes, points: list[Line], i: int) -> None:
 
 def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
     """Let a function draw on axes, and return them as SVG that takes its colours from style.css."""
-    figure = Figure(figsize=SIZE)
-    figure.subplots_adjust(left=0.14, right=0.97, bottom=0.13, top=0.96)
-    axes = figure.subplots()
-    plot(axes)
-    axes.grid(color=GRID, linewidth=0.6)
-    axes.set_axisbelow(True)
-    axes.spines[:].set_visible(False)
-    axes.tick_params(colors=INK, length=0, labelsize=8)
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
-    axes.yaxis.set_major_locator(MaxNLocator(5))
-    for axis in (axes.xaxis, axes.yaxis):
-        axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "path.simplify": False}):
+        figure = Figure(figsize=SIZE)
+        figure.subplots_adjust(left=0.14, right=0.97, bottom=0.13, top=0.96)
+        axes = figure.subplots()
+        plot(axes)
+        axes.grid(color=GRID, linewidth=0.6)
+        axes.set_axisbelow(True)
+        axes.spines[:].set_visible(False)
+        axes.tick_params(colors=INK, length=0, labelsize=8)
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
+        axes.yaxis.set_major_locator(MaxNLocator(5))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return Markup(as_part_of_a_page(text.getvalue()))
 
