@@ -249,9 +249,9 @@ def trained_unchecked(cfg: config.Config) -> Gradient:
 
 
 def step_metrics(folder) -> dict[str, float]:
-    """Everything logged but what does depend on the ranks: times, how many rows there are to share out, and in how
-    many of them a prompt stands."""
-    shared_out = ("time/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
+    """Everything logged but what does depend on the ranks: times, memory, how many rows there are to share out, and in
+    how many of them a prompt stands."""
+    shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
     return {f"{i}/{key}": value for i, line in enumerate(runfolder.read(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
 
