@@ -15,6 +15,7 @@ import hashlib
 import json
 import re
 import sys
+from dataclasses import dataclass
 from datetime import datetime, timedelta
 from pathlib import Path
 from time import sleep
@@ -37,6 +38,17 @@ PARTS = Path(__file__).parent / "page"
 TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
 
 
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """What report.html and report.md are made of."""
+
+    runs: list[LoggedRun]
+    groups: Groups
+    sets: list[str]      # names of the evaluation sets
+    tables: list[Table]
+    remarks: list[str]   # on runs that the tables leave out
+
+
 def write_report(folders: list[Path], out: Path, level: float | None = None, refresh: int = 0) -> Path:
     """Write report.html and report.md into `out`, and return the page's path.
 
@@ -44,14 +56,17 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     """
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
-    names = list(dict.fromkeys(key.split("/")[1] for run in runs for line in run.evals for key in line
-                               if key.startswith("eval/")))
-    compared = tables(groups, names, level)
-    remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.last} of "
+    sets = list(dict.fromkeys(key.split("/")[1] for run in runs for line in run.evals for key in line
+                              if key.startswith("eval/")))
+    remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.steps_done} of "
                f"{run.total} steps." for run in runs if not run.finished]
-    out.mkdir(parents=True, exist_ok=True)
-    write(out / "report.md", markdown(compared, remarks))
-    write(out / "report.html", html(runs, groups, names, compared, remarks, refresh))
+    comparison = Comparison(runs, groups, sets, tables(groups, sets, level), remarks)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except FileExistsError:
+        raise ConfigError(f"--out {out} is a file; give a folder") from None
+    write(out / "report.md", markdown(comparison))
+    write(out / "report.html", html(comparison, refresh))
     return out / "report.html"
 
 
@@ -62,46 +77,55 @@ def write(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def html(runs: list[LoggedRun], groups: Groups, names: list[str], compared: list[Table], remarks: list[str],
-         refresh: int) -> str:
+def html(comparison: Comparison, refresh: int) -> str:
     """Fill page.html."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
+    runs, groups = comparison.runs, comparison.groups
+    drawn, undrawn = curves(groups)
+    shown = {
+        "title": runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
+        "legend": [(label, i % len(COLOURS), i // len(COLOURS) % 3) for i, label in enumerate(groups)],
+        "accuracy": {name: accuracy_charts(groups, name) for name in comparison.sets},
+        "curves": drawn, "undrawn": undrawn,
+        "runs": [described(run) for run in runs], "data": texts(runs),
+        "written": datetime.now().strftime("%Y-%m-%d %H:%M:%S"), "refresh": refresh,
+    }
+    return environment.get_template("page.html").render(comparison=comparison, **shown, **inlined())
+
+
+def inlined() -> dict[str, Any]:
+    """Read style and script, and hash the script: the page lets no other run."""
     script = (PARTS / "script.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    drawn, undrawn = curves(groups)
+    return {"script": Markup(script), "script_hash": f"sha256-{digest}",
+            "style": Markup((PARTS / "style.css").read_text())}
+
+
+def texts(runs: list[LoggedRun]) -> Markup:
+    """Write what script.js shows as json, in which no text can end its <script> or begin a comment."""
     most = TEXTS // len(runs) // 2
-    data = {"runs": [{"samples": completions(run.folder, most), "held_out": held_out(run.folder, most)}
+    data = {"runs": [{"samples": completions(run.samples, most), "held_out": held_out(run.folder, most)}
                      for run in runs]}
-    legend = [(label, i % len(COLOURS), i // len(COLOURS) % 3) for i, label in enumerate(groups)]
-    return environment.get_template("page.html").render(
-        title=runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs", refresh=refresh,
-        written=datetime.now().strftime("%Y-%m-%d %H:%M:%S"), runs=[described(run) for run in runs],
-        legend=legend, accuracy={name: accuracy_charts(groups, name) for name in names}, curves=drawn,
-        undrawn=undrawn, tables=compared, remarks=remarks, data=inside_script(data), script=Markup(script),
-        script_hash=f"sha256-{digest}", style=Markup((PARTS / "style.css").read_text()))
-
-
-def inside_script(data: Any) -> Markup:
-    """Write json that no text in it can end the <script> of, or begin a comment in."""
-    return Markup(json.dumps(data, ensure_ascii=False).replace("<", "\\u003c"))
+    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
+    return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
 
 
 def described(run: LoggedRun) -> dict[str, Any]:
     """Say what page.html shows of a run."""
     numbers, charts = pruning_charts(run)
     return {"name": str(run.folder), "state": run.state["state"], "error": run.state.get("error"),
-            "last": run.last, "total": run.total, "facts": facts(run), "newest": newest(run),
+            "steps_done": run.steps_done, "total": run.total, "facts": facts(run), "newest": newest(run),
             "pruning": numbers, "pruning_charts": charts, "config": (run.folder / "config.yaml").read_text()}
 
 
 def facts(run: LoggedRun) -> list[str]:
     """Say how a run does: time left, reward, held-out accuracy."""
     said = []
-    if run.state["state"] == "running" and run.last:
+    if run.state["state"] == "running" and run.steps_done:
         spent = sum(line.get("time/step", 0) + line.get("time/eval", 0) for line in run.lines)
-        left = timedelta(seconds=round(spent / run.last * (run.total - run.last)))
-        said.append(f"about {left} left" if run.last < run.total else "saving")
+        left = timedelta(seconds=round(spent / run.steps_done * (run.total - run.steps_done)))
+        said.append(f"about {left} left" if run.steps_done < run.total else "saving")
     if rewards := run.series("reward/mean")[1][-1:].tolist():
         said.append(f"reward {rewards[0]:.3f}")
     for line in run.evals[-1:]:
@@ -112,20 +136,20 @@ def facts(run: LoggedRun) -> list[str]:
 
 def newest(run: LoggedRun) -> dict[str, Any] | None:
     """Take the first completions of the newest group in samples.jsonl."""
-    lines = runfolder.read(run.folder / "samples.jsonl")
-    if not lines:
+    if not run.samples:
         return None
+    line = run.samples[-1]
     shown = [shortened(completion, 1000) | {"right": completion["components"]["accuracy"] == 1}
-             for completion in lines[-1]["completions"][:3]]
-    return {"step": lines[-1]["step"], "gold": lines[-1]["gold"], "completions": shown}
+             for completion in line["completions"][:3]]
+    return {"step": line["step"], "gold": line["gold"], "completions": shown}
 
 
-def markdown(compared: list[Table], remarks: list[str]) -> str:
+def markdown(comparison: Comparison) -> str:
     """Write the tables as markdown, for a pull request."""
-    page = ["# Runs compared", *map(cell, remarks)]
-    for table in compared:
-        rows = [table.head, ["---"] * len(table.head), *([cell(text) for text in row] for row in table.rows)]
-        rows[0] = list(map(cell, table.head))
+    page = ["# Runs compared", *map(cell, comparison.remarks)]
+    for table in comparison.tables:
+        head = [list(map(cell, table.head)), ["---"] * len(table.head)]
+        rows = [*head, *(map(cell, row) for row in table.rows)]
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows) if table.rows else ""
         page += [f"## {cell(table.title)}", *filter(None, (table.note, lines))]
     return "\n\n".join(page) + "\n"
@@ -139,10 +163,14 @@ def cell(text: str) -> str:
 
 def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> Path:
     """Write the page anew every so many seconds until none of the runs is running any more."""
-    while any(runfolder.state_of(folder)["state"] == "running" for folder in folders):
-        path = write_report(folders, out, level, refresh=seconds)
-        print(f"{datetime.now():%H:%M:%S}  {path}", file=sys.stderr)
-        sleep(seconds)
+    try:
+        while any(runfolder.state_of(folder)["state"] == "running" for folder in folders):
+            path = write_report(folders, out, level, refresh=seconds)
+            print(f"{datetime.now():%H:%M:%S}  {path}", file=sys.stderr)
+            sleep(seconds)
+    except KeyboardInterrupt:
+        write_report(folders, out, level)  # a page that does not wait for another
+        raise
     return write_report(folders, out, level)
 
 

@@ -14,6 +14,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import secrets
 import subprocess
 import sys
@@ -123,6 +124,20 @@ def state_of(folder: Path) -> dict:
     return lines[0] if lines else {"state": "died"}
 
 
+def evaluations(folder: Path) -> dict[int, Path]:
+    """Map the step of each evaluation to its file of answers, in order."""
+    named = {path: re.fullmatch(r"eval_(\d+)\.jsonl", path.name) for path in folder.glob("eval_*.jsonl")}
+    return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
+
+
+def said_of(error: BaseException) -> str:
+    """Say in one line what a run failed by."""
+    text = f"{type(error).__name__}: {error}".split("\n")[0]
+    if isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1":
+        text += " (seen by rank 0; where another rank ended first, its traceback says why)"
+    return text
+
+
 def environment(device: torch.device) -> dict:
     """Describe what runs: command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
@@ -171,6 +186,7 @@ class Log:
             self.held = lock_folder(self.folder)
 
     def unlock(self) -> None:
+        """Leave the folder to others."""
         if self.held is not None:
             self.held.release()
             self.held = None
@@ -180,7 +196,7 @@ class Log:
         if self.folder is None:
             return
         self.lock()
-        self.forget(evaluated_after=-1)
+        self.forget_later(evaluated_after=-1)
         for name in LOGS:  # of a run that was restarted before its first checkpoint
             (self.folder / name).unlink(missing_ok=True)
         (self.folder / "config.yaml").write_text(config.dump(cfg))
@@ -193,16 +209,16 @@ class Log:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
         if self.folder is None:
             return
-        self.forget(evaluated_after=step)
+        self.forget_later(evaluated_after=step)
         for name in LOGS:
             kept = [line for line in read(self.folder / name) if line["step"] <= step]
             rewrite(self.folder / name, kept)
 
-    def forget(self, evaluated_after: int) -> None:
+    def forget_later(self, evaluated_after: int) -> None:
         """Remove how the run has ended, and its evaluations after a step."""
         (self.folder / "state.json").unlink(missing_ok=True)
-        for path in self.folder.glob("eval_*.jsonl"):
-            if int(path.stem.removeprefix("eval_")) > evaluated_after:
+        for step, path in evaluations(self.folder).items():
+            if step > evaluated_after:
                 path.unlink()
 
     @contextmanager
@@ -212,14 +228,14 @@ class Log:
             self.track(cfg)
             yield
         except KeyboardInterrupt:  # locked until this process has ended, since a save may be under way
-            self.end({"state": "stopped"})
+            self.write_ending({"state": "stopped"})
             raise
         except BaseException as error:
             with suppress(OSError):  # of a full disk, which is perhaps the error itself
-                self.end({"state": "failed", "error": f"{type(error).__name__}: {error}".split("\n")[0]})
+                self.write_ending({"state": "failed", "error": said_of(error)})
             self.unlock()
             raise
-        self.end({"state": "finished"})
+        self.write_ending({"state": "finished"})
         self.unlock()
 
     def track(self, cfg: Config) -> None:
@@ -231,7 +247,8 @@ class Log:
             for line in read(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
 
-    def end(self, state: dict) -> None:
+    def write_ending(self, state: dict) -> None:
+        """Write state.json, once wandb has what is left."""
         if self.tracker is not None:
             self.tracker.finish(exit_code=int("error" in state))
         if self.folder is not None:

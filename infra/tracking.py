@@ -1,7 +1,7 @@
 """What a run shows of itself beside its folder: groups of each step as text, and Weights & Biases.
 
 wandb is imported where `log.wandb` asks for it alone. metrics.jsonl stays the source of truth: whatever fails
-there is one line on stderr, and training goes on.
+there is one line on stderr, apart from what wandb prints when its own process is gone, and training goes on.
 """
 
 import importlib
@@ -72,19 +72,28 @@ class Tracker:
                                        finish_timeout_raises=True)
         init = partial(self.wandb.init, project=cfg.log.wandb, id=run_id, resume="allow", dir=folder,
                        name=folder.resolve().name, config=flatten(cfg), settings=settings)
-        self.run = self.begin(init) or self.begin(partial(init, mode="offline"))
+        try:
+            self.run = self.begin(init)
+        except self.failures as error:
+            self.run = self.begin_offline(init, error)
 
     def begin(self, init: Callable) -> Any:
-        """Begin a wandb.Run, or return None. Nothing is printed, and so no question asked at a terminal."""
+        """Begin a wandb.Run. Nothing is printed, and so no question asked at a terminal."""
         self.wandb.setup(self.wandb.Settings(silent=True))
+        run = init()
+        run.define_metric("*", step_metric="step")
+        return run
+
+    def begin_offline(self, init: Callable, reason: Exception) -> Any:
+        """Begin a wandb.Run that is only recorded, or return None where that fails too, and say so."""
+        self.wandb.teardown()  # else the id is in use
         try:
-            run = init()
-            run.define_metric("*", step_metric="step")
-            return run
-        except self.failures as error:
-            self.warn(error)
-            self.wandb.teardown()  # else the id is in use
+            run = self.begin(partial(init, mode="offline"))
+        except self.failures:
+            self.warn(reason, "nothing of the run is recorded there")
             return None
+        self.warn(reason)
+        return run
 
     def log(self, values: dict) -> None:
         """Send values of one step, `step` among them."""
@@ -109,9 +118,10 @@ class Tracker:
         except self.failures as error:
             self.warn(error)
 
-    def warn(self, error: Exception) -> None:
+    def warn(self, error: Exception, what: str = "") -> None:
+        """Say once what failed, and what is recorded."""
         if not self.warned:
             self.warned = True
-            reason = str(error).splitlines()[0].rstrip(".")
-            print(f"wandb: {reason}; its record of the run stays in {self.folder}/wandb, and `wandb sync` "
-                  "sends it later, after `wandb login` where that is missing", file=sys.stderr, flush=True)
+            kept = (f"its record of the run stays in {self.folder}/wandb, and `wandb sync` sends it later, "
+                    "after `wandb login` where that is missing")
+            print(f"wandb: {str(error).splitlines()[0]}; {what or kept}", file=sys.stderr, flush=True)

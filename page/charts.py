@@ -25,6 +25,7 @@ from verify.statistics import half_width
 CHARTS = {
     "Reward": [
         ("Reward", ["reward/mean"], "mean over the completions of a step"),
+        ("Spread of the rewards", ["reward/std"], "their standard deviation"),
         ("Components of the reward", ["reward/*"], "means before their weights"),
         ("Flat groups", ["advantage/flat_groups"], "share of groups whose rewards are all equal"),
     ],
@@ -62,10 +63,11 @@ CHARTS = {
     ],
     "All others": [("", ["*"], "")],
 }
-APART = ("step", "eval/*", "reward/std", "time/start", "time/eval")  # not among the charts, or elsewhere
+APART = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
 COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
 INK, GRID = "#c0ff01", "#c0fe01"
 POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
+EVALUATIONS = 4_000  # likewise, of the points of all charts of accuracy
 SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
 
 Line = tuple[np.ndarray, np.ndarray]  # x and y of its points
@@ -82,9 +84,9 @@ class Chart:
 def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
     """Draw the metrics of all steps, section by section, and say what is not drawn as it was logged."""
     runs = sum(groups.values(), [])
-    keys = sorted({key for run in runs for line in run.steps for key in line})
+    keys = sorted({key for run in runs for line in run.lines for key in line})
     keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in APART)]
-    zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.steps)]
+    zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.lines)]
     left = [key for key in keys if key not in zero]
     most = max(30, POINTS // max(1, len(left) * len(runs)))
     remarks = [f"0 throughout, and not drawn: {', '.join(zero)}."] if zero else []
@@ -112,14 +114,11 @@ def split(keys: list[str], title: str, runs: int) -> list[list[str]]:
 def chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> Chart:
     """Draw metrics against steps, in at most so many points each."""
     def plot(axes: Axes) -> None:
-        if len(keys) > 1 or len(groups) == 1:
-            runs = sum(groups.values(), [])
-            for i, key in enumerate(keys):
-                for run in runs:
-                    axes.plot(*thinned(*run.series(key), most), color=COLOURS[i], linewidth=1.3)
-        else:
-            for i, group in enumerate(groups.values()):
-                plot_group(axes, group, [thinned(*run.series(keys[0]), most) for run in group], i)
+        runs = sum(groups.values(), [])
+        for i, key in enumerate(keys if len(runs) == 1 else []):
+            axes.plot(*thinned(*runs[0].series(key), most), color=COLOURS[i], linewidth=1.3)
+        for i, group in enumerate(groups.values() if len(runs) > 1 else []):
+            plot_group(axes, group, [thinned(*run.series(keys[0]), most) for run in group], i)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
 
     labels = [key.partition("/")[2] for key in keys] if len(keys) > 1 else []
@@ -128,20 +127,23 @@ def chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> 
 
 
 def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Line], i: int) -> None:
-    """Draw a thin line per run, and the mean of the finished ones where they have the same steps."""
+    """Draw a thin line per run, and a thick one, the mean of those that finished, if their steps are alike.
+
+    A run on its own is thick where it has finished.
+    """
     style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
-    thick = {"linewidth": 1.8, **style}
-    for run, line in zip(group, lines, strict=True):
-        axes.plot(*line, **(thick if len(group) == 1 and run.finished else thick | {"linewidth": 0.6}))
-    whole = [line for run, line in zip(group, lines, strict=True) if run.finished]
-    if len(whole) > 1 and len({len(x) for x, _ in whole}) == 1:
-        axes.plot(np.mean([x for x, _ in whole], axis=0), np.mean([y for _, y in whole], axis=0), **thick)
+    finished = [line for run, line in zip(group, lines, strict=True) if run.finished]
+    for line in lines if len(group) > 1 or not finished else []:
+        axes.plot(*line, linewidth=0.6, **style)
+    if finished and len({len(x) for x, _ in finished}) == 1:
+        x, y = (np.mean([line[axis] for line in finished], axis=0) for axis in (0, 1))
+        axes.plot(x, y, linewidth=1.8, **style)
 
 
 def thinned(x: np.ndarray, y: np.ndarray, most: int) -> Line:
     """Take means over neighbours, so that at most so many points are left."""
-    parts = np.array_split(np.arange(len(x)), most) if len(x) > most else np.arange(len(x))[:, None]
-    return np.array([x[part].mean() for part in parts]), np.array([y[part].mean() for part in parts])
+    blocks = np.array_split(np.arange(len(x)), most) if len(x) > most else np.arange(len(x))[:, None]
+    return np.array([x[block].mean() for block in blocks]), np.array([y[block].mean() for block in blocks])
 
 
 # ---- accuracy
@@ -154,36 +156,39 @@ def accuracy_charts(groups: Groups, name: str) -> list[Chart]:
 
 
 def plot_accuracy(axes: Axes, groups: Groups, name: str, kind: str) -> None:
+    """Draw each evaluation as a point, and lines and intervals of rows."""
+    runs = sum(groups.values(), [])
+    most = max(20, EVALUATIONS // (len(SPENT) * len(runs)))
     for i, group in enumerate(groups.values()):
-        points = []
+        lines = []
         for run in group:
             step_E, value_E = run.accuracy(name)
-            points.append((run.spent(kind, step_E), value_E))
-            axes.plot(*points[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
-        plot_group(axes, group, points, i)
-        if sum(map(len, groups.values())) == 1:
-            plot_wilson(axes, group[0], name)
-        plot_interval(axes, [p for run, p in zip(group, points, strict=True) if run.finished], i)
+            lines.append(thinned(run.spent(kind, step_E), value_E, most))
+            axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
+        plot_group(axes, group, lines, i)
+        plot_interval(axes, [line for run, line in zip(group, lines, strict=True) if run.finished], i)
+    if len(runs) == 1:
+        plot_wilson(axes, runs[0], name, most)
     bottom, top = axes.get_ylim()
     axes.set_ylim(max(-2, bottom), min(102, top))
 
 
-def plot_wilson(axes: Axes, run: LoggedRun, name: str) -> None:
+def plot_wilson(axes: Axes, run: LoggedRun, name: str, most: int) -> None:
     """Draw each evaluation's own interval."""
-    step_E, value_E = run.accuracy(name)
-    low_E, high_E = (100 * run.series(f"eval/{name}/{end}")[1] for end in ("low", "high"))
-    axes.vlines(step_E, low_E, high_E, color=COLOURS[0], linewidth=0.8)
+    step_E, low_E = thinned(*run.series(f"eval/{name}/low"), most)
+    _, high_E = thinned(*run.series(f"eval/{name}/high"), most)
+    axes.vlines(step_E, 100 * low_E, 100 * high_E, color=COLOURS[0], linewidth=0.8)
     for end_E in (low_E, high_E):
-        axes.plot(step_E, end_E, "_", color=COLOURS[0], markersize=4)
+        axes.plot(step_E, 100 * end_E, "_", color=COLOURS[0], markersize=4)
 
 
-def plot_interval(axes: Axes, points: list[Line], i: int) -> None:
+def plot_interval(axes: Axes, lines: list[Line], i: int) -> None:
     """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
-    if len(points) >= LEAST and len({len(x) for x, _ in points}) == 1:
-        value_RE = np.array([y for _, y in points])
+    if len(lines) >= LEAST and len({len(x) for x, _ in lines}) == 1:
+        value_RE = np.array([y for _, y in lines])
         middle, half = value_RE.mean(axis=0), half_width(value_RE)
         low, high = np.clip(middle - half, 0, 100), np.clip(middle + half, 0, 100)
-        axes.fill_between(np.mean([x for x, _ in points], axis=0), low, high, color=COLOURS[i % len(COLOURS)],
+        axes.fill_between(np.mean([x for x, _ in lines], axis=0), low, high, color=COLOURS[i % len(COLOURS)],
                           alpha=0.15, linewidth=0)
 
 
@@ -194,7 +199,7 @@ def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "path.simplify": False}):
         figure = Figure(figsize=SIZE)
-        figure.subplots_adjust(left=0.14, right=0.97, bottom=0.13, top=0.96)
+        figure.subplots_adjust(left=0.16, right=0.97, bottom=0.13, top=0.96)
         axes = figure.subplots()
         plot(axes)
         axes.grid(color=GRID, linewidth=0.6)
@@ -204,7 +209,7 @@ def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, 4)))
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return Markup(as_part_of_a_page(text.getvalue()))
 
@@ -213,7 +218,7 @@ def as_part_of_a_page(svg: str) -> str:
     """Leave out what a page has already, and put the variables of style.css in place of colours."""
     svg = svg[svg.index("<svg"):]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>|<!--.*?-->", "", svg, flags=re.DOTALL)
-    svg = re.sub(r' id="[a-z]+[a-zA-Z0-9]*_\d+"', "", svg)
+    svg = re.sub(r"; font-family: [^;\"]*| id=\"[\w.]+_\d+\"", "", svg)
     svg = re.sub(r' (width|height)="[^"]*pt"', "", svg, count=2)  # style.css gives its size
     for i, colour in enumerate(COLOURS):
         svg = svg.replace(colour, f"var(--line-{i})")

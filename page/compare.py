@@ -135,7 +135,7 @@ def cost_table(groups: Groups) -> Table:
     for label, group in groups.items():
         row = [label]
         for kind in ("steps", "generated tokens", "trained tokens"):
-            totals = [float(run.spent(kind, np.array([run.last]))[0]) for run in group]
+            totals = [float(run.spent(kind, np.array([run.steps_done]))[0]) for run in group]
             row.append(with_interval(totals, 0, form=amount))
         for phase in phases:
             row.append(with_interval([seconds(run).get(phase, 0.0) for run in group], 0))
@@ -153,12 +153,12 @@ def seconds(run: LoggedRun) -> dict[str, float]:
 
 # ---- cells
 
-def amount(value: float) -> str:
-    """Write a number of steps, tokens or seconds: 9.8, 126k, 1.3M."""
+def amount(value: float, digits: int = 3) -> str:
+    """Write a number in few characters: 9.8, 126k, 1.3M, 2.5e-4."""
     for unit, letter in ((1e6, "M"), (1e3, "k")):
         if abs(value) >= unit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:.3g}"
+            return f"{value / unit:.{digits}g}{letter}"
+    return short(float(f"{value:.{digits}g}")) if 0 < abs(value) < 1e-3 else f"{value:.{digits}g}"
 
 
 def with_interval(values: list[float], low: float = -np.inf, high: float = np.inf,

@@ -3,18 +3,19 @@
 import numpy as np
 from matplotlib.axes import Axes
 
-from infra.runfolder import read
-from page.charts import COLOURS, Chart, draw
+from infra import runfolder
+from page.charts import COLOURS, Chart, draw, thinned
 from page.compare import amount
 from page.runs import LoggedRun
 
+POINTS = 500       # of a line; longer ones are drawn by means of neighbouring steps
 BINS = 10          # of the accuracy of a group; 0 and 1 have bins of their own
 RIGHT, WRONG = COLOURS[2], COLOURS[1]
 
 
 def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     """Say in numbers and draw what pruning kept. Empty before the first step."""
-    decided = read(run.folder / "decisions.jsonl")
+    decided = runfolder.read(run.folder / "decisions.jsonl")
     if not decided:
         return [], []
     right, wrong = kept_by_difficulty(decided)
@@ -31,7 +32,7 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     skipped = run.series("prune/skipped")
     if skipped[1].any():
         charts.append(Chart("Prompts skipped", "of a step, before they were rolled out", [],
-                            draw(lambda axes: axes.plot(*skipped, color=COLOURS[0]))))
+                            draw(lambda axes: axes.plot(*thinned(*skipped, POINTS), color=COLOURS[0]))))
     return in_numbers(run), charts
 
 
@@ -40,10 +41,10 @@ def in_numbers(run: LoggedRun) -> list[str]:
     total = {key: run.series(key)[1].sum() for key in (
         "prune/kept", "prune/offered", "train/tokens", "rollout/tokens", "prune/skipped", "rollout/prompts")}
     texts = []
-    for part, whole, what in (("prune/kept", "prune/offered", "completions offered were kept"),
-                              ("train/tokens", "rollout/tokens", "tokens generated were trained on")):
-        if total[whole]:
-            texts.append(f"{total[part] / total[whole]:.1%} of {amount(total[whole])} {what}")
+    for used, of, what in (("prune/kept", "prune/offered", "completions offered were kept"),
+                           ("train/tokens", "rollout/tokens", "tokens generated were trained on")):
+        if total[of]:
+            texts.append(f"{total[used] / total[of]:.1%} of {amount(total[of])} {what}")
     skipped, rolled = amount(total["prune/skipped"]), amount(total["rollout/prompts"])
     return [*texts, f"{skipped} prompts were skipped and {rolled} rolled out"]
 
@@ -89,7 +90,8 @@ def plot_weights(axes: Axes, weights: np.ndarray) -> None:
 
 
 def plot_tokens(axes: Axes, run: LoggedRun) -> None:
+    """Draw what was generated and trained until each step."""
     step_S = np.array([step["step"] for step in run.steps])
     for kind, colour in (("generated tokens", COLOURS[0]), ("trained tokens", COLOURS[1])):
-        axes.plot(step_S, run.spent(kind, step_S), color=colour)
+        axes.plot(*thinned(step_S, run.spent(kind, step_S), POINTS), color=colour)
     axes.set_ylim(bottom=0)

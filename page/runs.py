@@ -5,7 +5,9 @@ to half of them the two ends are told instead; further apart it is not known. Ac
 """
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -24,18 +26,19 @@ SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": 
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps
 LONGEST_LABEL = 60     # characters; the name of the folder stands for more settings than that
 ABSENT = "absent"      # a setting that this kind of a section does not have
+UNCOMPARED = ("seed", "out", "log.", "checkpoint.")  # beginnings of settings by which no row differs
 
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run as its folder tells it. `settings` are all but the seed and the folder."""
+    """A run as its folder tells it."""
 
     folder: Path
     seed: int
-    total: int             # steps that the config asks for
-    settings: dict[str, Any]
-    state: dict[str, str]  # runfolder.state_of
-    lines: list[dict]      # metrics.jsonl
+    total: int                # steps that the config asks for
+    settings: dict[str, Any]  # all but UNCOMPARED
+    state: dict[str, str]     # runfolder.state_of
+    lines: list[dict]         # metrics.jsonl
 
     @cached_property
     def steps(self) -> list[dict]:
@@ -45,9 +48,13 @@ class LoggedRun:
     def evals(self) -> list[dict]:
         return [line for line in self.lines if is_evaluation(line)]
 
+    @cached_property
+    def samples(self) -> list[dict]:
+        """Read samples.jsonl. Lines of versions that kept no completions one by one are left out."""
+        return [line for line in runfolder.read(self.folder / "samples.jsonl") if "completions" in line]
+
     @property
-    def last(self) -> int:
-        """Count the steps done."""
+    def steps_done(self) -> int:
         return self.steps[-1]["step"] if self.steps else 0
 
     @property
@@ -62,14 +69,14 @@ class LoggedRun:
     def accuracy(self, name: str) -> tuple[np.ndarray, np.ndarray]:
         """Return the steps at which a set was evaluated, and the accuracies."""
         step_E, share_E = self.series(f"eval/{name}/accuracy")
-        return step_E, 100 * share_E
+        return step_E, np.round(100 * share_E, 9)  # 58, not 57.99999999999999, is a level that is reached
 
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
         """Add up what was spent until these steps were done. A step without the metric spent nothing."""
         key = SPENT[kind]
-        done = [0, *(step["step"] for step in self.steps)]
+        steps_done = [0, *(step["step"] for step in self.steps)]
         total = np.cumsum([0, *(1 if key is None else step.get(key, 0) for step in self.steps)])
-        return total[np.searchsorted(done, until_E, side="right") - 1].astype(float)
+        return total[np.searchsorted(steps_done, until_E, side="right") - 1].astype(float)
 
 
 Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but the seed
@@ -93,7 +100,7 @@ def read_run(folder: Path) -> LoggedRun:
     total = settings.get("steps")
     if not isinstance(total, int):
         raise ConfigError(f"{path}: steps={total!r} must be a whole number; give folders of train.py")
-    comparable = {key: value for key, value in settings.items() if key not in ("seed", "out")}
+    comparable = {key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)}
     return LoggedRun(folder, settings.get("seed", 0), total, comparable, runfolder.state_of(folder),
                      runfolder.read(folder / "metrics.jsonl"))
 
@@ -109,10 +116,11 @@ def flatten(settings: dict, path: str = "") -> dict[str, Any]:
 def group_runs(runs: list[LoggedRun]) -> Groups:
     """Put runs of one config together, in the order given, labelled by the settings in which they differ.
 
-    Where these are too long for a label it is the first folder's name without its seed, or its whole path
-    where that name is taken. Raises ConfigError for two finished runs of one config and seed, for they are
+    Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
     """
+    if len({run.folder.resolve() for run in runs}) < len(runs):
+        raise ConfigError("a run folder is given twice; give each once")
     groups: list[list[LoggedRun]] = []
     for run in runs:
         of_config = next((group for group in groups if group[0].settings == run.settings), None)
@@ -125,15 +133,23 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
     keys = differing([group[0] for group in groups])
     named: Groups = {}
     for group in groups:
-        run = group[0]
-        label = ", ".join(f"{key}={short(run.settings[key])}" for key in keys if key in run.settings)
-        if not label or len(label) > LONGEST_LABEL:
-            name = run.folder.resolve().name
-            if len(group) > 1:
-                name = re.sub(r"[-_]*(seed)?[-_]*\d+$", "", name) or name
-            label = name if name not in named else str(run.folder)
-        named[label] = group
+        named[label_of(group, keys, named)] = group
     return named
+
+
+def label_of(group: list[LoggedRun], keys: list[str], taken: Iterable[str]) -> str:
+    """Name a row by its values of these settings.
+
+    Where they are too many for a label it is the first folder's name without its seed; where that is taken,
+    the whole path.
+    """
+    run = group[0]
+    label = ", ".join(f"{key}={short(run.settings[key])}" for key in keys if key in run.settings)
+    if not label or len(label) > LONGEST_LABEL:
+        label = run.folder.resolve().name
+        if len(group) > 1:
+            label = re.sub(r"[-_]*(seed)?[-_]*\d+$", "", label) or label
+    return label if label not in taken else str(run.folder)
 
 
 def differing(runs: list[LoggedRun]) -> list[str]:
@@ -145,8 +161,7 @@ def differing(runs: list[LoggedRun]) -> list[str]:
 def short(value: Any) -> str:
     """Write a value as people type it: 1e-4 and not 0.0001, null and not None."""
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
-        digits, _, exponent = f"{value:.5e}".partition("e")
-        return f"{float(digits):g}e{int(exponent)}"
+        return format(Decimal(repr(value)), "e")
     return as_yaml(value)
 
 

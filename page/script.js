@@ -77,16 +77,19 @@ function fill(select, options) {
 }
 
 function showAnswers() {
-  const sets = current().held_out;
-  fill(byId("set"), Object.keys(sets).map((name) => option(name, name)));
-  const pairs = sets[byId("set").value] || [];
-  fill(byId("pair"), pairs.map((pair) => option(`${pair.from} and ${pair.to}`, `${pair.from}-${pair.to}`)));
-  const pair = pairs.find((one) => `${one.from}-${one.to}` === byId("pair").value);
+  const { pairs, left_out: leftOut } = current().held_out;
+  fill(byId("set"), [...new Set(pairs.map((pair) => pair.set))].map((name) => option(name, name)));
+  const ofSet = pairs.filter((pair) => pair.set === byId("set").value);
+  fill(byId("pair"), ofSet.map((pair) => option(`${pair.from} and ${pair.to}`, `${pair.from}-${pair.to}`)));
+  const pair = ofSet.find((one) => `${one.from}-${one.to}` === byId("pair").value);
   const wanted = byId("change").value;
   const rows = pair ? pair.rows.filter((row) => !wanted || wanted === changeOf(row)) : [];
-  const left = pair ? pair.better + pair.worse - pair.rows.length : 0;
-  byId("change-note").textContent = !pair ? "There are not two evaluations yet." :
-    `${pair.better} became right and ${pair.worse} wrong.` + (left ? ` ${left} of them are not on this page; eval_*.jsonl of the run folder has them.` : "");
+  const missing = pair ? pair.better + pair.worse - pair.rows.length : 0;
+  const notes = [pair ? `${pair.better} became right and ${pair.worse} wrong.` : "There are not two evaluations yet."];
+  if (missing) notes.push(`${missing} of them are not on this page.`);
+  if (leftOut) notes.push(`The ${leftOut} oldest pairs of evaluations are not on this page.`);
+  if (missing || leftOut) notes.push("eval_*.jsonl of the run folder has them.");
+  byId("change-note").textContent = notes.join(" ");
   byId("answers").replaceChildren(...rows.slice(0, answersShown).map(answer));
   byId("more").hidden = rows.length <= answersShown;
 }
@@ -111,15 +114,16 @@ function showRun() {
 }
 
 // Where the reader is: the last title above the top of the screen, and how far above it stands.
-const titles = () => [...document.querySelectorAll("h1, h2, h3, figcaption b")];
+const titles = () => [...document.querySelectorAll("h1, h2, h3, figcaption b")].filter((title) => title.checkVisibility());
+const alike = (title) => titles().filter((one) => one.textContent === title); // "Reward" is a section and a chart
 
 function remember() {
   const above = titles().filter((title) => title.getBoundingClientRect().top <= 1).pop() || titles()[0];
   const step = current().samples.steps[Number(byId("step").value)];
   sessionStorage.setItem(location.pathname, JSON.stringify({
-    values: Object.fromEntries(controls.map((control) => [control.id, control.value])),
-    open: [...document.querySelectorAll("details")].map((one) => one.open),
-    step: step && step.step, title: above.textContent, top: above.getBoundingClientRect().top }));
+    values: Object.fromEntries(controls.map((control) => [control.id, control.value])), answersShown,
+    open: [...document.querySelectorAll("details")].map((one) => one.open), step: step && step.step,
+    title: above.textContent, number: alike(above.textContent).indexOf(above), top: above.getBoundingClientRect().top }));
 }
 
 function restore() {
@@ -130,11 +134,12 @@ function restore() {
   const steps = current().samples.steps, same = steps.findIndex((one) => saved && one.step >= saved.step);
   byId("step").max = Math.max(0, steps.length - 1);
   byId("step").value = same < 0 ? steps.length - 1 : same;
+  if (saved) answersShown = saved.answersShown;
   for (let round = 0; round < 3; round += 1) { showRun(); choose(); } // run, then its sets, then their pairs
   showRun();
   if (!saved) return;
   [...document.querySelectorAll("details")].forEach((one, i) => { one.open = Boolean(saved.open[i]); });
-  const title = titles().find((one) => one.textContent === saved.title);
+  const title = alike(saved.title)[saved.number] || alike(saved.title)[0];
   if (title) window.scrollBy(0, title.getBoundingClientRect().top - saved.top);
 }
 

@@ -1,15 +1,14 @@
 """Choose the completions and held-out answers that a page shows, within a number of bytes.
 
-Of a run whose texts are too many, every k-th step is on the page, and of too many answers that changed the
-first; texts may be cut too. What was left out is told in the page itself.
+Of a run whose texts are too many, every k-th step is on the page; of answers that changed the first of each
+pair of evaluations, and the newest pairs. Texts may be cut too. The page says what it leaves out.
 """
 
 import json
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from infra.runfolder import read
+from infra import runfolder
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
 ROWS = (1000, 200, 50, 20, 8, 3)            # answers that changed, for each pair of evaluations
@@ -31,13 +30,13 @@ def shortened(value: Any, limit: int | None) -> Any:
     return f"{value[:limit]} … ({len(value) - limit:,} more characters in the run folder)"
 
 
-def completions(folder: Path, most: int) -> dict:
-    """Choose the steps of samples.jsonl whose groups are shown: all, or every k-th and the last.
+def completions(samples: list[dict], most: int) -> dict:
+    """Choose the steps whose groups are shown, from lines of samples.jsonl: all, or every k-th and the last.
 
-    {"every": k, "steps": [{"step", "groups": lines of samples.jsonl}]}; at most so many bytes.
+    {"every": k, "steps": [{"step", "groups": [line]}]}; at most so many bytes, but for one step.
     """
     by_step: dict[int, list[dict]] = {}
-    for line in read(folder / "samples.jsonl"):
+    for line in samples:
         by_step.setdefault(line["step"], []).append(line)
     steps = [{"step": step, "groups": groups} for step, groups in sorted(by_step.items())]
     every, shown = 1, steps
@@ -58,53 +57,53 @@ def every_kth(items: list, k: int) -> list:
 
 
 def held_out(folder: Path, most: int) -> dict:
-    """Choose the held-out answers that changed between two evaluations.
+    """Choose the held-out answers that changed between two evaluations, of the first and the last one, and of
+    each and the one before it.
 
-    {set: [{"from", "to", "better": how many, "worse": how many, "rows": [...]}]} for the first and the last
-    evaluation, and for each and the one before it. A row has "id", "question", "gold", and of both
-    evaluations the text of the first answer and the share of answers that were right. At most so many bytes.
+    {"pairs": [{"set", "from", "to", "better": how many, "worse": how many, "rows": [...]}], "left_out": how
+    many pairs, the oldest}. A row has "id", "question", "gold", and of both evaluations the text of the first
+    answer and the share of answers that were right. At most so many bytes, but for one pair.
     """
-    paths = sorted(folder.glob("eval_*.jsonl"))
+    pairs = changes(runfolder.evaluations(folder))
     for limit, rows in zip((*TEXT_LIMITS, *TEXT_LIMITS[-1:] * 2), ROWS, strict=True):
-        shown = changes(paths, limit, rows)
+        shown = [pair | {"rows": shortened(pair["rows"][:rows], limit)} for pair in pairs]
         if size(shown) <= most:
             break
-    return shown
+    while len(shown) > 1 and size(shown) > most:
+        shown = shown[:len(shown) // 2]
+    return {"pairs": shown, "left_out": len(pairs) - len(shown)}
 
 
-def changes(paths: list[Path], limit: int | None, rows: int) -> dict:
-    """Compare evaluations that follow one another, and the first with the last, in at most so many rows."""
-    whole = [(paths[0], paths[-1])] if len(paths) > 2 else []
-    by_set: dict[str, list[dict]] = {}
-    for before, after in [*whole, *reversed(list(pairwise(paths)))]:
-        for name, pair in compared(before, after, limit, rows).items():
-            by_set.setdefault(name, []).append(pair)
-    return by_set
+def changes(files: dict[int, Path]) -> list[dict]:
+    """Compare the first evaluation with the last, and each, the newest first, with the one before it."""
+    pairs: list[dict] = []
+    first = last = None
+    for step, path in files.items():
+        answers = {(line["set"], line["id"]): line for line in runfolder.read(path)}
+        if last:
+            pairs = compared(*last, step, answers) + pairs
+        first, last = first or (step, answers), (step, answers)
+    return [*compared(*first, *last), *pairs] if len(files) > 2 else pairs
 
 
-def compared(before: Path, after: Path, limit: int | None, rows: int) -> dict[str, dict]:
-    """Compare two evaluations, set by set."""
-    first = {(line["set"], line["id"]): line for line in read(before)}
+def compared(before: int, old: dict, after: int, new: dict) -> list[dict]:
+    """Compare the evaluations after two steps, set by set. They are {(set, id): line of eval_*.jsonl}."""
     by_set: dict[str, dict] = {}
-    for line in read(after):
-        old = first.get((line["set"], line["id"]))
-        pair = by_set.setdefault(line["set"], {"from": step_of(before), "to": step_of(after), "better": 0,
-                                               "worse": 0, "rows": []})
-        if old is None or share_right(old) == share_right(line):
+    for (name, key), line in new.items():
+        pair = by_set.setdefault(name, {"set": name, "from": before, "to": after, "better": 0, "worse": 0,
+                                        "rows": []})
+        was, now = (share_right(one) if one else None for one in (old.get((name, key)), line))
+        if was in (None, now):
             continue
-        pair["better" if share_right(line) > share_right(old) else "worse"] += 1
-        if len(pair["rows"]) < rows:
-            texts = {"before": old["responses"][0]["text"], "after": line["responses"][0]["text"]}
-            shares = {"right_before": share_right(old), "right_after": share_right(line)}
-            row = {key: line[key] for key in ("id", "question", "gold")} | texts | shares
-            pair["rows"].append(shortened(row, limit))
-    return by_set
-
-
-def step_of(path: Path) -> int:
-    return int(path.stem.removeprefix("eval_"))
+        pair["better" if now > was else "worse"] += 1
+        if len(pair["rows"]) < ROWS[0]:
+            texts = {"before": old[name, key]["responses"][0]["text"], "after": line["responses"][0]["text"]}
+            row = {"id": key, "question": line["question"], "gold": line["gold"]} | texts
+            pair["rows"].append(shortened(row, TEXT_LIMITS[1]) | {"right_before": was, "right_after": now})
+    return list(by_set.values())
 
 
 def share_right(line: dict) -> float:
+    """Compute the share of a problem's answers that are right."""
     verdicts = [response["verdict"] == "right" for response in line["responses"]]
     return sum(verdicts) / len(verdicts)

@@ -131,6 +131,22 @@ def rows(browser) -> list[dict]:
             for row in cells]
 
 
+def short(value: float) -> str:
+    """Three digits, as the page writes a number."""
+    return f"{value:.3g}"
+
+
+def components(completion: dict) -> str:
+    values = [f"{name} {short(value)}" for name, value in completion["components"].items() if value]
+    return ", ".join(values) or "all components 0"
+
+
+def background(browser, element: str) -> str:
+    return browser.execute_script("""for (let e = document.querySelector(arguments[0]); e; e = e.parentElement) {
+        const colour = getComputedStyle(e).backgroundColor;
+        if (colour !== "rgba(0, 0, 0, 0)") return colour; }""", element)
+
+
 def move_slider(browser, place: int) -> None:
     browser.execute_script("""const slider = document.getElementById("step");
         slider.value = arguments[0]; slider.dispatchEvent(new Event("input"));""", place)
@@ -161,6 +177,14 @@ def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
     check_quiet(browser, page)
     assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "finished"
     assert "step 10 of 10" in browser.find_element(By.ID, "now").text
+    newest = [c for line in runfolder.read(finished / "samples.jsonl")[-1:] for c in line["completions"]][:3]
+    said = [line.text.splitlines()[0] for line in browser.find_elements(By.CSS_SELECTOR, ".newest li")]
+    assert said == [f"{'✓' if c['components']['accuracy'] == 1 else '✗'} reward {short(c['reward'])}, "
+                    f"{'kept' if c['kept'] else 'pruned'}" for c in newest]
+    labels = browser.execute_script("""return [...document.querySelectorAll("#groups tbody tr:first-child td")].map(
+        (cell) => getComputedStyle(cell, "::before").content)""")
+    columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"] * 2
+    assert labels == ([f'"{column}: "' for column in columns] if width == 400 else ["none"] * 12)
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
     assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "What pruning did", "Settings"]
     charts = browser.find_element(By.ID, "curves").text
@@ -179,7 +203,11 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
         assert [row["text"] for row in shown] == [c["text"] for c in completions]
         assert [row["answer"][2:] for row in shown] == [
             "right" if c["components"]["accuracy"] == 1 else "wrong" for c in completions]
-        assert [row["kept"].startswith("kept") for row in shown] == [c["kept"] for c in completions]
+        assert [row["kept"] for row in shown] == [
+            f"kept, probability {short(c['prob'])}, weight {short(c['weight'])}" if c["kept"] else
+            f"pruned, probability {short(c['prob'])}" for c in completions]
+        assert [row["advantage"] for row in shown] == [short(c["advantage"]) for c in completions]
+        assert [row["reward"] for row in shown] == [f"{short(c['reward'])} ({components(c)})" for c in completions]
         assert [row["tokens"] for row in shown] == [
             f"{c['tokens']}, {'finished' if c['finished'] else 'cut'}" for c in completions]
         heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#groups h3")]
@@ -188,6 +216,55 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
         assert prompt == next(x["prompt"] for x in logged if x["step"] == step) and "<|im_start|>" in prompt
     assert any("<|im_end|>" in row["text"] for row in rows(browser))
     check_quiet(browser, page)
+
+
+def test_colours_tell_right_from_wrong_and_kept_from_pruned_light_and_dark(browser, finished, tmp_path):
+    page, seen = report.write_report([finished], tmp_path), {}
+    for scheme in SCHEMES:
+        show(browser, page, 1280, scheme)
+        seen[scheme] = [background(browser, f"#groups tr.{row}") for row in ("right.kept", "wrong.kept", "pruned")]
+        seen[scheme].append(background(browser, "body"))
+        assert len(set(seen[scheme])) == 4
+    assert not set(seen["light"]) & set(seen["dark"])
+
+
+def test_states_have_colours_of_their_own(browser, tmp_path):
+    runs = [write_run(tmp_path / str(state), [0.1, 0.2], f"seed={i}", state=state)
+            for i, state in enumerate(("finished", "stopped", "failed", None))]
+    show(browser, report.write_report(runs, tmp_path / "out"))
+    states = browser.find_elements(By.CSS_SELECTOR, "#now .state")
+    assert [state.text for state in states] == ["finished", "stopped", "failed", "died"]
+    colours = [state.value_of_css_property("background-color") for state in states]
+    assert colours[2] == colours[3] and len(set(colours)) == 3
+
+
+@pytest.mark.parametrize("width", WIDTHS)
+def test_a_page_that_is_read_again_keeps_every_place(browser, finished, tmp_path, width):
+    """Titles that occur twice, sections of a run that is not chosen, answers that were unfolded."""
+    other = write_run(tmp_path / "other", [0.1, 0.5], "seed=1")
+    for runs in ([finished], [finished, other]):
+        show(browser, report.write_report(runs, tmp_path / str(len(runs))), width)
+        browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
+        if (more := browser.find_element(By.ID, "more")).is_displayed():
+            more.click()
+        height = browser.execute_script("return document.documentElement.scrollHeight")
+        for place in range(0, height - 900, height // 12):
+            browser.execute_script("scrollTo(0, arguments[0])", place)
+            browser.execute_script("location.reload()")
+            WebDriverWait(browser, 20).until(
+                lambda _: browser.execute_script("return document.readyState") == "complete")
+            assert browser.execute_script("return scrollY") == pytest.approx(place, abs=1)
+
+
+def test_a_page_that_leaves_steps_out_says_so(browser, tmp_path):
+    folder = write_run(tmp_path / "run", [0.2] * 401)
+    completion = {"text": 2000 * "x", "tokens": 9, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
+                  "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
+    group = {"id": "x", "prompt": "p", "gold": "1", "completions": [completion] * 16}
+    write_lines(folder / "samples.jsonl", [{"step": step, **group} for step in range(1, 401)])
+    show(browser, report.write_report([folder], tmp_path))
+    note = browser.find_element(By.ID, "texts-note").text
+    assert re.match(r"This page holds the texts of every \d+th step; those of the others are in samples.jsonl", note)
 
 
 def test_filters_leave_what_they_name(browser, finished, tmp_path):
@@ -242,10 +319,11 @@ def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finish
 def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
     """Opened at step 3 or soon after it, the page shows step 8 later, where the reader was and with his slider."""
     out, page = tmp_path / "run", tmp_path / "page" / "report.html"
+    other = write_run(tmp_path / "other", [0.1, 0.5], "seed=7")
     wait = WebDriverWait(browser, 120, poll_frequency=0.1)
     with ended(subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)) as run:
         wait.until(lambda _: len(runfolder.read(out / "samples.jsonl")) >= 2 * 3)
-        watch = subprocess.Popen(command(ROOT / "report.py", out, "--out", page.parent, "--watch", "1"),
+        watch = subprocess.Popen(command(ROOT / "report.py", out, other, "--out", page.parent, "--watch", "1"),
                                  env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         with ended(watch):
             wait.until(lambda _: page.is_file())
@@ -254,6 +332,7 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
             assert " left" in browser.find_element(By.ID, "now").text
             first = done(browser)
             move_slider(browser, 1)
+            browser.execute_script("document.querySelector('#settings details').open = true")
             choose(browser, "right", "wrong")
             browser.execute_script("document.querySelector('#groups h3:last-of-type').scrollIntoView()")
             browser.execute_script("scrollBy(0, 57)")
@@ -261,6 +340,7 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
             wait.until(lambda _: done(browser) >= first + 5)
             assert where(browser) == pytest.approx(place, abs=1)
             assert browser.find_element(By.ID, "step-shown").text.startswith("2 of ")
+            assert browser.execute_script("return document.querySelector('#settings details').open")
             assert Select(browser.find_element(By.ID, "right")).first_selected_option.text == "wrong"
             run.send_signal(signal.SIGINT)
             assert run.wait(60) == 130
@@ -316,6 +396,9 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
         show(browser, page, width)
         check_layout(browser)
         check_quiet(browser, page)
+    browser.execute_script("""const script = document.createElement("script"); script.text = "window.ran = 7";
+        document.body.append(script)""")
+    assert browser.execute_script("return window.ran") is None  # the page lets no script run but its own
 
 
 def write_lines(path: Path, lines: list[dict]) -> None:

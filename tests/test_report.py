@@ -32,10 +32,12 @@ def write_run(folder, curve: list[float], *changes: str, every=1, total=None, st
         if step:
             lines.append({"step": step, "reward/mean": 0.5 + step % 5 / 10, "rollout/tokens": tokens + step,
                           "train/tokens": tokens // 2, "time/step": seconds, "time/update": seconds / 4,
-                          "time/rollout": seconds / 2})
+                          "time/rollout": seconds / 2, "rollout/entropy": 1 / step, "rollout/length": 20.0 - step % 3,
+                          "reward/std": 0.1 + step % 2 / 5, "train/loss": -2.5e-4 * step, "prune/offered": 16,
+                          "prune/kept": 4, "prune/skipped": step, "rollout/prompts": 4 - step})
         if step % every == 0:
             share = curve[step // every]
-            lines.append({"step": step, "time/eval": 1.0, "eval/few/accuracy": share,
+            lines.append({"step": step, "time/eval": 1.0, "eval/few/length": 9.0 + step, "eval/few/accuracy": share,
                           "eval/few/low": max(0, share - 0.08), "eval/few/high": min(1, share + 0.08)})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if state:
@@ -248,25 +250,125 @@ def test_the_cost_of_runs(tmp_path):
         ["optim.lr=1e-5", "2", "203", "100", "3.0", "8.0", "2.0", "4.0", "2.0"]]
 
 
-def test_a_curve_goes_through_the_values_of_the_log(tmp_path):
-    """Two ticks of each axis give the scale, by which the points of the line are metrics.jsonl's."""
+POINT = re.compile(r"[ML] ([-\d.]+) ([-\d.]+)")
+
+
+class Drawn:
+    """What a chart draws, in the units of its axes: grid lines and their labels give the scale."""
+
+    def __init__(self, page: str, title: str, section: str = ""):
+        page = page[page.index(f'<section id="{section}">'):] if section else page
+        self.svg = next(f for f in page.split("<figure>") if f"<b>{title}</b>" in f).partition("</figure>")[0]
+        ticks = re.findall(r'd="M ([\d.]+) ([\d.]+) \nL ([\d.]+) ([\d.]+) \n"[^>]*--grid.*?<text[^>]*>([^<]+)</text>',
+                           self.svg, re.DOTALL)
+        self.marks = [[(float(x), number(label)) for x, _, end, _, label in ticks if x == end],
+                      [(float(y), number(label)) for _, y, _, end, label in ticks if y == end]]
+
+    def at(self, pixels: list[tuple[str, str]]) -> list[tuple[float, float]]:
+        values = []
+        for pair in pixels:
+            read = []
+            for pixel, marks in zip(map(float, pair), self.marks, strict=True):
+                (p, low), (q, high) = marks[0], marks[-1]
+                read.append(low + (pixel - p) / (q - p) * (high - low))
+            values.append(tuple(read))
+        return values
+
+    def lines(self, colour: int, width: float | None = None) -> list[list[tuple[float, float]]]:
+        style = r'style="fill: none; stroke: var\(--line-(\d)\); stroke-width: ([\d.]+)'
+        return [self.at(POINT.findall(d)) for d, c, w in re.findall(rf'<path d="([^"]*)"[^>]*{style}', self.svg)
+                if int(c) == colour and width in (None, float(w))]
+
+    def bands(self) -> list[list[tuple[float, float]]]:
+        """The outlines of shaded intervals, which stand in <defs> and are used 158.4 further down."""
+        shaded = r'<path id="[^"]*" d="([^"]*z\s*)"/>\s*</defs>\s*<g[^>]*>\s*<use [^>]*fill-opacity'
+        return [self.at([(x, str(float(y) + 158.4)) for x, y in POINT.findall(d)])
+                for d in re.findall(shaded, self.svg)]
+
+    def bars(self, colour: int) -> list[tuple[float, float]]:
+        """The middle and the height of each bar."""
+        outlines = [self.at(POINT.findall(d)) for d in re.findall(
+            rf'<path d="([^"]*)"[^>]*style="fill: var\(--line-{colour}\)', self.svg)]
+        return [(mean({x for x, _ in outline}), max(y for _, y in outline)) for outline in outlines]
+
+
+def number(label: str) -> float:
+    """A label of an axis; matplotlib writes another minus."""
+    unit = {"k": 1e3, "M": 1e6}.get(label[-1], 1)
+    return unit * float(label.rstrip("kM").replace("\N{MINUS SIGN}", "-"))
+
+
+def near(points) -> list:
+    return [pytest.approx(point, abs=0.02 * max(1, abs(point[1]) / 10)) for point in points]
+
+
+def logged(folder, key: str) -> list[tuple[int, float]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [(line["step"], line[key]) for line in lines if key in line]
+
+
+def test_curves_go_through_the_values_of_the_log(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 9)
     text, _ = page_of([folder], tmp_path / "out")
-    figure = next(f for f in text.split("<figure>") if "<b>Reward</b>" in f)
-    line = next(d for d, style in re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*)"', figure) if "--line-0" in style)
-    points = [tuple(map(float, pair)) for pair in re.findall(r"[ML] ([\d.]+) ([\d.]+)", line)]
-    steps = [json.loads(text) for text in (folder / "metrics.jsonl").read_text().splitlines()]
-    values = [(step["step"], step["reward/mean"]) for step in steps if "reward/mean" in step]
-    ticks = [tuple(map(float, tick)) for tick in
-             re.findall(r'<text [^>]*?x="([\d.]+)" y="([\d.]+)"[^>]*>([\d.]+)<', figure)]
-    assert len(points) == len(values) == 8
-    horizontal = [t for t in ticks if t[1] == max(t[1] for t in ticks)]
-    vertical = [t for t in ticks if t not in horizontal]
-    for axis, marks in ((0, horizontal), (1, vertical)):
-        (p, x), (q, y) = ((marks[i][axis], marks[i][2]) for i in (0, -1))
-        shift = 0 if axis == 0 else 3.04  # a label's baseline is that far below its tick
-        read = [x + (point[axis] + shift - p) / (q - p) * (y - x) for point in points]
-        assert read == pytest.approx([value[axis] for value in values], abs=0.01)
+    for title, key in (("Reward", "reward/mean"), ("Entropy", "rollout/entropy"), ("Length", "rollout/length"),
+                       ("Spread of the rewards", "reward/std"), ("eval/few/length", "eval/few/length")):
+        line, = Drawn(text, title).lines(0)
+        assert line == near(logged(folder, key)), title
+    phases = Drawn(text, "Tokens generated and trained")
+    for colour, key in enumerate(("rollout/tokens", "train/tokens")):
+        assert phases.lines(colour) == [near(logged(folder, key))]
+
+
+def test_accuracies_stand_within_their_own_intervals(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2, 0.5, 0.9])
+    chart = Drawn(page_of([folder], tmp_path / "out")[0], "Accuracy against steps")
+    assert chart.lines(0, 1.8) == [near([(0, 20), (1, 50), (2, 90)])]
+    assert chart.lines(0, 0.8) == [near([(i, x - 8), (i, min(100, x + 8))]) for i, x in enumerate((20, 50, 90))]
+
+
+def test_a_row_of_several_runs_has_its_mean_and_from_three_on_its_interval(tmp_path):
+    """The mean of those that finished; its interval is cut to what is possible."""
+    curves = [[0.2, 0.5, 0.99], [0.2, 0.7, 0.6], [0.2, 0.6, 0.9]]
+    runs = [write_run(tmp_path / f"run{seed}", curve, f"seed={seed}", tokens=100 * (seed + 1))
+            for seed, curve in enumerate(curves)]
+    died = write_run(tmp_path / "died", [0.2, 0.0], "seed=9", total=2, state=None)
+    text, _ = page_of([*runs, died], tmp_path / "out")
+    for kind, key in KINDS.items():
+        chart = Drawn(text, f"Accuracy against {kind}")
+        spent = [mean(curve_of(run, kind)[i][1] for run in runs) for i in range(3)]
+        middle = [(x, 100 * mean(column)) for x, column in zip(spent, zip(*curves, strict=True), strict=True)]
+        line, = chart.lines(0, 1.8)
+        assert line == [pytest.approx(point, rel=0.01, abs=0.05) for point in middle]
+        assert len(chart.lines(0, 0.6)) == 4
+        halves = [STUDENT[3] * stdev(column) * 100 / 3 ** 0.5 for column in zip(*curves, strict=True)]
+        band, = chart.bands()
+        for (x, y), half in zip(middle, halves, strict=True):
+            ends = [v for u, v in band if u == pytest.approx(x, rel=0.01, abs=0.05)]
+            assert (min(ends), max(ends)) == pytest.approx((max(0, y - half), min(100, y + half)), abs=0.3), key
+    assert max(y for _, y in band) == pytest.approx(100, abs=0.3)
+    reward = Drawn(text, "Reward")
+    assert len(reward.lines(0, 0.6)) == 4 and len(reward.lines(0, 1.8)) == 1
+    assert not Drawn(page_of(runs[:2], tmp_path / "two")[0], "Accuracy against steps").bands()
+
+
+def test_what_pruning_did_is_drawn_as_it_was_decided(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2, 0.5, 0.9])
+    decided = [{"step": 1, "prompts": [{"right": [1, 0, 0, 0, 0], "completion_weight": [2.0, 1.0, 0, 0, 0]},
+                                       {"right": [1, 1, 1, 1, 0], "completion_weight": [0, 0, 1.0, 0, 1.0]}]}]
+    (folder / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in decided))
+    text, _ = page_of([folder], tmp_path / "out")
+    shares = Drawn(text, "Share kept against difficulty", "pruning")
+    assert shares.bars(2) == near([(0.18, 1.0), (0.78, 0.25)])   # of right completions
+    assert shares.bars(1) == near([(0.22, 0.25), (0.82, 1.0)])   # of wrong ones
+    weights = [bar for bar in Drawn(text, "Weights of kept completions", "pruning").bars(0) if bar[1] > 0.01]
+    assert weights == [pytest.approx((1.0, 0.75), abs=0.06), pytest.approx((2.0, 0.25), abs=0.06)]
+    tokens = Drawn(text, "Tokens generated and trained", "pruning")
+    assert tokens.lines(0) == [[pytest.approx(p, rel=0.01) for p in ((1, 101), (2, 203))]]
+    assert tokens.lines(1) == [[pytest.approx(p, rel=0.01) for p in ((1, 50), (2, 100))]]
+    said = ("25.0% of 32 completions offered were kept", "49.3% of 203 tokens generated were trained on",
+            "3 prompts were skipped and 5 rolled out.")
+    assert " · ".join(said) in text
+    assert Drawn(text, "Prompts skipped", "pruning").lines(0) == [near([(1, 1), (2, 2)])]
 
 
 def test_a_long_curve_is_drawn_by_means_and_the_page_says_so(tmp_path):
@@ -293,8 +395,13 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
     with pytest.raises(ConfigError, match="nowhere is not a run folder: it has no config.yaml"):
         report.write_report([tmp_path / "nowhere"], tmp_path / "out")
     run = write_run(tmp_path / "run", [0.1, 0.2])
+    with pytest.raises(ConfigError, match="a run folder is given twice; give each once"):
+        report.write_report([run, run / ".." / "run"], tmp_path / "out")
+    twin = write_run(tmp_path / "twin", [0.1, 0.2])
     with pytest.raises(ConfigError, match="two have the same config and seed; give each run once"):
-        report.write_report([run, run], tmp_path / "out")
+        report.write_report([run, twin], tmp_path / "out")
+    with pytest.raises(ConfigError, match="config.yaml is a file; give a folder"):
+        report.write_report([run], run / "config.yaml")
     (run / "config.yaml").write_text("steps: many\n")
     with pytest.raises(ConfigError, match="run/config.yaml: steps='many' must be a whole number"):
         report.write_report([run], tmp_path / "out")
@@ -353,6 +460,60 @@ def test_a_page_of_a_long_run_stays_small_and_says_what_it_leaves_out(tmp_path):
     data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"][0]
     steps, every = [step["step"] for step in data["samples"]["steps"]], data["samples"]["every"]
     assert every > 1 and steps == list(range(300, 0, -every))[::-1]
-    pair, = data["held_out"]["few"]
-    assert pair["better"] == 900 and 0 < len(pair["rows"]) < 900
+    (pair,), left_out = data["held_out"]["pairs"], data["held_out"]["left_out"]
+    assert (pair["from"], pair["to"], pair["better"], left_out) == (0, 300, 900, 0) and 0 < len(pair["rows"]) < 900
     assert "more characters in the run folder)" in pair["rows"][0]["after"] or pair["rows"][0]["after"] == words * 4
+
+
+def test_a_page_of_many_evaluations_stays_small_and_keeps_the_newest(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2] * 401)
+    for step in range(401):
+        answer = {"k": 0, "text": f"{step} " + 1500 * "x", "verdict": ("wrong", "right")[step % 2]}
+        problem = {"set": "few", "question": "?", "gold": "1", "responses": [answer]}
+        lines = [json.dumps(problem | {"id": f"p{i}"}) for i in range(4)]
+        (folder / f"eval_{step:06d}.jsonl").write_text("\n".join([*lines, ""]))
+    (folder / "eval_math.jsonl").write_text("somebody's own\n")
+    path = report.write_report([folder], tmp_path / "out")
+    assert path.stat().st_size < 5e6
+    data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"][0]
+    pairs, left_out = data["held_out"]["pairs"], data["held_out"]["left_out"]
+    assert len(pairs) + left_out == 401 and left_out > 0
+    assert [(p["from"], p["to"]) for p in pairs[:3]] == [(0, 400), (399, 400), (398, 399)]
+
+
+def test_samples_of_an_older_version_and_numbers_that_are_none_leave_the_page_whole(tmp_path):
+    folder = write_run(tmp_path / "run", [0.2, 0.3])
+    completion = {"text": "a", "tokens": 1, "finished": True, "reward": float("nan"), "components": {"accuracy": 0.0},
+                  "advantage": 0.0, "kept": True, "prob": 1.0, "weight": 1.0}
+    lines = [{"step": 1, "id": "a", "texts": ["b"]},
+             {"step": 1, "id": "a", "prompt": "p", "gold": "1", "completions": [completion]}]
+    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    text, _ = page_of([folder], tmp_path / "out")
+    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0], parse_constant=pytest.fail)
+    (group,), = (step["groups"] for step in data["runs"][0]["samples"]["steps"])
+    assert group["completions"][0]["reward"] is None
+
+
+def test_a_level_counts_as_reached_at_the_very_level(tmp_path):
+    run = write_run(tmp_path / "run", [0.2, 0.4, 0.58, 0.58])  # 100 x 0.58 is a little less than 58
+    assert page_of([run], tmp_path / "out", level=58)[1]["few: spent to reach 58.0%"][1][1] != "not reached"
+
+
+def test_rates_that_differ_in_their_last_digit_are_two_rows(tmp_path):
+    runs = [write_run(tmp_path / rate, [0.2, 0.4], f"optim.lr={rate}") for rate in ("1.0000001e-4", "1.0000002e-4")]
+    assert len(page_of(runs, tmp_path / "out")[1]["Cost of a whole run"]) == 3
+
+
+def test_a_watch_that_is_stopped_leaves_a_page_that_waits_for_nothing(tmp_path, monkeypatch):
+    folder, pages = write_run(tmp_path / "run", [0.2, 0.3]), []
+
+    def interrupt(seconds):
+        pages.append((folder / "report.html").read_text())
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(runfolder, "state_of", lambda folder: {"state": "running"})
+    monkeypatch.setattr(report, "sleep", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        report.watch([folder], folder, None, 7)
+    pages.append((folder / "report.html").read_text())
+    assert [bool(re.search('<body data-refresh="7">', page)) for page in pages] == [True, False]

@@ -190,6 +190,15 @@ def test_what_fails_in_a_run_is_said_once(offline, tmp_path, monkeypatch, capsys
     assert said.count("\n") == 1 and not failures
 
 
+def test_what_cannot_even_be_recorded_is_not_promised(offline, tmp_path, capsys):
+    tracker = tracking.Tracker(toy_config(tmp_path / "run", *SHORT, "log.wandb=a/b:c"), tmp_path, "1a2b3c4d")
+    tracker.log({"step": 1})
+    tracker.finish(0)
+    said = capsys.readouterr().err
+    assert "Invalid project name" in said and said.endswith("; nothing of the run is recorded there\n"), said
+    assert not list(tmp_path.glob("wandb/*/*.wandb"))
+
+
 def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="log.wandb=winnow, but wandb cannot be imported .*; pip install -r req"):
