@@ -130,7 +130,11 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_co
 
 DYING = """
 import os, sys, train
-log_step = train.runfolder.Log.step
+save, log_step = train.Checkpoints.save, train.runfolder.Log.step
+def save_whole(checkpoints, *given):
+    save(checkpoints, *given)
+    checkpoints.wait()
+train.Checkpoints.save = save_whole
 def die(log, step, *given):
     log_step(log, step, *given)
     if step == 2:
