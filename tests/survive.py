@@ -53,13 +53,21 @@ def family(pid: int) -> list[int]:
     return [pid, *(p for child in below for p in family(int(child)))]
 
 
+def size_of(path: Path) -> int:
+    """The bytes in a file; 0 where there is none: a run that died before its first checkpoint begins its logs anew."""
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0
+
+
 def kill(process: subprocess.Popen, out: Path, seconds: float, in_a_save: bool) -> bool:
     """kill -9 when so much time has passed since the first step of this process was logged, or at the next save from
     then on. Returns whether the run was still going."""
     log, wait = out / "metrics.jsonl", None
-    size = log.stat().st_size if log.is_file() else 0
+    size = size_of(log)
     while process.poll() is None:
-        if wait is None and log.is_file() and log.stat().st_size > size:
+        if wait is None and size_of(log) > size:
             wait = monotonic() + seconds
         saving = any((out / "checkpoints").glob("*.unfinished")) if (out / "checkpoints").is_dir() else False
         if wait is not None and monotonic() > wait and (saving or not in_a_save):
