@@ -1,5 +1,7 @@
 """Compute advantages: rewards in, one number per completion out. Pure functions.
 
+A completion without a reward, nan, has no advantage, nan, and its group is compared as if it were not there.
+
 Dimension key:  N prompts (groups) in one step,  G completions per prompt.
 """
 
@@ -17,19 +19,34 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
     if adv_NG.shape != rewards.total_NG.shape:  # of a method of one's own: it would be broadcast further on
         raise ValueError(f"advantage.kind={settings.kind} returns shape {[*adv_NG.shape]}, and must return "
                          f"{[*rewards.total_NG.shape]}, a number for each completion of each group")
+    if (adv_NG.isnan() & ~rewards.total_NG.isnan()).any():  # nan is nobody's but those without a reward
+        raise ValueError(f"advantage.kind={settings.kind} returns nan for a completion that has a reward; "
+                         "torch.nanmean and its like leave out those without one")
     return adv_NG
 
 
 def flat(reward_NG: Tensor) -> Tensor:
     """Mark groups of equal rewards, bool [N]. Not by std > 0: the mean of equal floats may be off."""
-    return (reward_NG == reward_NG[:, :1]).all(dim=1)
+    return reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1) <= reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
+
+
+def comparable(reward_NG: Tensor) -> Tensor:
+    """Mark groups that show something: two completions or more have a reward, or all of them, bool [N]."""
+    scored_NG = ~reward_NG.isnan()
+    return (scored_NG.sum(dim=1) > 1) | scored_NG.all(dim=1)
+
+
+def count_scored(reward_NG: Tensor) -> Tensor:
+    """Count the completions of each group that have a reward, [N, 1], at least 1."""
+    return (~reward_NG.isnan()).to(reward_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
 
 
 def centred(reward_NG: Tensor) -> Tensor:
     """Subtract the group's mean: Dr. GRPO (arXiv:2503.20783). Without a division by the deviation, hard and
     easy prompts weigh no more than others. Exactly 0 for a flat group.
     """
-    return torch.where(flat(reward_NG)[:, None], 0.0, reward_NG - reward_NG.mean(dim=1, keepdim=True))
+    level_NG = torch.where(flat(reward_NG)[:, None], reward_NG, reward_NG.nanmean(dim=1, keepdim=True))
+    return reward_NG - level_NG
 
 
 def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
@@ -39,9 +56,9 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     A group whose rewards are all equal carries no signal and gets exactly 0, and so does a group of one.
     """
     centred_NG = centred(reward_NG)
-    count = max(reward_NG.shape[1] - correction, 1)
-    std_N1 = (centred_NG.square().sum(dim=1, keepdim=True) / count).sqrt()
-    return torch.where(flat(reward_NG)[:, None], 0.0, centred_NG / (std_N1 + eps))
+    count_N1 = (count_scored(reward_NG) - correction).clamp(min=1)
+    std_N1 = (centred_NG.square().nansum(dim=1, keepdim=True) / count_N1).sqrt()
+    return torch.where(flat(reward_NG)[:, None], centred_NG, centred_NG / (std_N1 + eps))
 
 
 def leave_one_out(reward_NG: Tensor) -> Tensor:
@@ -50,8 +67,8 @@ def leave_one_out(reward_NG: Tensor) -> Tensor:
 
     Not divided by a deviation: that of the other rewards may be 0 while the difference is not.
     """
-    G = reward_NG.shape[1]
-    return centred(reward_NG) * (G / (G - 1))
+    count_N1 = count_scored(reward_NG)
+    return centred(reward_NG) * (count_N1 / (count_N1 - 1).clamp(min=1))
 
 
 def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
@@ -59,11 +76,14 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     step: GDPO (arXiv:2601.05242). Rewards that are summed first map distinct combinations to one advantage.
 
     Every group's sum is 0, so the step's mean is 0 and only its scale is normalised: over completions, as the
-    authors do in TRL; verl does it over tokens, where long completions count more.
+    authors do in TRL; verl does it over tokens, where long completions count more. A component that is nan
+    for a completion adds nothing to it.
     """
-    adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps)
+    adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps).nan_to_num()
                  for name, weight in rewards.weights.items())
-    return adv_NG / (adv_NG.std(correction=0) + eps) if adv_NG.any() else adv_NG
+    none_NG = rewards.total_NG.isnan()
+    scale = adv_NG[~none_NG].std(correction=0) + eps if adv_NG.any() else 1
+    return (adv_NG / scale).masked_fill(none_NG, torch.nan)
 
 
 # advantage.kind -> function of the rewards and of that section of the config, [N, G]

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from advantage import flat
-from config import Config, Prune, Reward, Rollout
+from config import Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import dist
-from methods import greso
+from methods import custom_reward, greso
 from prune import COMPLETIONS, REFILLING, Offer
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
@@ -35,6 +35,7 @@ class Sampler:
     sampling: Rollout
     reward: Reward
     seed: int
+    graded: bool = True  # by the verifier: every problem has an answer
 
     def rollout(self, turns: list[Turn]) -> list[Group]:
         """Sample o_1 .. o_G ~ pi_old(. | q) for the turns that are kept; every rank gets all groups."""
@@ -54,16 +55,18 @@ class Sampler:
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
-        answered = [(sample, group.prompt.answer) for group in groups for sample in group.samples]
-        completions = [(self.tokenizer.decode(sample.ids), answer, sample.length)
-                 for sample, answer in dist.local_slice(answered)]
-        names = measured(self.reward)
-        values = score(completions, self.sampling.max_new_tokens, self.reward)
+        answered = [(sample, group.prompt) for group in groups for sample in group.samples]
+        completions = [(self.tokenizer.decode(sample.ids), prompt, sample.length)
+                       for sample, prompt in dist.local_slice(answered)]
+        names = measured(self.reward, self.graded)
+        values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
         local_RP = torch.tensor(values, dtype=torch.float64).view(-1, len(names))
         all_RP = torch.cat(dist.gather_rows(local_RP))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        return Rewards(components, self.reward.weights, self.sampling.differ_in)
+        rewards = Rewards(components, self.reward.weights, self.sampling.differ_in)
+        custom_reward.require_lives(rewards, self.reward)
+        return rewards
 
 
 def gather_samples(samples: list[Sample]) -> list[Sample]:
@@ -161,7 +164,11 @@ def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
 
 
 def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
-    """Choose the groups to train on, and prune their completions; the weights of both levels multiply."""
+    """Choose the groups to train on, and prune their completions; the weights of both levels multiply.
+
+    Raises ConfigError for a completion without a reward where prompts are skipped and not replaced: how many
+    of theirs would have none is not known, and so is no denominator.
+    """
     kept = list(range(len(rolled.groups)))
     if selection.rollout.until == "informative":
         kept = informative(rolled).nonzero()[:, 0].tolist()[:selection.rollout.prompts_per_step]
@@ -174,14 +181,21 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
         places, offered = list(range(len(groups))), len(groups)
     else:
         places, offered = [i for i, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
+    prompts = selection.prune.prompts.kind
+    if reward_NG.isnan().any() and prompts not in ("none", *REFILLING):
+        first = int(reward_NG.isnan().any(dim=1).nonzero()[0])
+        raise ConfigError(f"prune.prompts.kind={prompts} needs a reward for every completion, and one of "
+                          f"{turns[first].prompt.id} has none: each component is None; return a number, or "
+                          "set prune.prompts.kind=none")
     weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     settings = selection.prune.completions
     offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1)
     pruned = COMPLETIONS[settings.kind if groups else "none"](offer, settings)
-    factor_NG = weight_N1 * (without_truncated(groups, G) if selection.prune.truncated else 1)
+    factor_NG = weight_N1 * ~reward_NG.isnan()
+    factor_NG = factor_NG * (without_truncated(groups, G) if selection.prune.truncated else 1)
     both = Pruned(pruned.keep_NG & (factor_NG > 0), pruned.weight_NG * factor_NG, pruned.prob_NG * prob_N1)
-    correct_NG = rolled.rewards.components["accuracy"][kept] == 1
+    correct_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))[kept] == 1
     return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed)
 
 

@@ -2,23 +2,25 @@
 
 A config file is a difference from the one that it names as `base:`, and `--set a.b=c` comes on top. A file or
 command line that names another `kind` of a section starts it empty. The bound of a setting is in its type;
-what settings ask of one another stands below the sections. settings.py turns yaml into all this.
+what settings ask of one another stands in rules.py. settings.py turns yaml into all this.
 """
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, fields
+
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
-from itertools import chain
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 
 import settings
+from infra.paths import find_path, user_path
+from rules import all_rules
 from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
 
 CONFIGS = Path(__file__).parent / "configs"
 Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                   "prune.completions.kind=none")]
+Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for what is always dropped")]
 
 
@@ -35,10 +37,16 @@ class Model:
 
 @dataclass(frozen=True, slots=True)
 class Data:
-    train: str                     # .jsonl, .parquet, a named set or user/set:config:split on the hub
-    eval: str                      # one or several of the same, separated by commas
+    train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
+    eval: str | None               # one or several of the same, separated by commas; null: train without
     dir: str | None = None         # folder that holds the named sets; null: from the hub
+    # our name -> the file's column, where that is another (reward_model.ground_truth: one inside a column);
+    # null: none. Named sets have their own.
+    columns: dict[Column, str | None] | None = None
     system_prompt: str | None = None  # put before every question; null: what the chat template has
+    chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
+    template: dict[str, Any] | None = None  # arguments of the chat template: {enable_thinking: false}
+    prompt: str | None = None      # in place of any template: "Question: {question}\nAnswer:"
     max_prompt_tokens: Count = 512  # a longer prompt is an error, never cut
     drop_longer: bool = False      # longer training prompts are left out, and their number is printed
     limit: Count | None = None     # train on the first so many problems; null: on all
@@ -49,6 +57,8 @@ class Rollout:
     group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
     max_new_tokens: Count          # tokens after which a completion is cut
+    # texts that end a completion, as an end-of-sequence token does; trained on up to where they are whole
+    stop: list[str] | None = None
     # When a step has enough. offered: after N prompts. informative: after N groups whose rewards differ; the
     # others are replaced (DAPO). full: when what is kept fills pack.budget, N prompts at a time.
     until: Literal["offered", "informative", "full"] = "offered"
@@ -77,14 +87,33 @@ class Reward:
     tag_number: float = 0.0        # the last answer tag holds the gold answer's one number (CPPO)
     overlong: float = 0.0          # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
     overlong_tokens: int | None = None  # tokens over which `overlong` falls
-    custom: float = 0.0            # what reward(text, gold, tokens) of custom_file returns, in [-1, 1]
-    custom_file: str | None = None  # a Python file of your own
+    # what reward(text, gold, tokens, row) of custom_file returns; {name: weight}: several functions of it
+    custom: float | dict[str, float] = 0.0
+    custom_file: str | None = None  # a Python file of your own (docs/evaluation.md)
+    custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
+    custom_gib: Positive = 2.0     # memory for a completion
+    # what all functions count as for a completion whose call is ended
+    custom_ended: Annotated[float, settings.within("[-1, 1]")] = 0.0
+    custom_workers: Count | None = None  # processes on each rank; null: half of its cores, at most 8
+
+    @property
+    def functions(self) -> dict[str, str]:
+        """Map the components that count and are the user's own to the functions of custom_file."""
+        if not isinstance(self.custom, dict):
+            return {"custom": "reward"} if self.custom else {}
+        return {name: name for name, weight in self.custom.items() if weight}
 
     @property
     def weights(self) -> dict[str, float]:
         """Name the components that count, with their weights."""
-        names = [f.name for f in fields(self) if f.type is float]
-        return {name: getattr(self, name) for name in names if getattr(self, name)}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
+        named |= self.custom if isinstance(self.custom, dict) else {"custom": self.custom}
+        return {name: weight for name, weight in named.items() if weight}
+
+    @property
+    def needs_answers(self) -> bool:
+        """Tell whether a component that counts must have the gold answer; `custom` gets "" without one."""
+        return not self.weights.keys().isdisjoint(("accuracy", "wrong", "tag_exact", "tag_number"))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -279,6 +308,7 @@ class Optim:
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
+    limit: Count | None = None     # evaluate on the first so many problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
     top_p: Annotated[float, settings.within("(0, 1]")] = 1.0  # from the likeliest tokens of this probability
@@ -318,138 +348,17 @@ class Config:
     log: Log = Log()
 
 
-# A choice -> the settings that are for it alone, and why; without it they keep their defaults.
-SERVES = {
-    "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
-    "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
-    "rollout.until=full": ["pack.budget"],
-    "rollout.window": ["advantage.bootstrap: nothing is cut"],
-    "loss.trust=clip, clip_sequence or clamp": ["loss.clip_low", "loss.clip_high"],
-    "loss.trust=clip or clip_sequence": ["loss.dual_clip"],
-    "loss.trust=total_variation or binary_kl": ["loss.divergence", "loss.ratio_cap"],
-    "advantage.kind=gae": [f"critic.{f.name}" for f in fields(Critic)],
-}
-# A choice -> a setting, what that must then be, and why.
-ASKS = {
-    "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
-    "rollout.group_size=1": [
-        ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
-        ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
-    ],
-    "advantage.residual": [
-        ("loss.trust", "none", "only then is its gradient that of the squared loss"),
-        ("loss.per", "sum", "only then is its gradient that of the squared loss"),
-    ],
-    "advantage.kind=decoupled": [("rollout.until", "offered", "its scale is that of one round")],
-    "prune.completions.kind=bernoulli or pps": [
-        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept")],
-    "prune.prompts.kind=bernoulli": [
-        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
-        ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
-    "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
-    "loss.mask_ratio": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
-    "rollout.window": [
-        ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
-        ("prune.completions.kind", "none", "what is cut has no |advantage| in a group yet to be pruned by"),
-        ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
-        ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
-        ("loss.per", "token, constant or sum", "a step has only a part of a sequence"),
-        ("loss.trust", "clip, clamp, total_variation, binary_kl or none", "a step has parts of sequences"),
-    ],
-}
-
-
-def size_rules(cfg: Config) -> Iterator[settings.Rule]:
-    roll, critic = cfg.rollout, cfg.critic
-    G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
-    longest = cfg.data.max_prompt_tokens + new
-    most = roll.max_rounds * N * G * longest
-    yield ("pack.capacity", cfg.pack.capacity >= longest,
-           f"at least {longest} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
-           f"rollout.max_new_tokens={new}); raise it or lower those")
-    yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
-    yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
-           f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")
-    yield ("rollout.group_size", G >= 2 or isinstance(cfg.advantage, SoftValue | Gae),
-           f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
-    yield ("rollout.window", roll.window is None or 1 <= roll.window <= new,
-           f"in 1..{new} (rollout.max_new_tokens), or null")
-    yield ("update.minibatches", cfg.update.minibatches >= 1 and N % cfg.update.minibatches == 0,
-           f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
-    if isinstance(cfg.advantage, Gae):
-        yield "critic.lr", critic.lr is not None and critic.lr > 0, "above 0 with advantage.kind=gae"
-        yield ("critic.pretrain_steps", 0 <= critic.pretrain_steps < cfg.steps,
-               f"in 0..{cfg.steps - 1}, below steps")
-        yield ("advantage.lam", cfg.advantage.alpha is None or cfg.advantage.lam == Gae().lam,
-               "left out with advantage.alpha")
-    yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
-           "1 at eval.temperature=0: greedy answers are all the same")
-    yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
-           "auto, none or all with model.compile=true, which by itself recomputes what is cheap")
-    low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one for 0.01"
-    yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
-    yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
-
-
-def pruning_rules(cfg: Config) -> Iterator[settings.Rule]:
-    completions, prompts = cfg.prune.completions, cfg.prune.prompts
-    G, N = cfg.rollout.group_size, cfg.rollout.prompts_per_step
-    if isinstance(completions, TopK | Pps):
-        yield ("prune.completions.keep", 1 <= completions.keep <= G,
-               f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
-    if isinstance(completions, Bottom):
-        yield ("prune.completions.drop_prob", drops(completions.drop_prob, G),
-               f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
-    if isinstance(prompts, LowestRank):
-        yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
-               f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
-    counted = cfg.loss.count == "kept" or cfg.rollout.until == "informative"
-    if isinstance(prompts, Thinned | LowestRank) and not counted:
-        why = (f"with prune.prompts.kind={prompts.kind} and loss.count=all: a mean over all tokens needs the "
-               "length of what a prompt that is skipped would have got")
-        yield "loss.per", cfg.loss.per != "token", f"sequence, constant or sum {why}"
-        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {why}"
-
-
-def drops(share: float, count: int) -> bool:
-    """Tell whether a share of so many, rounded down, drops at least one, or is meant to drop none."""
-    return share == 0 or int(share * count + 1e-9) >= 1
-
-
-def reward_rules(cfg: Config) -> Iterator[settings.Rule]:
-    reward, most = cfg.reward, cfg.rollout.max_new_tokens
-    yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
-    for name, weight in (("overlong_tokens", "overlong"), ("custom_file", "custom")):
-        yield (f"reward.{name}", (getattr(reward, name) is None) == (getattr(reward, weight) == 0),
-               f"set with reward.{weight}, and null without")
-    yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
-           f"in 1..{most} (rollout.max_new_tokens)")
-    yield ("reward.custom_file", reward.custom_file is None or Path(reward.custom_file).is_file(),
-           "a Python file with a function reward(text, gold, tokens)")
-    if reward.accuracy == 0:
-        tells = "unless reward.accuracy has a weight, which tells what is correct"
-        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {tells}"
-        yield "rollout.differ_in", cfg.rollout.differ_in == "reward", f"reward {tells}"
-
-
-def loss_rules(cfg: Config) -> Iterator[settings.Rule]:
-    loss = cfg.loss
-    yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
-           "above 1 + loss.clip_high, or null")
-    if loss.trust in ("total_variation", "binary_kl"):
-        yield ("loss.divergence", loss.divergence is not None and loss.divergence > 0,
-               f"above 0 with loss.trust={loss.trust}")
-
-
 def load(name: str | Path, overrides: list[str] = ()) -> Config:
     """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
     path = settings.locate(name, Path(), CONFIGS)
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
     raw = reduce(settings.merge, [*settings.layers(path, CONFIGS), changes], settings.first_kinds(Config))
     cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
-    rules = (size_rules(cfg), pruning_rules(cfg), reward_rules(cfg), loss_rules(cfg),
-             settings.table_rules(cfg, SERVES, ASKS))
-    for key, fine, allowed in chain(*rules):
+    names = (cfg.reward.custom_file, cfg.data.chat_template)
+    own, template = (name and str(find_path(name)) for name in names)
+    cfg = replace(cfg, out=str(user_path(cfg.out)), reward=replace(cfg.reward, custom_file=own),
+                  data=replace(cfg.data, chat_template=template))
+    for key, fine, allowed in all_rules(cfg):
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")
     return cfg

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from advantage import flat
+from advantage import comparable, flat
 from config import Prompts
 from infra.dist import seed_for
 from methods import greso
@@ -43,7 +43,7 @@ class Visit:
 
 def easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
     """Mark easy groups, of equal values above `middle`, and hard ones, of other equal values, bool [N]."""
-    flat_N, high_N = flat(value_NG), value_NG[:, 0] > middle
+    flat_N, high_N = flat(value_NG), value_NG.nan_to_num(nan=-torch.inf).amax(dim=1) > middle
     return flat_N & high_N, flat_N & ~high_N
 
 
@@ -109,14 +109,16 @@ class PromptHistory:
                       mean, self.explore)
 
     def record(self, rolled: Rolled) -> None:
-        """Remember a round's rollouts, where prompts are pruned by them."""
+        """Remember a round's rollouts that show something, where prompts are pruned by them."""
         if self.pruning.kind == "none":
             return
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = easy_and_hard(value_NG, self.middle)
-        sizes = rolled.adv_NG.abs().mean(dim=1).tolist()
+        sizes = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num().tolist()  # 0 where none has a reward
         rows = zip(rolled.kept, value_NG.tolist(), sizes, easy_N.tolist(), hard_N.tolist(), strict=True)
-        for turn, values, size, is_easy, is_hard in rows:
+        for shows, (turn, values, size, is_easy, is_hard) in zip(comparable(value_NG), rows, strict=True):
+            if not shows:  # as if it had not come up
+                continue
             old = self.visits.get(turn.prompt.id)
             easy, hard, times = (old.easy, old.hard, old.times) if old else (0, 0, 0)
             self.visits[turn.prompt.id] = Visit(turn.epoch, tuple(values), size, easy + 1 if is_easy else 0,
@@ -125,8 +127,9 @@ class PromptHistory:
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
         if self.pruning.kind in REFILLING and rolled.turns[-1].epoch > 0:
-            easy, hard = (x_N.double().mean().item()
-                          for x_N in easy_and_hard(rolled.rewards.compared_NG, self.middle))
+            value_NG = rolled.rewards.compared_NG
+            marks = easy_and_hard(value_NG[comparable(value_NG)], self.middle)
+            easy, hard = (x_N.double().mean().nan_to_num().item() for x_N in marks)
             self.explore = greso.adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:

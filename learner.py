@@ -17,9 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, ConfigError, Loss, Model, Optim, Pack, Update
+from config import Config, Loss, Model, Optim, Pack, Update
 from infra import dist
-from infra.checkpoint import Role, is_complete, load_tensors, tensors
+from infra.checkpoint import Role, origin, require_whole, with_policy
+from infra.paths import user_path
+from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model, load_weights
 from model import BACKENDS, Decoder, empty_model, load_model
@@ -151,22 +153,19 @@ def roles(learner: Learner) -> dict[str, Role]:
 def main() -> int:
     parser = argparse.ArgumentParser(
         description="A checkpoint as a Hugging Face folder, for eval.py or vLLM.")
-    parser.add_argument("checkpoint", type=Path, help="runs/NAME/checkpoints/step_000123")
-    parser.add_argument("--out", type=Path, required=True, help="the folder to write")
+    parser.add_argument("checkpoint", type=user_path, help="runs/NAME/checkpoints/step_000123")
+    parser.add_argument("--out", type=user_path, required=True, help="the folder to write")
     args = parser.parse_args()
     return exit_status(partial(export_checkpoint, args.checkpoint, args.out))
 
 
 def export_checkpoint(step: Path, out: Path) -> None:
     """Write the policy of a checkpoint as a Hugging Face folder. Raises ConfigError."""
-    if not is_complete(step):
-        raise ConfigError(f"{step} is not a whole checkpoint: files are missing or cut off")
-    device = dist.init("cpu")
-    cfg = torch.load(step / "extra.pt", weights_only=True)["config"]
-    source = find_model(cfg["model.path"])
-    model = load_model(source, torch.float64 if cfg["model.dtype"] == "float64" else torch.float32, device)
-    load_tensors(step / "policy", tensors(model, None))
-    export(model, source, out)
+    require_whole(step)
+    source = find_model(origin(step))
+    model = with_policy(step, load_model(source, torch.float32, dist.init("cpu")))
+    template = step.parents[1] / COPIES["data.chat_template"]  # of the run
+    export(model, source, out, template.read_text() if template.is_file() else None)
 
 
 if __name__ == "__main__":

@@ -33,13 +33,15 @@ def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: 
     offered prompts of this mini-batch, those skipped before rollout included. It is computed from the whole
     mini-batch, so cutting that into rows or ranks cannot change the gradient. Two prompts of two completions,
     of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token 1/8, "sequence" 1/4, 1/12, 1/8, 1/8.
+    A completion without a reward has 0 for its length, and counts nowhere.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)
-    items = kept_NG.sum() if count == "kept" else torch.tensor(offered * len_NG.shape[1])
+    items = kept_NG.sum() if count == "kept" else offered * len_NG.shape[1] - (len_NG == 0).sum()
     tokens = (kept_NG * len_NG).sum() if count == "kept" else len_NG.sum()
     # Pruning may leave a mini-batch with nothing: its weights are 0, not 0/0.
     items, tokens = items.clamp(min=1), tokens.clamp(min=1)
-    denominators = {"token": tokens, "sequence": len_NG * items, "constant": max_len * items, "sum": items}
+    denominators = {"token": tokens, "sequence": len_NG.clamp(min=1) * items, "constant": max_len * items,
+                    "sum": items}
     return pruned.weight_NG / denominators[per]
 
 

@@ -3,6 +3,7 @@
 Dimension key:  N groups,  G completions per group,  C completion tokens of one packed row.
 """
 
+import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -11,7 +12,7 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from advantage import flat
+from advantage import comparable, flat
 from infra import dist
 from loss import RowLoss
 from pack import cost
@@ -39,7 +40,7 @@ class Clock:
 
 
 def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
-    """Compute the metrics of records that every rank holds. Without rollouts the means are left out."""
+    """Compute the metrics of records that every rank holds. Means of nothing are left out."""
     reward_NG, weight_NG = rolled.rewards.total_NG, batch.pruned.weight_NG
     samples = [s for group in rolled.groups for s in group.samples]
     ended = [s for s in samples if not s.pending]
@@ -50,23 +51,25 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
         "rollout/pending": len(samples) - len(ended),
+        "rollout/unscored": int(reward_NG.isnan().sum()),
         "prune/skipped": len(rolled.turns) - len(rolled.groups),
-        "prune/offered": batch.offered * weight_NG.shape[1],
+        "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
         "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
     }
     if samples:
         counts["rollout/entropy"] = -sum(sum(s.logp[s.start:]) for s in samples) / tokens
-    if samples and reward_NG.shape[1] > 1:
-        counts["advantage/flat_groups"] = flat(reward_NG).double().mean().item()
+    if comparable(reward_NG).any() and reward_NG.shape[1] > 1:
+        counts["advantage/flat_groups"] = flat(reward_NG[comparable(reward_NG)]).double().mean().item()
     if not ended:
         return counts
-    means = {f"reward/{name}": component_NG[ended_NG].mean().item()
-             for name, component_NG in rolled.rewards.components.items()}
+    components = rolled.rewards.components | {"mean": reward_NG}
+    means = {f"reward/{name}": x_NG[ended_NG].nanmean().item() for name, x_NG in components.items()
+             if not x_NG[ended_NG].isnan().all()}
+    if "reward/mean" in means:
+        means["reward/std"] = reward_NG[ended_NG & ~reward_NG.isnan()].std(correction=0).item()
     return counts | means | {
-        "reward/mean": reward_NG[ended_NG].mean().item(),
-        "reward/std": reward_NG[ended_NG].std(correction=0).item(),
         "rollout/length": sum(s.length for s in ended) / len(ended),
         "rollout/truncated": sum(not s.finished for s in ended) / len(ended),
     }
@@ -77,23 +80,27 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that was rolled out also
-    "right": [G], 1, 0, or null of a completion that goes on; of one that is trained on "place": which of
-    those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a completion's are those of both
-    levels together, and its weight is 0 where it is dropped. "copy" is Turn.copy, where it is not 0.
+    "right": [G], 1, 0, or null of a completion that goes on, and without gold answers "reward": [G] instead;
+    of one that is trained on "place": which of those offered it is, "completion_prob": [G],
+    "completion_weight": [G]}]}; a completion's are those of both levels together, and its weight is 0 where
+    it is dropped. "copy" is Turn.copy, where it is not 0.
     """
     trained = {}
     kept = zip(batch.turns, batch.places, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)
     for turn, place, prob_G, weight_G in kept:
         trained[turn.epoch, turn.prompt.id, turn.copy] = {
             "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
-    prompts, verdicts = [], zip(rolled.groups, rolled.rewards.components["accuracy"].tolist(), strict=True)
+    name, value_NG = "reward", rolled.rewards.total_NG
+    if "accuracy" in rolled.rewards.components:
+        name, value_NG = "right", (rolled.rewards.components["accuracy"] == 1).int()
+    prompts, values = [], zip(rolled.groups, value_NG.tolist(), strict=True)
     for turn in rolled.turns:
         line = {"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
         line |= {"copy": turn.copy} if turn.copy else {}
         if turn.kept:
-            group, correct_G = next(verdicts)
-            line["right"] = [None if s.pending else int(c == 1)
-                             for s, c in zip(group.samples, correct_G, strict=True)]
+            group, value_G = next(values)
+            line[name] = [None if s.pending or math.isnan(value) else value
+                          for s, value in zip(group.samples, value_G, strict=True)]
         prompts.append(line | trained.get((turn.epoch, turn.prompt.id, turn.copy), {}))
     return {"seed": batch.seed, "offered": batch.offered, "prompts": prompts}
 

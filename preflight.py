@@ -206,7 +206,12 @@ def eos_agree(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy:
     figures = f"{named}; the template closes an answer with " + (
         "no token of its own" if closing is None else repr(tokenizer.rust.id_to_token(closing)))
     samples = [s for group in groups for s in group.samples]
-    stops = all(s.finished == (s.ids[-1] in ids) and not ids & set(s.ids[:-1]) for s in samples)
+    reached = [False] * len(samples)
+    if tokenizer.stops:
+        figures += f"; so do {', '.join(map(repr, tokenizer.stops.texts))}"
+        reached = tokenizer.stops.reached([list(s.ids) for s in samples])
+    stops = all(s.finished == (s.ids[-1] in ids or stopped) and not ids & set(s.ids[:-1])
+                for s, stopped in zip(samples, reached, strict=True))
     in_vocabulary = max(ids) < policy.shape.vocab_size and (closing is None or closing in ids)
     agree = engine.eos_ids == ids and in_vocabulary
     passed = dist.max_over_ranks(float(not (agree and stops))) == 0
@@ -226,8 +231,9 @@ def template(tokenizer: Tokenizer, system: str | None) -> Check:
 
 
 def verifier(problems: list[Problem]) -> Check:
-    """Check that the verifier accepts gold solutions, or boxed gold answers where no solution marks one."""
-    tried = problems[:SOLUTIONS]
+    """Check that the verifier accepts gold solutions, or boxed gold answers where no solution marks one; only
+    problems that have an answer are tried."""
+    tried = [p for p in problems if p.answer][:SOLUTIONS]
     texts = [p.solution if extract(p.solution) is not None else f"\\boxed{{{p.answer}}}" for p in tried]
     grades = grade([(p.answer, text) for p, text in zip(tried, texts, strict=True)])
     wrong = [p.id for p, graded in zip(tried, grades, strict=True) if graded["verdict"] != "right"]

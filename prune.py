@@ -2,8 +2,9 @@
 
 A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its
 whole term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full
-batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. Pure
-functions; this file imports only torch and the records.
+batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. A completion
+without a reward has advantage nan, is no candidate and is never kept. Pure functions; this file imports only
+torch and the records.
 
 Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
 """
@@ -33,8 +34,8 @@ class Offer:
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
-    ones_NG = torch.ones_like(adv_NG)
-    return Pruned(ones_NG.bool(), ones_NG, ones_NG)
+    kept_NG = ~adv_NG.isnan()
+    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
 def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
@@ -45,13 +46,19 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
                      equal are dropped whole, and groups with a rare outcome keep more
     Biased on purpose: survivors keep weight 1. Ties keep the earlier completion, on every device.
     """
-    rows = adv_NG.abs() if scope == "group" else adv_NG.abs().flatten()[None]
-    count = keep if scope == "group" else keep * len(adv_NG)
     if not 1 <= keep <= adv_NG.shape[1]:
         raise ValueError(f"prune.completions.keep={keep} must be in 1..{adv_NG.shape[1]} "
                          "(rollout.group_size); to train on all set prune.completions.kind=none")
-    order = rows.argsort(dim=1, descending=True, stable=True)
-    kept_NG = torch.zeros_like(rows, dtype=torch.bool).scatter_(1, order[:, :count], True).view_as(adv_NG)
+    if scope == "group":
+        return keep_first(adv_NG, torch.full((len(adv_NG), 1), keep))
+    pruned = keep_first(adv_NG.view(1, -1), torch.tensor([[keep * len(adv_NG)]]))
+    return Pruned(*(x.view_as(adv_NG) for x in (pruned.keep_NG, pruned.weight_NG, pruned.prob_NG)))
+
+
+def keep_first(adv_NG: Tensor, count_N1: Tensor) -> Pruned:
+    """Keep the first `count_N1` of each row by |advantage|, then by place; survivors keep weight 1."""
+    order_NG = adv_NG.abs().nan_to_num(nan=-1.0).argsort(dim=1, descending=True, stable=True)
+    kept_NG = (order_NG.argsort(dim=1) < count_N1) & ~adv_NG.isnan()
     return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
@@ -60,20 +67,20 @@ def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
     algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported). Biased: nothing is left to
     chance, so there is no probability to weigh by, and its theorem does not cover it.
     """
-    G = adv_NG.shape[1]
-    return keep_largest(adv_NG, G - int(drop_prob * G + 1e-9), "group")
+    candidates_N1 = (~adv_NG.isnan()).sum(dim=1, keepdim=True)
+    return keep_first(adv_NG, candidates_N1 - (drop_prob * candidates_N1.double() + 1e-9).long())
 
 
 def thin(prob_NG: Tensor, keep_NG: Tensor) -> Pruned:
-    """Weigh a survivor of probability p by 1/p, so that the expected weight of every completion is 1."""
+    """Weigh a survivor of probability p by 1/p, so that the expected weight of every candidate is 1."""
     return Pruned(keep_NG, torch.where(keep_NG, 1 / prob_NG, 0.0), prob_NG)
 
 
 def below_mean(adv_NG: Tensor, drop_prob: float) -> Tensor:
     """Compute the probability to keep, [N, G]: 1 - drop_prob below the group's mean |advantage|, else 1."""
     size_NG = adv_NG.abs()
-    small_NG = size_NG < size_NG.mean(dim=1, keepdim=True) * SLACK
-    return 1 - drop_prob * small_NG.to(adv_NG.dtype)
+    small_NG = size_NG < size_NG.nanmean(dim=1, keepdim=True) * SLACK
+    return (1 - drop_prob * small_NG.to(adv_NG.dtype)).masked_fill(adv_NG.isnan(), 0.0)
 
 
 def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
@@ -90,17 +97,19 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
     A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
-    least FLOOR of the mean: no weight could make up for a completion that is never kept.
+    least FLOOR of the mean: no weight could make up for a candidate that is never kept.
     """
-    size_NG, root_NG = offer.adv_NG.abs() * offer.weight_N1, offer.len_NG.sqrt()
+    none_NG = offer.adv_NG.isnan()
+    size_NG, root_NG = offer.adv_NG.nan_to_num().abs() * offer.weight_N1, offer.len_NG.sqrt()
     if size == "norm":
         size_NG = size_NG * root_NG / (offer.len_NG if offer.per == "sequence" else 1)
     if by_cost:
         size_NG = size_NG / root_NG
     if offer.inert:
         return size_NG
-    mean = size_NG.mean()
-    return size_NG.clamp(min=FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
+    mean = size_NG[~none_NG].mean()
+    floored_NG = size_NG.clamp(min=FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
+    return floored_NG.masked_fill(none_NG, 0.0)
 
 
 def inclusion(size_K: Tensor, count: int) -> Tensor:

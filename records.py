@@ -14,6 +14,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from infra.stops import Stops
+
 
 @dataclass(frozen=True, slots=True)
 class Problem:
@@ -21,10 +23,13 @@ class Problem:
 
     id: str
     question: str
-    answer: str          # the gold final answer alone
+    answer: str          # the gold final answer alone; "" where the data has none
     solution: str = ""   # worked gold solution where the data has one
     level: str | None = None
     subject: str | None = None
+    row: dict = field(default_factory=dict, compare=False)  # the whole line, as the data file has it
+    # In place of a question that is a text; `question` is then the last one.
+    messages: tuple[dict, ...] = field(default=(), hash=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +39,7 @@ class Prompt:
     id: str
     ids: tuple[int, ...]   # up to and including the generation prompt
     answer: str
+    row: dict = field(default_factory=dict, compare=False)  # Problem.row
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,9 +61,9 @@ class Turn:
 class Sample:
     """One completion, exactly as the behaviour policy produced it."""
 
-    ids: Sequence[int]     # sampled tokens, including EOS when `finished`
+    ids: Sequence[int]     # sampled tokens, with the EOS, or all that a stop text lies in, when `finished`
     logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]), nats, at the sampling temperature, before top-p
-    finished: bool         # True: ended with an EOS.  False: cut at rollout.max_new_tokens, or pending
+    finished: bool         # True: ended by an EOS or a stop. False: cut at rollout.max_new_tokens, or pending
     start: int = 0         # tokens sampled in earlier steps, which were trained on there (rollout.window)
     pending: bool = False  # cut at rollout.window, to go on in the next step
 
@@ -100,7 +106,7 @@ def pending(groups: list[Group], G: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of the completions of N groups."""
+    """The rewards of the completions of N groups; nan where there is none."""
 
     components: dict[str, Tensor]  # each that reward.measured names, float64 [N, G]
     weights: dict[str, float]   # of the components that count
@@ -108,8 +114,10 @@ class Rewards:
 
     @property
     def total_NG(self) -> Tensor:
-        """Compute the reward: the weighted sum of the components."""
-        return sum(weight * self.components[name] for name, weight in self.weights.items())
+        """Compute the reward: the weighted sum of the components that are there; nan where none is."""
+        parts_NG = [weight * self.components[name] for name, weight in self.weights.items()]
+        none_NG = torch.stack(parts_NG).isnan().all(dim=0)
+        return sum(part_NG.nan_to_num() for part_NG in parts_NG).masked_fill(none_NG, torch.nan)
 
     @property
     def compared_NG(self) -> Tensor:
@@ -119,6 +127,11 @@ class Rewards:
     def __add__(self, newest: "Rewards") -> "Rewards":
         joined = {name: torch.cat([x_NG, newest.components[name]]) for name, x_NG in self.components.items()}
         return replace(self, components=joined)
+
+
+def plain(number: Tensor) -> float | None:
+    """Return a number for JSON, which has no nan: None in its place."""
+    return None if number.isnan() else number.item()
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,3 +257,4 @@ class EngineSpec:
     max_len: int                 # tokens of the longest, prompt included
     tensor_parallel: int = 1     # vllm: ranks that hold one engine together
     cache_gib: float | None = None  # vllm: KV cache per rank; None: room for every slot at full length
+    stops: Stops | None = None

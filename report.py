@@ -5,8 +5,9 @@
 Runs whose configs differ in nothing but `seed` and `out` are one row. Methods cost differently, so each is
 read off at the same number of steps, of generated tokens, of trained tokens and of seconds (evaluation
 apart): all and half of what the finished run that spent least has spent; and by what it had spent when it
-came to an accuracy: --level, or nine tenths of the way from the start to the best row's end. Runs that have
-not finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
+came to an accuracy, or a reward: --level, or nine tenths of the way from the start to the best row's end.
+Runs that have not finished are drawn and named, and left out of the tables. report.md has the tables for a
+pull request.
 """
 
 import argparse
@@ -26,12 +27,13 @@ from markupsafe import Markup
 
 from config import ConfigError
 from infra import runfolder
+from infra.paths import matching, user_path
 from infra.signals import exit_status
-from page.charts import COLOURS, accuracy_charts, curves
+from page.charts import COLOURS, curves, score_charts
 from page.compare import Table, tables
 from page.pruning import pruning_charts
 from page.runs import Groups, LoggedRun, group_runs, read_run
-from page.summary import accuracy_cell
+from page.summary import Score, score_cell, scores_of
 from page.texts import completions, held_out, shortened
 
 PARTS = Path(__file__).parent / "page"
@@ -44,7 +46,7 @@ class Comparison:
 
     runs: list[LoggedRun]
     groups: Groups
-    sets: list[str]      # names of the evaluation sets
+    scores: list[Score]  # what the evaluation sets are measured by
     tables: list[Table]
     remarks: list[str]   # on runs that the tables leave out
 
@@ -56,11 +58,11 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     """
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
-    sets = list(dict.fromkeys(key.split("/")[1] for run in runs for line in run.evals for key in line
-                              if key.startswith("eval/")))
+    scores = scores_of([line for run in runs for line in run.evals])
+    check_level(level, scores)
     remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.steps_done} of "
                f"{run.total} steps." for run in runs if not run.finished]
-    comparison = Comparison(runs, groups, sets, tables(groups, sets, level), remarks)
+    comparison = Comparison(runs, groups, scores, tables(groups, scores, level), remarks)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
@@ -86,7 +88,7 @@ def html(comparison: Comparison, refresh: int) -> str:
     shown = {
         "title": runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
         "legend": [(label, i % len(COLOURS), i // len(COLOURS) % 3) for i, label in enumerate(groups)],
-        "accuracy": {name: accuracy_charts(groups, name) for name in comparison.sets},
+        "scores": {f"Held-out {s.kind}: {s.name}": score_charts(groups, s) for s in comparison.scores},
         "curves": drawn, "undrawn": undrawn,
         "runs": [described(run) for run in runs], "data": texts(runs),
         "written": datetime.now().strftime("%Y-%m-%d %H:%M:%S"), "refresh": refresh,
@@ -120,7 +122,7 @@ def described(run: LoggedRun) -> dict[str, Any]:
 
 
 def facts(run: LoggedRun) -> list[str]:
-    """Say how a run does: time left, reward, held-out accuracy."""
+    """Say how a run does: time left, reward, held-out scores."""
     said = []
     if run.state["state"] == "running" and run.steps_done:
         spent = sum(line.get("time/step", 0) + line.get("time/eval", 0) for line in run.lines)
@@ -129,8 +131,8 @@ def facts(run: LoggedRun) -> list[str]:
     if rewards := run.series("reward/mean")[1][-1:].tolist():
         said.append(f"reward {rewards[0]:.3f}")
     for line in run.evals[-1:]:
-        sets = [key.split("/")[1] for key in line if key.endswith("/accuracy")]
-        said += [f"{name} {accuracy_cell(line, name)} at step {line['step']}" for name in sets]
+        said += [f"{score.name} {score_cell(line, score)} at step {line['step']}"
+                 for score in scores_of([line])]
     return said
 
 
@@ -139,7 +141,7 @@ def newest(run: LoggedRun) -> dict[str, Any] | None:
     if not run.samples:
         return None
     line = run.samples[-1]
-    shown = [shortened(completion, 1000) | {"right": completion["components"]["accuracy"] == 1}
+    shown = [shortened(completion, 1000) | {"right": completion["components"].get("accuracy")}
              for completion in line["completions"][:3]]
     return {"step": line["step"], "gold": line["gold"], "completions": shown}
 
@@ -177,24 +179,35 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--out", type=Path, help="a folder; the run's own for one run, else runs/report")
-    parser.add_argument("--level", type=float, metavar="PERCENT", help="the accuracy to be reached")
+    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
+    parser.add_argument("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
+    parser.add_argument("--level", type=float, metavar="PERCENT",
+                        help="the accuracy to be reached; the reward where no set has an accuracy")
     parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
                         help="go on while a run does: write the page again every so many seconds")
     args = parser.parse_args()
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path("runs/report"))
-    return exit_status(lambda: command(args, out), "the page stays as it was written last")
+    return exit_status(lambda: command(args), "the page stays as it was written last")
 
 
-def command(args: argparse.Namespace, out: Path) -> None:
+def check_level(level: float | None, scores: list[Score]) -> None:
+    """Raise ConfigError for a level that no accuracy can have, where there are accuracies."""
+    if level is not None and not 0 < level <= 100 and (not scores or any(score.percent for score in scores)):
+        raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
+
+
+def command(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
-    if args.level is not None and not 0 < args.level <= 100:
-        raise ConfigError(f"--level {args.level:g} must be above 0 and at most 100, a percentage")
+    paths = [path for text in args.runs for path in matching(text, "RUN_DIR")]
+    # runs/* names the last page too, and whatever else lies there. A path that is not there is an error.
+    runs = [path for path in paths if (path / "config.yaml").is_file() or not path.exists()] or paths
+    for path in paths:
+        if path not in runs:
+            print(f"{path} is left out: it has no config.yaml, so it is no run folder", file=sys.stderr)
+    out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
     if args.watch is not None and args.watch < 1:
         raise ConfigError(f"--watch {args.watch} must be at least 1, a number of seconds")
-    path = write_report(args.runs, out, args.level) if args.watch is None else watch(
-        args.runs, out, args.level, args.watch)
+    path = write_report(runs, out, args.level) if args.watch is None else watch(
+        runs, out, args.level, args.watch)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")
 
 

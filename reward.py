@@ -3,23 +3,25 @@
     python reward.py --cases FILE.jsonl
 
 The command grades labelled completions, {"gold", "completion", "correct"} per line, and prints how often the
-verifier is right. A component is a function of a `Completion` and an entry in COMPONENTS.
+verifier is right. A component is a function of a `Completion` and an entry in COMPONENTS; the user's own are
+called by methods/custom_reward.py. One that is nan for a completion adds nothing to it.
 """
 
 import argparse
-import functools
+import math
 import re
 import sys
 import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from config import ConfigError, Reward
+from methods import custom_reward
+from records import Problem, Prompt
 from verify.answer import number
 from verify.cases import count_outcomes, read_cases
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
-from verify.grade import VERIFY_SECONDS, Call, OverLimit, grade
+from verify.grade import TIME, VERIFY_SECONDS, grade
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +32,7 @@ class Completion:
     gold: str
     tokens: int       # sampled, the EOS among them
     longest: int      # tokens that were allowed
-    right: bool       # the marked final answer equals the gold one
+    right: bool       # the marked final answer equals the gold one; False where nothing is graded
     settings: Reward  # of the components that have some
 
 
@@ -86,51 +88,6 @@ def overlong(c: Completion) -> float:
     return min(max(room / c.settings.overlong_tokens, -1.0), 0.0)
 
 
-def custom(c: Completion) -> float:
-    """Return what reward(text, gold, tokens) of the file reward.custom_file does, a number in [-1, 1].
-
-    It runs in a worker. Where the worker has to be ended the reward is 0, and counts as timed out. Raises
-    ConfigError for anything else that goes wrong.
-    """
-    path = c.settings.custom_file
-    try:
-        value = custom_call(path, c.text, c.gold, c.tokens).result()
-    except OverLimit:
-        return 0.0
-    except Exception as error:  # a user's code may raise anything
-        raise ConfigError(f"reward.custom_file={path}: reward() raises {type(error).__name__}: "
-                          f"{error}") from error
-    if not isinstance(value, int | float) or not -1 <= value <= 1:
-        raise ConfigError(f"reward.custom_file={path}: reward() returns {value!r}; it must be a number in "
-                          "[-1, 1], and reward.custom is its weight")
-    return float(value)
-
-
-@functools.lru_cache(maxsize=20_000)
-def custom_call(path: str, text: str, gold: str, tokens: int) -> Call:
-    """Start a user's reward function on a completion."""
-    return Call(call_file, path, text, gold, tokens)
-
-
-def call_file(path: str, text: str, gold: str, tokens: int) -> float:
-    return load_file(path)(text, gold, tokens)
-
-
-@functools.cache
-def load_file(path: str) -> Callable[[str, str, int], float]:
-    scope: dict = {"__name__": Path(path).stem, "__file__": path}
-    exec(compile(Path(path).read_text(), path, "exec"), scope)
-    return scope["reward"]
-
-
-def over_limit(call: Call) -> bool:
-    try:
-        call.result()
-    except OverLimit:
-        return True
-    return False
-
-
 # name -> (function, least value, largest value)
 COMPONENTS = {
     "accuracy": (accuracy, 0, 1),
@@ -140,39 +97,51 @@ COMPONENTS = {
     "tag_exact": (tag_exact, 0, 1),
     "tag_number": (tag_number, 0, 1),
     "overlong": (overlong, -1, 0),
-    "custom": (custom, -1, 1),
 }
+OWN = (None, -1, 1)  # of the user's
 OF_LENGTH = ("overlong",)
 NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
-def measured(cfg: Reward) -> list[str]:
-    """Name what `score` computes for every completion: accuracy, components with a weight, the notes."""
-    return [*dict.fromkeys(("accuracy", *cfg.weights)), *NOTES]
+def measured(cfg: Reward, graded: bool = True) -> list[str]:
+    """Name what `score` computes for every completion: accuracy, components with a weight, the notes.
 
-
-def score(completions: list[tuple[str, str, int]], longest: int, cfg: Reward) -> list[list[float]]:
-    """Compute what `measured` names, for each (text, gold answer, tokens); `longest` tokens were allowed.
-
-    The components are unweighted. NOTES are 1 or 0: an answer that is missing or cannot be read; a verifier
-    or a user's function that had to be ended; a strict and a lenient grade that disagree, where the gold
-    answer is a number.
+    Without gold answers nothing is `graded`: there is neither accuracy nor a note of the verifier's.
     """
-    if cfg.custom:
-        for text, gold, tokens in completions:
-            custom_call(cfg.custom_file, until_end(text), gold, tokens)  # all start before one is waited for
-    grades = grade([(gold, text) for text, gold, _ in completions])
-    names = [name for name in measured(cfg) if name not in NOTES]
+    first, notes = (("accuracy",), NOTES) if graded else ((), ("timed_out",))
+    return [*dict.fromkeys((*first, *cfg.weights)), *notes, *(["died"] if cfg.functions else [])]
+
+
+def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cfg: Reward,
+          graded: bool = True) -> list[list[float]]:
+    """Compute what `measured` names, for each (text, problem, tokens); `longest` tokens were allowed.
+
+    The components are unweighted; accuracy is nan where the problem has no answer. NOTES are 1 or 0: an
+    answer that is missing or cannot be read; a verifier or a user's function that took too long; a strict and
+    a lenient grade that disagree, where the gold answer is a number; last a user's function that died.
+    """
+    own, names = custom_reward.OwnFile.of(cfg) if cfg.functions else None, measured(cfg, graded)
+    texts = [until_end(text) for text, _, _ in completions]
+    # All start before one is waited for.
+    calls = [custom_reward.begin(own, problem, text, tokens) if own else None
+             for text, (_, problem, tokens) in zip(texts, completions, strict=True)]
+    grades: list[dict] = [{} for _ in completions]
+    if graded:
+        grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
     scores = []
-    for (text, gold, tokens), graded in zip(completions, grades, strict=True):
-        c = Completion(until_end(text), gold, tokens, longest, graded["verdict"] == "right", cfg)
-        values = [COMPONENTS[name][0](c) for name in names]
-        timed_out = graded["verdict"] == "timed_out"
-        if "custom" in names:
-            timed_out = timed_out or over_limit(custom_call(cfg.custom_file, c.text, gold, tokens))
-        disagree = number(gold) is not None and graded["last_number"] != c.right
-        notes = (graded["verdict"] == "unparsed", timed_out, disagree)
-        scores.append([*values, *map(float, notes)])
+    for text, (_, problem, tokens), call, judged in zip(texts, completions, calls, grades, strict=True):
+        verdict = judged.get("verdict")
+        c = Completion(text, problem.answer, tokens, longest, verdict == "right", cfg)
+        values = {name: COMPONENTS[name][0](c) for name in names if name in COMPONENTS}
+        notes = {"unparsed": verdict == "unparsed", "timed_out": verdict == "timed_out"}
+        notes["disagree"] = number(c.gold) is not None and judged.get("last_number") != c.right
+        if own:
+            returned, ended = custom_reward.finish(own, call, problem.id)
+            values |= dict(zip(cfg.functions, returned, strict=True))
+            notes |= {"timed_out": notes["timed_out"] or ended == TIME, "died": ended not in (None, TIME)}
+        if not c.gold:
+            values["accuracy"] = notes["unparsed"] = math.nan
+        scores.append([float((values | notes)[name]) for name in names])
     return scores
 
 
@@ -180,7 +149,7 @@ def span(weights: dict[str, float]) -> tuple[float, float]:
     """Return the least and the most that a reward can be."""
     least = greatest = 0.0
     for name, weight in weights.items():
-        _, low, high = COMPONENTS[name]
+        _, low, high = COMPONENTS.get(name, OWN)
         least += min(weight * low, weight * high)
         greatest += max(weight * low, weight * high)
     return least, greatest

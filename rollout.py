@@ -19,6 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from infra import dist
+from infra.stops import Stops
 from model import BACKENDS, Decoder, at_least_float32, empty_model
 from records import EngineSpec, Sample, Segments
 
@@ -217,7 +218,7 @@ class Decoding:
         for name in ("owner_S", "token_S", "step_S", "uniform_SM"):
             setattr(self, name, getattr(self, name)[busy_S])
 
-    def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
+    def step(self, temperature: float, top_p: float, eos: Tensor, stops: Stops | None) -> None:
         """Sample one token for every slot; slots whose sample has ended become idle."""
         logits_SV = self.cache.decode(self.model, self.token_S)
         uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
@@ -225,14 +226,23 @@ class Decoding:
         self.ids_NM[self.owner_S, self.step_S] = self.token_S
         self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
         self.step_S += 1
-        eos_S = torch.isin(self.token_S, eos)
-        self.made_N[self.owner_S], self.ended_N[self.owner_S] = self.step_S, eos_S
-        over_S = eos_S | (self.step_S == self.limit_N[self.owner_S])
+        ended_S = torch.isin(self.token_S, eos)
+        if stops:
+            ended_S |= self.reached(stops)
+        self.made_N[self.owner_S], self.ended_N[self.owner_S] = self.step_S, ended_S
+        over_S = ended_S | (self.step_S == self.limit_N[self.owner_S])
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
         # Idle slots stay at their first token: their place in the cache must not run over.
         working_S = self.owner_S < self.count
         self.step_S *= working_S
         self.cache.used_S *= working_S
+
+    def reached(self, stops: Stops) -> Tensor:
+        """Mark the slots whose newest token completes a stop text."""
+        place_ST = self.step_S[:, None] + torch.arange(-stops.tokens, 0, device=self.step_S.device)
+        recent_ST = self.ids_NM[self.owner_S[:, None], place_ST.clamp(min=0)].tolist()
+        tails = [ids[-made:] for ids, made in zip(recent_ST, self.step_S.tolist(), strict=True)]
+        return torch.tensor(stops.reached(tails), device=self.step_S.device)
 
     def samples(self) -> list[Sample]:
         made, ended = self.made_N.tolist(), self.ended_N.tolist()
@@ -251,6 +261,7 @@ class TorchEngine:
     def __init__(self, model: Decoder, spec: EngineSpec):
         self.model, self.device = model.requires_grad_(False), spec.device
         self.eos_ids, self.slots, self.attention = spec.eos_ids, spec.slots, spec.backend
+        self.stops = spec.stops
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:
@@ -296,7 +307,7 @@ class TorchEngine:
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink(idle)
                 tokens += len(state.owner_S) - len(idle) + len(slots)
-                state.step(temperature, top_p, eos)
+                state.step(temperature, top_p, eos, self.stops)
                 bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tok/s", refresh=False)
 
 

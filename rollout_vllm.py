@@ -34,6 +34,7 @@ class VLLMEngine:
             raise ConfigError(f"rollout.tensor_parallel={spec.tensor_parallel} must divide "
                               f"{dist.world_size()}, the number of processes")
         self.eos_ids, self.tensor_parallel = spec.eos_ids, spec.tensor_parallel
+        self.stops = list(spec.stops.texts) if spec.stops else []
         self.device, self.dtype = spec.device, spec.dtype
         model = empty_model(spec.folder, spec.dtype)
         self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
@@ -48,7 +49,7 @@ class VLLMEngine:
             llm, self.params = import_vllm(spec.device)
             try:
                 self.llm = llm(
-                    model=str(spec.folder), load_format="dummy", skip_tokenizer_init=True,
+                    model=str(spec.folder), load_format="dummy", skip_tokenizer_init=not self.stops,
                     generation_config="vllm", dtype=str(spec.dtype).removeprefix("torch."),
                     max_model_len=spec.max_len, max_num_seqs=spec.slots,
                     tensor_parallel_size=spec.tensor_parallel,
@@ -111,8 +112,9 @@ class VLLMEngine:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         requests = [request for rank_requests in by_rank for request in rank_requests]
         params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
-                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, detokenize=False,
-                              logprobs=0, flat_logprobs=True) for _, seed, limit in requests]
+                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, stop=self.stops,
+                              detokenize=bool(self.stops), logprobs=0, flat_logprobs=True)
+                  for _, seed, limit in requests]
         # Not a bar that is disabled: vLLM divides by the seconds that it was shown.
         bar = partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False
         try:

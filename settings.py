@@ -7,9 +7,10 @@ import contextlib
 import difflib
 import json
 import math
+import os
 import re
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
@@ -92,6 +93,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Path:
     """Find a config file in `folder`, or else in `shipped`."""
+    name = os.path.expanduser(name)
     path = next((path for path in (folder / name, shipped / name) if path.is_file()), None)
     if path is None:
         names = sorted(path.name for path in shipped.glob("*.yaml"))
@@ -134,7 +136,8 @@ def override(text: str, section: Any) -> dict[str, Any]:
     for part in key.split("."):
         kind = hints(kind).get(part)
     as_written = (kind is str and value) or (kind == str | None and value not in ("", "null"))
-    nested = value if as_written else parse(value, f"--set {text!r}: the value")
+    quoted = value.startswith('"')  # yaml's way to write a new line
+    nested = value if as_written and not quoted else parse(value, f"--set {text!r}: the value")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
@@ -191,9 +194,14 @@ def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
     if owners:
         return (f"{path}{key} belongs to {' and '.join(owners)}; this is {kind}: leave {path}{key}={value} "
                 f"out, or set {path}kind")
-    near = difflib.get_close_matches(str(key), hints(section), n=1)
-    valid = ", ".join(path + name for name in hints(section))
-    advice = f"Did you mean '{path}{near[0]}'?" if near else f"Valid keys: {valid}."
+    return unknown(key, hints(section), path)
+
+
+def unknown(key: str, valid: Iterable[str], path: str) -> str:
+    """Word the error for a key that is not among the valid ones."""
+    near = difflib.get_close_matches(str(key), valid, n=1)
+    listed = ", ".join(path + name for name in valid)
+    advice = f"Did you mean '{path}{near[0]}'?" if near else f"Valid keys: {listed}."
     return f"unknown key '{path}{key}'. {advice}"
 
 
@@ -202,6 +210,8 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
     if is_dataclass(kind) or choices(kind):
         if isinstance(value, dict):
             return build(kind, value, path + ".")
+    elif isinstance(value, dict) and (by_name := weights_of(kind)):
+        return {str(name): convert(number, by_name, f"{path}.{name}") for name, number in value.items()}
     elif get_origin(kind) in UNIONS:
         first, word, name = with_word(kind)
         return word if value == word else convert(value, first, path, f" or {name}")
@@ -211,6 +221,14 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
         if fits(number):
             return number
         raise ConfigError(f"{path}={number} must be {allowed}{or_word and ',' + or_word}")
+    elif get_origin(kind) is dict and isinstance(value, dict):
+        names, inner = get_args(kind)
+        for key in value:
+            if get_args(names) and key not in get_args(names):
+                raise ConfigError(unknown(key, get_args(names), path + "."))
+        return {str(key): convert(item, inner, f"{path}.{key}") for key, item in value.items()}
+    elif get_origin(kind) is list and isinstance(value, list):
+        return [convert(item, get_args(kind)[0], f"{path}[{i}]") for i, item in enumerate(value)]
     elif get_origin(kind) is Literal:
         word = str(value).lower() if isinstance(value, bool) else value  # yaml reads true as no word
         if word in get_args(kind):
@@ -220,7 +238,7 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
             number = float(value)
             if math.isfinite(number):
                 return number
-    elif type(value) is kind:
+    elif type(value) is kind or kind is Any:
         return value
     raise ConfigError(f"{path}={value!r} must be {describe(kind)}{or_word}")
 
@@ -228,8 +246,16 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
 def with_word(kind: Any) -> tuple[Any, str | None, str]:
     """Take apart `int | None` or `int | Literal["all"]`: the type, the word beside it, and its name."""
     plain, other = get_args(kind)
+    if weights_of(kind):
+        return plain, "{name: number}", "{name: number}"
     word = None if other is types.NoneType else get_args(other)[0]
     return plain, word, word or "null"
+
+
+def weights_of(kind: Any) -> Any:
+    """Return the type of the numbers of `float | dict[str, float]`; None for other types."""
+    other = get_args(kind)[-1] if get_origin(kind) in UNIONS else None
+    return get_args(other)[1] if get_origin(other) is dict else None
 
 
 def describe(kind: Any) -> str:
@@ -245,6 +271,10 @@ def describe(kind: Any) -> str:
     if get_origin(kind) in UNIONS:
         first, _, name = with_word(kind)
         return f"{describe(first)}, or {name}"
+    if get_origin(kind) is dict:
+        return f"a mapping with {', '.join(get_args(get_args(kind)[0])) or 'names'}"
+    if get_origin(kind) is list:
+        return f"a list of which each is {describe(get_args(kind)[0])}"
     return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
 
 

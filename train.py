@@ -24,16 +24,17 @@ import preflight
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, middle, shortage
 from config import Config, ConfigError
-from eval import Sampling, evaluate, load_sets
+from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find
+from infra.rows import answered
 from infra.runfolder import Resume
 from infra.show import resolved
 from infra.signals import Stop, asked_to_stop, exit_status
 from infra.weights import check_positions, export, find_model
 from learner import Learner, NotFinite, build_learner, roles
-from methods import critic, soft_value, window
+from methods import critic, custom_reward, soft_value, window
 from metrics import Clock, decisions, of_rollout
 from model import Decoder
 from page.summary import summary
@@ -104,7 +105,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             if stopping and step + 1 < cfg.steps:
                 run.checkpoints.wait()
                 raise KeyboardInterrupt
-        export(learner.policy, run.task.source, Path(cfg.out) / "hf")
+        export(learner.policy, run.task.source, Path(cfg.out) / "hf", run.task.tokenizer.own_template)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy
@@ -115,12 +116,17 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     clock = Clock()
     folder = runfolder.claim(cfg, resume)
     task = load(cfg)
+    files = files_of(cfg.reward, task.tokenizer)
     dist.init(memory.find_device(cfg.device))
     log = runfolder.Log(folder if dist.rank() == 0 else None)
-    path, saved = find_newest(resume, folder / "checkpoints", log)
+    if folder.exists():
+        log.lock()  # before models are loaded: another run may have only just begun there
+    path, saved = find_newest(resume, folder / "checkpoints")
+    if path is not None:
+        runfolder.require_same_files(folder, files)
     decided = memory.decide(cfg, task.source, saved["config"])
     learner, engine = set_up(decided, task)
-    sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed)
+    sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
     if cfg.rollout.window:
@@ -129,11 +135,11 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if path is None:
         preflight.require(preflight.run_checks(decided, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, learner.device, memory.choices(cfg, decided))
+        log.create(cfg, resume, learner.device, memory.choices(cfg, decided), files)
     else:
         checkpoints.load(path)
         history.restore(saved["history"])
-        log.resume(saved["step"])
+        log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
     run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, first=saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
@@ -154,17 +160,16 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
     clock, results, tokenizer = Clock(), {}, run.task.tokenizer
+    if not run.task.sets:
+        return
     for s in run.task.sets:
         results[s.name] = evaluate(run.engine, tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
     run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
-def find_newest(resume: Resume, folder: Path, log: runfolder.Log) -> tuple[Path | None, dict]:
+def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
     """Find the checkpoint to go on from and what it holds beside tensors; None and a step of 0 to begin."""
-    newest = None
-    if resume != "never":
-        log.lock()
-        newest = find(folder)
+    newest = None if resume == "never" else find(folder)
     if resume == "always" and newest is None:
         raise ConfigError(f"--resume: {folder} has no whole checkpoint, so no step of this run is left; "
                           "--resume auto begins it again and clears its logs (checkpoint.every saves)")
@@ -175,14 +180,19 @@ def load(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
     tracking.require_package(cfg)
     source = find_model(cfg.model.path)
-    tokenizer = data.Tokenizer(source)
-    system, longest = cfg.data.system_prompt, cfg.data.max_prompt_tokens
-    sets = load_sets(cfg.data.eval, cfg.data.dir, tokenizer, system, longest)
-    problems = data.load_problems(cfg.data.train, cfg.data.dir, training=True)
-    problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:cfg.data.limit]
-    name_unreadable(cfg.data.train, {p.id: p.answer for p in problems})
-    prompts = data.to_prompts(problems, tokenizer, system, longest, cfg.data.drop_longer)
-    return data.Task(source, tokenizer, problems, prompts, sets)
+    settings, longest = cfg.data, cfg.data.max_prompt_tokens
+    tokenizer = data.Tokenizer(source, settings, cfg.rollout.stop or ())
+    sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
+    problems = data.load_problems(settings.train, settings.dir, True, settings.columns,
+                                  cfg.reward.needs_answers)
+    problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:settings.limit]
+    graded = answered(problems, settings.train)
+    if graded:
+        name_unreadable(settings.train, {p.id: p.answer for p in problems})
+    custom_reward.try_out(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    prompts = data.to_prompts(problems, tokenizer, settings.system_prompt, longest, settings.drop_longer)
+    # What is evaluated on by no longer than eval.limit is left out of training all the same.
+    return data.Task(source, tokenizer, problems, prompts, [s.first(cfg.eval.limit) for s in sets], graded)
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -201,13 +211,14 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
         learner = critic.with_critic(learner, cfg, task.source)
     spec = EngineSpec(
         task.source, learner.dtype, learner.device, learner.backend, task.tokenizer.eos_ids,
-        cfg.rollout.slots, longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib)
+        cfg.rollout.slots, longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, task.tokenizer.stops)
     return learner, start_engine(cfg.rollout.engine, spec)
 
 
 def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float]) -> None:
-    """Log a step: its metrics, the decisions on what was kept, and some groups as text."""
+    """Log a step: its metrics, what is wrong with its rewards, what was kept, and some groups as text."""
     run.log.step(step, measured | of_rollout(rolled, batch))
+    run.log.warn(step, custom_reward.remark(rolled.rewards, run.cfg.reward))
     run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
     run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
 
@@ -223,7 +234,7 @@ def main() -> int:
                         help="try all that a run needs, print it and stop; status 2 when something fails")
     parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
     run_it = partial(command, parser.parse_args())
-    return exit_status(run_it, "--resume goes on from the newest checkpoint, which is whole")
+    return exit_status(run_it, "--resume auto goes on from the newest checkpoint, or begins without one")
 
 
 def command(args: argparse.Namespace) -> int | None:
@@ -237,6 +248,11 @@ def command(args: argparse.Namespace) -> int | None:
         return preflight.report(cfg, *set_up(cfg, task), task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")
+    if runfolder.is_done(cfg, args.resume):
+        if os.environ.get("RANK", "0") == "0":
+            print(f"{cfg.out} is finished: its {cfg.steps} steps are done, and nothing is left to do; set a "
+                  "larger `steps` to go on")
+        return None
     try:
         train(cfg, args.resume, Stop())
     except NotFinite as error:
@@ -247,8 +263,8 @@ def command(args: argparse.Namespace) -> int | None:
                   "checkpoint", file=sys.stderr)
         return 1
     except RuntimeError:  # that of a rank whose peers are gone, among others
-        print(f"rank {os.environ.get('RANK', 0)} stopped; --resume goes on from the newest checkpoint "
-              "(checkpoint.every), once what follows is mended", file=sys.stderr)
+        print(f"rank {os.environ.get('RANK', 0)} stopped; once what follows is fixed, --resume auto goes on "
+              "from the newest checkpoint (checkpoint.every), or begins without one", file=sys.stderr)
         raise
 
 

@@ -65,7 +65,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     members = [group_at[place] for place in places if place in group_at]
     groups, of_step, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
     pruned = Pruned(of_step.keep_NG[members], of_step.weight_NG[members], of_step.prob_NG[members])
-    len_NG = lengths(groups, batch.adv_NG.shape[1])
+    len_NG = lengths(groups, batch.adv_NG.shape[1]) * ~batch.reward_NG[members].isnan()
     weight_NG = token_weight(len_NG, pruned, loss.per, loss.count, learner.max_new_tokens, len(places))
     likelihood_NG = torch.zeros_like(weight_NG)
     if loss.likelihood:

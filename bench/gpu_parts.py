@@ -318,8 +318,8 @@ def learning(bench: Bench) -> None:
     seconds = summary.phase_seconds(lines)
     reasons = {"intervals before and after meet": last["eval/test/low"] <= first["eval/test/high"],
                f"the mismatch is not below {MISMATCH}": not mismatch < MISMATCH}
-    bench.add(f"{steps} steps", before=summary.accuracy_cell(first, "test"),
-              after=summary.accuracy_cell(last, "test"),
+    bench.add(f"{steps} steps", before=summary.score_cell(first, summary.Score("test", "accuracy")),
+              after=summary.score_cell(last, summary.Score("test", "accuracy")),
               **{"largest mismatch/logp_abs_mean": mismatch, "seconds of steps": seconds["step"],
                  "of rollout": seconds["rollout"], "of update": seconds["update"]}, **failure(reasons))
 

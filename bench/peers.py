@@ -64,7 +64,7 @@ from infra.weights import export
 from learner import Learner, roles
 from metrics import Clock, of_rollout
 from model import Decoder
-from records import Rolled
+from records import Problem, Rolled
 from reward import score
 from update import update
 from verify.grade import grade
@@ -140,7 +140,8 @@ class Winnow:
         learner, engine = train.set_up(decided, task)
         easy = middle(cfg.reward, cfg.rollout.differ_in)
         log = runfolder.Log(out)
-        log.create(cfg, learner.device, memory.choices(cfg, decided))
+        log.create(cfg, "never", learner.device, memory.choices(cfg, decided), 
+                   train.files_of(cfg.reward, task.tokenizer))
         next(log.steps(0, cfg.steps))
         self.run = train.Run(
             decided, task, learner, engine,
@@ -222,7 +223,8 @@ class Peer:
 
         def reward(completions, completion_ids, gold, trainer_state, **columns) -> list[float]:
             texts = [completion[0]["content"] for completion in completions]
-            score(list(zip(texts, gold, map(len, completion_ids), strict=True)), LONGEST, cfg.reward)
+            problems = [Problem("", "", answer) for answer in gold]
+            score(list(zip(texts, problems, map(len, completion_ids), strict=True)), LONGEST, cfg.reward)
             return drawn(trainer_state.global_step + 1, regime.prompts).flatten().tolist()
 
         self.trainer = GRPOTrainer(str(regime.folder), reward, GRPOConfig(**TRL | whole | changes),

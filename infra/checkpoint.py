@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
 from infra import dist
+from infra.paths import user_path
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
@@ -213,6 +214,49 @@ def newest(folder: Path) -> Path | None:
         raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; "
                           "restore the missing files, or begin another run with --set out=...")
     return None
+
+
+def require_whole(step: Path) -> None:
+    """Raise ConfigError for what is not a whole checkpoint."""
+    if not is_complete(step):
+        raise ConfigError(f"{step} is not a whole checkpoint: files are missing or cut off")
+
+
+def is_checkpoint(path: Path) -> bool:
+    return (path / "policy").is_dir()
+
+
+def origin(path: str) -> str:
+    """Return model.path of the run that made a checkpoint; any other path as it is. Raises ConfigError."""
+    step = user_path(path)
+    steps = next((folder for folder in (step / "checkpoints", step, step.parent)
+                  if folder.name == "checkpoints" and folder.is_dir()), None)
+    if steps and not is_checkpoint(step):
+        there = ", ".join(map(str, [*step_folders(steps), *filter(Path.is_dir, [steps.parent / "hf"])]))
+        raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: "
+                          f"{there or 'none'}")
+    if not is_checkpoint(step):
+        return path
+    require_whole(step)
+    return torch.load(step / "extra.pt", weights_only=True)["config"]["model.path"]
+
+
+def policy_files(path: str) -> list[Path]:
+    """List the files of a checkpoint's policy; none for the path of another thing."""
+    step = user_path(path)
+    return sorted((step / "policy").iterdir()) if is_checkpoint(step) else []
+
+
+@torch.no_grad()
+def with_policy(path: str, model: nn.Module) -> nn.Module:
+    """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it."""
+    step, dtype = user_path(path), next(model.parameters()).dtype
+    if not is_checkpoint(step):
+        return model
+    stored = dcp.FileSystemReader(step / "policy").read_metadata().state_dict_metadata
+    wide, = {t.properties.dtype for name, t in stored.items() if name.startswith("weights.")}
+    load_tensors(step / "policy", tensors(model.to(wide), None))
+    return model.to(dtype)
 
 
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:

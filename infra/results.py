@@ -13,6 +13,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
+from infra.paths import matching, short_names
 from infra.runfolder import append, read, rewrite
 
 
@@ -51,6 +52,22 @@ class Store:
         self.path.unlink()
 
 
+def places(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
+    """List every model that paths and patterns name, with the file of its result.
+
+    It is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
+    """
+    paths = [*dict.fromkeys(path for text in models for path in matching(text, "--model"))]
+    if out and not out.parent.is_dir():
+        raise ConfigError(f"--out: folder {out.parent} not found; create it first")
+    if len(paths) < 2 or not out:
+        return [(str(path), out) for path in paths] or [("", out)]
+    if out.is_file() or out.suffix == ".json":
+        raise ConfigError(f"--out {out} must be a folder for the results of {len(paths)} models")
+    out.mkdir(exist_ok=True)
+    return [(str(path), out / f"{name}.json") for path, name in zip(paths, short_names(paths), strict=True)]
+
+
 def require_same(path: Path, old: dict, new: dict) -> None:
     """Raise ConfigError where a file's responses are those of another head."""
     difference = next(differences(old, json.loads(json.dumps(new))), None)
@@ -69,8 +86,8 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
 
 
 def sha256(*values: object) -> str:
-    """Hash values that json can write."""
-    return hashlib.sha256(json.dumps(values).encode()).hexdigest()
+    """Hash values that json can write, and cells that it cannot as texts."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
 def hash_files(paths: list[Path]) -> str:

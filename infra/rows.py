@@ -1,10 +1,33 @@
-"""Read data files of questions and answers: each row with the place that an error about it names."""
+"""Read data sets of questions and answers: each row with the place that an error about it names."""
 
+import csv
+import difflib
 import json
+import re
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 from config import ConfigError
+from infra.paths import REPOSITORY, find_path
+from records import Problem
+
+# name -> (problems, file in data.dir, hub data set, its configuration, split)
+SETS = {
+    "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
+    "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
+    "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
+    "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
+    "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
+    "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
+    "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
+    "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
+    # 674 on the hub
+    "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
+}
+# Other names of columns, those of GSM8K, MATH and their like.
+OTHERS = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
+ROLES = ("system", "user", "assistant")
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
@@ -35,10 +58,35 @@ def read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
     yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
 
 
-def read_hub(name: str, config: str, split: str) -> Iterator[tuple[str, dict]]:
-    """Yield a place and the row for each row of a data set on the hub. Raises ConfigError."""
+def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
+    """Yield "file:line" and the row of each line below the head, where an empty cell is None.
+
+    Raises ConfigError.
+    """
+    csv.field_size_limit(sys.maxsize)
+    with path.open(encoding="utf-8-sig", newline="") as file:
+        lines = csv.DictReader(file, strict=True)
+        try:
+            names = lines.fieldnames or []
+            if len(set(names)) < len(names):
+                raise ConfigError(f"{path}:1: a column is named twice in {', '.join(names)}")
+            for row in lines:
+                if len(row) != len(names):
+                    raise ConfigError(f"{path}:{lines.line_num}: more cells than the {len(names)} columns of "
+                                      "line 1; a text with commas needs double quotes")
+                yield f"{path}:{lines.line_num}", {name: text or None for name, text in row.items()}
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
+        except csv.Error as error:
+            raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
+
+
+def read_hub(name: str) -> Iterator[tuple[str, dict]]:
+    """Yield a place and the row for each row of a set on the hub, a named one or "user/set:config:split".
+    Raises ConfigError."""
     import datasets  # slow to import, and needed for names only
 
+    name, config, split = SETS[name][2:] if name in SETS else name.split(":")
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -46,3 +94,108 @@ def read_hub(name: str, config: str, split: str) -> Iterator[tuple[str, dict]]:
                           f"{str(error).splitlines()[0]}. Set data.dir to a folder with the files, or give a "
                           "path.") from error
     yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
+
+
+READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
+CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(SETS)}, "
+           "or a hub name such as openai/gsm8k:main:train")
+
+
+def file_of(name: str, folder: str | None) -> Path | None:
+    """Find the file of a data set; None for one on the hub. Raises ConfigError for what is neither."""
+    path = find_path(Path(folder, SETS[name][1]) if folder and name in SETS else name)
+    if path.suffix in READERS and not path.is_file():
+        where = "" if path.is_absolute() else f" from {Path.cwd()}, nor from {REPOSITORY}"
+        raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
+    if path.suffix in READERS:
+        return path
+    if name in SETS or (name.count(":") == 2 and "/" in name):
+        return None
+    raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
+
+
+# ---- one row
+
+def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
+               ) -> dict[str, str | None]:
+    """Choose what a set takes from other columns than those of our own names: what `columns` names and some
+    row has. Print what none has, which is then taken as in a set without `columns`.
+
+    A question or an answer of neither name stays, for the error about it.
+    """
+    rows, there = [row for row in rows if isinstance(row, dict)], {}
+    for name, column in columns.items():
+        ours = any(cell(row, name, {}) is not None for row in rows)
+        needed = name in ("question", "answer") and not ours
+        if column is None or needed or any(cell(row, name, columns) is not None for row in rows):
+            there[name] = column
+        else:
+            print(f"{source}: no row has the column {column!r} that data.columns names for {name}"
+                  + f"; its own {name!r} is taken" * ours, file=sys.stderr)
+    return there
+
+
+def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
+    """Take a row's value for our `name`, None without one: of the column that `columns` has for it, else of
+    the one that is called so, or one of OTHERS. "a.b" is b inside column a, unless one is called so."""
+    places = (columns[name],) if name in columns else (name, *OTHERS.get(name, ()))
+    for place in filter(None, places):
+        value: object = row.get(place)
+        if place not in row:
+            value = row
+            for key in place.split("."):
+                value = value.get(key) if isinstance(value, dict) else None
+        if value is not None:
+            return value
+    return None
+
+
+def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
+    """Word what to do about a row that has no value for our `name`."""
+    chosen = columns.get(name, name)
+    if chosen is None:
+        return f"data.columns={{{name}: null}} says that there is no {name}, which is needed here"
+    if chosen in row:
+        return f"column {chosen!r} is empty; mend or remove the line"
+    inner = [f"{name}.{key}" for name, value in row.items() if isinstance(value, dict) for key in value]
+    near = difflib.get_close_matches(str(chosen), [*row, *inner], n=1)
+    advice = f" (did you mean {near[0]!r}?)" if near else ""
+    return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}{advice}; set "
+            f"data.columns={{{name}: ...}} to the column that has it (eval.py: --columns)")
+
+
+def messages_of(question: object, place: str) -> tuple[dict, ...]:
+    """Read a question that is a list of messages, or such a list as JSON; () for any other text.
+
+    The last message must be the user's. Raises ConfigError.
+    """
+    if isinstance(question, str):
+        if not re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", question):
+            return ()
+        try:
+            question = json.loads(question)
+        except json.JSONDecodeError as error:
+            raise ConfigError(f"{place}: the question looks like a list of messages, but is not valid JSON "
+                              f"({error}); write it with json.dumps") from None
+    if not isinstance(question, list) or not question:
+        return ()
+    messages = []
+    for message in question:
+        content = message.get("content") if isinstance(message, dict) else None
+        if not isinstance(content, str) or message.get("role") not in ROLES:
+            raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, "
+                              f"and 'content', a text, not {str(message)[:200]}")
+        messages.append({key: value for key, value in message.items() if value is not None})
+    if messages[-1]["role"] != "user":
+        raise ConfigError(f"{place}: the last message must be the user's, which is to be answered, not the "
+                          f"{messages[-1]['role']}'s")
+    return tuple(messages)
+
+
+def answered(problems: list[Problem], name: str) -> bool:
+    """Tell whether all problems have a gold answer, and print it where some do and some do not."""
+    without = sum(not p.answer for p in problems)
+    if 0 < without < len(problems):
+        print(f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured",
+              file=sys.stderr)
+    return not without

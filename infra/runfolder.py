@@ -1,7 +1,7 @@
 """The run folder: what was run, what came of it, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
-    checkpoints/  hf/
+    checkpoints/  hf/  custom_reward.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which
@@ -16,6 +16,7 @@ import os
 import platform
 import re
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -34,7 +35,12 @@ from config import Config, ConfigError
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
+# Files of the user's that a run depends on: what each was at the start lies in the run folder.
+COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
+SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
+FREE = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
+SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
 
@@ -50,33 +56,86 @@ def claim(cfg: Config, resume: Resume) -> Path:
                           "set `out` to a place that is")
     if not stored.is_file():
         if resume == "always":
-            raise ConfigError(f"--resume: {stored} not found, so there is no run to resume; check `out`, "
-                              "or start it without --resume")
+            raise ConfigError(f"--resume: {stored.absolute()} not found, so there is no run to resume; check "
+                              "`out`, or start it without --resume")
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
-    differing = ", ".join(changed_settings(config.load(stored), cfg))
-    if resume != "never" and differing:
-        raise ConfigError(f"--resume: {folder} was started with other settings: {differing}; "
-                          "resume with the same ones, or start a new run with --set out=...")
-    if resume == "never" and differing:
-        raise ConfigError(f"out={folder} already holds a run with another config: {differing}; "
-                          "start this one with --set out=...")
+    if not has_a_step(folder):
+        if resume == "always":
+            raise ConfigError(f"--resume: {folder} has no step done, so there is nothing to go on from; "
+                              "start it without --resume")
+        return folder  # nothing is lost there
+    there = config.load(stored)
+    differing, refused = changed_settings(there, cfg), refused_changes(there, cfg)
+    if resume != "never" and refused:
+        raise ConfigError(f"--resume: {folder} was started with other settings: {', '.join(refused)}; resume "
+                          "with the same ones, or start a new run with --set out=... (a constant rate lets "
+                          "steps grow; eval.*, checkpoint.* and log.* may change)")
     if resume == "never":
-        raise ConfigError(f"out={folder} already holds a run with this config; "
-                          "continue it with --resume, or start a new one with --set out=...")
+        what = f"another config: {', '.join(differing.values())}" if differing else "this config"
+        remedy = "continue it with --resume, or start a new one" if not refused else "start this one"
+        if not refused and not any((folder / "checkpoints").glob("step_*")):
+            remedy = "it has no checkpoint, so --resume auto begins it again; or start a new one"
+        raise ConfigError(f"out={folder} already holds a run with {what}; {remedy} with --set out=...")
     return folder
 
 
-def changed_settings(there: Config, now: Config) -> list[str]:
+def has_a_step(folder: Path) -> bool:
+    """Tell whether a run has done a step, of which something would be lost."""
+    logged = any(line["step"] > 0 for line in read(folder / "metrics.jsonl"))
+    return logged or any((folder / "checkpoints").glob("step_*"))
+
+
+def changed_settings(there: Config, now: Config) -> dict[str, str]:
     """Name each setting that differs, with both values. `out` may: a folder can be moved."""
     old, new = config.flatten(there), config.flatten(now)
-    named = []
+    named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
         before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
         if before != after and key != "out":
-            named.append(f"{key} ({before} there, {after} now)")
+            named[key] = f"{key} ({before} there, {after} now)"
     return named
+
+
+def refused_changes(there: Config, now: Config) -> list[str]:
+    """Name the changed settings with which a run cannot go on, because the steps done depend on them."""
+    refused = []
+    for key, change in changed_settings(there, now).items():
+        grows = key == "steps" and now.steps > there.steps
+        if grows and there.optim.schedule == "cosine":
+            refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
+        elif not grows and not key.startswith(FREE) and not is_moved(there, now, key):
+            refused.append(change)
+    return refused
+
+
+def is_moved(there: Config, now: Config, key: str) -> bool:
+    """Tell whether a setting names a file at another path, which `require_same_files` looks into."""
+    return key in COPIES and None not in (config.flatten(there)[key], config.flatten(now)[key])
+
+
+def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
+    """Name the settings whose file is not what it was when the run in a folder began. `texts` has what each
+    of COPIES holds now, None where it is not set."""
+    copies = {setting: folder / name for setting, name in COPIES.items()}
+    return [setting for setting, path in copies.items()
+            if texts[setting] != (path.read_text() if path.is_file() else None)]
+
+
+def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
+    """Raise ConfigError where a file of COPIES is not the one that the run began with."""
+    for setting in changed_files(folder, texts):
+        raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
+                          f"{folder / COPIES[setting]}, write the new one over that copy to go on with it "
+                          "all the same, or start a new run with --set out=...")
+
+
+def is_done(cfg: Config, resume: Resume) -> bool:
+    """Tell whether a run that is to go on has done all its steps. Raises ConfigError as `claim` does."""
+    folder = claim(cfg, resume)
+    ended = resume != "never" and state_of(folder)["state"] == "finished" and (folder / "hf").is_dir()
+    return ended and config.load(folder / "config.yaml").steps == cfg.steps
 
 
 def lock_folder(folder: Path) -> FileLock:
@@ -191,25 +250,47 @@ class Log:
             self.held.release()
             self.held = None
 
-    def create(self, cfg: Config, device: torch.device, chosen: dict) -> None:
-        """Write what is needed to know later what ran, and begin the logs anew. `chosen`: memory.choices."""
+    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict,
+               texts: dict[str, str | None]) -> None:
+        """Write what is needed to know later what ran, and begin the logs anew. `chosen`: memory.choices;
+        `texts`: of the files of COPIES.
+
+        Raises ConfigError where another run has been in the folder since it was claimed.
+        """
         if self.folder is None:
             return
         self.lock()
+        stored = claim(cfg, resume) / "config.yaml"
         self.forget_later(evaluated_after=-1)
         for name in LOGS:  # of a run that was restarted before its first checkpoint
             (self.folder / name).unlink(missing_ok=True)
-        (self.folder / "config.yaml").write_text(config.dump(cfg))
+        same = stored.is_file() and stored.read_text() == config.dump(cfg)
+        if not same or changed_files(self.folder, texts):
+            (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
+        for setting, text in texts.items():
+            (self.folder / COPIES[setting]).unlink(missing_ok=True)
+            if text is not None:
+                (self.folder / COPIES[setting]).write_text(text)
+        stored.write_text(config.dump(cfg))
         ran_on = environment(device) | {"chosen": chosen}
-        if cfg.log.wandb is not None:
-            ran_on["wandb"] = secrets.token_hex(4)  # the run there, also when it is resumed
         (self.folder / "env.json").write_text(json.dumps(ran_on, indent=1) + "\n")
 
-    def resume(self, step: int) -> None:
-        """Forget what was logged after `step`, the checkpoint's: the resumed run does it again."""
+    def resume(self, step: int, cfg: Config) -> None:
+        """Forget what was logged after `step`, the checkpoint's: the resumed run does it again.
+
+        Where settings differ, say which, write the config that runs now, and keep the one until this step.
+        """
         if self.folder is None:
             return
         self.forget_later(evaluated_after=step)
+        stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
+        if changed := changed_settings(config.load(stored), cfg):
+            self.say(f"going on from step {step} with {', '.join(changed.values())}")
+            if not kept.exists():  # else nothing between the two is left
+                shutil.copyfile(stored, kept)
+            fresh = stored.with_name("config.yaml.unfinished")
+            fresh.write_text(config.dump(cfg))
+            fresh.replace(stored)
         for name in LOGS:
             kept = [line for line in read(self.folder / name) if line["step"] <= step]
             rewrite(self.folder / name, kept)
@@ -242,8 +323,10 @@ class Log:
         """Begin to send metrics to wandb. A run that is resumed sends those it has again, since of the last
         seconds before it died nothing may have got there."""
         if self.folder is not None and cfg.log.wandb is not None:
-            run_id = json.loads((self.folder / "env.json").read_text())["wandb"]
-            self.tracker = Tracker(cfg, self.folder, run_id)
+            path = self.folder / "env.json"
+            ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())  # the run there, for good
+            path.write_text(json.dumps(ran_on, indent=1) + "\n")
+            self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
 
@@ -280,19 +363,20 @@ class Log:
 
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
-        keys = ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed")
+        keys = ("accuracy", "low", "high", "reward", "reward_low", "reward_high", "lenient", "length",
+                "truncated", "unparsed")
         line: dict = {"step": step, "time/eval": seconds}
         for name, result in results.items():
-            line |= {f"eval/{name}/{key}": result[key] for key in keys}
-            if (n := result["n"]) > 1:
+            line |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
+            if (n := result["n"]) > 1 and "pass" in result:
                 line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
         self.measure(line)
         if self.folder is not None:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
-            bounds = f"[{result['low']:.1%}, {result['high']:.1%}]"
-            self.say(f"step {step}: {name} {result['accuracy']:.1%} {bounds}, {result['length']:.1f} tokens")
+            scores = ", ".join(score_text(result, kind) for kind in SCORES if kind in result)
+            self.say(f"step {step}: {name} {scores or 'no reward'}, {result['length']:.1f} tokens")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step, and show some behind the bar, or in a line where there is none."""
@@ -315,7 +399,9 @@ class Log:
             self.tracker.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
-            self.say(f"step {step}: {line['id']}, gold {line['gold']}, reward {shown['reward']:g}: "
+            gold = f", gold {line['gold']}" if line["gold"] else ""
+            earned = "none" if shown["reward"] is None else f"{shown['reward']:g}"
+            self.say(f"step {step}: {line['id']}{gold}, reward {earned}: "
                      f"{shown['text'][:400]!r}")
 
     def warn(self, step: int, warning: str) -> None:
@@ -327,6 +413,14 @@ class Log:
         """Print a line above the bar, if there is anything to say."""
         if self.folder is not None and text:
             tqdm.write(text, file=sys.stderr)
+
+
+def score_text(figures: dict, kind: str) -> str:
+    """Write the accuracy or the reward of an evaluation with its 95% interval."""
+    low, high = SCORES[kind]
+    value, *ends = (f"{figures[key]:.1%}" if kind == "accuracy" else f"{figures[key]:.3f}"
+                    for key in (kind, low, high))
+    return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"
 
 
 def note(text: str) -> None:

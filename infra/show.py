@@ -17,7 +17,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-from config import ASKS, SERVES, Config
+from config import Config
+from rules import ASKS, SERVES
 from settings import choices, describe
 
 HEAD = """# Settings

@@ -1,6 +1,7 @@
 """How a program ends: by a signal that asks it to stop, and with which exit status."""
 
 import errno
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -39,12 +40,18 @@ def asked_to_stop(stop: Stop | None) -> bool:
 
 
 def exit_status(program: Callable[[], int | None], remedy: str = "start it again") -> int:
-    """Run a program to its exit status: its own or 0, 2 after what the user can mend, 130 after a signal.
+    """Run a program to its exit status: its own or 0, 2 after what the user can mend, 130 after a signal,
+    141 where nobody reads its output any more.
 
     `remedy` says what goes on with work that was stopped.
     """
     try:
-        return program() or 0
+        status = program() or 0
+        sys.stdout.flush()
+        return status
+    except BrokenPipeError:  # whoever read the output has gone: `--show | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
+        return 128 + signal.SIGPIPE
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

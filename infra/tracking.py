@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from config import Config, ConfigError, flatten
-from records import Batch, Rolled
+from records import Batch, Rolled, plain
 
 PATIENCE = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
 COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "prob", "weight")
@@ -39,9 +39,9 @@ def written_out(rolled: Rolled, n: int, batch: Batch, place: int | None, decode:
     for g, sample in enumerate(rolled.groups[n].samples):
         yield {
             "text": decode(sample.ids, True), "tokens": sample.length, "finished": sample.finished,
-            "reward": rolled.rewards.total_NG[n, g].item(),
-            "components": {name: value_NG[n, g].item() for name, value_NG in components.items()},
-            "advantage": rolled.adv_NG[n, g].item(),
+            "reward": plain(rolled.rewards.total_NG[n, g]),
+            "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
+            "advantage": plain(rolled.adv_NG[n, g]),
             "kept": place is not None and bool(pruned.keep_NG[place, g]),
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
+from infra.paths import find_path
 from settings import read_json
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -23,8 +24,12 @@ REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers
 def find_model(path: str) -> Path:
     """Return the folder of a model given as a folder or as a hub name, which is downloaded. Raises
     ConfigError."""
-    if Path(path).is_dir():
-        return Path(path)
+    folder = find_path(path)
+    if (folder / "extra.pt").is_file():
+        raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
+                          f"python learner.py {path} --out DIR")
+    if folder.is_dir():
+        return folder
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
@@ -158,9 +163,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         p.copy_(dist.sharded_like(tensors[hf_name(name)], p))
 
 
-def export(model: nn.Module, source: Path, folder: Path) -> None:
+def export(model: nn.Module, source: Path, folder: Path, template: str | None = None) -> None:
     """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
-    `source`.
+    `source`, but for the text of a `template` of the user's (data.chat_template).
 
     All ranks of a sharded model must call it; rank 0 writes.
     """
@@ -170,6 +175,8 @@ def export(model: nn.Module, source: Path, folder: Path) -> None:
             copied = path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES
             if path.is_file() and copied:
                 shutil.copyfile(path, folder / path.name)
+        if template:
+            (folder / "chat_template.jinja").write_text(template)
     save_weights(model, folder)
 
 
@@ -183,3 +190,5 @@ def save_weights(model: nn.Module, folder: Path) -> None:
             tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
     if dist.rank() == 0:
         save_torch_state_dict(tensors, folder)
+        for path in Path(folder).glob("*.safetensors"):  # which the library keeps from all but their owner
+            shutil.copymode(Path(folder) / "config.json", path)

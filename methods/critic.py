@@ -183,10 +183,10 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
 
 
 def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
-    """Split the completions that have ended by a seeded draw; a token weighs one over their number."""
+    """Split the ended completions with a reward by a seeded draw; a token weighs one over their number."""
     groups = [Group(group.prompt, tuple(map(from_its_start, group.samples))) for group in rolled.groups]
     reward_NG = rolled.rewards.total_NG
-    ended_NG = ~pending(groups, reward_NG.shape[1])
+    ended_NG = ~pending(groups, reward_NG.shape[1]) & ~reward_NG.isnan()
     len_NG, none_NG = lengths(groups, reward_NG.shape[1]), torch.zeros_like(reward_NG)
     ended_K = ended_NG.flatten().nonzero()[:, 0]
     generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))

@@ -8,6 +8,7 @@ Dimension key:  N prompts,  K samples of the initial policy per prompt,  G compl
 C completion tokens of one packed row.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,7 +23,6 @@ from infra import dist, runfolder
 from loss import segment_sum
 from records import Group, Prompt, Rewards
 
-FILE = "soft_values.jsonl"
 ROUNDS_OF_SLOTS = 8  # how often all decoding slots are filled between two writes of the table
 
 
@@ -42,9 +42,11 @@ def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
     """Estimate V*(x) = beta log mean exp(r / beta) over samples of the reference policy, [N].
 
     It is the value of the best policy under a KL of weight beta: the largest reward as beta goes to 0, the
-    mean as it grows.
+    mean as it grows. Samples without a reward, nan, are left out; a prompt that has no others has nan.
     """
-    return beta * (torch.logsumexp(reward_NK / beta, dim=1) - reward_NK.new_tensor(reward_NK.shape[1]).log())
+    count_N = (~reward_NK.isnan()).to(reward_NK.dtype).sum(dim=1)
+    scaled_NK = (reward_NK / beta).nan_to_num(nan=-torch.inf)
+    return beta * (torch.logsumexp(scaled_NK, dim=1) - count_N.log())
 
 
 def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
@@ -65,7 +67,7 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
     (KeyboardInterrupt, when `stopping`) goes on with the missing ones. Where all were `sampled` before, since
     the run has taken steps, they are only read. Raises ConfigError where some are missing then.
     """
-    path = folder / FILE
+    path = folder / runfolder.SOFT_VALUES
     lines, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
@@ -86,7 +88,10 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
             if dist.rank() == 0:
                 runfolder.append(path, {"id": prompt.id, "rewards": rewards})
     table_NK = torch.tensor([rewards_by_id[prompt.id] for prompt in prompts], dtype=torch.float64)
-    values = soft_value(table_NK, settings.beta).tolist()
+    values = soft_value(table_NK, settings.beta).tolist()  # nan where no sample has a reward
+    if unknown := [prompt.id for prompt, value in zip(prompts, values, strict=True) if math.isnan(value)]:
+        raise ConfigError(f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, "
+                          f"{unknown[0]} among them; leave them out, or set another advantage.kind")
     return Table(dict(zip((prompt.id for prompt in prompts), values, strict=True)))
 
 

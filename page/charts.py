@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from fnmatch import fnmatch
+from functools import partial
 from io import StringIO
 
 import matplotlib
@@ -19,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from page.compare import LEAST, amount
 from page.runs import SPENT, Groups, LoggedRun
+from page.summary import Score
 from verify.statistics import half_width
 
 # section -> charts: title, metrics, what to know of them
@@ -146,48 +148,49 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int) -> Line:
     return np.array([x[block].mean() for block in blocks]), np.array([y[block].mean() for block in blocks])
 
 
-# ---- accuracy
+# ---- scores
 
-def accuracy_charts(groups: Groups, name: str) -> list[Chart]:
-    """Draw the accuracy on a set against what was spent of each kind; one run with its Wilson intervals."""
+def score_charts(groups: Groups, score: Score) -> list[Chart]:
+    """Draw a score against what was spent of each kind; that of one run with its intervals."""
     kinds = SPENT if len(sum(groups.values(), [])) > 1 else ["steps"]
-    return [Chart(f"Accuracy against {kind}", "in %", [], draw(lambda axes, kind=kind: plot_accuracy(
-        axes, groups, name, kind))) for kind in kinds]
+    return [Chart(f"{score.kind.capitalize()} against {kind}", "in %" if score.percent else "", [],
+                  draw(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
 
 
-def plot_accuracy(axes: Axes, groups: Groups, name: str, kind: str) -> None:
+def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
     """Draw each evaluation as a point, and lines and intervals of rows."""
     runs = sum(groups.values(), [])
     most = max(20, EVALUATIONS // (len(SPENT) * len(runs)))
+    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     for i, group in enumerate(groups.values()):
         lines = []
         for run in group:
-            step_E, value_E = run.accuracy(name)
+            step_E, value_E = run.held_out(score)
             lines.append(thinned(run.spent(kind, step_E), value_E, most))
             axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
         plot_group(axes, group, lines, i)
-        plot_interval(axes, [line for run, line in zip(group, lines, strict=True) if run.finished], i)
+        ended = [line for run, line in zip(group, lines, strict=True) if run.finished]
+        plot_interval(axes, ended, i, bounds)
     if len(runs) == 1:
-        plot_wilson(axes, runs[0], name, most)
+        plot_own_interval(axes, runs[0], score, most)
     bottom, top = axes.get_ylim()
-    axes.set_ylim(max(-2, bottom), min(102, top))
+    axes.set_ylim(max(bounds[0] - 2, bottom), min(bounds[1] + 2, top))
 
 
-def plot_wilson(axes: Axes, run: LoggedRun, name: str, most: int) -> None:
+def plot_own_interval(axes: Axes, run: LoggedRun, score: Score, most: int) -> None:
     """Draw each evaluation's own interval."""
-    step_E, low_E = thinned(*run.series(f"eval/{name}/low"), most)
-    _, high_E = thinned(*run.series(f"eval/{name}/high"), most)
-    axes.vlines(step_E, 100 * low_E, 100 * high_E, color=COLOURS[0], linewidth=0.8)
+    (step_E, low_E), (_, high_E) = (thinned(*run.series(key), most) for key in score.keys[1:])
+    axes.vlines(step_E, score.scale * low_E, score.scale * high_E, color=COLOURS[0], linewidth=0.8)
     for end_E in (low_E, high_E):
-        axes.plot(step_E, 100 * end_E, "_", color=COLOURS[0], markersize=4)
+        axes.plot(step_E, score.scale * end_E, "_", color=COLOURS[0], markersize=4)
 
 
-def plot_interval(axes: Axes, lines: list[Line], i: int) -> None:
+def plot_interval(axes: Axes, lines: list[Line], i: int, bounds: tuple[float, float]) -> None:
     """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
     if len(lines) >= LEAST and len({len(x) for x, _ in lines}) == 1:
         value_RE = np.array([y for _, y in lines])
         middle, half = value_RE.mean(axis=0), half_width(value_RE)
-        low, high = np.clip(middle - half, 0, 100), np.clip(middle + half, 0, 100)
+        low, high = np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)
         axes.fill_between(np.mean([x for x, _ in lines], axis=0), low, high, color=COLOURS[i % len(COLOURS)],
                           alpha=0.15, linewidth=0)
 

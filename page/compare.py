@@ -1,6 +1,7 @@
-"""Tables that compare runs: accuracy at equal cost, the cost of an accuracy, the cost of a run.
+"""Tables that compare runs: a score at equal cost, the cost of a score, the cost of a run.
 
-A table is a head and rows of texts; a page shows it as markdown or as HTML.
+A score is the accuracy on a set in percent, or the mean reward there. A table is a head and rows of texts; a
+page shows it as markdown or as HTML.
 """
 
 from collections.abc import Callable
@@ -15,13 +16,13 @@ from page.runs import (
     Groups,
     LoggedRun,
     Reading,
-    accuracy_at,
     differing,
     reaches,
+    score_at,
     short,
     to_reach,
 )
-from page.summary import phase_seconds
+from page.summary import Score, phase_seconds
 from verify.statistics import half_width
 
 LEAST = 3         # runs from which on an interval is told
@@ -37,14 +38,16 @@ class Table:
     note: str = ""
 
 
-def tables(groups: Groups, names: list[str], level: float | None) -> list[Table]:
-    """Make all tables of the finished runs. `level` is in percent; None: nine tenths of the best gain."""
+def tables(groups: Groups, scores: list[Score], level: float | None) -> list[Table]:
+    """Make all tables of the finished runs. `level` is an accuracy in percent, or a reward where no set has
+    an accuracy; None: nine tenths of the best gain."""
     finished = having(groups, lambda run: run.finished)
     made = [settings_table(groups)] if len(groups) > 1 else []
-    for name in names:
-        if evaluated := having(finished, lambda run, name=name: len(run.accuracy(name)[0]) > 0):
-            made += [accuracy_table(evaluated, name), halfway_table(evaluated, name),
-                     reach_table(evaluated, name, level)]
+    percent = any(score.percent for score in scores)
+    for score in scores:
+        if evaluated := having(finished, lambda run, score=score: len(run.held_out(score)[0]) > 0):
+            made += [score_table(evaluated, score), halfway_table(evaluated, score),
+                     reach_table(evaluated, score, level if score.percent == percent else None)]
     return [*made, cost_table(finished)] if finished else made
 
 
@@ -64,65 +67,74 @@ def settings_table(groups: Groups) -> Table:
     return Table("What differs", ["run", "seeds", *keys], rows)
 
 
-def accuracy_table(groups: Groups, name: str) -> Table:
-    """Tabulate the accuracy before, at the end, and when all of the least that a run spent was spent."""
-    columns, cells = at_budgets(groups, name, 1.0)
+def titled(score: Score) -> str:
+    return f"{score.name}: {score.kind}{' in %' * score.percent}"
+
+
+def score_table(groups: Groups, score: Score) -> Table:
+    """Tabulate the score before, at the end, and when all of the least that a run spent was spent."""
+    columns, cells = at_budgets(groups, score, 1.0)
+    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     rows = []
     for label, group in groups.items():
-        ends = [with_interval([run.accuracy(name)[1][i] for run in group], 0, 100) for i in (0, -1)]
+        ends = [with_interval([run.held_out(score)[1][i] for run in group], *bounds, score.text)
+                for i in (0, -1)]
         rows.append([label, str(len(group)), ends[0], *cells[label], ends[1]])
-    return Table(f"{name}: accuracy in %, at the least that a run spent",
+    return Table(f"{titled(score)}, at the least that a run spent",
                  ["run", "runs", "before", *columns, "at its end"], rows)
 
 
-def halfway_table(groups: Groups, name: str) -> Table:
-    """Tabulate the accuracy when half of that was spent."""
-    columns, cells = at_budgets(groups, name, 0.5)
-    return Table(f"{name}: accuracy in %, at half of that", ["run", *columns],
+def halfway_table(groups: Groups, score: Score) -> Table:
+    """Tabulate the score when half of that was spent."""
+    columns, cells = at_budgets(groups, score, 0.5)
+    return Table(f"{titled(score)}, at half of that", ["run", *columns],
                  [[label, *cells[label]] for label in groups])
 
 
-def at_budgets(groups: Groups, name: str, share: float) -> tuple[list[str], dict[str, list[str]]]:
-    """Read the accuracy off at a share of what the run that spent least of each kind spent: a column each."""
+def at_budgets(groups: Groups, score: Score, share: float) -> tuple[list[str], dict[str, list[str]]]:
+    """Read the score off at a share of what the run that spent least of each kind spent: a column each."""
     runs = sum(groups.values(), [])
     columns, cells = [], {label: [] for label in groups}
+    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     for kind in SPENT:
-        budget = share * min(run.spent(kind, run.accuracy(name)[0])[-1] for run in runs)
+        budget = share * min(run.spent(kind, run.held_out(score)[0])[-1] for run in runs)
         columns.append(f"{amount(budget)} {kind}")
         for label, group in groups.items():
-            read = [accuracy_at(run, name, kind, budget) for run in group]
-            cells[label].append(reading(read, "{:.1f}".format, 100))
+            read = [score_at(run, score, kind, budget) for run in group]
+            cells[label].append(reading(read, score.text, *bounds))
     return columns, cells
 
 
-def reach_table(groups: Groups, name: str, level: float | None) -> Table:
-    """Tabulate what was spent to come to an accuracy: the level, or nine tenths of the best row's gain."""
-    before = mean(run.accuracy(name)[1][0] for group in groups.values() for run in group)
-    best = max(mean(run.accuracy(name)[1][-1] for run in group) for group in groups.values())
+def reach_table(groups: Groups, score: Score, level: float | None) -> Table:
+    """Tabulate what was spent to come to a score: the level, or nine tenths of the best row's gain."""
+    before = mean(run.held_out(score)[1][0] for group in groups.values() for run in group)
+    best = max(mean(run.held_out(score)[1][-1] for run in group) for group in groups.values())
     asked = before + 0.9 * (best - before) if level is None else level
-    title, head = f"{name}: spent to reach {asked:.1f}%", ["run", *SPENT]
-    chance = noise(groups, name)
+    goal = f"{asked:.1f}%" if score.percent else f"a reward of {asked:.3f}"
+    title, head = f"{score.name}: spent to reach {goal}", ["run", *SPENT]
+    chance, points = noise(groups, score), " points" * score.percent
     if level is None and asked < before + chance:
-        return Table(title, head, [], f"The best row gains {best - before:.1f} points, and one evaluation is "
-                     f"known to ±{chance:.1f}: no level tells these runs apart (--level sets one).")
+        return Table(title, head, [], f"The best row gains {score.text(best - before)}{points}, and one "
+                     f"evaluation is known to ±{score.text(chance)}: no level tells these runs apart "
+                     "(--level sets one).")
     rows = []
     for label, group in groups.items():
-        able = [run for run in group if reaches(run, name, asked)]
+        able = [run for run in group if reaches(run, score, asked)]
         cells = [NEVER] * len(SPENT)
         if 0 < len(able) < len(group):
             cells = [f"reached by {len(able)} of {len(group)}"] * len(SPENT)
         elif able:
-            cells = [reading([to_reach(run, name, kind, asked) for run in able], amount) for kind in SPENT]
+            cells = [reading([to_reach(run, score, kind, asked) for run in able], amount) for kind in SPENT]
         rows.append([label, *cells])
     return Table(title, head, rows)
 
 
-def noise(groups: Groups, name: str) -> float:
-    """Return half the widest 95% interval of a first evaluation, in percent; 0 where none was logged."""
+def noise(groups: Groups, score: Score) -> float:
+    """Return half the widest 95% interval of a first evaluation; 0 where none was logged."""
     widths = [0.0]
     for run in sum(groups.values(), []):
-        ends = [run.series(f"eval/{name}/{end}")[1] for end in ("low", "high")]
-        widths += [50 * (high - low) for low, high in zip(ends[0][:1], ends[1][:1], strict=True)]
+        ends = [run.series(key)[1] for key in score.keys[1:]]
+        widths += [score.scale / 2 * (high - low) for low, high in zip(ends[0][:1], ends[1][:1], strict=True)]
     return max(widths)
 
 
@@ -171,11 +183,12 @@ def with_interval(values: list[float], low: float = -np.inf, high: float = np.in
     return f"{form(middle)} [{form(max(low, middle - half))}, {form(min(high, middle + half))}]"
 
 
-def reading(readings: list[Reading | None], form: Callable[[float], str], high: float = np.inf) -> str:
+def reading(readings: list[Reading | None], form: Callable[[float], str], low: float = 0,
+            high: float = np.inf) -> str:
     """Write the mean of what was read off each run, the ends it lies between, or that it is not known."""
     if None in readings:
         return UNKNOWN
     ends = [mean(r.low for r in readings), mean(r.high for r in readings)]
     if all(r.low == r.high for r in readings):
-        return with_interval([r.low for r in readings], 0, high, form)
+        return with_interval([r.low for r in readings], low, high, form)
     return f"{form(ends[0])} to {form(ends[1])}"

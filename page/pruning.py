@@ -20,9 +20,12 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
         return [], []
     right, wrong = kept_by_difficulty(decided)
     weights = kept_weights(decided)
+    value, well, badly = "accuracy", "right completions", "wrong completions"
+    if any("reward" in prompt for line in decided for prompt in line["prompts"]):
+        value, well, badly = "mean reward", "rewards above the group's mean", "others"
     charts = [
-        Chart("Share kept against difficulty", "by the accuracy of the completion's group, from hard to easy",
-              [("right completions", 2), ("wrong completions", 1)],
+        Chart("Share kept against difficulty", f"by the {value} of the completion's group, from hard to easy",
+              [(well, 2), (badly, 1)],
               draw(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
         Chart("Weights of kept completions", "share of them; a weight of 1 is no correction", [],
               draw(lambda axes: plot_weights(axes, weights), integer_x=False)),
@@ -53,18 +56,34 @@ def kept_by_difficulty(decided: list[dict]) -> tuple[np.ndarray, np.ndarray]:
     """Count right and wrong completions by the accuracy of their group: (kept, all) of each, [2, BINS + 1].
 
     Bin i is of groups whose accuracy is i / BINS, rounded; only 0 and 1 themselves are in the outer bins.
+    Without gold answers it is rewards above their group's mean and others, by `ease`.
     """
     counts = np.zeros((2, 2, BINS + 1))
-    for prompt in (prompt for line in decided for prompt in line["prompts"] if "right" in prompt):
-        known = [verdict for verdict in prompt["right"] if verdict is not None]
-        accuracy = sum(known) / max(1, len(known))
-        inner = min(max(round(BINS * accuracy), 1), BINS - 1)
-        i = {0.0: 0, 1.0: BINS}.get(accuracy, inner)
-        weight_G = prompt.get("completion_weight", [0.0] * len(prompt["right"]))
-        for verdict, weight in zip(prompt["right"], weight_G, strict=True):
+    prompts = [prompt for line in decided for prompt in line["prompts"]]
+    rewards = [reward for prompt in prompts for reward in known(prompt.get("reward", ()))]
+    for prompt in (prompt for prompt in prompts if "right" in prompt or "reward" in prompt):
+        value_G = prompt.get("right", prompt.get("reward"))
+        place = float(np.mean(known(value_G) or [0]))
+        if "reward" in prompt:
+            value_G = [None if value is None else int(value > place) for value in value_G]
+            place = ease(place, rewards)
+        inner = min(max(round(BINS * place), 1), BINS - 1)
+        i = {0.0: 0, 1.0: BINS}.get(place, inner)
+        weight_G = prompt.get("completion_weight", [0.0] * len(value_G))
+        for verdict, weight in zip(value_G, weight_G, strict=True):
             if verdict is not None:
                 counts[1 - verdict, :, i] += (weight > 0, 1)
     return counts[0], counts[1]
+
+
+def known(value_G: list[float | None]) -> list[float]:
+    return [value for value in value_G if value is not None]
+
+
+def ease(reward: float, rewards: list[float]) -> float:
+    """Place a mean reward between the least (0) and the most (1) that a completion of the run got."""
+    least, most = min(rewards, default=0.0), max(rewards, default=0.0)
+    return (reward - least) / (most - least) if most > least else 0.0
 
 
 def kept_weights(decided: list[dict]) -> np.ndarray:

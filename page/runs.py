@@ -17,7 +17,7 @@ import numpy as np
 from config import ConfigError
 from infra import runfolder
 from infra.show import as_yaml
-from page.summary import is_evaluation
+from page.summary import Score, is_evaluation
 from settings import read
 
 # What is spent -> the metric of a step that adds to it; a step itself counts 1.
@@ -66,10 +66,10 @@ class LoggedRun:
         points = [(line["step"], line[key]) for line in self.lines if line.get(key) is not None]
         return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
 
-    def accuracy(self, name: str) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps at which a set was evaluated, and the accuracies."""
-        step_E, share_E = self.series(f"eval/{name}/accuracy")
-        return step_E, np.round(100 * share_E, 9)  # 58, not 57.99999999999999, is a level that is reached
+    def held_out(self, score: Score) -> tuple[np.ndarray, np.ndarray]:
+        """Return the steps at which a score was measured, and its values."""
+        step_E, value_E = self.series(score.keys[0])
+        return step_E, np.round(score.scale * value_E, 9)  # 58, not 57.99999999999999, is a level reached
 
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
         """Add up what was spent until these steps were done. A step without the metric spent nothing."""
@@ -94,8 +94,9 @@ def read_run(folder: Path) -> LoggedRun:
     """Read a run, also one under way. Raises ConfigError for a folder that is no run."""
     path = folder / "config.yaml"
     if not path.is_file():
+        hint = f": '{folder}/*'" if any(folder.glob("*/config.yaml")) else ""
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give folders that train.py "
-                          "wrote")
+                          f"wrote{hint}")
     settings = flatten(read(path))
     total = settings.get("steps")
     if not isinstance(total, int):
@@ -180,9 +181,9 @@ def between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float, value_E: 
     return Reading(value, value)
 
 
-def accuracy_at(run: LoggedRun, name: str, kind: str, budget: float) -> Reading | None:
-    """Read off the accuracy on a set when so much of a kind was spent; None where it is not known."""
-    step_E, value_E = run.accuracy(name)
+def score_at(run: LoggedRun, score: Score, kind: str, budget: float) -> Reading | None:
+    """Read off a score when so much of a kind was spent; None where it is not known."""
+    step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     if not len(step_E) or not spent_E[0] <= budget <= spent_E[-1]:
         return None
@@ -191,14 +192,14 @@ def accuracy_at(run: LoggedRun, name: str, kind: str, budget: float) -> Reading 
     return between(run, step_E, i, weight, value_E)
 
 
-def reaches(run: LoggedRun, name: str, level: float) -> bool:
+def reaches(run: LoggedRun, score: Score, level: float) -> bool:
     """Tell whether a run was at a level at any evaluation."""
-    return bool((run.accuracy(name)[1] >= level).any())
+    return bool((run.held_out(score)[1] >= level).any())
 
 
-def to_reach(run: LoggedRun, name: str, kind: str, level: float) -> Reading | None:
-    """Read off what was spent of a kind when the accuracy came to a level that it does reach."""
-    step_E, value_E = run.accuracy(name)
+def to_reach(run: LoggedRun, score: Score, kind: str, level: float) -> Reading | None:
+    """Read off what was spent of a kind when the score came to a level that it does reach."""
+    step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     i = int((value_E >= level).argmax())
     if i == 0:

@@ -17,7 +17,8 @@ function element(tag, className, ...children) {
 
 const current = () => data.runs[byId("run") ? Number(byId("run").value) : 0];
 const number = (value) => value === null ? "–" : String(Number(value.toPrecision(3)));
-const isRight = (completion) => completion.components.accuracy === 1;
+const verdictOf = ({ components }) => !("accuracy" in components) ? "" : components.accuracy === 1 ? "right" : "wrong";
+const goldOf = (line) => line.gold ? `gold answer ${line.gold}` : "no gold answer";
 
 // ---- completions
 
@@ -37,7 +38,7 @@ function showCompletions() {
 function group(line) {
   const rows = line.completions.map(completionRow).filter(Boolean);
   const prompt = element("details", "", element("summary", "", "prompt"), element("pre", "", line.prompt));
-  const head = element("h3", "", `${line.id}, gold answer ${line.gold}`);
+  const head = element("h3", "", `${line.id}, ${goldOf(line)}`);
   if (rows.length === 0) return element("div", "group", head, prompt, element("p", "muted", "No completion passes the filters."));
   const columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"];
   const table = element("table", "cards completions",
@@ -49,16 +50,15 @@ function group(line) {
 }
 
 function completionRow(completion) {
-  const right = isRight(completion);
-  const is = { kept: completion.kept ? "kept" : "pruned", right: right ? "right" : "wrong", cut: completion.finished ? "finished" : "cut" };
+  const is = { kept: completion.kept ? "kept" : "pruned", right: verdictOf(completion), cut: completion.finished ? "finished" : "cut" };
   for (const filter of ["kept", "right", "cut"])
-    if (byId(filter).value && byId(filter).value !== is[filter]) return null;
+    if (byId(filter).value && is[filter] && byId(filter).value !== is[filter]) return null;
   const components = Object.entries(completion.components).filter(([, value]) => value !== 0)
     .map(([name, value]) => `${name} ${number(value)}`).join(", ") || "all components 0";
   const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}` :
     completion.prob === null ? "group not trained on" : `pruned, probability ${number(completion.prob)}`;
   return element("tr", `${is.right} ${is.kept}`,
-    element("td", "", element("b", "verdict", right ? "✓ right" : "✗ wrong")),
+    element("td", "", element("b", "verdict", { right: "✓ right", wrong: "✗ wrong" }[is.right] || "–")),
     element("td", "", element("span", "text", completion.text)),
     element("td", "", `${number(completion.reward)} (${components})`),
     element("td", "", number(completion.advantage)),
@@ -85,23 +85,25 @@ function showAnswers() {
   const wanted = byId("change").value;
   const rows = pair ? pair.rows.filter((row) => !wanted || wanted === changeOf(row)) : [];
   const missing = pair ? pair.better + pair.worse - pair.rows.length : 0;
-  const notes = [pair ? `${pair.better} became right and ${pair.worse} wrong.` : "There are not two evaluations yet."];
+  const [better, worse] = pair && pair.scored === "reward" ? ["got a higher reward", "a lower one"] : ["became right", "wrong"];
+  const notes = [pair ? `${pair.better} ${better} and ${pair.worse} ${worse}.` : "There are not two evaluations yet."];
   if (missing) notes.push(`${missing} of them are not on this page.`);
   if (leftOut) notes.push(`The ${leftOut} oldest pairs of evaluations are not on this page.`);
   if (missing || leftOut) notes.push("eval_*.jsonl of the run folder has them.");
   byId("change-note").textContent = notes.join(" ");
-  byId("answers").replaceChildren(...rows.slice(0, answersShown).map(answer));
+  byId("answers").replaceChildren(...rows.slice(0, answersShown).map((row) => answer(row, pair.scored)));
   byId("more").hidden = rows.length <= answersShown;
 }
 
-const changeOf = (row) => row.right_after > row.right_before ? "better" : "worse";
+const changeOf = (row) => row.score_after > row.score_before ? "better" : "worse";
 const shareOf = (share) => share === 1 ? "✓ right" : share === 0 ? "✗ wrong" : `${number(100 * share)}% right`;
 
-function answer(row) {
-  const side = (name, text, share) => element("div", share >= 0.5 ? "right" : "wrong",
-    element("b", "", `${name}: ${shareOf(share)}`), element("div", "text", text));
-  return element("div", "answer", element("h3", "", `${row.id}, gold answer ${row.gold}`), element("p", "text", row.question),
-    element("div", "texts", side("before", row.before, row.right_before), side("after", row.after, row.right_after)));
+function answer(row, scored) {
+  const mark = (score) => scored === "reward" ? ["", `reward ${number(score)}`] : [score >= 0.5 ? "right" : "wrong", shareOf(score)];
+  const side = (name, text, score) => element("div", mark(score)[0],
+    element("b", "", `${name}: ${mark(score)[1]}`), element("div", "text", text));
+  return element("div", "answer", element("h3", "", `${row.id}, ${goldOf(row)}`), element("p", "text", row.question),
+    element("div", "texts", side("before", row.before, row.score_before), side("after", row.after, row.score_after)));
 }
 
 // ---- the place on the page

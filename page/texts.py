@@ -6,9 +6,11 @@ pair of evaluations, and the newest pairs. Texts may be cut too. The page says w
 
 import json
 from pathlib import Path
+from statistics import mean
 from typing import Any
 
 from infra import runfolder
+from page.evaluations import mean_reward
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
 ROWS = (1000, 200, 50, 20, 8, 3)            # answers that changed, for each pair of evaluations
@@ -60,9 +62,10 @@ def held_out(folder: Path, most: int) -> dict:
     """Choose the held-out answers that changed between two evaluations, of the first and the last one, and of
     each and the one before it.
 
-    {"pairs": [{"set", "from", "to", "better": how many, "worse": how many, "rows": [...]}], "left_out": how
-    many pairs, the oldest}. A row has "id", "question", "gold", and of both evaluations the text of the first
-    answer and the share of answers that were right. At most so many bytes, but for one pair.
+    {"pairs": [{"set", "from", "to", "better": how many, "worse": how many, "scored", "rows": [...]}],
+    "left_out": how many pairs, the oldest}. A row has "id", "question", "gold", and of both evaluations the
+    text of the first answer and the score of its answers: the share that was right, or the mean reward where
+    the set has no gold answers ("scored": "reward"). At most so many bytes, but for one pair.
     """
     pairs = changes(runfolder.evaluations(folder))
     for limit, rows in zip((*TEXT_LIMITS, *TEXT_LIMITS[-1:] * 2), ROWS, strict=True):
@@ -90,20 +93,22 @@ def compared(before: int, old: dict, after: int, new: dict) -> list[dict]:
     """Compare the evaluations after two steps, set by set. They are {(set, id): line of eval_*.jsonl}."""
     by_set: dict[str, dict] = {}
     for (name, key), line in new.items():
+        scored = "right" if "verdict" in line["responses"][0] else "reward"
         pair = by_set.setdefault(name, {"set": name, "from": before, "to": after, "better": 0, "worse": 0,
-                                        "rows": []})
-        was, now = (share_right(one) if one else None for one in (old.get((name, key)), line))
-        if was in (None, now):
+                                        "scored": scored, "rows": []})
+        was, now = (score_of(one) if one else None for one in (old.get((name, key)), line))
+        if was is None or now in (None, was):
             continue
         pair["better" if now > was else "worse"] += 1
         if len(pair["rows"]) < ROWS[0]:
             texts = {"before": old[name, key]["responses"][0]["text"], "after": line["responses"][0]["text"]}
             row = {"id": key, "question": line["question"], "gold": line["gold"]} | texts
-            pair["rows"].append(shortened(row, TEXT_LIMITS[1]) | {"right_before": was, "right_after": now})
+            pair["rows"].append(shortened(row, TEXT_LIMITS[1]) | {"score_before": was, "score_after": now})
     return list(by_set.values())
 
 
-def share_right(line: dict) -> float:
-    """Compute the share of a problem's answers that are right."""
-    verdicts = [response["verdict"] == "right" for response in line["responses"]]
-    return sum(verdicts) / len(verdicts)
+def score_of(line: dict) -> float | None:
+    """Compute the share of right answers to a problem, or without verdicts the mean reward."""
+    if "verdict" in line["responses"][0]:
+        return mean(response["verdict"] == "right" for response in line["responses"])
+    return mean_reward(line)

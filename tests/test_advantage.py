@@ -147,3 +147,11 @@ def test_an_estimator_of_another_shape_is_named(monkeypatch):
     monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG.mean(dim=1))
     with pytest.raises(ValueError, match=r"advantage.kind=centred returns shape \[2\], and must return \[2, 3\]"):
         advantage(rewards, Centred())
+
+
+def test_an_advantage_that_takes_no_account_of_completions_without_a_reward_is_named(monkeypatch):
+    """A mean of one's own over nan is nan for the whole group, which nobody would train on."""
+    rewards = Rewards({"a": torch.tensor([[1.0, torch.nan, 0.0]])}, {"a": 1.0})
+    monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG - rewards.total_NG.mean())
+    with pytest.raises(ValueError, match="advantage.kind=centred returns nan for a completion that has a reward; "):
+        advantage(rewards, Centred())

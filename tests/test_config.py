@@ -1,6 +1,7 @@
 """Settings: what is wrong is named with its dotted path, what is right survives the round trip."""
 
 import ast
+import os
 import re
 import subprocess
 import sys
@@ -12,6 +13,7 @@ import pytest
 from conftest import ROOT
 
 import config
+import rules
 import settings
 from config import ConfigError, load
 from infra.show import resolved
@@ -157,8 +159,7 @@ def good(tmp_path):
     (["reward.overlong_tokens=4"], "reward.overlong_tokens=4 must be set with reward.overlong"),
     (["reward={overlong: 1, overlong_tokens: 9}"], r"reward.overlong_tokens=9 must be in 1..8 \(rollout.max_new"),
     (["reward.custom=1"], "reward.custom_file=None must be set with reward.custom, and null without"),
-    (["reward={custom: 1, custom_file: no.py}"],
-     "reward.custom_file=no.py must be a Python file with a function reward"),
+    (["reward={custom: 1, custom_file: x.py, custom_ended: 2}"], "reward.custom_ended=2.0 must be in"),
     (["eval.n=2"], "eval.n=2 must be 1 at eval.temperature=0: greedy answers"),
     (["eval.temperature=-1"], "eval.temperature=-1.0 must be at least 0"),
     (["model.compile=true", "model.checkpoint_blocks=selective"],
@@ -319,7 +320,7 @@ def test_overrides_win_in_order_and_yaml_reads_their_values(good):
                                   " a # b", "~"])
 def test_a_setting_that_is_a_text_is_taken_as_it_is_written(good, text):
     cfg = load(good, [f"out={text}", f"data.train={text}", f"model.path={text}", f"data.dir={text}"])
-    assert (cfg.out, cfg.data.train, cfg.model.path) == (text, text, text)
+    assert (cfg.out, cfg.data.train, cfg.model.path) == (os.path.expanduser(text), text, text)
     assert cfg.data.dir == (None if text == "null" else text)
     write(good.parent, dumped=config.dump(cfg))
     assert load(good.parent / "dumped.yaml") == cfg
@@ -378,11 +379,13 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     words |= {key: get_args(kind) for key, kind in LEAVES.items()}
     words |= {f"{path}.kind": tuple(options) for path, options in UNIONS.items()}
     words["rollout.group_size"] = ("1",)
-    demands = [f"{key}={allowed}" for asked in config.ASKS.values() for key, allowed, _ in asked]
-    for choice in [*config.SERVES, *config.ASKS, *demands]:
+    demands = [f"{key}={allowed}" for asked in rules.ASKS.values() for key, allowed, _ in asked]
+    for choice in [*rules.SERVES, *rules.ASKS, *demands]:
         key, _, values = choice.partition("=")
         assert {word for word in re.split(", | or ", values) if word} <= set(words[key]), choice
-    assert {entry.partition(":")[0] for served in config.SERVES.values() for entry in served} <= words.keys()
+    assert {entry.partition(":")[0] for served in rules.SERVES.values() for entry in served} <= words.keys()
+    critic = {f"critic.{field.name}" for field in fields(config.Critic)}
+    assert set(rules.SERVES["advantage.kind=gae"]) == critic
     assert settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip")
     assert not settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip_sequence")
     assert settings.made({"rollout.window": 4}, "rollout.window") and not settings.made({}, "rollout.window")
@@ -448,3 +451,13 @@ def test_the_command_shows_a_config_and_runs_nothing(tmp_path):
     shown = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert shown.stdout == resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n" and shown.stderr == ""
     assert not any(tmp_path.iterdir())
+
+
+def test_nobody_reads_what_a_command_prints():
+    """As after `--show | head`."""
+    read, write = os.pipe()
+    os.close(read)
+    command = [sys.executable, ROOT / "train.py", "--config", "grpo_toy.yaml", "--show"]
+    shown = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
+    os.close(write)
+    assert (shown.returncode, shown.stderr) == (141, b"")

@@ -64,8 +64,9 @@ def test_a_named_set_is_a_file_of_the_data_folder(tmp_path):
 @pytest.mark.parametrize(("row", "message"), [
     ("{not json", r"bad.jsonl:2: not valid JSON"),
     ("[1]", r"bad.jsonl:2: a line must be an object"),
-    ({"answer": "1"}, r"bad.jsonl:2: 'question' must be a non-empty text, not None"),
-    ({"question": "q"}, r"bad.jsonl:2: 'answer' must be a non-empty text, not None"),
+    ({"answer": "1"}, r"bad.jsonl:2: there is no column 'question' for the question among answer; set data.columns="),
+    ({"question": "q"}, r"bad.jsonl:2: there is no column 'answer' for the answer among question; .*; without answers"),
+    ({"question": None, "answer": "1"}, r"bad.jsonl:2: column 'question' is empty; mend or remove the line"),
     ({"question": " ", "answer": "1"}, r"bad.jsonl:2: 'question' must be a non-empty text"),
     ({"question": "q", "answer": "####"}, r"bad.jsonl:2: 'answer' must be a non-empty text, not ''"),
     ({"question": "q", "answer": True}, r"bad.jsonl:2: 'answer' must be a non-empty text, not True"),
@@ -136,10 +137,10 @@ def edit(folder, name, **changes):
 def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     folder = write_tiny(tmp_path / "a")
     edit(folder, "tokenizer_config.json", chat_template=None)
-    with pytest.raises(ConfigError, match="a tokenizer without a chat template; add chat_template.jinja"):
+    with pytest.raises(ConfigError, match="without a chat template, as base models do; set data.prompt to a plain"):
         data.Tokenizer(folder)
     (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(ConfigError, match="the chat template fails: no system role"):
+    with pytest.raises(ConfigError, match="the chat template fails: TemplateError: no system role"):
         data.Tokenizer(folder).render("q", "s")
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="the chat template is not valid"):
@@ -219,6 +220,22 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
     forgetful = history_of(AllPrompts())  # nobody asks, so checkpoints stay small
     remember(forgetful, [1, 1], [0, 0], [0, 1])
     assert not forgetful.visits
+
+
+def test_a_rollout_that_shows_nothing_is_as_if_it_had_not_come_up():
+    """One reward, or none, tells neither that a prompt is easy nor that it is hard."""
+    nan = float("nan")
+    history = history_of(Greso())
+    nothing = rolled([nan, nan], [1, nan], epoch=1)
+    history.record(nothing)
+    history.adapt(nothing)
+    assert not history.visits and history.explore == pytest.approx((0.51, 0.51))
+    told, alike = rolled([nan, nan], [1, nan], [1, 1], [0, 0], epoch=1), history_of(Greso())
+    history.explore = (0.5, 0.5)
+    for each, seen in ((history, told), (alike, rolled([1, 1], [0, 0], epoch=1))):
+        each.record(seen)
+        each.adapt(seen)
+    assert history.explore == alike.explore and [*history.visits] == ["q2", "q3"]
 
 
 def test_a_turn_skipped_leaves_the_trace_and_is_counted():

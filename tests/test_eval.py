@@ -22,6 +22,7 @@ import memory
 import train
 from config import ConfigError
 from infra import dist, runfolder
+from infra.results import differences
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import statistics
@@ -195,7 +196,7 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
 def test_heads_are_compared_key_by_key_and_a_head_names_its_sets(tmp_path):
     old, new = {"a": 1, "b": {"c": 2, "d": 3}}, {"b": {"c": 2, "d": 4}, "e": 5}
     expected = ["b.d was 3 and is 4", "e was None and is 5", "a was 1 and is None"]
-    assert list(evaluation.differences(old, new)) == expected
+    assert list(differences(old, new)) == expected
     (tmp_path / "x.json").write_text('{"head": {}, "results": {}}')
     with pytest.raises(ConfigError, match="x.json is not a result of eval.py --out"):
         evaluation.read_result(tmp_path / "x.json")

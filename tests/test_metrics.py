@@ -24,7 +24,7 @@ def test_rollout_metrics_by_hand():
         rolled = Rolled(turns, groups, Rewards({"format": reward_NG * 2}, {"format": 0.5}), adv_NG, sizes=(1, 1))
         batch = Batch([turns[0], turns[2]], groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
         assert metrics.of_rollout(rolled, batch) == pytest.approx({
-            "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "prune/skipped": 1,
+            "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "rollout/unscored": 0, "prune/skipped": 1,
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,
             "rollout/length": 1.75, "rollout/truncated": 0.75, "rollout/entropy": 8 / 7, "advantage/flat_groups": 0.5,
             "prune/offered": 6, "prune/kept": 3, "prune/weight_max": 2.0, "prune/ess": 16 / 6})
@@ -33,6 +33,17 @@ def test_rollout_metrics_by_hand():
 def test_the_largest_mismatch_is_that_of_all_ranks(monkeypatch):
     monkeypatch.setattr(dist, "max_over_ranks", lambda value: 7.0)
     assert metrics.PassSums().metrics(capacity=10, updates=1)["mismatch/logp_abs_max"] == 7.0
+
+
+def test_the_closing_table_has_sets_that_one_evaluation_alone_has_a_score_of(tmp_path):
+    """No answer had a reward at first; the other set came up when the run went on."""
+    lines = [{"step": 0, "eval/s/length": 5.0}, {"step": 1, "time/step": 1.5}, {
+        "step": 1, "eval/s/reward": 0.5, "eval/s/reward_low": 0.25, "eval/s/reward_high": 0.75, "eval/s/length": 7.0,
+        "eval/new/accuracy": 1, "eval/new/low": 0.5, "eval/new/high": 1, "eval/new/length": 2.0}]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    rows = [line.split() for line in summary.summary(tmp_path).splitlines()]
+    assert ["s", "-", "reward", "0.500", "[0.250,", "0.750]", "5.0", "->", "7.0"] in rows
+    assert ["new", "-", "100.0%", "[50.0%,", "100.0%]", "nan", "->", "2.0"] in rows
 
 
 def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_seconds(tmp_path):
@@ -46,3 +57,18 @@ def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_secon
     text = summary.summary(tmp_path)
     assert text.index("20.0% [10.0%, 30.0%]") < text.index("70.0% [60.0%, 80.0%]")
     assert all(part in text for part in ("after 2 steps", "20.0 -> 70.0", "step 3.5", "update 2.0"))
+
+
+def test_completions_without_a_reward_are_counted_and_in_no_mean():
+    """The second group has none at all, and a component that nobody has is left out."""
+    nan, prompt = float("nan"), Prompt("a", (1,), "1")
+    groups = [Group(prompt, (Sample((1,), (-1.0,), True), Sample((2,), (-1.0,), True)))] * 2
+    part_NG, none_NG = torch.tensor([[1.0, 0.5], [nan, nan]]), torch.full((2, 2), nan)
+    rewards = Rewards({"mine": part_NG, "other": none_NG}, {"mine": 2.0, "other": 1.0})
+    rolled = Rolled() + Rolled([Turn(prompt, 0)] * 2, groups, rewards, part_NG)
+    pruned = Pruned(~part_NG.isnan(), (~part_NG.isnan()).double(), (~part_NG.isnan()).double())
+    batch = Batch(rolled.turns, groups, part_NG, part_NG == 1, part_NG, pruned, [0, 1], 2, seed=0)
+    logged = metrics.of_rollout(rolled, batch)
+    assert (logged["reward/mean"], logged["reward/std"], logged["reward/mine"]) == (1.5, 0.5, 0.75)
+    assert (logged["rollout/unscored"], logged["advantage/flat_groups"]) == (2, 0.0) and "reward/other" not in logged
+    assert (logged["prune/offered"], logged["prune/kept"]) == (2, 2)

@@ -314,6 +314,30 @@ def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finish
         assert wanted
 
 
+def test_a_run_without_gold_answers_is_shown_by_its_rewards(browser, tmp_path):
+    """No verdict is told that nobody made."""
+    folder = write_run(tmp_path / "run", [0.1, 0.5], "seed=1")
+    completion = {"tokens": 9, "finished": True, "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
+    texts = {"first": 0.25, "second": 0.75}
+    write_lines(folder / "samples.jsonl", [{"step": 1, "id": "q/1", "prompt": "p", "gold": "", "completions": [
+        completion | {"text": text, "reward": reward, "components": {"custom": reward}}
+        for text, reward in texts.items()]}])
+    for step, reward in ((0, 0.25), (1, 0.75)):
+        answers = [{"k": k, "text": f"{step}", "reward": reward} for k in range(2)]
+        write_lines(folder / f"eval_{step:06d}.jsonl", [{"set": "few", "id": "q/2", "question": "?", "gold": "",
+                                                         "responses": answers}])
+    show(browser, report.write_report([folder], tmp_path / "page"))
+    assert [(row["answer"], row["text"]) for row in rows(browser)] == [("–", "first"), ("–", "second")]
+    choose(browser, "right", "wrong")
+    assert len(rows(browser)) == 2
+    assert browser.find_element(By.CSS_SELECTOR, "#groups h3").text == "q/1, no gold answer"
+    assert browser.find_element(By.ID, "change-note").text == "1 got a higher reward and 0 a lower one."
+    sides = [one.text for one in browser.find_elements(By.CSS_SELECTOR, "#answers .texts b")]
+    assert sides == ["before: reward 0.25", "after: reward 0.75"]
+    newest = browser.find_element(By.CSS_SELECTOR, "#now .newest").text
+    assert "reward 0.75, kept\nsecond" in newest and "✓" not in newest and "✗" not in newest
+
+
 # ---- a run under way
 
 def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):

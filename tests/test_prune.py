@@ -229,3 +229,19 @@ def test_gresos_rounds_as_released():
     assert next_round(10, 0.5, 384) == (64, True)      # 25
     assert next_round(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
     assert next_round(1, 0.5, 1) == (1, False)
+
+
+def test_what_has_no_reward_is_no_candidate():
+    """Of 4 candidates, keep 2 and drop half; of 1 candidate, keep 2 keeps it; where none is one, nothing is kept."""
+    nan = float("nan")
+    adv_NG = torch.tensor([[0.1, nan, -3.0, 0.0, nan, 2.0], [nan, nan, 0.0, nan, nan, nan], [nan] * 6])
+    assert keep_largest(adv_NG, 2, "group").keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
+    assert keep_largest(adv_NG, 2, "batch").keep_NG.nonzero().tolist() == [[0, 0], [0, 2], [0, 3], [0, 5], [1, 2]]
+    assert drop_bottom(adv_NG, 0.5).keep_NG.nonzero().tolist() == [[0, 2], [0, 5], [1, 2]]
+    assert keep_all(adv_NG).weight_NG.tolist() == [[1, 0, 1, 1, 0, 1], [0, 0, 1, 0, 0, 0], [0] * 6]
+    mean_apart = torch.tensor([[1.0, nan, nan, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
+    assert below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
+    assert below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
+    for inert in (True, False):
+        size_NG = gradient_size(Offer(adv_NG, torch.ones(3, 6), "sequence", inert, 0), "adv", False)
+        assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not inert)

@@ -70,7 +70,7 @@ def extremes(samples: list[dict], decisions: list[dict]) -> None:
     assert any(c["advantage"] for line in samples for c in line["completions"])
 
 
-@pytest.mark.parametrize(("recipe", "check"), zip(RECIPES, (medians, extremes), strict=True),
+@pytest.mark.parametrize(("recipe", "check"), list(zip(RECIPES, (medians, extremes), strict=True)),
                          ids=["advantage", "pruner"])
 def test_a_recipe_applies_trains_and_does_what_it_says(recipe, check, tmp_path):
     folder = copy_repository(tmp_path / "copy")

@@ -11,7 +11,8 @@ import pytest
 from conftest import ROOT, verdict
 
 import reward
-from config import ConfigError, Reward
+from config import Reward
+from records import Prompt
 from reward import COMPONENTS, Completion, score, span
 from verify import grade as grading
 from verify.grade import grade
@@ -22,7 +23,8 @@ FULL = "<think>6*7</think>\n<answer>42</answer>"
 def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
              **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
-    return dict(zip(reward.measured(cfg), score([(text, gold, tokens)], longest, cfg)[0], strict=True))
+    problem = Prompt("q", (1,), gold)
+    return dict(zip(reward.measured(cfg), score([(text, problem, tokens)], longest, cfg)[0], strict=True))
 
 
 def total(parts: dict[str, float], cfg: Reward) -> float:
@@ -82,10 +84,10 @@ def test_the_span_of_rewards_holds_every_component():
     assert span({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
     texts = ["", FULL, r"\boxed{42} a b c a b c", "<think>\na\n</think>\n<answer>\n42\n</answer>"]
     for name, (_, low, high) in COMPONENTS.items():
-        if name != "custom":
-            settings = {name: 1.0} | ({"overlong_tokens": 5} if name == "overlong" else {})
-            for text, tokens in itertools.product(texts, (1, 7, 99)):
-                assert low <= parts_of(text, tokens=tokens, **settings)[name] <= high
+        settings = {name: 1.0} | ({"overlong_tokens": 5} if name == "overlong" else {})
+        for text, tokens in itertools.product(texts, (1, 7, 99)):
+            assert low <= parts_of(text, tokens=tokens, **settings)[name] <= high
+    assert span({"custom": 0.5, "mine": -2.0}) == (-2.5, 2.5)
 
 
 def test_what_is_written_behind_the_end_does_not_count():
@@ -146,7 +148,7 @@ def allocate(gibibytes: int) -> int:
 
 def test_a_worker_gets_no_more_memory_than_it_may_have():
     assert grading.Call(allocate, 1).result() == 1 << 30
-    with pytest.raises(grading.OverLimit, match="MemoryError"):
+    with pytest.raises(grading.OverLimit, match="too much memory"):
         grading.Call(allocate, 3).result()
 
 
@@ -158,38 +160,6 @@ def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
     assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
     assert len(started) == count
     grading.begin_verdict.cache_clear()
-
-
-def test_a_users_own_function(tmp_path):
-    path = tmp_path / "mine.py"
-    path.write_text("def reward(text, gold, tokens):\n"
-                    "    return -1 if 'bad' in text else tokens / 10 + (gold in text)\n")
-    cfg = {"custom": 0.5, "custom_file": str(path)}
-    assert parts_of("good", tokens=3, **cfg)["custom"] == 0.3
-    assert parts_of("bad 42<|im_end|>", tokens=3, **cfg)["custom"] == -1
-    assert span(Reward(**cfg).weights) == (-0.5, 1.5)
-
-
-@pytest.mark.parametrize(("body", "message"), [
-    ("return 2", r"returns 2; it must be a number in \[-1, 1\]"), ("return None", "returns None"),
-    ("return float('nan')", "returns nan"), ("return 1 / 0", "raises ZeroDivisionError"),
-    ("return (", "raises SyntaxError"),
-])
-def test_a_users_function_that_fails_is_named(body, message, tmp_path):
-    path = tmp_path / f"f{len(body)}{ord(body[-2])}.py"
-    path.write_text(f"def reward(text, gold, tokens):\n    {body}\n")
-    with pytest.raises(ConfigError, match=f"reward.custom_file={path}: .*{message}"):
-        parts_of("x", custom=1.0, custom_file=str(path))
-
-
-@pytest.mark.parametrize("body", [
-    "while True: pass", "import time; time.sleep(10**6)", "import os; os._exit(1)"])
-def test_a_users_function_that_does_not_return_is_killed_and_counted(body, tmp_path, monkeypatch):
-    monkeypatch.setattr(grading, "VERIFY_SECONDS", 0.1)
-    path = tmp_path / f"hangs{len(body)}.py"
-    path.write_text(f"def reward(text, gold, tokens):\n    {body}\n")
-    parts = parts_of("x", custom=1.0, custom_file=str(path))
-    assert (parts["custom"], parts["timed_out"]) == (0.0, 1.0)
 
 
 def cases(path, *rows):

@@ -145,7 +145,7 @@ def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monke
     """The kinds of a section have different settings. `out` may differ: a folder can be moved."""
     monkeypatch.setattr(config, "flatten", lambda settings: settings)
     there, now = {"kind": "topk", "keep": 4, "out": "x"}, {"kind": "none", "explore": 0.1, "out": "y"}
-    assert runfolder.changed_settings(there, now) == [
+    assert list(runfolder.changed_settings(there, now).values()) == [
         "kind ('topk' there, 'none' now)", "explore (absent there, 0.1 now)", "keep (4 there, absent now)"]
 
 

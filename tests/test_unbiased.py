@@ -17,9 +17,12 @@ from torch import Tensor
 
 import config
 import update
-from advantage import group_norm
+from advantage import ESTIMATORS, advantage, group_norm
 from collect import Selection, choose
+from config import ConfigError
 from history import PromptHistory
+from methods import critic
+from methods.soft_value import Table, soft_value
 from metrics import PassSums
 from prune import (
     COMPLETIONS,
@@ -33,7 +36,7 @@ from prune import (
     systematic,
     thin,
 )
-from records import Batch, Pruned, Rewards, Rolled, Turn
+from records import Batch, Group, Pruned, Rewards, Rolled, Turn
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
@@ -149,6 +152,111 @@ def test_the_mean_over_all_outcomes_is_the_full_gradient(how, per, tiny, tmp_pat
     by, *_ = (how := dict(how)).pop("by"),
     assert Step(tiny, tmp_path / "run", f"loss.per={per}").bias(by(per, **how)) < 1e-12
 
+
+# ---- completions without a reward
+
+def padded(x_NG: Tensor) -> Tensor:
+    """With two more completions in each group that have none."""
+    wide_NG = torch.full((2, 6), torch.nan, dtype=torch.float64)
+    wide_NG[0, [0, 1, 3, 5]], wide_NG[1, 1:5] = x_NG
+    return wide_NG
+
+
+class Padded(Step):
+    """The same groups, each with two completions more, of other lengths, that have no reward."""
+
+    def __init__(self, folder, out, *settings: str):
+        super().__init__(folder, out, *settings)
+        (a, b), (x, y) = self.groups, make_groups([[6, 2], [3, 11]], [5, 3], seed=1)
+        self.groups = [Group(a.prompt, (*a.samples[:2], x.samples[0], a.samples[2], x.samples[1], a.samples[3])),
+                       Group(b.prompt, (y.samples[0], *b.samples, y.samples[1]))]
+
+
+KINDS = {"group_norm": "correction: 0", "centred": "", "leave_one_out": "", "decoupled": "correction: 0", "gae": ""}
+
+
+def compared(kind: str, step: Step, reward_NG: Tensor) -> Tensor:
+    """Of two components, of which the second is there only in the first group, where it is half of the first."""
+    second_NG = torch.stack([reward_NG[0] / 2, torch.full_like(reward_NG[1], torch.nan)])
+    rewards = Rewards({"first": reward_NG, "second": second_NG}, {"first": 1.0, "second": 2.0})
+    if kind == "soft_value":
+        return Table({"q0": 0.25, "q1": 0.5}).advantage(step.groups, rewards)
+    return advantage(rewards, step.cfg.advantage)
+
+
+@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
+@pytest.mark.parametrize("kind", [*KINDS, "soft_value"])
+def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, per, tiny, tmp_path):
+    """Its group's advantages, the denominators, and the gradient are those of a group without it."""
+    assert {*KINDS, "soft_value"} == ESTIMATORS.keys() | {"soft_value"}
+    settings = [f"loss.per={per}", *(["critic.lr=1e-4"] if kind == "gae" else [])]
+    if kind != "soft_value":
+        settings.append(f"advantage={{kind: {kind}{', ' if KINDS[kind] else ''}{KINDS[kind]}}}")
+    without, step = Step(tiny, tmp_path / "a", *settings), Padded(tiny, tmp_path / "b", *settings)
+    adv_NG, wide_NG = compared(kind, without, REWARD_NG), compared(kind, step, padded(REWARD_NG))
+    torch.testing.assert_close(wide_NG, padded(adv_NG), equal_nan=True, rtol=1e-12, atol=1e-12)
+    full, wide = without.gradient(keep_all(adv_NG), adv_NG), step.gradient(keep_all(wide_NG), wide_NG)
+    assert ((wide - full).norm() / full.norm()).item() < 1e-12
+
+
+def outcomes_among(by: str, per: str, scope: str) -> Outcomes:
+    """Every outcome of a pruner that is offered the padded groups."""
+    wide_NG, len_NG = padded(ADV_NG), torch.tensor([[3, 9, 6, 5, 2, 2], [3, 4, 1, 7, 8, 11]])
+    if by == "bernoulli":
+        prob_NG = below_mean(wide_NG, 0.7)
+        yield from ((chance, thin(prob_NG, keep_NG), wide_NG) for chance, keep_NG in masks(prob_NG))
+        return
+    size_NG = gradient_size(Offer(wide_NG, len_NG, per, False, 0), "norm", False)
+    rows = size_NG if scope == "group" else size_NG.flatten()[None]
+    prob = torch.stack([inclusion(row, 2 * len(size_NG) // len(rows)) for row in rows])
+    draws = [list(combs(row, torch.arange(len(row)))) for row in prob]
+    for outcome in itertools.product(*draws):
+        keep_NG = torch.stack([keep_K for _, keep_K in outcome]).view_as(wide_NG)
+        yield math.prod(chance for chance, _ in outcome), thin(prob.view_as(wide_NG), keep_NG), wide_NG
+
+
+@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
+@pytest.mark.parametrize(("by", "scope"), [("bernoulli", "group"), ("pps", "group"), ("pps", "batch")])
+def test_over_all_outcomes_the_mean_is_the_full_gradient_of_those_with_a_reward(by, scope, per, tiny, tmp_path):
+    step, mean, total = Padded(tiny, tmp_path / "b", f"loss.per={per}"), 0, 0
+    for chance, pruned, adv_NG in outcomes_among(by, per, scope):
+        assert not (pruned.keep_NG & adv_NG.isnan()).any() and not pruned.prob_NG[adv_NG.isnan()].any()
+        mean, total = mean + chance * step.gradient(pruned, adv_NG), total + chance
+    full = Step(tiny, tmp_path / "a", f"loss.per={per}").gradient(keep_all(ADV_NG))
+    assert total == pytest.approx(1, abs=1e-12) and ((mean - full).norm() / full.norm()).item() < 1e-12
+
+
+def test_choosing_leaves_them_out_whatever_a_pruner_says(tiny, tmp_path, monkeypatch):
+    step = Padded(tiny, tmp_path / "run", "prune.completions={kind: topk, keep: 2}")
+    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
+    all_NG = torch.ones(2, 6, dtype=torch.float64)
+    for pruner in (COMPLETIONS["topk"], lambda offer, settings: Pruned(all_NG.bool(), all_NG, all_NG)):
+        monkeypatch.setitem(COMPLETIONS, "topk", pruner)
+        pruned = choose(rolled, Selection.of(step.cfg), seed=0).pruned
+        assert not (pruned.keep_NG & rolled.adv_NG.isnan()).any() and not pruned.weight_NG[~pruned.keep_NG].any()
+
+
+def test_prompts_that_are_skipped_need_a_reward_of_every_completion(tiny, tmp_path):
+    """How many of a skipped prompt's completions would have none is not known."""
+    step = Padded(tiny, tmp_path / "run", "prune.prompts={kind: bernoulli, drop_prob: 0.6}")
+    with pytest.raises(ConfigError, match="prune.prompts.kind=bernoulli needs a reward .* one of q0 has none: "):
+        choose(as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG)), Selection.of(step.cfg), seed=0)
+
+
+def test_the_soft_value_is_that_of_the_samples_with_a_reward():
+    few, all_ = soft_value(REWARD_NG, 0.5), soft_value(padded(REWARD_NG), 0.5)
+    torch.testing.assert_close(all_, few)
+    assert soft_value(torch.full((1, 3), torch.nan), 0.5).isnan().all()
+
+
+def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
+    step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
+    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
+    times_NG = sum(part.keep_NG.int() for part in critic.minibatches(step.learner, rolled, 0))
+    assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
+
+
+# ---- both levels
 
 def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
     """Every outcome of drawing prompts of probability 0.4 and 0.7 and then completions, as a step's Batch."""

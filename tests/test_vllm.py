@@ -60,8 +60,11 @@ def started(folder, device):
     """The engine, and the states before and after it started."""
     empty_model(folder, torch.float32)  # torch itself sets a variable when it first meets the meta device
     before = states()
-    engine = VLLMEngine(spec(folder, 6, PRECISION.dtype, data.Tokenizer(folder).eos_ids, MAX_LEN, device,
-                             cache_gib=CACHE_GIB))
+    tokenizer = data.Tokenizer(folder, stop=["stop"])  # only then vLLM loads the tokenizer
+    engine = VLLMEngine(spec(folder, 6, PRECISION.dtype, tokenizer.eos_ids, MAX_LEN, device, cache_gib=CACHE_GIB,
+                             stops=tokenizer.stops))
+    assert engine.stops == ["stop"]
+    engine.stops = []
     return engine, before, states()
 
 
@@ -242,6 +245,27 @@ def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, 
         assert sample.finished == (sample.ids[-1] in ends)
         assert not ends & set(sample.ids[:-1])
         assert sample.finished or len(sample.ids) == 15
+
+
+def test_samples_end_with_the_token_that_completes_a_stop_text(engine, policy, folder, monkeypatch):
+    """As in the embedded engine: the beginning of the sample that there is without, with its log-probs, up to where a
+    text is whole. Texts lie in two tokens."""
+    engine.sync(policy)
+    tokenizer, asked, seeds = data.Tokenizer(folder), prompts() * 4, list(range(32))
+    whole = engine.generate(asked, seeds, 30, 1.0)
+    pairs = [[tokenizer.decode([i]) for i in s.ids[n:n + 2]] for s in whole for n in range(0, s.length - 2, 3)]
+    texts = sorted({left[-2:] + right[:2] for left, right in pairs if left.isalpha() and right.isalpha()})[::4]
+    monkeypatch.setattr(engine, "stops", texts)
+    stopped = engine.generate(asked, seeds, 30, 1.0)
+    assert sum(s.finished for s in stopped) > 2 + sum(s.finished for s in whole)
+    assert PRECISION.agrees(gaps(policy, asked, stopped))
+    stops = data.Tokenizer(folder, stop=texts).stops
+    for long, short in zip(whole, stopped, strict=True):
+        ended = stops.reached([list(short.ids)])[0]
+        assert not stops.reached([list(short.ids[:-1])])[0]
+        assert short.finished == (ended or short.ids[-1] in engine.eos_ids)
+        assert short.ids == long.ids[:short.length] or not PRECISION.exact
+        assert short.finished or short.length == 30
 
 
 def test_greedy_and_top_p_follow_their_definition(engine, policy):

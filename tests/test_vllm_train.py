@@ -141,7 +141,7 @@ def failing(self, *arguments, **named):
 rollout_vllm.VLLMEngine.generate = failing
 """, f"out={tmp_path / 'cut'}", *settings))
     assert done.returncode == 1
-    assert "vLLM failed while sampling: division by zero" in done.stderr and "--resume goes on from" in done.stderr
+    assert "vLLM failed while sampling: division by zero" in done.stderr and "--resume auto goes on from" in done.stderr
     assert len(steps_of(tmp_path / "cut")) == 3
     resumed = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'cut'}"), "--resume")
     assert resumed.returncode == 0, resumed.stderr

@@ -14,6 +14,8 @@ import signal
 import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from multiprocessing.synchronize import Event
 from pathlib import Path
 
 from pebble import ProcessExpired, ProcessPool
@@ -26,18 +28,38 @@ VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
 PATIENCE = 10            # times VERIFY_SECONDS by the clock, for a function that waits instead of computing
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+RESTARTS = 10            # of a call whose workers die before it is known which of them had it
 SHOWN = 10               # ids that a warning names
 
 
 # ---- calls in workers that may be killed
 
 class OverLimit(Exception):
-    """A worker took too long or asked for too much memory, and was ended."""
+    """A worker was ended by a limit, or ended itself; the text says how: TIME, MEMORY, or another."""
 
 
-@functools.cache
-def workers() -> ProcessPool:
-    """Start the worker processes, once."""
+TIME, MEMORY = "too long", "too much memory"
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How much a call may take, and how many workers there are for the calls of one purpose."""
+
+    purpose: str
+    size: int     # bytes of memory beside what a worker starts with
+    workers: int
+    seconds: float = field(compare=False)  # of computing; the workers are the same for any
+
+
+POOLS: dict[Limits, ProcessPool] = {}  # one for each kind of Limits
+
+
+def workers(limits: Limits) -> ProcessPool:
+    """Start the worker processes of a purpose, once."""
+    if limits in POOLS:
+        return POOLS[limits]
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(1)  # a worker, and its import of the main program has come here; see Call.result
     main = getattr(sys.modules["__main__"], "__file__", None)
     if main and not Path(main).is_file():  # `python - < program`: no worker could ever start
         raise ConfigError(f"the verifier's processes import the main program, and {main} is no file; "
@@ -45,13 +67,22 @@ def workers() -> ProcessPool:
     # A process that had to be killed is replaced by a fork of one that has imported what takes long.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
-    return ProcessPool(max_workers=WORKERS, initializer=limit_memory, context=context)
+    started = context.Event()
+    pool = ProcessPool(max_workers=limits.workers, context=context, initializer=prepare_worker,
+                       initargs=(started, limits.size))
+    pool.started = started
+    return POOLS.setdefault(limits, pool)
 
 
-def limit_memory() -> None:
-    """Allow this worker VERIFY_BYTES more than it has. CUDA's libraries alone take much."""
+def prepare_worker(started: Event, size: int) -> None:
+    """Allow this worker so many bytes more than it has: CUDA's libraries alone take much. What it prints goes
+    to stderr, since stdout is the program's own."""
+    started.set()
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + VERIFY_BYTES, used + VERIFY_BYTES))
+    resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+    os.dup2(2, 1)
+    leave = os._exit
+    os._exit = lambda status: leave(status or 1)  # pebble would wait for the answer of one that ends with 0
 
 
 def call_with_alarm(function: Callable, seconds: float, *args: object) -> object:
@@ -60,42 +91,57 @@ def call_with_alarm(function: Callable, seconds: float, *args: object) -> object
     An alarm without a handler ends the process at once, in the middle of a power of integers too, and also
     when the trainer has died and nobody is left to kill its workers.
     """
-    signal.setitimer(signal.ITIMER_PROF, seconds)
+    allow(seconds)
     try:
         return function(*args)
     finally:
-        signal.setitimer(signal.ITIMER_PROF, 0)
+        allow(0)
+
+
+def allow(seconds: float) -> None:
+    """Allow this worker so many seconds of computing from now on; 0: without end."""
+    signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
 class Call:
     """Call a function in a worker. The call starts at once, and `result` waits for it."""
 
-    def __init__(self, function: Callable, *args: object):
-        self.args = function, VERIFY_SECONDS, *args
+    def __init__(self, function: Callable, *args: object, limits: Limits | None = None):
+        self.limits = limits or Limits("verifier", VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
+        self.args = function, self.limits.seconds, *args
         self.start()
 
     def start(self) -> None:
         try:
             self.schedule()
         except RuntimeError:  # an idle worker was killed from outside, and pebble gives up on the whole pool
-            workers().stop()
-            workers.cache_clear()
+            POOLS.pop(self.limits).stop()
             self.schedule()
 
     def schedule(self) -> None:
-        timeout = PATIENCE * VERIFY_SECONDS
-        self.future = workers().schedule(call_with_alarm, args=self.args, timeout=timeout)
+        self.pool = workers(self.limits)
+        timeout = PATIENCE * self.limits.seconds
+        self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
 
     def result(self) -> object:
-        """Return what the function returns. Raises OverLimit, and what the function raises."""
-        for _ in range(2):
+        """Return what the function returns. Raises OverLimit, what the function raises, and ConfigError where
+        no worker lives long enough to take the call."""
+        for _ in range(RESTARTS):
             try:
                 return self.future.result()
-            except (ProcessExpired, TimeoutError, MemoryError) as error:
-                raise OverLimit(type(error).__name__) from error
-            except BrokenProcessPool:  # a worker was killed from outside while this call waited for one
+            except ProcessExpired as error:
+                how = f"signal {-error.exitcode}" if error.exitcode < 0 else "an exit of its own"
+                raise OverLimit(TIME if error.exitcode == -signal.SIGPROF else how) from error
+            except (TimeoutError, MemoryError) as error:
+                raise OverLimit(MEMORY if isinstance(error, MemoryError) else TIME) from error
+            except BrokenProcessPool:  # a worker has died, and it is not known of which call
+                if not self.pool.started.is_set():
+                    main = getattr(sys.modules["__main__"], "__file__", "the main program")
+                    raise ConfigError(f"no process of the {self.limits.purpose} lives to take a call: each "
+                                      f"imports {main}, which must run what it runs under "
+                                      "`if __name__ == \"__main__\":`") from None
                 self.start()
-        raise OverLimit("the workers are killed from outside")
+        raise OverLimit("its workers are ended from outside")
 
 
 # ---- one answer
@@ -150,6 +196,8 @@ def finish_verdict(verdict: str | Call) -> str:
         return verdict.result()
     except OverLimit:
         return "timed_out"
+    except ConfigError:
+        raise
     except Exception:  # as in begin_verdict
         return "unparsed"
 
@@ -195,6 +243,8 @@ def unreadable(golds: Iterable[str]) -> set[str]:
         try:
             if not call.result():
                 unread.add(gold)
+        except ConfigError:
+            raise
         except Exception:  # a gold answer that no worker survives
             unread.add(gold)
     return unread

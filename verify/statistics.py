@@ -22,7 +22,7 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float, float]:
+def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[float, float]:
     """Compute Wilson's score interval (95% at z = 1.96) of the mean share of right answers, n per problem.
 
     The spread of the shares tells how many independent answers they are worth, at most N x n, and z becomes
@@ -37,6 +37,17 @@ def wilson(value_N: Iterable[float], n: int = 1, z: float = 1.96) -> tuple[float
     centre = (fraction + z * z / count / 2) / (1 + z * z / count)
     half = z * math.sqrt(fraction * (1 - fraction) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
     return max(0.0, centre - half), min(1.0, centre + half)
+
+
+def bounded_interval(value_N: Iterable[float], least: float, greatest: float) -> tuple[float, float]:
+    """Compute a 95% interval of the mean of values in [least, greatest], such as rewards, one a problem.
+
+    It is Wilson's for the mean's place between the ends, for as many draws of either end as the spread
+    is worth. Unlike Student's it stays within them, and values that are all equal do not make it certain.
+    """
+    place_N = np.clip((np.asarray(value_N) - least) / (greatest - least), 0, 1)
+    ends = wilson(place_N, math.inf if np.ptp(place_N) > 1e-9 else 1)
+    return tuple(least + (greatest - least) * end for end in ends)
 
 
 def half_width(values: np.ndarray) -> np.ndarray:

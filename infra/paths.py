@@ -1,0 +1,48 @@
+"""Read paths as people write them: with ~, relative to the current folder or the repository, as patterns."""
+
+import glob
+import os
+from pathlib import Path
+
+from settings import ConfigError
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def user_path(text: str | Path) -> Path:
+    """Write out the ~ that a path begins with, which a shell does not do inside --set or a config."""
+    return Path(os.path.expanduser(text))
+
+
+def find_path(text: str | Path) -> Path:
+    """Find a path from the current folder or, where nothing is there, from the repository.
+
+    So the shipped configs, which name toy/model, can be used from any folder.
+    """
+    path = user_path(text)
+    return path if path.exists() or not (REPOSITORY / path).exists() else REPOSITORY / path
+
+
+def matching(text: str, option: str) -> list[Path]:
+    """List the paths that a pattern matches, which a shell has not expanded; a path without one is itself.
+
+    Raises ConfigError where nothing matches.
+    """
+    path = user_path(text)
+    if path.exists() or not glob.has_magic(text):
+        return [path]
+    matches = sorted(map(Path, glob.glob(str(path), recursive=True)))
+    if not matches:
+        raise ConfigError(f"{option} {text} matches nothing in {Path.cwd()}; write a pattern of folders that "
+                          "are there, or their paths")
+    return matches
+
+
+def short_names(paths: list[Path]) -> list[str]:
+    """Name paths by what tells them apart: runs/a/hf and runs/b/hf are "a" and "b"."""
+    parts = [path.resolve().parts for path in paths]
+    if len({len(own) for own in parts}) > 1:
+        parts = [own[1:] for own in parts]  # all of a path but its root
+        return ["_".join(own) for own in parts]
+    telling = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
+    return ["_".join(part for part, tells in zip(own, telling, strict=True) if tells) for own in parts]

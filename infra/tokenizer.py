@@ -1,0 +1,162 @@
+"""The tokenizer of a model folder, and the prompts that questions become: by a chat template, or plainly."""
+
+import difflib
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import jinja2
+import jinja2.meta
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import Tokenizer as RustTokenizer
+
+from config import ConfigError, Data
+from infra.stops import Stops
+from settings import read_json
+
+GIVEN = ("messages", "add_generation_prompt")  # what a template gets at any rate, beside special tokens
+
+
+class Tokenizer:
+    """The tokenizer and end-of-sequence ids of a Hugging Face model folder, and how it is prompted.
+
+    `data` may have a template or a plain prompt in place of the model's own template. A text of `stop` that
+    is one of the tokenizer's special tokens is one more end-of-sequence id; the others are `stops`.
+    Raises ConfigError.
+    """
+
+    def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = ()):
+        path = require_file(folder / "tokenizer.json", "the tokenizer")
+        try:
+            self.rust = RustTokenizer.from_str(path.read_text())
+        except Exception as error:  # the library raises nothing narrower
+            raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
+        require_file(folder / "tokenizer_config.json", "the chat template")
+        settings = read_json(folder / "tokenizer_config.json")
+        tokens = {key: value["content"] if isinstance(value, dict) else value
+                  for key, value in settings.items() if key.endswith("_token")}
+        self.special = {key: value for key, value in tokens.items() if isinstance(value, str)}
+        special = {text: self.rust.token_to_id(text) for text in stop if self.is_special(text)}
+        ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
+        self.eos_ids = ends | frozenset(special.values())
+        texts = tuple(text for text in stop if text not in special)
+        self.stops = Stops(texts, self.rust.decode_batch) if texts else None
+        self.plain = data.prompt if data else None
+        self.arguments = dict(data.template or {}) if data else {}
+        if self.plain is None:
+            self.read_template(folder, data.chat_template if data else None, settings.get("chat_template"))
+        else:
+            self.source, self.template, self.own_template = self.plain, None, None
+
+    def read_template(self, folder: Path, own: str | None, configured: str | None) -> None:
+        """Read the template: the user's `own` file, the model's file, or what its config has."""
+        path = Path(own) if own else folder / "chat_template.jinja"
+        try:
+            self.source = path.read_text() if own or path.is_file() else configured
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
+        self.own_template = self.source if own else None
+        if not isinstance(self.source, str):
+            raise ConfigError(f"{folder} has a tokenizer without a chat template, as base models do; set "
+                              'data.prompt to a plain text such as "Question: {question}\\nAnswer:", or '
+                              "data.chat_template to a jinja file (eval.py: --prompt, --chat-template)")
+        environment, where = chat_environment(), path if path.is_file() else folder
+        try:
+            self.template = environment.from_string(self.source)
+        except jinja2.TemplateError as error:
+            raise ConfigError(f"{where}: the chat template is not valid: {error}") from None
+        # jinja passes over arguments that a template does not read.
+        names = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
+        free = sorted(names - {*GIVEN, *self.special, *environment.globals})
+        for name in self.arguments.keys() - set(free):
+            near = difflib.get_close_matches(name, free, n=1)
+            advice = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(free) or 'none'}"
+            raise ConfigError(f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} "
+                              f"has no argument of that name; {advice}")
+
+    def is_special(self, text: str) -> bool:
+        """Tell whether a text is one token that decoding leaves out."""
+        token = self.rust.token_to_id(text)
+        return token is not None and not self.decode([token])
+
+    def render(self, question: str | Sequence[dict], system: str | None) -> str:
+        """Render a question, or messages, up to and including the generation prompt. Raises ConfigError.
+
+        `system` is put before messages that have no system message of their own.
+        """
+        messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+        if system and messages[0]["role"] != "system":
+            messages.insert(0, {"role": "system", "content": system})
+        return self.conversation(messages, generate=True)
+
+    def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
+        """Render messages; to `generate` an answer, its opening is added behind them."""
+        if self.template is None:
+            if len(messages) > 1 and generate:
+                raise ConfigError("data.prompt takes one question, and a row has several messages; set "
+                                  "data.chat_template instead")
+            return self.plain.format(question=messages[0]["content"]) if generate else ""
+        try:
+            return self.template.render(messages=messages, add_generation_prompt=generate,
+                                        **self.special | self.arguments)
+        except Exception as error:  # a template may compute anything
+            raise ConfigError(f"the chat template fails: {type(error).__name__}: {error}; does it accept "
+                              "data.system_prompt?") from error
+
+    def closing_token(self) -> int | None:
+        """Return the first special token that the template writes behind an answer, None without one."""
+        if self.template is None:
+            return None
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
+        text = self.conversation(messages, generate=False)
+        tail, = self.encode([text.rpartition("ANSWER")[2]])
+        return next((i for i in tail if not self.decode([i])), None)
+
+    def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
+        """Tokenize texts. Special tokens are added to plain prompts alone: a template has written them."""
+        encoded = self.rust.encode_batch(texts, add_special_tokens=self.template is None)
+        return [tuple(e.ids) for e in encoded]
+
+    def decode(self, ids: Iterable[int], special: bool = False) -> str:
+        """Decode tokens, by default without special ones, the EOS among them."""
+        return self.rust.decode(list(ids), skip_special_tokens=not special)
+
+
+def require_file(path: Path, what: str) -> Path:
+    if not path.is_file():
+        raise ConfigError(f"{path} not found; the model folder must hold {what}")
+    return path
+
+
+def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
+    """Collect every id that ends a completion, from all files: one that is missed does not end any."""
+    ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    for name in ("config.json", "generation_config.json"):
+        path = folder / name
+        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+    if not ids:
+        raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
+    return frozenset(ids)
+
+
+def chat_environment() -> ImmutableSandboxedEnvironment:
+    """Build the jinja dialect that chat templates are written in (transformers, chat_template_utils).
+
+    strftime_now is left out on purpose: with it Llama 3's prompts change from day to day, and a run resumed
+    tomorrow is another run; without it the template falls back on its own fixed date.
+    """
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(x: object, ensure_ascii: bool = False, indent: int | None = None,
+                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
+                          sort_keys=sort_keys)
+
+    env = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+    env.filters["tojson"] = to_json  # jinja's own escapes <, > and & for HTML
+    env.globals["raise_exception"] = refuse
+    return env

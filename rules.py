@@ -1,0 +1,173 @@
+"""What settings ask of one another. Bounds of a single setting stand beside it in config.py.
+
+A rule is a setting, whether it is as it must be, and how it must be; config.load makes an error of one that
+is broken.
+"""
+
+from collections.abc import Iterator
+from dataclasses import fields
+from itertools import chain
+from string import Formatter
+from typing import Any
+
+from settings import Rule, table_rules
+
+# A choice -> the settings that are for it alone, and why; without it they keep their defaults.
+SERVES = {
+    "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
+    "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
+    "rollout.until=full": ["pack.budget"],
+    "rollout.window": ["advantage.bootstrap: nothing is cut"],
+    "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
+                           "reward.custom_workers"],
+    "loss.trust=clip, clip_sequence or clamp": ["loss.clip_low", "loss.clip_high"],
+    "loss.trust=clip or clip_sequence": ["loss.dual_clip"],
+    "loss.trust=total_variation or binary_kl": ["loss.divergence", "loss.ratio_cap"],
+    "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
+                           "critic.bounded", "critic.pretrain_steps"],
+}
+# A choice -> a setting, what that must then be, and why.
+ASKS = {
+    "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
+    "rollout.group_size=1": [
+        ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
+        ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
+    ],
+    "advantage.residual": [
+        ("loss.trust", "none", "only then is its gradient that of the squared loss"),
+        ("loss.per", "sum", "only then is its gradient that of the squared loss"),
+    ],
+    "advantage.kind=decoupled": [("rollout.until", "offered", "its scale is that of one round")],
+    "prune.completions.kind=bernoulli or pps": [
+        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept")],
+    "prune.prompts.kind=bernoulli": [
+        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
+        ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
+    "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
+    "loss.mask_ratio": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
+    "rollout.window": [
+        ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
+        ("prune.completions.kind", "none", "what is cut has no |advantage| in a group yet to be pruned by"),
+        ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
+        ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
+        ("loss.per", "token, constant or sum", "a step has only a part of a sequence"),
+        ("loss.trust", "clip, clamp, total_variation, binary_kl or none", "a step has parts of sequences"),
+    ],
+}
+
+LOGGED = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}  # as reward/<name>, beside components
+
+
+PLAIN_PROMPT = "a text with {question} and nothing else in braces; a brace of the text itself is doubled"
+
+
+def prompt_rules(cfg: Any) -> Iterator[Rule]:
+    data, own = cfg.data, cfg.data.prompt
+    yield "data.prompt", own is None or asks(own), PLAIN_PROMPT
+    yield ("data.prompt", own is None or "\\n" not in own,
+           "in double quotes where it has a new line, behind --set in single ones too: "
+           "'data.prompt=\"Question: {question}\\nAnswer:\"'; without them \\n is a backslash and an n")
+    for name in ("system_prompt", "chat_template", "template"):
+        yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
+    yield "rollout.stop", all(cfg.rollout.stop or [" "]), "texts that are not empty"
+    yield ("rollout.stop", not (cfg.rollout.stop and cfg.rollout.window),
+           "null with rollout.window: a text that lies across two windows would be missed")
+
+
+def asks(text: str) -> bool:
+    """Tell whether str.format puts the question, as it is, and nothing else into a text."""
+    try:
+        fields_of_text = {tuple(names) for _, *names in Formatter().parse(text) if names[0] is not None}
+    except ValueError:
+        return False
+    return fields_of_text == {("question", "", None)}  # name, format, conversion
+
+
+def size_rules(cfg: Any) -> Iterator[Rule]:
+    roll, critic = cfg.rollout, cfg.critic
+    G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
+    longest = cfg.data.max_prompt_tokens + new
+    most = roll.max_rounds * N * G * longest
+    yield ("pack.capacity", cfg.pack.capacity >= longest,
+           f"at least {longest} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
+           f"rollout.max_new_tokens={new}); raise it or lower those")
+    yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
+    yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
+           f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")
+    yield ("rollout.group_size", G >= 2 or cfg.advantage.kind in ("soft_value", "gae"),
+           f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
+    yield ("rollout.window", roll.window is None or 1 <= roll.window <= new,
+           f"in 1..{new} (rollout.max_new_tokens), or null")
+    yield ("update.minibatches", cfg.update.minibatches >= 1 and N % cfg.update.minibatches == 0,
+           f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
+    if cfg.advantage.kind == "gae":
+        yield "critic.lr", critic.lr is not None and critic.lr > 0, "above 0 with advantage.kind=gae"
+        yield ("critic.pretrain_steps", 0 <= critic.pretrain_steps < cfg.steps,
+               f"in 0..{cfg.steps - 1}, below steps")
+        yield ("advantage.lam", cfg.advantage.alpha is None or cfg.advantage.lam == type(cfg.advantage)().lam,
+               "left out with advantage.alpha")
+    yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
+           "1 at eval.temperature=0: greedy answers are all the same")
+    yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
+           "auto, none or all with model.compile=true, which by itself recomputes what is cheap")
+    low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one for 0.01"
+    yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
+    yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
+
+
+def pruning_rules(cfg: Any) -> Iterator[Rule]:
+    completions, prompts = cfg.prune.completions, cfg.prune.prompts
+    G, N = cfg.rollout.group_size, cfg.rollout.prompts_per_step
+    if hasattr(completions, "keep"):
+        yield ("prune.completions.keep", 1 <= completions.keep <= G,
+               f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
+    if completions.kind == "bottom":
+        yield ("prune.completions.drop_prob", drops(completions.drop_prob, G),
+               f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
+    if prompts.kind == "rank":
+        yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
+               f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
+    counted = cfg.loss.count == "kept" or cfg.rollout.until == "informative"
+    if prompts.kind in ("bernoulli", "rank") and not counted:
+        why = (f"with prune.prompts.kind={prompts.kind} and loss.count=all: a mean over all tokens needs the "
+               "length of what a prompt that is skipped would have got")
+        yield "loss.per", cfg.loss.per != "token", f"sequence, constant or sum {why}"
+        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {why}"
+
+
+def drops(share: float, count: int) -> bool:
+    """Tell whether a share of so many, rounded down, drops at least one, or is meant to drop none."""
+    return share == 0 or int(share * count + 1e-9) >= 1
+
+
+def reward_rules(cfg: Any) -> Iterator[Rule]:
+    reward, most = cfg.reward, cfg.rollout.max_new_tokens
+    yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
+    for name, weight in (("overlong_tokens", "overlong"), ("custom_file", "custom")):
+        yield (f"reward.{name}", (getattr(reward, name) is None) == (not getattr(reward, weight)),
+               f"set with reward.{weight}, and null without")
+    yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
+           f"in 1..{most} (rollout.max_new_tokens)")
+    taken = {f.name for f in fields(reward)} | LOGGED
+    own = reward.custom if isinstance(reward.custom, dict) else {}
+    yield ("reward.custom", not own.keys() & taken, "weights of functions whose names are none of "
+           f"{', '.join(sorted(taken))}: a component or a metric is called so")
+    if reward.accuracy == 0:
+        tells = "unless reward.accuracy has a weight, which tells what is correct"
+        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {tells}"
+        yield "rollout.differ_in", cfg.rollout.differ_in == "reward", f"reward {tells}"
+
+
+def loss_rules(cfg: Any) -> Iterator[Rule]:
+    loss = cfg.loss
+    yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
+           "above 1 + loss.clip_high, or null")
+    if loss.trust in ("total_variation", "binary_kl"):
+        yield ("loss.divergence", loss.divergence is not None and loss.divergence > 0,
+               f"above 0 with loss.trust={loss.trust}")
+
+
+def all_rules(cfg: Any) -> Iterator[Rule]:
+    """Yield every rule for a config.Config."""
+    return chain(prompt_rules(cfg), size_rules(cfg), pruning_rules(cfg), reward_rules(cfg), loss_rules(cfg),
+                 table_rules(cfg, SERVES, ASKS))

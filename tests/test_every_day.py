@@ -1,0 +1,390 @@
+"""What somebody does every day: start again after a mistake, go on for longer, evaluate a checkpoint, use paths with ~
+or patterns, work from another folder, and train without a set to evaluate on."""
+
+import json
+import os
+import stat
+import sys
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, TOY, nudge, toy_config, weights, write_tiny
+from test_checkpoint import sharded
+from test_invariance import on_ranks
+from test_runfolder import hold
+
+import config
+import data
+import eval as evaluation
+import report
+import train
+from config import ConfigError
+from infra import dist, paths, runfolder
+from infra.checkpoint import Checkpoints
+from infra.weights import export, find_model
+
+SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run a program with these arguments in this process, whose group and signals are not the run's."""
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    monkeypatch.setattr(train.preflight, "require", lambda checks: None)
+
+    def run(program, *words) -> int:
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
+        return program.main()
+
+    return run
+
+
+def written(cfg: config.Config) -> Path:
+    path = Path(cfg.out).parent / "test.yaml"
+    path.write_text(config.dump(cfg))
+    return path
+
+
+def begun(folder: Path, cfg: config.Config, *steps: int) -> Path:
+    """A run folder whose run has done these steps."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.yaml").write_text(config.dump(cfg))
+    (folder / "metrics.jsonl").write_text("".join(json.dumps({"step": step}) + "\n" for step in steps))
+    return folder
+
+
+# ---- the run folder
+
+def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_another(
+        tmp_path, command, monkeypatch, capsys):
+    yaml = written(toy_config(tmp_path / "run", "steps=1", *SHORT))
+
+    def broken(*given):
+        raise ConfigError("a mistake of the user")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", broken)
+        assert command(train, "--config", yaml) == 2
+    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0]
+    for name in ("soft_values.jsonl", "of_the_user.jsonl"):
+        (tmp_path / "run" / name).touch()
+    assert command(train, "--config", yaml, "--resume") == 2
+    assert "has no step done, so there is nothing to go on from; start it without --resume" in capsys.readouterr().err
+    assert command(train, "--config", yaml, "--check") == 0
+    with monkeypatch.context() as patch:
+        patch.setattr(train, "update", broken)
+        assert command(train, "--config", yaml) == 2
+    assert (tmp_path / "run" / "soft_values.jsonl").is_file()  # what was sampled for this config serves it still
+    assert command(train, "--config", yaml, "--set", "seed=5") == 0
+    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 1]
+    assert config.load(tmp_path / "run" / "config.yaml").seed == 5
+    left = {path.name for path in (tmp_path / "run").iterdir()}
+    assert "of_the_user.jsonl" in left and "soft_values.jsonl" not in left
+    assert command(train, "--config", yaml) == 2  # now there is a step to lose
+    assert "already holds a run with another config: seed (5 there, 0 now); start this one" in capsys.readouterr().err
+
+
+def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
+    cfg, device = toy_config(tmp_path / "run", "steps=1"), torch.device("cpu")
+    texts = {"reward.custom_file": "one", "data.chat_template": None}
+    for text, stays in (("one", True), ("two", False), (None, False)):
+        with_table = runfolder.Log(tmp_path / "run")
+        with_table.create(cfg, "never", device, {}, texts)
+        (tmp_path / "run" / "soft_values.jsonl").touch()
+        with_table.create(cfg, "never", device, {}, texts | {"reward.custom_file": text})
+        assert (tmp_path / "run" / "soft_values.jsonl").exists() == stays
+        assert (tmp_path / "run" / "custom_reward.py").exists() == (text is not None)
+        with_table.unlock()
+
+
+def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, monkeypatch, capsys):
+    """Said before any model is loaded."""
+    cfg = toy_config(tmp_path / "run", *SHORT)
+    process = hold(begun(tmp_path / "run", cfg, 0))
+    monkeypatch.setattr(train, "set_up", None)
+    try:
+        assert command(train, "--config", written(cfg)) == 2
+        assert f"is in use by process {process.pid} on" in capsys.readouterr().err
+        assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 1
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+
+
+def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(tmp_path, monkeypatch):
+    cfg, true = toy_config(tmp_path / "run", *SHORT), train.set_up
+
+    def meanwhile(*given):
+        begun(tmp_path / "run", cfg, 0, 1)
+        return true(*given)
+
+    monkeypatch.setattr(train, "set_up", meanwhile)
+    with pytest.raises(ConfigError, match="already holds a run with this config"):
+        train.train(cfg)
+    assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 2
+
+
+@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, command, monkeypatch, capsys):
+    """With other settings of evaluation, checkpoints and log besides, none of which changes a step."""
+    whole = toy_config(tmp_path / "whole", "steps=4", "optim.warmup_steps=3", *SHORT)
+    expected, once = weights(train.train(whole)), replace(whole, steps=2, out=str(tmp_path / "run"))
+    with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+        patch.setattr(train, "asked_to_stop", lambda stop: stopped)
+        train.train(once)
+    first = 1 if stopped else 2
+    yaml, changed = written(once), {"eval.every": (5, 1), "checkpoint.keep": (1, 2), "log.groups": (2, 1)}
+    sets = [word for key, (_, now) in changed.items() for word in ("--set", f"{key}={now}")]
+    capsys.readouterr()
+    assert command(train, "--config", yaml, "--resume", "--set", "steps=4", *sets) == 0
+    lines = capsys.readouterr().err.splitlines()
+    said = [line for line in lines if line.startswith(f"going on from step {first} with ")]
+    assert len(said) == 1 and "steps (2 there, 4 now)" in said[0]
+    assert all(f"{key} ({there} there, {now} now)" in said[0] for key, (there, now) in changed.items())
+    folder = tmp_path / "run"
+    assert config.load(folder / f"config_until_{first:06d}.yaml") == once
+    assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=4", *sets[1::2]])
+    steps = [[line for line in runfolder.read(place / "metrics.jsonl") if "reward/mean" in line]
+             for place in (tmp_path / "whole", folder)]
+    one, other = ([{key: x for key, x in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
+                  for lines in steps)
+    assert one == other and len(one) == 4
+    evaluated = {line["step"] for line in runfolder.read(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
+    assert evaluated == {0, 2, 3, 4} and len(list((folder / "checkpoints").glob("step_*"))) == 2
+    exported = weights(evaluation.load_model(folder / "hf", torch.float32, torch.device("cpu")))
+    assert all(torch.equal(exported[name], p.float()) for name, p in expected.items())
+
+
+@pytest.mark.parametrize(("there", "now", "message"), [
+    (["optim.schedule=cosine"], ["optim.schedule=cosine", "steps=9"],
+     r"steps \(2 there, 9 now\): optim.schedule=cosine has spread its rate over the steps there; resume with"),
+    ([], ["steps=1"], r"other settings: steps \(2 there, 1 now\); resume with"),
+    ([], ["eval.every=1", "optim.lr=1", "steps=9"], r"other settings: optim.lr \(0.0001 there, 1.0 now\); resume with"),
+    ([], ["data.limit=2"], r"other settings: data.limit \(None there, 2 now\); resume with")], ids=str)
+def test_what_the_steps_done_depend_on_may_not_change(there, now, message, tmp_path):
+    folder = begun(tmp_path / "run", toy_config(tmp_path / "run", *there), 0, 1)
+    for resume in ("always", "auto"):
+        with pytest.raises(ConfigError, match=message):
+            runfolder.claim(toy_config(folder, *now), resume)
+
+
+def test_the_remedy_that_is_named_works(tmp_path):
+    """Without a checkpoint --resume would fail, and --resume auto begins again."""
+    cfg = toy_config(tmp_path / "run")
+    folder = begun(tmp_path / "run", cfg, 0, 1)
+    with pytest.raises(ConfigError, match="this config; it has no checkpoint, so --resume auto begins it again; or"):
+        runfolder.claim(cfg, "never")
+    assert runfolder.claim(cfg, "auto") == folder
+    (folder / "checkpoints" / "step_000001").mkdir(parents=True)
+    with pytest.raises(ConfigError, match="this config; continue it with --resume, or start a new one with --set out"):
+        runfolder.claim(cfg, "never")
+    longer = replace(cfg, steps=3)
+    with pytest.raises(ConfigError, match=r"another config: steps \(2 there, 3 now\); continue it with --resume, or"):
+        runfolder.claim(longer, "never")
+    assert runfolder.claim(longer, "always") == folder
+
+
+def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command, monkeypatch, capsys):
+    cfg = toy_config(tmp_path / "run", "steps=1", *SHORT)
+    train.train(cfg)
+    before = (tmp_path / "run" / "metrics.jsonl").read_text()
+    monkeypatch.setattr(train, "load", None)
+    for resume in (["--resume"], ["--resume", "auto"]):
+        capsys.readouterr()
+        assert command(train, "--config", written(cfg), *resume) == 0
+        assert capsys.readouterr().out == (f"{cfg.out} is finished: its 1 steps are done, and nothing is left to do; "
+                                           "set a larger `steps` to go on\n")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text() == before
+    (tmp_path / "run" / "state.json").write_text('{"state": "failed"}\n')
+    assert not runfolder.is_done(cfg, "always")  # it died while it exported its model
+    assert not runfolder.is_done(replace(cfg, out=str(tmp_path / "new")), "auto")
+
+
+def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
+    folder, asked = begun(tmp_path / "run", toy_config(tmp_path / "run"), 0, 1), []
+    (folder / "env.json").write_text('{"argv": []}')
+    monkeypatch.setattr(runfolder, "Tracker", lambda cfg, folder, run_id: asked.append(run_id) or
+                        type("", (), {"log": lambda self, line: None})())
+    for _ in range(2):
+        runfolder.Log(folder).track(toy_config(folder, "log.wandb=winnow"))
+    assert asked[0] == asked[1] == json.loads((folder / "env.json").read_text())["wandb"]
+
+
+# ---- checkpoints and exports
+
+def save_policy(folder: Path, size: float) -> None:
+    """Save a policy that was moved by so much, as a run does, and export it."""
+    model, optimizer = sharded()
+    nudge(model, size)
+    checkpoints = Checkpoints(folder / "checkpoints", 1, {"policy": (model, optimizer)}, torch.device("cpu"))
+    checkpoints.save(7, {"config": {"model.path": str(TOY)}})
+    checkpoints.wait()
+    export(model, TOY, folder / "hf")
+
+
+def test_eval_takes_a_checkpoint_of_any_number_of_ranks(tmp_path, command, capsys):
+    """Its answers are those of the exported model, and a result names the weights by their hash."""
+    (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]))
+    on_ranks(2, tmp_path, save_policy, tmp_path / "two", 1e-3)
+    save_policy(tmp_path / "one", 2e-3)
+    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "24", "--n", "2", "--temperature", "1")
+    results = {}
+    for run in ("two", "one"):
+        for kind in ("hf", "checkpoints/step_000007"):
+            out = tmp_path / f"{run}_{kind[:2]}.json"
+            assert command(evaluation, "--model", tmp_path / run / kind, *given, "--out", out) == 0
+            results[run, kind[:2]] = json.loads(out.read_text())
+    assert len(list((tmp_path / "two/checkpoints/step_000007/policy").glob("*.distcp"))) == 2
+    for run in ("two", "one"):
+        assert results[run, "ch"]["results"] == results[run, "hf"]["results"]
+    assert results["two", "ch"]["results"] != results["one", "ch"]["results"]
+    hashes = {result["head"]["model"]["files"] for result in results.values()}
+    assert len(hashes) == 4
+    step = tmp_path / "one/checkpoints/step_000007"
+    with pytest.raises(ConfigError, match=f"{step} is a checkpoint, not a Hugging Face folder; .*python learner.py"):
+        find_model(str(step))
+    (step / "files.json").unlink()
+    assert command(evaluation, "--model", step, *given) == 2
+    assert f"{step} is not a whole checkpoint" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("umask", [0o022, 0o027])
+def test_an_export_can_be_read_by_whom_the_umask_lets(umask, tmp_path, tiny):
+    before = os.umask(umask)
+    try:
+        export(evaluation.load_model(tiny, torch.float32, torch.device("cpu")), tiny, tmp_path / "hf")
+    finally:
+        os.umask(before)
+    modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}
+    assert "model.safetensors" in modes and set(modes.values()) == {0o666 & ~umask}
+
+
+# ---- paths
+
+def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, command, capsys):
+    """In settings, in data and in arguments: no shell writes it out behind --set or in a yaml file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write_tiny(tmp_path / "model")
+    (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    (tmp_path / "math500.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    (tmp_path / "own.py").write_text("def reward(text, gold, tokens):\n    return 0.0\n")
+    (tmp_path / "own.yaml").write_text("base: ~/base.yaml\n")
+    (tmp_path / "base.yaml").write_text("base: cppo_toy.yaml\nmodel: {path: ~/model}\nout: ~/run\n")
+    cfg = config.load("~/own.yaml", ["reward.custom_file=~/own.py", "reward.custom=1", "data.train=~/few.jsonl",
+                                     "data.eval=~/few.jsonl"])
+    assert (cfg.out, cfg.reward.custom_file) == (str(tmp_path / "run"), str(tmp_path / "own.py"))
+    assert find_model(cfg.model.path) == tmp_path / "model"
+    assert len(data.load_problems(cfg.data.train)) == len(data.load_problems("math500", "~")) == 1
+    assert command(evaluation, "--model", "~/model", "--data", "~/few.jsonl", "--max-new-tokens", "4", "--out",
+                   "~/out.json") == 0
+    assert (tmp_path / "out.json").is_file()
+    begun(tmp_path / "run", cfg, 1)
+    assert command(report, "~/run", "--out", "~/page") == 0 and (tmp_path / "page" / "report.html").is_file()
+
+
+def test_shipped_configs_work_from_any_folder(tmp_path, monkeypatch):
+    """A path is looked for from the current folder, then from the repository; `out` is of the current folder."""
+    monkeypatch.chdir(tmp_path)
+    cfg = config.load("cppo_toy.yaml", ["data.limit=4"])
+    task = train.load(cfg)
+    assert task.source == TOY and len(task.problems) == 4 and len(task.sets[0].problems) == 500
+    assert runfolder.claim(cfg, "never").absolute() == tmp_path / "runs" / "cppo_toy"
+    assert config.load(ROOT / "configs" / "cppo_toy.yaml") == config.load("cppo_toy.yaml")
+    Path("toy").mkdir()
+    Path("toy/train.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    assert [problem.question for problem in train.load(cfg).problems] == ["q"]
+    with pytest.raises(ConfigError, match="data file toy/nothing.jsonl not found"):
+        data.load_problems("toy/nothing.jsonl")
+
+
+def test_patterns_name_what_they_match_and_nothing_is_an_error(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("b/hf", "a/hf", "a/checkpoints", "[x]"):
+        Path("runs", name).mkdir(parents=True)
+    assert paths.matching("runs/*/hf", "--model") == [Path("runs/a/hf"), Path("runs/b/hf")]
+    assert paths.matching("Qwen/Qwen2.5", "--model") == [Path("Qwen/Qwen2.5")]  # a hub name
+    assert paths.matching("runs/[x]", "RUN_DIR") == [Path("runs/[x]")]  # there as it is written
+    with pytest.raises(ConfigError, match=r"RUN_DIR runs/\*/hg matches nothing in "):
+        paths.matching("runs/*/hg", "RUN_DIR")
+    for given, names in ((["runs/a/hf", "runs/b/hf"], ["a", "b"]), (["r/a/1", "r/b/2"], ["a_1", "b_2"]),
+                         (["/r/a", "/r/b/hf"], ["r_a", "r_b_hf"])):
+        assert paths.short_names(list(map(Path, given))) == names
+
+
+def test_a_pattern_of_runs_makes_one_page_and_says_what_is_no_run(tmp_path, monkeypatch, command, capsys):
+    """The page of before lies among them, by its default, and is no run."""
+    monkeypatch.chdir(tmp_path)
+    for seed in (0, 1):
+        begun(tmp_path / "runs" / f"s{seed}", toy_config(tmp_path / "run", f"seed={seed}"), 1)
+    for words in (["runs/*"], ["runs/report", "runs/s0", "runs/s1"]):
+        assert command(report, *words) == 0
+        page = Path("runs/report/report.html").read_text()
+        assert "runs/s0" in page and "runs/s1" in page
+    assert capsys.readouterr().err.count("runs/report is left out: it has no config.yaml") == 1  # of the second time
+    assert command(report, "runs/s0", "runs/typo") == 2  # not left out
+    assert "runs/typo is not a run folder" in capsys.readouterr().err
+    assert command(report, "runs/report") == 2
+    assert command(report, "run/*") == 2 and "RUN_DIR run/* matches nothing" in capsys.readouterr().err
+
+
+def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, command, capsys):
+    for seed, name in enumerate(("a", "b")):
+        write_tiny(tmp_path / name / "hf", seed=seed)
+    write_tiny(tmp_path / "c" / "hf", num_hidden_layers=1)
+    (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:4]))
+    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "4")
+    started, start = [], evaluation.start_engine
+    monkeypatch.setattr(evaluation, "start_engine", lambda *given: started.append(1) or start(*given))
+    assert command(evaluation, "--model", tmp_path / "*" / "hf", tmp_path / "a" / "hf", *given, "--out",
+                   tmp_path / "out", "--limit", "3") == 0
+    assert len(started) == 2  # a and b differ in their weights alone
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if line.startswith("/")] == [str(tmp_path / name / "hf") for name in "abc"]
+    for name in "abc":
+        result = json.loads((tmp_path / "out" / f"{name}.json").read_text())
+        assert result["head"]["model"]["path"] == str(tmp_path / name / "hf")
+        assert result["results"]["few"]["count"] == 3
+        alone = tmp_path / f"{name}.json"
+        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--limit", "3", "--out", alone) == 0
+        assert json.loads(alone.read_text()) == result
+    for out, said in ((tmp_path / "a.json", "a.json must be a folder for the results of 2 models"),
+                      (tmp_path / "no" / "x", f"--out: folder {tmp_path / 'no'} not found")):
+        capsys.readouterr()
+        assert command(evaluation, "--model", tmp_path / "a/hf", tmp_path / "b/hf", *given, "--out", out) == 2
+        assert said in capsys.readouterr().err
+    assert command(evaluation, "--model", tmp_path / "x*", *given) == 2
+    assert "matches nothing" in capsys.readouterr().err
+
+
+# ---- evaluation sets
+
+def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
+    yaml = written(toy_config(tmp_path / "run", "steps=1", "eval.every=1", *SHORT))
+    none = ("--config", yaml, "--set", "data.eval=null")
+    assert command(train, *none, "--check") == 0
+    capsys.readouterr()
+    assert command(train, *none) == 0
+    printed = capsys.readouterr().out
+    assert "after 1 steps, without a set to evaluate on (data.eval)\n" in printed and "hf --data SET\n" in printed
+    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert command(report, tmp_path / "run") == 0
+    assert command(evaluation, "--model", TOY, "--config", tmp_path / "run" / "config.yaml") == 2
+    assert "--data must be given" in capsys.readouterr().err
+
+
+def test_a_limit_evaluates_on_the_first_problems_and_leaves_all_out_of_training(tmp_path, capsys):
+    cfg = toy_config(tmp_path / "run", "eval.limit=2", f"data.train={tmp_path / 'few.jsonl'}")
+    rows = (ROOT / "toy" / "train.jsonl").read_text().splitlines(True)
+    (tmp_path / "few.jsonl").write_text((tmp_path / "few.jsonl").read_text() + rows[0])
+    eval_rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]
+    (tmp_path / "held_out.jsonl").write_text("".join(eval_rows))
+    cfg = replace(cfg, data=replace(cfg.data, eval=str(tmp_path / "held_out.jsonl")))
+    task = train.load(cfg)
+    assert [problem.question for problem in task.problems] == [json.loads(rows[0])["question"]]
+    held_out, = task.sets
+    assert [p.question for p in held_out.problems] == [json.loads(row)["question"] for row in eval_rows[:2]]
+    assert [p.id for p in held_out.prompts] == [p.id for p in held_out.problems]

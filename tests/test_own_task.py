@@ -1,0 +1,543 @@
+"""A user's own data and model: columns, messages, no answers, base models, template arguments, stop texts."""
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import datasets
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+import transformers
+from conftest import TOY, load, toy_config, write_tiny
+from test_data import edit, write
+from test_rollout import prompts, spec
+
+import config
+import data
+import eval as evaluation
+import learner
+import report
+import train
+from config import ConfigError, Data
+from infra import dist, flags, runfolder
+from infra.rows import answered
+from infra.weights import export
+from page import evaluations
+from page.pruning import kept_by_difficulty
+from records import Problem
+from rollout import TorchEngine
+from verify import statistics
+
+SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"},
+         {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
+
+
+# ---- data
+
+def test_other_columns_and_what_lies_inside_one(tmp_path, capsys):
+    """verl's sets have the answer inside a column. What a file has under our own names needs no other."""
+    row = {"prompt": "q", "reward_model": {"ground_truth": 7}, "extra": [1], "uid": 3, "a.b": "hard"}
+    path = str(write(tmp_path / "own.jsonl", row))
+    columns = {"question": "prompt", "answer": "reward_model.ground_truth", "id": "uid", "level": "a.b"}
+    first, = data.load_problems(path, columns=columns)
+    assert first == Problem("3", "q", "7", level="hard") and first.row == row
+    ours = str(write(tmp_path / "ours.jsonl", {"question": "r", "answer": "8"}))
+    assert data.load_problems(ours, columns=columns) == [Problem("ours/0", "r", "8")]
+    no_row = f"{ours}: no row has the column {{!r}} that data.columns names for {{}}; its own {{!r}} is taken"
+    assert capsys.readouterr().err.splitlines()[:2] == [
+        no_row.format("prompt", "question", "question"),
+        no_row.format("reward_model.ground_truth", "answer", "answer")]
+    # A row that lacks what others have is not given what stands under our name.
+    without = {"answer": "5", "reward_model": {}, "uid": 4}
+    mixed = str(write(tmp_path / "mixed.jsonl", row | {"answer": "4"}, row | without))
+    with pytest.raises(ConfigError, match=r"mixed.jsonl:2: there is no column 'reward_model.ground_truth' for the ans"):
+        data.load_problems(mixed, columns=columns)
+
+
+def test_a_column_that_is_not_there_is_named_with_those_that_are(tmp_path, capsys):
+    path = str(write(tmp_path / "own.jsonl", {"promt": "q", "label": "1"}))
+    with pytest.raises(ConfigError, match=r"own.jsonl:1: there is no column 'prompt' for the question among promt, "
+                                          r"label \(did you mean 'promt'\?\); set data.columns=\{question: ...\} to"):
+        data.load_problems(path, columns={"question": "prompt"})
+    columns = {"question": "promt", "answer": "label", "level": "hardness"}
+    assert data.load_problems(path, columns=columns)[0].answer == "1"
+    assert "no row has the column 'hardness' that data.columns names for level" in capsys.readouterr().err
+    write(tmp_path / "own.jsonl", {"promt": "q", "label": "1"}, {"promt": "r", "label": "1", "hardness": 2})
+    assert data.load_problems(path, columns=columns)[1].level == "2" and not capsys.readouterr().err
+
+
+def test_a_question_may_be_messages_or_messages_as_json(tmp_path):
+    rows = [{"question": question, "answer": "5"} for question in (SHOTS, json.dumps(SHOTS), "2 + 3?", "[1, 2] is?")]
+    listed, as_json, plain, text = data.load_problems(str(write(tmp_path / "few.jsonl", *rows)))
+    assert listed.messages == as_json.messages == tuple(SHOTS) and listed.question == "2 + 3?"
+    assert plain.messages == text.messages == () and text.question == "[1, 2] is?"
+    tokenizer = data.Tokenizer(TOY)
+    theirs = transformers.AutoTokenizer.from_pretrained(TOY)
+    for problem, system, messages in ((listed, "Other.", SHOTS), (listed, None, SHOTS), (plain, "Other.", [
+            {"role": "system", "content": "Other."}, SHOTS[3]])):
+        prompt, = data.to_prompts([problem], tokenizer, system, 200)
+        text = theirs.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+        assert tokenizer.decode(prompt.ids, special=True) == text
+    without_system = Problem("x", "2 + 3?", "5", messages=tuple(SHOTS[1:]))
+    prompt, = data.to_prompts([without_system], tokenizer, "Be short.", 200)
+    assert prompt.ids == data.to_prompts([listed], tokenizer, None, 200)[0].ids
+
+
+def test_messages_of_a_parquet_file_have_no_empty_keys(tmp_path):
+    """Arrow gives every message all keys that one of them has."""
+    rows = [{"question": [SHOTS[1] | {"name": "Ann"}, *SHOTS[2:]], "answer": "5"}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "few.parquet")
+    problem, = data.load_problems(str(tmp_path / "few.parquet"))
+    assert problem.messages == (SHOTS[1] | {"name": "Ann"}, *SHOTS[2:])
+
+
+@pytest.mark.parametrize(("question", "message"), [
+    ([{"role": "user"}], r"few.jsonl:1: a message must be an object with 'role', one of system, user, assistant"),
+    ([{"role": "bot", "content": "x"}], r"a message must be an object with 'role'.*not \{'role': 'bot'"),
+    ([{"role": "user", "content": [{"type": "text"}]}], r"and 'content', a text"),
+    (["hello"], r"a message must be an object"),
+    (SHOTS[:3], r"the last message must be the user's, which is to be answered, not the assistant's"),
+    ("[{'role': 'user', 'content': 'x'}]", r"looks like a list of messages, but is not valid JSON"),
+    ([], r"'question' must be a non-empty text, not \[\]"),
+])
+def test_messages_that_cannot_be_a_prompt_are_named(question, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        data.load_problems(str(write(tmp_path / "few.jsonl", {"question": question, "answer": "1"})))
+
+
+def test_csv(tmp_path):
+    path = tmp_path / "own.csv"
+    path.write_text('\ufeffquestion,answer,level\n"How many, then?\nTell.",1,\nq,2,Level 3\n', encoding="utf-8")
+    first, second = data.load_problems(str(path))
+    assert (first.question, first.answer, first.level, second.level) == ("How many, then?\nTell.", "1", None, "3")
+    assert first.row == {"question": "How many, then?\nTell.", "answer": "1", "level": None}
+    path.write_text("question,answer\nq,1\n" + "long " * 50_000 + ",2\n")
+    assert len(data.load_problems(str(path))) == 2
+    for text, message in (("question,answer\nq,1,2\n", "own.csv:2: more cells than the 2 columns of line 1"),
+                          ("question,question\nq,1\n", "own.csv:1: a column is named twice"),
+                          ('question,answer\n"q,1\n', r"own.csv:\d: not valid CSV"),
+                          ("question,answer\nq\n", "own.csv:2: column 'answer' is empty"), ("", "holds no problems")):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=message):
+            data.load_problems(str(path))
+    path.write_bytes("question,answer\ncaf\xe9,1\n".encode("latin-1"))
+    with pytest.raises(ConfigError, match="own.csv is not UTF-8 text"):
+        data.load_problems(str(path))
+
+
+def test_a_set_of_the_hub_with_its_columns(monkeypatch):
+    rows = [{"prompt": "q", "label": 1, "solution": "no box"}, {"prompt": "r", "label": 2, "solution": None}]
+    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: rows)
+    columns = {"question": "prompt", "answer": "label"}
+    assert [p.answer for p in data.load_problems("user/set:default:train", columns=columns)] == ["1", "2"]
+    unanswered = data.load_problems("user/set:default:train", columns=columns | {"answer": None}, answers=False)
+    assert [p.answer for p in unanswered] == ["", ""]
+
+
+def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
+    rows = [{"question": "q"}, {"question": "r", "answer": "1"}, {"question": "s", "answer": {"x": 1}}]
+    path = str(write(tmp_path / "own.jsonl", *rows[:2]))
+    with pytest.raises(ConfigError, match=r"own.jsonl:1: there is no column 'answer'.*; without answers give weight"):
+        data.load_problems(path)
+    problems = data.load_problems(path, answers=False)
+    assert [p.answer for p in problems] == ["", "1"]
+    assert not answered(problems, "own") and answered(problems[1:], "own") and not answered(problems[:1], "own")
+    said = capsys.readouterr().err
+    assert said == "own: 1 of 2 problems have no answer, so accuracy is not measured\n"
+    write(tmp_path / "own.jsonl", rows[2])
+    with pytest.raises(ConfigError, match=r"'answer' must be .* or go without: data.columns=\{answer: null\}"):
+        data.load_problems(path, answers=False)
+    assert data.load_problems(path, columns={"answer": None}, answers=False)[0].answer == ""
+    reads = {name: config.Reward(**{"accuracy": 0.0, name: 1.0}).needs_answers
+             for name in ("accuracy", "wrong", "tag_exact", "tag_number", "boxed", "format", "overlong", "custom")}
+    assert [name for name, needs in reads.items() if needs] == ["accuracy", "wrong", "tag_exact", "tag_number"]
+
+
+def test_a_named_set_has_its_own_columns_and_null_is_no_answer_even_of_a_solution(tmp_path):
+    rows = [{"question": "q", "answer": "1", "label": "2"}]
+    write(tmp_path / "gsm8k_test.jsonl", *rows)
+    assert data.load_problems("gsm8k", str(tmp_path), columns={"answer": "label"})[0].answer == "1"
+    path = str(write(tmp_path / "own.jsonl", {"question": "q", "solution": r"\boxed{1}"}))
+    assert data.load_problems(path)[0].answer == "1"
+    assert data.load_problems(path, columns={"answer": None}, answers=False)[0].answer == ""
+
+
+def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(capsys):
+    problem = Problem("a", "2 + 3?", "5", messages=tuple(SHOTS))
+    others = [Problem("b", "2 + 3?", "5"), Problem("c", "2 + 3?", "5", messages=tuple(SHOTS[1:]))]
+    assert data.without_overlap([problem, *others], [problem]) == others
+    sets = [evaluation.Set("few", [p], []) for p in (problem, *others)]
+    assert len({evaluation.identify(s)["data"] for s in sets}) == 3
+
+
+# ---- models
+
+QWEN3 = """{%- for message in messages %}{{ '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}
+{%- if enable_thinking is defined and enable_thinking is false %}{{ '<think>\\n\\n</think>\\n\\n' }}{%- endif %}
+{%- endif %}"""
+
+
+def base_model(folder: Path) -> Path:
+    """A model whose tokenizer has no chat template."""
+    edit(write_tiny(folder), "tokenizer_config.json", chat_template=None)
+    return folder
+
+
+def asking(**settings) -> Data:
+    return Data(train="", eval="", **settings)
+
+
+@pytest.mark.parametrize("arguments", [None, {"enable_thinking": False}, {"enable_thinking": True}])
+def test_template_arguments_reach_the_template_as_in_transformers(arguments, tmp_path):
+    folder = base_model(tmp_path / "model")
+    (tmp_path / "qwen3.jinja").write_text(QWEN3)
+    ours = data.Tokenizer(folder, asking(chat_template=str(tmp_path / "qwen3.jinja"), template=arguments))
+    theirs = transformers.AutoTokenizer.from_pretrained(folder)
+    for question, messages in (("1 + 1?", [{"role": "user", "content": "1 + 1?"}]), (SHOTS, SHOTS)):
+        text = theirs.apply_chat_template(messages, chat_template=QWEN3, add_generation_prompt=True, tokenize=False,
+                                          **arguments or {})
+        assert ours.render(question, None) == text
+        assert text.endswith("</think>\n\n") == (arguments == {"enable_thinking": False})
+
+
+def test_the_trained_model_has_the_template_that_it_was_trained_with(tmp_path):
+    folder = base_model(tmp_path / "model")
+    (tmp_path / "qwen3.jinja").write_text(QWEN3)
+    export(load(folder), folder, tmp_path / "hf", QWEN3)
+    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert theirs.chat_template == data.Tokenizer(tmp_path / "hf").source == QWEN3
+
+
+def test_a_new_line_can_be_given_on_the_command_line(monkeypatch):
+    cfg = config.load("grpo_toy.yaml", [r'data.prompt="Q: {question}\nA:"', 'rollout.stop=["\\n\\n"]'])
+    assert cfg.data.prompt == "Q: {question}\nA:" and cfg.rollout.stop == ["\n\n"]
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--prompt", r"Q: {question}\nA:", "--stop", r"\n\n", "Q:"])
+    args = flags.arguments()
+    assert (args.prompt, args.stop) == (cfg.data.prompt, ["\n\n", "Q:"])
+
+
+@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}"])
+def test_a_template_that_fails_is_one_error(source, tmp_path):
+    (tmp_path / "own.jinja").write_text(source)
+    tokenizer = data.Tokenizer(TOY, asking(chat_template=str(tmp_path / "own.jinja")))
+    with pytest.raises(ConfigError, match="the chat template fails: (Type|ZeroDivision|Overflow)Error: "):
+        tokenizer.render("q", None)
+
+
+def test_a_template_that_cannot_be_read_is_one_error(tmp_path):
+    (tmp_path / "own.jinja").write_bytes(b"\xff\xfe")
+    for name in ("own.jinja", "none.jinja"):
+        with pytest.raises(ConfigError, match=f"the chat template {tmp_path}/{name} cannot be read: "):
+            data.Tokenizer(TOY, asking(chat_template=str(tmp_path / name)))
+
+
+def test_a_run_goes_on_with_the_template_that_it_began_with(tmp_path, monkeypatch):
+    """Wherever it lies now; the model exported from a checkpoint has it too."""
+    template = tmp_path / "own.jinja"
+    template.write_text(QWEN3)
+    given = ["steps=1", "checkpoint.every=1", "rollout.prompts_per_step=2", "rollout.group_size=2", "data.eval=null",
+             "rollout.max_new_tokens=4", "prune.completions.kind=none"]
+    train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={template}"))
+    assert (tmp_path / "run" / "chat_template.jinja").read_text() == QWEN3
+    given[0] = "steps=2"
+    template.write_text(QWEN3.replace("assistant", "helper"))
+    with pytest.raises(ConfigError, match=f"of data.chat_template has changed .* {tmp_path}/run/chat_template"):
+        train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={template}"), resume="always")
+    (tmp_path / "moved.jinja").write_text(QWEN3)
+    train.train(toy_config(tmp_path / "run", *given, f"data.chat_template={tmp_path}/moved.jinja"), resume="always")
+    step = str(tmp_path / "run" / "checkpoints" / "step_000002")
+    assert command(learner, monkeypatch, step, "--out", str(tmp_path / "hf")) == 0
+    assert data.Tokenizer(tmp_path / "hf").source == QWEN3 == data.Tokenizer(tmp_path / "run" / "hf").source
+
+
+def test_an_argument_that_a_template_does_not_read_is_an_error(tmp_path):
+    """jinja itself would pass over it."""
+    (tmp_path / "qwen3.jinja").write_text(QWEN3)
+    for name, advice in (("enable_thinkin", "did you mean 'enable_thinking'?"), ("x", "it reads enable_thinking"),
+                         ("messages", "it reads enable_thinking"), ("message", "it reads")):
+        with pytest.raises(ConfigError, match=rf"data.template.{name}=0: the chat template of .*{re.escape(advice)}"):
+            data.Tokenizer(TOY, asking(chat_template=str(tmp_path / "qwen3.jinja"), template={name: 0}))
+    with pytest.raises(ConfigError, match=f"the chat template of {TOY} has no argument of that name; it reads none"):
+        data.Tokenizer(TOY, asking(template={"enable_thinking": False}))
+
+
+def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
+    """Llama's tokenizers begin a text with a BOS, which a template writes out."""
+    folder = base_model(tmp_path / "model")
+    tokenizer = data.Tokenizer(folder, asking(prompt="Q: {question}\nA{{}}:"))
+    text = tokenizer.render("1 {x}?", None)
+    assert text == "Q: 1 {x}?\nA{}:" and tokenizer.closing_token() is None
+    ids, = tokenizer.encode([text])
+    assert tokenizer.decode(ids, special=True) == text
+    bos = {"type": "TemplateProcessing", "single": [{"SpecialToken": {"id": "<|im_start|>", "type_id": 0}},
+                                                    {"Sequence": {"id": "A", "type_id": 0}}], "pair": [],
+           "special_tokens": {"<|im_start|>": {"id": "<|im_start|>", "ids": [1], "tokens": ["<|im_start|>"]}}}
+    edit(folder, "tokenizer.json", post_processor=bos)
+    with_bos = data.Tokenizer(folder, asking(prompt="Q: {question}\nA{{}}:"))
+    assert with_bos.encode([text]) == [(1, *ids)]
+    assert list(with_bos.encode([text])[0]) == transformers.AutoTokenizer.from_pretrained(folder)(text)["input_ids"]
+    (folder / "chat_template.jinja").write_text(QWEN3)
+    assert data.Tokenizer(folder).encode([text]) == [ids]
+    with pytest.raises(ConfigError, match="prompt few: data.prompt takes one question, and a row has several messages"):
+        data.to_prompts([Problem("few", "q", "1", messages=tuple(SHOTS))], tokenizer, None, 100)
+
+
+@pytest.mark.parametrize(("overrides", "message"), [
+    (["data.prompt=Q:"], r"data.prompt=Q: must be a text with \{question\} and nothing else in braces"),
+    (["data.prompt={question} {x}"], "nothing else in braces; a brace of the text itself is doubled"),
+    (["data.prompt={question} \\boxed{}"], "nothing else in braces"),
+    (["data.prompt={question", ], "nothing else in braces"),
+    (["data.prompt={question:{x}}"], "nothing else in braces"),
+    (["data.prompt={question!r}"], "nothing else in braces"),
+    ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes where it has a new line, behind --set in"),
+    (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
+    (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
+    (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
+    (["data.columns.question=1"], "data.columns.question=1 must be a text or null"),
+    (["data.columns=x"], "data.columns='x' must be a mapping with question, answer, id, .* or null"),
+    (["rollout.stop=[1]"], r"rollout.stop\[0\]=1 must be a text"),
+    (["rollout.stop=x"], "rollout.stop='x' must be a list of which each is a text or null"),
+    (['rollout.stop=[""]'], "must be texts that are not empty"),
+])
+def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
+    with pytest.raises(ConfigError, match=message):
+        config.load("cppo_toy.yaml", overrides)
+    with pytest.raises(ConfigError, match="rollout.stop=.* must be null with rollout.window"):
+        config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
+
+
+def test_mappings_and_lists_are_laid_over_one_another_and_written_back(tmp_path):
+    base = write(tmp_path / "base.yaml", "base: cppo_toy.yaml", "data: {columns: {question: prompt, answer: label}}",
+                 'rollout: {stop: ["\\n\\n", "Q:"]}')
+    cfg = config.load(base, ["data.columns.answer=null", "data.template.enable_thinking=false"])
+    assert cfg.data.columns == {"question": "prompt", "answer": None} and cfg.rollout.stop == ["\n\n", "Q:"]
+    assert cfg.data.template == {"enable_thinking": False}
+    (tmp_path / "again.yaml").write_text(config.dump(cfg))
+    assert config.load(tmp_path / "again.yaml") == cfg
+
+
+# ---- stop texts
+
+def stopping(folder: Path, *texts: str, slots: int = 3, dtype: torch.dtype = torch.float64) -> TorchEngine:
+    tokenizer = data.Tokenizer(folder, stop=texts)
+    return TorchEngine(load(folder, dtype), spec(folder, slots, dtype, tokenizer.eos_ids, stops=tokenizer.stops))
+
+
+def test_a_sample_ends_with_the_token_that_completes_a_stop_text(tiny):
+    """It is the beginning of what it would be without, up to the first token with which a text is in it. Some texts lie
+    in two tokens and more, and slots are refilled and dropped meanwhile."""
+    tokenizer, limits = data.Tokenizer(tiny), [40, 7, 40, 25, 40, 1, 40, 40] * 4
+    asked, seeds = prompts() * 4, list(range(32))
+    whole = stopping(tiny).generate(asked, seeds, limits, 1.0)
+    pairs = [[tokenizer.decode([i]) for i in s.ids[n:n + 2]] for s in whole for n in range(0, s.length - 2, 3)]
+    texts = sorted({left[-2:] + right[:2] for left, right in pairs if left.isalpha() and right.isalpha()})[::4]
+    stopped = stopping(tiny, *texts).generate(asked, seeds, limits, 1.0)
+    across = 0
+    for long, short in zip(whole, stopped, strict=True):
+        ends = [n for n in range(1, long.length + 1) if any(x in tokenizer.decode(long.ids[:n]) for x in texts)]
+        assert short.ids == long.ids[:(ends or [long.length])[0]]
+        assert short.logp == pytest.approx(long.logp[:short.length], abs=1e-12)
+        assert short.finished == (bool(ends) or long.finished)
+        across += bool(ends) and not any(x in tokenizer.decode(short.ids[-1:]) for x in texts)
+    assert across > 2 and sum(s.finished for s in stopped) > 2 + sum(s.finished for s in whole)
+    twice = {2 * tokenizer.decode(s.ids[:1]) for s in whole if tokenizer.decode(s.ids[:1]).isalpha()}  # not said twice
+    again = stopping(tiny, *twice).generate(asked, seeds, limits, 1.0)
+    assert twice and [s.ids for s in again if s.length == 1] == [s.ids for s in whole if s.length == 1]
+
+
+def test_a_stop_text_that_is_a_special_token_is_one_more_eos(tiny):
+    tokenizer = data.Tokenizer(tiny, stop=["<|im_start|>", "Q:", "a"])
+    assert tokenizer.eos_ids == data.Tokenizer(tiny).eos_ids | {1}  # "a" is a token too, but one that is decoded
+    assert tokenizer.stops == data.Tokenizer(tiny, stop=["Q:", "a"]).stops  # by which eval.py keeps its engine
+    assert tokenizer.stops.texts == ("Q:", "a") and data.Tokenizer(tiny, stop=["<|im_start|>"]).stops is None
+
+
+# ---- figures
+
+def test_difficulty_without_answers_is_that_of_the_reward():
+    """The run's rewards lie in 0 to 2: a group's mean of 0.5 is a quarter, in bin 2 of 10."""
+    prompts = [{"reward": [0, 1, 0.5, 0.5], "completion_weight": [1.0, 2.0, 0, 0]}, {"reward": [2, 2, None, 2]},
+               {"reward": [0, 0, 0, 0], "completion_weight": [1.0, 0, 0, 0]}, {"id": "skipped"}]
+    above, others = kept_by_difficulty([{"prompts": prompts}])
+    assert above[:, 2].tolist() == [1, 1] and others[:, 2].tolist() == [1, 3]
+    assert others[:, 10].tolist() == [0, 3] and others[:, 0].tolist() == [1, 4] and above.sum() == 2
+    shifted = [p | {"reward": [r if r is None else r - 1 for r in p.get("reward", [])]} for p in prompts[:3]]
+    assert all((a == b).all() for a, b in zip(kept_by_difficulty([{"prompts": shifted}]), (above, others), strict=True))
+
+
+def beta(draw: np.random.Generator, count: int, a: float, b: float, scores: int) -> np.ndarray:
+    """Means of `scores` rewards of a problem; 0: of infinitely many."""
+    mean_N = draw.beta(a, b, count)
+    return draw.binomial(scores, mean_N) / scores if scores else mean_N
+
+
+@pytest.mark.parametrize(("count", "a", "b", "scores"), [
+    (100, 0.4, 1.2, 0), (40, 5.0, 5.0, 0), (20, 2.0, 2.0, 0), (500, 0.5, 4.0, 4), (30, 2.0, 1.0, 1)])
+def test_intervals_of_a_reward_cover_the_truth_at_their_rate_and_are_no_wider(count, a, b, scores):
+    """A simulation of rewards between -1 and 2, one a problem or the mean of some that are -1 or 2."""
+    draw, truth = np.random.default_rng(0), -1 + 3 * a / (a + b)
+    covered, widths = 0, []
+    for _ in range(3000):
+        reward_N = -1 + 3 * beta(draw, count, a, b, scores)
+        low, high = statistics.bounded_interval(reward_N, -1, 2)
+        covered += low <= truth <= high
+        widths.append((high - low) / (2 * statistics.half_width(reward_N)))
+        assert -1 <= low <= high <= 2
+    assert 0.925 < covered / 3000 < 0.975 and 0.8 < np.mean(widths) < 1.1
+
+
+def test_answers_without_a_reward_are_no_part_of_its_mean():
+    """A problem of which none has one is left out."""
+    def problem(i: int, *rewards: float | None) -> dict:
+        responses = [{"tokens": 1, "finished": True, "reward": reward} for reward in rewards]
+        return {"id": str(i), "level": f"{i}", "responses": responses}
+
+    problems = [problem(0, 1.0, None), problem(1, None, None), problem(2, 0.0, 0.5)]
+    result = evaluation.summarise(problems, bounds=(0, 1))
+    assert result["reward"] == pytest.approx((1 + 0.25) / 2) and result["count"] == 3
+    assert evaluations.reward_row("few", result, result).split()[:5] == ["few", "reward", "2", "0.625", "0.625"]
+    others = evaluation.summarise([problem(0, None), problem(1, 1.0), problem(2, None)], bounds=(0, 1))
+    assert evaluations.reward_row("few", result, others) == ""
+    assert [(level, x["reward"], x["count"]) for level, x in result["groups"]["level"].items()] == [
+        ("0", 1, 1), ("2", 0.25, 1)]
+    head = {"sets": {"few": {"data": ""}}}
+    other = evaluation.summarise([problem(0, 0.5, 0.5), problem(1, 1.0, 1.0), problem(2, 0.0, 0.0)], bounds=(0, 1))
+    row = evaluation.comparison_table({"head": head, "results": {"few": result}},
+                                      {"head": head, "results": {"few": other}}).splitlines()[1]
+    assert row.split()[:6] == ["few", "reward", "2", "0.625", "0.500", "-0.375"]
+    assert "reward" not in evaluation.summarise([problem(1, None, None)], bounds=(0, 1))
+
+
+def test_rewards_that_are_all_equal_are_not_certain():
+    low, high = statistics.bounded_interval([0.1 + 0.2] * 20 + [0.3] * 20, 0, 1)
+    assert low < 0.2 < 0.4 < high
+    assert statistics.bounded_interval([2.0] * 40, 0, 2)[1] == 2
+
+
+# ---- whole runs
+
+REWARD = """def reward(text, gold, tokens):
+    assert gold == ""
+    return min(1.0, text.count("e") / 4)
+"""
+
+
+def own_task(folder: Path, *overrides: str) -> config.Config:
+    """A base model, questions without answers, and a reward that asks for none."""
+    rows = [{"prompt": f"Tell me of {i} and {i * i}.", "kind": f"{i % 2}"} for i in range(12)]
+    write(folder / "train.jsonl", *rows[:6])
+    write(folder / "held_out.jsonl", *rows[6:])
+    (folder / "reward.py").write_text(REWARD)
+    return toy_config(folder / "run", f"model.path={base_model(folder / 'model')}", f"data.train={folder}/train.jsonl",
+                      f"data.eval={folder}/held_out.jsonl", "data.columns={question: prompt, level: kind}",
+                      "data.prompt=Question: {question}\nAnswer:", "reward.accuracy=0", "reward.custom=1",
+                      f"reward.custom_file={folder / 'reward.py'}", 'rollout.stop=["ee", "\\n"]', "eval.n=2",
+                      "eval.temperature=1", "eval.max_new_tokens=32", *overrides)
+
+
+def command(module, monkeypatch, *arguments: str) -> int:
+    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
+    monkeypatch.setattr(sys, "argv", [module.__name__, *arguments])
+    return module.main()
+
+
+@pytest.mark.parametrize("path", ["train.py", "eval.py"])
+def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_path, monkeypatch, capsys):
+    folder = str(base_model(tmp_path / "model"))
+    few = str(write(tmp_path / "few.jsonl", {"question": "q", "answer": "1"}))
+    if path == "eval.py":
+        given = ["--model", folder, "--data", few, "--max-new-tokens", "4"]
+        assert command(evaluation, monkeypatch, *given) == 2
+    else:
+        assert command(train, monkeypatch, "--config", "cppo_toy.yaml", "--set", f"model.path={folder}", "--set",
+                       f"out={tmp_path / 'run'}", "--check") == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert "set data.prompt to a plain text such as \"Question: {question}" in said and "--chat-template" in said
+    if path == "eval.py":
+        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {question}", "--stop", "a", "e") == 0
+        (tmp_path / "qwen3.jinja").write_text(QWEN3)
+        given[3] = str(write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"}))
+        given += ["--columns", "question=prompt,answer=label"]
+        thinking = ["--chat-template", str(tmp_path / "qwen3.jinja"), "--template", "enable_thinking=false"]
+        seen, generate = [], TorchEngine.generate
+        monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, *rest: seen.append(prompts) or generate(
+            self, prompts, *rest))
+        assert command(evaluation, monkeypatch, *given, *thinking) == 0
+        assert data.Tokenizer(TOY).decode(seen[-1][0]).endswith("<think>\n\n</think>\n\n")
+        assert command(evaluation, monkeypatch, *given[:-1], "questoin=prompt") == 2
+        assert "unknown key '--columns.questoin'. Did you mean '--columns.question'?" in capsys.readouterr().err
+        assert command(evaluation, monkeypatch, *given, *thinking, "--prompt", "Q: {question}") == 2
+        assert "--prompt must be given without" in capsys.readouterr().err
+        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {x}") == 2
+        assert "--prompt must be a text with {question}" in capsys.readouterr().err
+
+
+def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):
+    """Everything speaks of the reward: metrics, files, closing table, eval.py and the page."""
+    cfg = own_task(tmp_path)
+    train.train(cfg)
+    printed, run = capsys.readouterr(), Path(cfg.out)
+    first, *steps, last = runfolder.read(run / "metrics.jsonl")
+    scores = [last[f"eval/held_out/{key}"] for key in ("reward", "reward_low", "reward_high")]
+    assert scores[0] > 0 and -1 <= scores[1] < scores[0] < scores[2] <= 1
+    logged = {key for line in (first, *steps, last) for key in line}
+    assert not [key for key in logged if key.rpartition("/")[2] in (
+        "accuracy", "low", "high", "lenient", "unparsed", "disagree", "pass", "majority")]
+    assert all(step["reward/mean"] == pytest.approx(step["reward/custom"]) for step in steps)
+    bounds = f"reward {scores[0]:.3f} [{scores[1]:.3f}, {scores[2]:.3f}]"
+    assert f"step 2: held_out {bounds}" in printed.err and bounds in printed.out
+    answers = [r for p in runfolder.read(run / "eval_000002.jsonl") for r in p["responses"]]
+    assert {"verdict", "answer"}.isdisjoint(answers[0]) and answers[0]["components"] == {"custom": answers[0]["reward"]}
+    assert scores[0] == pytest.approx(np.mean([r["reward"] for r in answers]))
+    assert all(r["finished"] == ("ee" in r["text"] or "\n" in r["text"] or r["tokens"] < 32) for r in answers)
+    line = runfolder.read(run / "samples.jsonl")[0]
+    assert line["prompt"].startswith("Question: Tell me of") and line["prompt"].endswith("\nAnswer:")
+    assert "accuracy" not in line["completions"][0]["components"]
+    offered = [p for d in runfolder.read(run / "decisions.jsonl") for p in d["prompts"]]
+    assert all(len(p["reward"]) == 8 and "right" not in p for p in offered)
+
+    out = tmp_path / "out.json"
+    again = ["--model", str(run / "hf"), "--config", str(run / "config.yaml"), "--out", str(out)]
+    assert command(evaluation, monkeypatch, *again) == 0
+    found = json.loads(out.read_text())["results"]["held_out"]
+    assert [found[key] for key in ("reward", "reward_low", "reward_high")] == scores
+    assert found["groups"]["level"].keys() == {"0", "1"} and f"{scores[0]:.3f}" in capsys.readouterr().out
+    assert command(evaluation, monkeypatch, "--rescore", str(out)) == 0
+    assert command(evaluation, monkeypatch, "--compare", str(out), str(out)) == 0
+    assert "held_out reward" in capsys.readouterr().out
+
+    report.write_report([run], tmp_path / "page")
+    page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
+    assert "held_out: reward, at the least that a run spent" in tables.replace("\\_", "_")
+    assert "accuracy" not in tables and "Held-out reward: held_out" in page and "no gold answer" in page
+    assert "by the mean reward of the completion" in page and bounds in page
+
+
+def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):
+    """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
+    cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5")
+    train.train(cfg)
+    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert {"eval/few/accuracy", "eval/few/reward", "eval/few/low", "eval/few/reward_low"} <= last.keys()
+    assert -1e-9 <= last["eval/few/reward_low"] <= last["eval/few/reward"] <= last["eval/few/reward_high"] <= 1.5
+    table = capsys.readouterr().out
+    assert table.count("few ") == 2 and "held-out accuracy" in table
+    report.write_report([tmp_path / "run"], tmp_path / "page", level=50)
+    tables = (tmp_path / "page" / "report.md").read_text()
+    assert "few: spent to reach 50.0%" in tables and "few: spent to reach a reward of" in tables
+    assert "a reward of 50" not in tables  # the level is of accuracies
+    with pytest.raises(ConfigError, match="--level 120 must be above 0 and at most 100"):
+        report.write_report([tmp_path / "run"], tmp_path / "page", level=120)
+
+
+def test_a_level_is_a_reward_where_nothing_has_an_accuracy(tmp_path):
+    cfg = own_task(tmp_path)
+    train.train(cfg)
+    report.write_report([Path(cfg.out)], tmp_path / "page", level=0.01)
+    assert "spent to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()
