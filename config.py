@@ -25,6 +25,15 @@ DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for 
 
 
 @dataclass(frozen=True, slots=True)
+class Lora:
+    """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (methods/lora.py)."""
+    rank: Count | None = None      # of an adapter; null: there is none, and all weights are trained
+    alpha: Positive = 32.0         # adapters count alpha / rank, so that the best rate hardly depends on rank
+    targets: Literal["all", "attention", "mlp"] = "all"  # layers of each block: q, k, v, o; gate, up, down
+    path: str | None = None        # a folder in PEFT's format with the initial adapter; null: one that adds 0
+
+
+@dataclass(frozen=True, slots=True)
 class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
@@ -33,6 +42,7 @@ class Model:
     checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"
     compile: bool = False          # fuse elementwise work by torch.compile
     logp_chunk: Count = 1024       # positions whose logits over the vocabulary are in memory at once
+    lora: Lora = Lora()
 
 
 @dataclass(frozen=True, slots=True)
@@ -260,7 +270,7 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    capacity: int                  # most tokens of a row; a prompt counts once for all its completions there
+    capacity: Count | Literal["auto"] = "auto"  # most tokens of a row, a prompt counted once; auto: what fits
     window: Count | None = None    # groups to choose from, oldest first; null: all, longest first
     budget: int | None = None      # rollout.until=full: tokens of a step, each completion with its prompt
 
@@ -333,7 +343,6 @@ class Config:
     model: Model
     data: Data
     rollout: Rollout
-    pack: Pack
     optim: Optim
     eval: Eval
     seed: int = 0                  # of everything that is drawn
@@ -342,6 +351,7 @@ class Config:
     advantage: Advantage = GroupNorm()
     critic: Critic = Critic()
     prune: Prune = Prune()
+    pack: Pack = Pack()
     loss: Loss = Loss()
     update: Update = Update()
     checkpoint: Checkpoint = Checkpoint()
@@ -354,10 +364,11 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
     raw = reduce(settings.merge, [*settings.layers(path, CONFIGS), changes], settings.first_kinds(Config))
     cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
-    names = (cfg.reward.custom_file, cfg.data.chat_template)
-    own, template = (name and str(find_path(name)) for name in names)
+    names = (cfg.reward.custom_file, cfg.data.chat_template, cfg.model.lora.path)
+    own, template, adapter = (name and str(find_path(name)) for name in names)
     cfg = replace(cfg, out=str(user_path(cfg.out)), reward=replace(cfg.reward, custom_file=own),
-                  data=replace(cfg.data, chat_template=template))
+                  data=replace(cfg.data, chat_template=template),
+                  model=replace(cfg.model, lora=replace(cfg.model.lora, path=adapter)))
     for key, fine, allowed in all_rules(cfg):
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")

@@ -26,7 +26,7 @@ import verify
 from config import ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import dist
-from infra.checkpoint import origin, policy_files, with_policy
+from infra.checkpoint import origin, policy_files
 from infra.flags import arguments, check_arguments, data_of
 from infra.paths import user_path
 from infra.results import Store, hash_files, places, read_result, require_same, sha256, write_result
@@ -36,7 +36,7 @@ from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from memory import choose_backend, find_device, fit_engine
 from methods import custom_reward
-from model import load_model
+from methods.lora import load_policy
 from page.evaluations import comparison_table, count_right, mean_reward, results_table
 from records import EngineSpec, Problem, Prompt, Rewards, plain
 from reward import measured, score, span
@@ -360,7 +360,7 @@ def run(args: argparse.Namespace) -> dict:
             return {"head": head, "results": results}
         store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size())
     engine = engine_of(args, spec)
-    engine.sync(with_policy(args.model, load_model(spec.folder, spec.dtype, torch.device("cpu"))))
+    engine.sync(load_policy(args.model, spec.folder, spec.dtype))
     results = {}
     for s in sets:
         progress = s.name if dist.rank() == 0 else None

@@ -17,14 +17,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, Loss, Model, Optim, Pack, Update
+from config import Config, Loss, Model, Optim, Update
 from infra import dist
-from infra.checkpoint import Role, origin, require_whole, with_policy
+from infra.checkpoint import Role, origin, require_whole
 from infra.paths import user_path
 from infra.runfolder import COPIES
 from infra.signals import exit_status
-from infra.weights import export, find_model, load_weights
-from model import BACKENDS, Decoder, empty_model, load_model
+from infra.weights import export, find_model
+from methods import lora
+from methods.smaller_rows import Packing
+from model import BACKENDS, Decoder, empty_model
 from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
 
@@ -45,12 +47,12 @@ class Learner:
     dtype: torch.dtype          # of the computation; the weights are float32, or float64 where asked for
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
-    reference: Decoder | None   # frozen copy of the initial policy, where the loss needs one; sharded too
+    reference: Decoder | lora.Initial | None  # the initial policy, where the loss needs one; frozen
     optimizer: torch.optim.Optimizer
     loss: Loss
     update: Update
     optim: Optim
-    pack: Pack
+    pack: Packing
     temperature: float          # rollout.temperature, which divides the logits in every pass
     max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
     seed: int
@@ -67,37 +69,37 @@ class Learner:
     def rows(self, minibatch: Minibatch) -> list[Row]:
         """Pack a mini-batch, and build this rank's rows of it on the device."""
         hands = pack(minibatch, self.pack, dist.world_size(), self.policy.quadratic)
-        dtype = self.policy.embed_tokens.weight.dtype
+        dtype = dist.dtype_of_trained(self.policy)
         return [build_row(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
     """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
     dtype = getattr(torch, cfg.model.dtype)
-    given = source, cfg.model, cfg.optim.offload, device, dtype
-    policy = load_sharded(*given)
+    policy = load_sharded(cfg, source, device, dtype)
     residual, reference = getattr(cfg.advantage, "residual", None), None
     if cfg.loss.kl or residual:
-        reference = load_sharded(*given).requires_grad_(False)
+        reference = (lora.Initial(policy) if cfg.model.lora.rank else
+                     load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
         device, dtype, cfg.model.attention, policy, reference, optimizer=adam(policy, cfg.optim),
-        loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
+        loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=Packing.of(cfg),
         temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
         seed=cfg.seed, steps=cfg.steps, residual=residual)
 
 
-def load_sharded(source: Path, settings: Model, offload: bool, device: torch.device, dtype: torch.dtype,
-                 ) -> Decoder:
-    """Load a model spread over the ranks, with weights of at least float32. No rank ever holds the whole."""
+def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+    """Load a model spread over the ranks, in at least float32 unless frozen. No rank ever holds the whole."""
     model = empty_model(source, torch.promote_types(dtype, torch.float32))
-    spread(model, model, settings, offload, device, dtype)
-    load_weights(model, source)
+    spread(model, model, cfg.model, cfg.optim.offload, device, dtype)
+    lora.fill(model, cfg, source)
     return model
 
 
 def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
            dtype: torch.dtype) -> None:
-    """Shard an empty model over the ranks and give it memory."""
+    """Shard an empty model over the ranks and give it memory; with model.lora only adapters are trained."""
+    lora.adapt(backbone, settings.lora, dtype)
     dist.shard(model, backbone.layers, device, dtype, offload)
     model.to_empty(device="cpu" if offload else device)
     backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
@@ -107,9 +109,10 @@ def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, 
 
 def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=optim.lr, betas=(optim.beta1, optim.beta2),
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=(optim.beta1, optim.beta2),
                                   weight_decay=optim.weight_decay, fused=True)
-    for p in model.parameters():
+    for p in trained:
         optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
     return optimizer
@@ -160,12 +163,14 @@ def main() -> int:
 
 
 def export_checkpoint(step: Path, out: Path) -> None:
-    """Write the policy of a checkpoint as a Hugging Face folder. Raises ConfigError."""
+    """Write the policy of a checkpoint as Hugging Face folders. Raises ConfigError."""
     require_whole(step)
     source = find_model(origin(step))
-    model = with_policy(step, load_model(source, torch.float32, dist.init("cpu")))
+    dist.init("cpu")
+    model = lora.load_policy(step, source, torch.float32)
     template = step.parents[1] / COPIES["data.chat_template"]  # of the run
     export(model, source, out, template.read_text() if template.is_file() else None)
+    lora.export_adapter(model, origin(step), out.with_name(f"{out.name}_adapter"))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
-"""Decide what fits: count the bytes of an update and of a rollout, measure those of the machine, and choose
-what a config leaves to `auto`.
+"""Decide what fits: measure the bytes of the machine, and choose what a config leaves to `auto` by those that
+infra/counts.py counts.
 """
 
 import importlib
@@ -15,8 +15,9 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Gae, flatten
+from config import Config, ConfigError, flatten
 from infra import dist
+from infra.counts import engine_bytes, rollout_bytes, row_range, update_bytes
 from infra.weights import Shape, read_shape
 from model import CALLS
 from records import EngineSpec
@@ -27,6 +28,10 @@ WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
 FILLED = 0.9  # of the memory that is free when a run begins; the CUDA context and odd sizes take some
+OVERCOUNTED = 1.3  # at most so many times what an update takes is counted (tests/test_fake_gpu.py)
+ENOUGH = 4096  # tokens of a row; with fewer, launches and gathers cost more than what is computed again
+GRAIN = 256    # tokens by which a row may grow
+ASKED = "the capacity asked for"  # in a checkpoint, beside the one that the run had come to
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +119,10 @@ def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
              saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
     """
     device = dist.init(find_device(cfg.device))
-    decided, remarks = choose_settings(cfg, read_shape(source), Machine.here(device), saved or {})
+    shape, machine = read_shape(source), Machine.here(device)
+    decided, remarks = choose_settings(cfg, shape, machine, saved or {})
+    if cfg.pack.capacity == "auto":
+        require_a_row(decided, shape, machine)
     if dist.rank() == 0:
         named = [f"{key}={value}" for key, value in choices(cfg, decided).items()]
         lines = [f"chosen here: {', '.join(named)}"] * bool(named) + remarks
@@ -144,9 +152,7 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     here = replace(cfg, device=device.type,
                    model=replace(cfg.model, dtype=name, attention=attention),
                    rollout=replace(cfg.rollout, engine=pick("rollout.engine", machine.engines(dtype))))
-    fitting = [how for how in CALLS
-               if update_bytes(with_recompute(here, how), shape, machine.ranks) <= room]
-    here = with_recompute(here, pick("model.checkpoint_blocks", fitting or ["all"]))
+    here = choose_rows(here, shape, machine, saved)
     wanted = cfg.rollout.slots
     most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
     slots = min(most, saved.get("rollout.slots", wanted))
@@ -161,9 +167,12 @@ def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: di
         why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
         yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = update_bytes(here, shape, machine.ranks) / 2**30
+    if cfg.pack.capacity not in ("auto", here.pack.capacity):
+        yield f"pack.capacity={here.pack.capacity}, not {cfg.pack.capacity}: as before, when memory ran out"
     if needed > free:
-        yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train on "
-               "more ranks, lower pack.capacity or set optim.offload=true (CUDA)")
+        yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train an "
+               "adapter (model.lora.rank) or on more ranks, lower pack.capacity or set optim.offload=true "
+               "(CUDA)")
     if machine.no_cuda and cfg.device == "auto":
         yield f"device=cpu: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
@@ -194,8 +203,57 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     return kind, replace(spec, slots=slots)
 
 
-def with_recompute(cfg: Config, how: str) -> Config:
-    return replace(cfg, model=replace(cfg.model, checkpoint_blocks=how))
+def to_save(cfg: Config, capacity: int, asked: int | str) -> dict:
+    """List the settings for a checkpoint: the capacity that rows have come to, and the one asked for."""
+    return flatten(cfg) | {"pack.capacity": capacity, ASKED: asked}
+
+
+def with_rows(cfg: Config, how: str, capacity: int) -> Config:
+    model = replace(cfg.model, checkpoint_blocks=how)
+    return replace(cfg, model=model, pack=replace(cfg.pack, capacity=capacity))
+
+
+def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
+    """Choose pack.capacity and model.checkpoint_blocks, where they are `auto`.
+
+    Rows are as long as memory has room for, and blocks recomputed as little as leaves rows that are long
+    enough. A run that goes on takes both again, and a capacity that was halved where memory ran out too.
+    """
+    room, capacity, before = FILLED * machine.free, cfg.pack.capacity, saved.get("pack.capacity")
+    ways, how_before = list(CALLS), saved.get("model.checkpoint_blocks")
+    if cfg.model.checkpoint_blocks != "auto":
+        ways = [cfg.model.checkpoint_blocks]
+
+    def needed(how: str, tokens: int) -> int:
+        return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
+
+    if saved.get(ASKED) == capacity:
+        # What was measured may be more than what is counted to fit.
+        if capacity == "auto" and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
+            return with_rows(cfg, how_before, before)
+        capacity = before if capacity != "auto" else capacity
+    if capacity != "auto":
+        fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
+        return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)
+    least, most = row_range(cfg, machine.ranks)
+    if machine.device.type == "cpu":  # where longer ones gain nothing, and memory is not ours alone
+        most = max(least, min(most, ENOUGH))
+    sizes = range(least, most + GRAIN, GRAIN)
+    longest = {how: bisect_right(sizes, room, key=partial(needed, how)) for how in ways}
+    enough = [how for how in ways if longest[how] and sizes[longest[how] - 1] >= min(ENOUGH, most)]
+    how = enough[0] if enough else max(reversed(ways), key=longest.get)
+    return with_rows(cfg, how, sizes[max(longest[how], 1) - 1])
+
+
+def require_a_row(cfg: Config, shape: Shape, machine: Machine) -> None:
+    """Raise ConfigError where not even a row of one sequence can fit, by far."""
+    needed = update_bytes(cfg, shape, machine.ranks)
+    if needed > OVERCOUNTED * machine.free:
+        raise ConfigError(
+            f"pack.capacity=auto has no room for a row of one sequence ({cfg.pack.capacity} tokens): an "
+            f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
+            "are free; train an adapter (model.lora.rank) or on more ranks, set optim.offload=true (CUDA), "
+            "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
 
 
 def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
@@ -221,137 +279,6 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
             raise ConfigError(f"model.attention=flash, but flash-attn cannot be imported ({error}); "
                               "use auto, which takes the same kernel from torch") from error
     return wanted
-
-
-# ---- counted from shapes
-
-@dataclass(frozen=True, slots=True)
-class Pass:
-    """What the memory of a forward and backward pass of one row depends on."""
-
-    shape: Shape
-    tokens: int            # of the row
-    keys: int              # that its segments attend to; those of a prompt count once per completion
-    element: int           # bytes of a computed number
-    recomputed: str = "none"  # model.checkpoint_blocks
-    chunk: int = 1024      # model.logp_chunk
-    fused: bool = False    # CUDA's kernels: a norm keeps its input alone, and attention pads nothing
-
-
-def parameters(shape: Shape) -> int:
-    """Count the weights of a decoder of this shape."""
-    D, query, key = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    biases = (query + 2 * key) * shape.qkv_bias + D * shape.out_bias
-    norms = 2 * D + 2 * shape.head_dim * shape.qk_norm
-    block = 2 * D * query + 2 * D * key + 3 * D * shape.intermediate_size + biases + norms
-    return shape.vocab_size * D * (1 if shape.tied else 2) + shape.layers * block + D
-
-
-def pass_bytes(given: Pass) -> int:
-    """Count the peak of a forward and backward pass beside weights, their gradients and moments, in bytes.
-
-    Counted: what backward needs of each block; embedding and head, and the gradient of one, in the dtype that
-    is computed in; and the larger of two that are never there together: the head's gradient in float32 with a
-    chunk's logits, their softmax, and that again as it is multiplied; or a block with its gradients, and what
-    it computes again. tests/test_fake_gpu.py holds it to what a traced update has alive.
-    """
-    shape, element = given.shape, given.element
-    table = shape.vocab_size * shape.hidden_size
-    root = table * (1 if shape.tied else 2)
-    kept, whole = block_bytes(given), block_bytes(replace(given, recomputed="none"))
-    head = 4 * table + given.chunk * shape.vocab_size * (8 + element)
-    block = (parameters(shape) - root) // shape.layers * (2 * element + 4) + whole // 2 + whole - kept
-    return element * (root + table) + shape.layers * kept + max(head, block)
-
-
-def block_bytes(given: Pass) -> int:
-    """Count what is kept of one block for backward."""
-    shape = given.shape
-    D, inner = shape.hidden_size, shape.intermediate_size
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    if given.recomputed == "all":  # its input
-        per_token, per_key = D, 0
-    elif given.recomputed == "selective":  # its input and what products and attention give
-        per_token, per_key = 3 * D + 2 * query + 2 * key + 2 * inner, 0
-    elif given.fused:  # of each norm input and output; queries, keys, values, what attention gives; the MLP
-        per_token, per_key = 4 * D + 2 * query + 4 * inner, 2 * key
-    else:  # norms have two stages more; queries, keys, values and what attention gives, also padded
-        per_token, per_key = 6 * D + 4 * query + 4 * inner, 4 * key
-    return (given.tokens * per_token + given.keys * per_key) * given.element
-
-
-def planned_lengths(cfg: Config) -> tuple[int, int]:
-    """Return the tokens of prompts and completions for which memory is planned: prompts as long as they may
-    be, and completions a quarter as long as they may be."""
-    return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
-
-
-def row_of(cfg: Config) -> tuple[int, int]:
-    """Return the tokens of a full row of whole groups, and the keys that its segments attend to."""
-    (prompt, completion), G, tokens = planned_lengths(cfg), cfg.rollout.group_size, cfg.pack.capacity
-    return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
-
-
-def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
-    """Count the weights and moments that lie on one rank between passes, float32 over all ranks."""
-    models = 2 if isinstance(cfg.advantage, Gae) else 1
-    reference = 1 if cfg.loss.kl or getattr(cfg.advantage, "residual", None) else 0
-    offloaded = cfg.optim.offload and cfg.device == "cuda"
-    return 0 if offloaded else (12 * models + 4 * reference) * parameters(shape) // ranks
-
-
-def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
-    """Count the peak of an update on one rank, in bytes, of a config in which nothing is `auto`."""
-    gradients = 0 if cfg.optim.offload and cfg.device == "cuda" else 4 * parameters(shape) // ranks
-    # torch.compile computes what is cheap again by itself: assumed, until a GPU has shown how much.
-    how = "selective" if cfg.model.compile and cfg.model.checkpoint_blocks == "none" else (
-        cfg.model.checkpoint_blocks)
-    element, fused = getattr(torch, cfg.model.dtype).itemsize, cfg.model.attention != "sdpa"
-    given = Pass(shape, *row_of(cfg), element, how, cfg.model.logp_chunk, fused)
-    return held_bytes(cfg, shape, ranks) + gradients + pass_bytes(given)
-
-
-def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
-    """Count the bytes in use on one rank while the engine samples in so many slots at full length."""
-    roll, element = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize
-    spread = roll.tensor_parallel if roll.engine == "vllm" else 0
-    return held_bytes(cfg, shape, ranks) + engine_bytes(
-        shape, element, slots, longest(cfg), spread, roll.cache_gib)
-
-
-def longest(cfg: Config) -> int:
-    """Return the tokens of the longest sequence that the engine samples."""
-    new = max(cfg.rollout.window or cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    return cfg.data.max_prompt_tokens + new
-
-
-def engine_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                 cache_gib: float | None = None) -> int:
-    """Count an engine's weights and what it samples with; tensor_parallel=0 is the embedded one."""
-    weights = parameters(shape) * element // max(1, tensor_parallel)
-    return weights + sampling_bytes(shape, element, slots, max_len, tensor_parallel, cache_gib)
-
-
-def sampling_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                   cache_gib: float | None = None) -> int:
-    """Count an engine's cache, of a given size or with room for every slot, and what it draws from."""
-    cache = (int(cache_gib * 2**30) if cache_gib else
-             cache_bytes(shape, element, slots, max_len, tensor_parallel))
-    # Logits and log-probs in float32; probabilities and their sums in float64.
-    return cache + 24 * slots * shape.vocab_size
-
-
-def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
-    """Count one rank's KV cache with room for every slot at full length.
-
-    vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
-    prompt once, here as many as slots, and one layer in float32 beside, as it is multiplied.
-    """
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
-    if not tensor_parallel:
-        return slots * max_len * (token + token * 4 // element // shape.layers)
-    blocks = slots * -(-max_len // 128) + 1
-    return blocks * 128 * token * max(1, shape.kv_heads // tensor_parallel) // shape.kv_heads
 
 
 def slots_that_fit(wanted: int, room: float, bytes_of: Callable[[int], int]) -> int:

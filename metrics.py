@@ -15,6 +15,7 @@ from torch import Tensor
 from advantage import comparable, flat
 from infra import dist
 from loss import RowLoss
+from methods.smaller_rows import Packing
 from pack import cost
 from records import Batch, PreparedRow, Rolled, pending
 
@@ -108,19 +109,20 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
 class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "cost", "corrected", "masked",
-             "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
+    NAMES = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "room", "cost", "corrected",
+             "masked", "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
 
-    def __init__(self, quadratic: float = 0.0):
-        self.quadratic = quadratic  # pack.cost
+    def __init__(self, pack: Packing, quadratic: float = 0.0):
+        self.pack, self.quadratic = pack, quadratic  # of pack.cost
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max: Tensor | float = 0.0
 
     def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
         """Add one row in one pass. A row that only keeps its rank in step is not counted."""
         row = prepared.row
-        self.sums["loss"] += terms.loss.detach()
+        self.sums["loss"] += terms.loss
         self.sums["rows"] += first_pass
+        self.sums["room"] += first_pass * self.pack.capacity
         if not row.counts:
             return
         self.sums["passed"] += len(row.target_C)  # once for each pass
@@ -144,7 +146,7 @@ class PassSums:
             self.sums["ratio_squared"] += (2 * gap_C).exp().sum()
             self.mismatch_max = gap_C.abs().max().clamp(min=self.mismatch_max)
 
-    def metrics(self, capacity: int, updates: int) -> dict[str, float]:
+    def metrics(self, updates: int) -> dict[str, float]:
         """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
         highest_cost = dist.max_over_ranks(self.sums["cost"])
@@ -164,6 +166,6 @@ class PassSums:
             "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
-            "pack/density": total["packed"] / max(total["rows"] * capacity, 1),
+            "pack/density": total["packed"] / max(total["room"], 1),
             "pack/imbalance": highest_cost * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
         }

@@ -173,9 +173,11 @@ class Decoder(nn.Module):
         return product(hidden_CD, self.head_VD.T)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every parameter under its Hugging Face name."""
-        for name, tensor in self.named_parameters():
-            yield hf_name(name), tensor.detach()
+        """Yield every weight under its Hugging Face name, those with an adapter (methods/lora.py) merged."""
+        for path, module in self.named_modules():
+            own = module.merged() if hasattr(module, "merged") else module.named_parameters(recurse=False)
+            for name, tensor in own:
+                yield hf_name(f"{path}.{name}"), tensor.detach()
 
 
 class ChunkedLogProb(torch.autograd.Function):
@@ -198,15 +200,18 @@ class ChunkedLogProb(torch.autograd.Function):
     def backward(ctx, grad_C):
         hidden_CD, head_VD, target_C, logp_C = ctx.saved_tensors
         scale_C, grad_hidden_CD = tempered(grad_C.clone(), ctx.temperature), torch.empty_like(hidden_CD)
-        grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype)
+        head_is_trained = ctx.needs_input_grad[1]
+        grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype) if head_is_trained else None
         pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD)]
         for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
             logits_CV = tempered(product(hidden, head_VD.T), ctx.temperature)
             grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
-            product(grad_CV.T, hidden, onto=grad_head_VD)
+            if head_is_trained:
+                product(grad_CV.T, hidden, onto=grad_head_VD)
             del logits_CV, grad_CV  # before the next chunk's are made
-        return grad_hidden_CD, grad_head_VD.to(head_VD.dtype), None, None, None, None
+        grad_head_VD = grad_head_VD.to(head_VD.dtype) if head_is_trained else None
+        return grad_hidden_CD, grad_head_VD, None, None, None, None
 
 
 def log_prob(logits_CV: Tensor, target_C: Tensor) -> Tensor:

@@ -199,6 +199,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
         length_S=torch.tensor([sample.length for sample in samples]),
+        members=tuple(plan.members),
         counts=plan.counts,
     )
 

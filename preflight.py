@@ -7,6 +7,7 @@ Dimension key:  C completion tokens of one row.
 """
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass
 
 import torch
@@ -16,7 +17,8 @@ import memory
 from config import Config, ConfigError, Rollout
 from data import Task, Tokenizer
 from history import sample_seed
-from infra import dist
+from infra import counts, dist
+from infra.signals import LESS_MEMORY
 from learner import Learner, roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
@@ -27,9 +29,6 @@ from verify.grade import grade
 
 PROBES, COPIES, NEW_TOKENS = 4, 4, 32  # prompts, samples of each and tokens per sample that a rank tries
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
-LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
-               "optim.offload=true (CUDA), or train on more ranks; for the rollout lower rollout.slots or "
-               "rollout.cache_gib")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +45,19 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
     scale(policy, 0.5)
+    nothing = stir(policy)
     engine.sync(policy)
-    rows = in_rows(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, cfg.pack.capacity)
+    rows = in_rows(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, learner.pack.capacity)
     fresh_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sleep()
     update_peak = peak_of_update(cfg, learner)
+    for p, before in nothing:
+        p.data.copy_(before)
     scale(policy, 2.0)
     stale_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sync(policy)
     groups = sample_probes(engine, probes, cfg.rollout, cfg.seed)
-    rows = in_rows(groups, learner, cfg.pack.capacity)
+    rows = in_rows(groups, learner, learner.pack.capacity)
     trained_C = torch.cat([logp_C.detach() for logp_C in passes(learner, rows)])
     trainer_C = trainer_logp(learner, rows)
     unpacked_C = trainer_logp(learner, in_rows(groups, learner, capacity=0))
@@ -78,7 +80,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
         verifier(task.problems),
         fits(memory.fullest(update_peak, learner.device), memory.fullest(rollout_peak, learner.device),
              memory.total_bytes(learner.device),
-             memory.update_bytes(cfg, policy.shape, dist.world_size())),
+             counts.update_bytes(cfg, policy.shape, dist.world_size())),
     ]
 
 
@@ -129,7 +131,7 @@ def in_rows(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
         if bins[-1] and sum(layout(minibatch, [*bins[-1], member])[0]) > capacity:
             bins.append([])
         bins[-1].append(member)
-    dtype = learner.policy.embed_tokens.weight.dtype
+    dtype = dist.dtype_of_trained(learner.policy)
     return [build_row(minibatch, Plan(members)).to(learner.device, dtype) for members in bins]
 
 
@@ -154,6 +156,15 @@ def passes(learner: Learner, rows: list[Row]) -> list[Tensor]:
 def scale(policy: Decoder, factor: float) -> None:
     for p in policy.parameters():
         p.mul_(factor)
+
+
+@torch.no_grad()
+def stir(policy: Decoder) -> list[tuple[Tensor, Tensor]]:
+    """Give adapters (methods/lora.py), which add nothing at first, something to add; return what was."""
+    before = [(p, p.clone()) for name, p in policy.named_parameters() if name.endswith("lora_B")]
+    for p, _ in before:
+        p.add_(0.01)
+    return before
 
 
 def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
@@ -244,13 +255,13 @@ def verifier(problems: list[Problem]) -> Check:
 
 
 def peak_of_update(cfg: Config, learner: Learner) -> float:
-    """Measure the bytes in use at the peak of a full row of training, of groups of memory.planned_lengths.
+    """Measure the bytes in use at the peak of a full row of training, of groups of counts.planned_lengths.
 
     Raises ConfigError where memory runs out: the other ranks would wait in vain for this one.
     """
     models = [model for model, _ in roles(learner).values()]
-    (prompt, completion), G = memory.planned_lengths(cfg), cfg.rollout.group_size
-    sample, capacity = Sample((0,) * completion, (0.0,) * completion, True), cfg.pack.capacity
+    (prompt, completion), G = counts.planned_lengths(cfg), cfg.rollout.group_size
+    sample, capacity = Sample((0,) * completion, (0.0,) * completion, True), learner.pack.capacity
     group = Group(Prompt("", (0,) * prompt, ""), (sample,) * G)
     row = in_rows([group] * (capacity // (prompt + G * completion) + 1), learner, capacity)[0]
     try:
@@ -264,17 +275,47 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
         for model in models:
             model.zero_grad()
     # On the CPU the copy that a checkpoint is written from lies in the same memory: weights and two moments.
-    weights = sum(dist.local(p).nbytes for model in models for p in model.parameters())
+    trained = [p for model in models for p in model.parameters() if p.requires_grad]
+    weights = sum(dist.local(p).nbytes for p in trained)
     copies = 0 if learner.device.type == "cuda" else 3 * weights
     return memory.in_use(learner.device) + copies
+
+
+def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> Config:
+    """Make the rows of pack.capacity=auto as long on CUDA as memory is measured to have room for.
+
+    More is counted than an update takes. So a full row of the capacity that was counted is measured beside
+    what lies there, and rows may grow by what the count was over. Returns the config as it then is.
+    """
+    device, shape, ranks = learner.device, learner.policy.shape, dist.world_size()
+    if asked.pack.capacity != "auto" or device.type != "cuda":
+        return cfg
+    torch.cuda.empty_cache()  # what models were loaded with, rows could take as well
+    held = memory.fullest(memory.in_use(device), device)
+
+    def counted(tokens: int) -> float:
+        longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
+        return counts.update_bytes(longer, shape, ranks) - counts.held_bytes(longer, shape, ranks)
+
+    first, most = cfg.pack.capacity, counts.row_range(cfg, ranks)[1]
+    real = memory.fullest(peak_of_update(cfg, learner), device) - held
+    real = max(real, counted(first) / memory.OVERCOUNTED)  # less has never been seen
+    room = memory.FILLED * memory.total_bytes(device) - held
+    sizes = range(first, most + memory.GRAIN, memory.GRAIN)
+    fitting = bisect_right(sizes, room * counted(first) / real, key=counted)
+    torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
+    learner.pack.capacity = sizes[max(1, fitting) - 1]
+    if dist.rank() == 0:
+        print(f"measured here: pack.capacity={learner.pack.capacity}", flush=True)
+    return memory.with_rows(cfg, cfg.model.checkpoint_blocks, learner.pack.capacity)
 
 
 def peak_of_rollout(cfg: Config, learner: Learner) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
     needed = 0  # vLLM has all that it samples with already
     if cfg.rollout.engine == "torch":
-        needed = memory.sampling_bytes(learner.policy.shape, learner.dtype.itemsize, cfg.rollout.slots,
-                                       memory.longest(cfg), tensor_parallel=0)
+        needed = counts.sampling_bytes(learner.policy.shape, learner.dtype.itemsize, cfg.rollout.slots,
+                                       counts.longest(cfg), tensor_parallel=0)
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
     return memory.in_use(learner.device) + needed

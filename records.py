@@ -222,6 +222,7 @@ class Row:
     reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
     length_S: Tensor    # tokens of its completion so far
+    members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":

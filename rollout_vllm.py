@@ -14,7 +14,9 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from memory import VLLM_VERSION, cache_bytes
+from infra.counts import cache_bytes
+from infra.weights import named_weights
+from memory import VLLM_VERSION
 from model import Decoder, empty_model
 from records import EngineSpec, Sample
 
@@ -37,7 +39,7 @@ class VLLMEngine:
         self.stops = list(spec.stops.texts) if spec.stops else []
         self.device, self.dtype = spec.device, spec.dtype
         model = empty_model(spec.folder, spec.dtype)
-        self.expected = {name: tuple(t.shape) for name, t in model.named_hf_tensors()}
+        self.expected = {name: tuple(t.shape) for name, t in named_weights(model)}
         counted = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len,
                               spec.tensor_parallel)
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
@@ -74,7 +76,7 @@ class VLLMEngine:
 
         Names and shapes are compared first: after a wrong one vLLM would also fail with the right ones.
         """
-        policy_shapes = {name: tuple(t.shape) for name, t in policy.named_hf_tensors()}
+        policy_shapes = {name: tuple(t.shape) for name, t in named_weights(policy)}
         if policy_shapes != self.expected:
             name = min(name for name in policy_shapes.keys() | self.expected.keys()
                        if policy_shapes.get(name) != self.expected.get(name))

@@ -14,6 +14,7 @@ from settings import Rule, table_rules
 
 # A choice -> the settings that are for it alone, and why; without it they keep their defaults.
 SERVES = {
+    "model.lora.rank": ["model.lora.alpha", "model.lora.targets", "model.lora.path"],
     "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
@@ -88,9 +89,9 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
     G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
     longest = cfg.data.max_prompt_tokens + new
     most = roll.max_rounds * N * G * longest
-    yield ("pack.capacity", cfg.pack.capacity >= longest,
+    yield ("pack.capacity", cfg.pack.capacity == "auto" or cfg.pack.capacity >= longest,
            f"at least {longest} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
-           f"rollout.max_new_tokens={new}); raise it or lower those")
+           f"rollout.max_new_tokens={new}), or auto; raise it or lower those")
     yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
     yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
            f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")

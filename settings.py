@@ -12,6 +12,7 @@ import re
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
+from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
@@ -302,8 +303,8 @@ def table_rules(cfg: Any, serves: dict[str, list[str]], asks: dict[str, list[tup
     for choice, served in serves.items():
         for key, _, why in (entry.partition(": ") for entry in served):
             if key in flat and not made(flat, choice):
-                section, name = key.split(".")
-                default = type(getattr(cfg, section)).__dataclass_fields__[name].default
+                *sections, name = key.split(".")
+                default = type(reduce(getattr, sections, cfg)).__dataclass_fields__[name].default
                 shown = "null" if default is None else default
                 yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
     for choice, asked in asks.items():

@@ -1,7 +1,7 @@
 """Train a reasoning model with group-based reinforcement learning.
 
     [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]]
-        [--check | --show]
+        [--check | --fit | --show]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, choose
 what is trained on, update the policy, hand it to the engine.
@@ -19,6 +19,7 @@ import torch
 
 import config
 import data
+import fit
 import memory
 import preflight
 from advantage import advantage
@@ -27,14 +28,14 @@ from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import dist, runfolder, tracking
-from infra.checkpoint import Checkpoints, find
+from infra.checkpoint import Checkpoints, find_newest
 from infra.rows import answered
 from infra.runfolder import Resume
 from infra.show import resolved
 from infra.signals import Stop, asked_to_stop, exit_status
-from infra.weights import check_positions, export, find_model
+from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, roles
-from methods import critic, custom_reward, soft_value, window
+from methods import critic, custom_reward, lora, soft_value, window
 from metrics import Clock, decisions, of_rollout
 from model import Decoder
 from page.summary import summary
@@ -56,6 +57,7 @@ class Run:
     history: PromptHistory
     checkpoints: Checkpoints
     log: runfolder.Log
+    base: dict[str, str]                   # hashes of what an adapter is trained on (methods/lora.py)
     first: int                             # the step to begin with
 
 
@@ -100,12 +102,11 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 evaluate_sets(run, cfg.eval, step + 1)
             stopping = asked_to_stop(stop)
             if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                extra = {"config": config.flatten(run.cfg), "history": history.state()}
-                run.checkpoints.save(step + 1, extra)
+                run.checkpoints.save(step + 1, written_beside(run, cfg))
             if stopping and step + 1 < cfg.steps:
                 run.checkpoints.wait()
                 raise KeyboardInterrupt
-        export(learner.policy, run.task.source, Path(cfg.out) / "hf", run.task.tokenizer.own_template)
+        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer.own_template)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy
@@ -126,6 +127,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         runfolder.require_same_files(folder, files)
     decided = memory.decide(cfg, task.source, saved["config"])
     learner, engine = set_up(decided, task)
+    base = lora.base_of(cfg.model.lora, task.source)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
@@ -133,15 +135,17 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         history, sampler = window.windowed(history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
+        decided = preflight.lengthen_rows(cfg, decided, learner)
         preflight.require(preflight.run_checks(decided, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, resume, learner.device, memory.choices(cfg, decided), files)
     else:
+        lora.require_base(path, saved, base)
         checkpoints.load(path)
         history.restore(saved["history"])
         log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
-    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, first=saved["step"])
+    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, base, saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     return run
 
@@ -167,13 +171,10 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
-def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
-    """Find the checkpoint to go on from and what it holds beside tensors; None and a step of 0 to begin."""
-    newest = None if resume == "never" else find(folder)
-    if resume == "always" and newest is None:
-        raise ConfigError(f"--resume: {folder} has no whole checkpoint, so no step of this run is left; "
-                          "--resume auto begins it again and clears its logs (checkpoint.every saves)")
-    return newest or (None, {"step": 0, "config": {}})
+def written_beside(run: Run, asked: Config) -> dict:
+    """Return what a checkpoint holds beside tensors."""
+    settings = memory.to_save(run.cfg, run.learner.pack.capacity, asked.pack.capacity)
+    return {"config": settings, "history": run.history.state(), "base": run.base}
 
 
 def load(cfg: Config) -> data.Task:
@@ -233,6 +234,7 @@ def main() -> int:
     parser.add_argument("--check", action="store_true",
                         help="try all that a run needs, print it and stop; status 2 when something fails")
     parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
+    fit.add_arguments(parser)
     run_it = partial(command, parser.parse_args())
     return exit_status(run_it, "--resume auto goes on from the newest checkpoint, or begins without one")
 
@@ -242,10 +244,14 @@ def command(args: argparse.Namespace) -> int | None:
     cfg = config.load(args.config, args.set)
     if args.show:
         return print(resolved(cfg))
+    if args.fit:
+        return fit.report(cfg, args)
     if args.check:
         task = load(cfg)
-        cfg = memory.decide(cfg, task.source)
-        return preflight.report(cfg, *set_up(cfg, task), task)
+        decided = memory.decide(cfg, task.source)
+        learner, engine = set_up(decided, task)
+        decided = preflight.lengthen_rows(cfg, decided, learner)
+        return preflight.report(decided, learner, engine, task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")
     if runfolder.is_done(cfg, args.resume):
@@ -262,6 +268,8 @@ def command(args: argparse.Namespace) -> int | None:
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest "
                   "checkpoint", file=sys.stderr)
         return 1
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError:  # that of a rank whose peers are gone, among others
         print(f"rank {os.environ.get('RANK', 0)} stopped; once what follows is fixed, --resume auto goes on "
               "from the newest checkpoint (checkpoint.every), or begins without one", file=sys.stderr)

@@ -12,6 +12,7 @@ from infra import dist
 from learner import Learner, NotFinite, descend, learning_rate
 from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
 from methods import critic, soft_value
+from methods.smaller_rows import pass_minibatch
 from metrics import Clock, PassSums
 from pack import Minibatch
 from records import Batch, PreparedRow, Pruned, Row, lengths
@@ -27,25 +28,28 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
     if step < first:
         return {}
     with clock.phase("pack"):
-        batches = [learner.rows(minibatch(learner, batch, places))
+        batches = [minibatch(learner, batch, places)
                    for places in split_prompts(learner.seed, step, batch.offered, settings.minibatches)]
+        packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
         # One batch needs no extra pass: its first pass itself runs under the policy before the update.
         extra = len(batches) > 1 and learner.loss.old_logp == "recompute" and needs_old(learner.loss)
-        prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in batches]
+        prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in packed]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     learner.optimizer.param_groups[0]["lr"] = rate
-    sums, norms = PassSums(learner.policy.quadratic), []
+    sums, norms = PassSums(learner.pack, learner.policy.quadratic), []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
-            for rows in prepared:
-                for i, row in enumerate(rows):
-                    rows[i], terms = add_gradient(learner, row, unmoved=not norms)
-                    sums.add(rows[i], terms, first_pass=epoch == 0)
+            for i, weighed in enumerate(batches):
+                gradient = partial(add_gradient, learner, unmoved=not norms)
+                passed = pass_minibatch(learner, learner.policy, weighed, prepared[i], gradient)
+                prepared[i] = [row for row, _ in passed]
+                for row, terms in passed:
+                    sums.add(row, terms, first_pass=epoch == 0)
                 norms.append(descend(learner.policy, learner.optimizer, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
-    return sums.metrics(learner.pack.capacity, len(norms)) | {
+    return sums.metrics(len(norms)) | {
         "train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
 
 
@@ -99,4 +103,4 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
                                     learner.residual)
     terms = row_loss(logp_C, prepared, adv_C, learner.loss)
     terms.loss.backward()
-    return prepared, terms
+    return prepared, replace(terms, loss=terms.loss.detach())

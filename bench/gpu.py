@@ -57,9 +57,9 @@ PARTS = {
     "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
     "check": Part("`train.py --check` on the toy in bfloat16, embedded engine", 40, by_shape=False),
     "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
-    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are memory.py's", 110),
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are memory.py's", 130),
     "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
-    "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 60),
+    "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
     "vllm_check": Part("`train.py --check` on the toy in bfloat16, vLLM", 90, by_shape=False, needs="vllm"),
     "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 120, needs="vllm"),
@@ -70,14 +70,20 @@ REASONS = ("skipped", "failed")
 
 def flop(policy: "Decoder", rows: "list[Segments]", scored: int) -> float:
     """Count the FLOP of forward and backward over rows, with `scored` tokens projected to logits: 6 for each
-    parameter and token that passes it, and the causal attention. What is computed again does not count."""
+    parameter and token that passes it, 4 for one that is frozen, and the causal attention. What is computed
+    again does not count. Under adapters the first layer's input wants no gradient."""
     shape = policy.shape
     segments = [pair for row in rows for pair in zip(row.queries, row.keys, strict=True)]
     met = sum(queries * (2 * keys - queries) / 2 for queries, keys in segments)
     attention = 12 * shape.layers * shape.heads * shape.head_dim * met
     head = shape.vocab_size * shape.hidden_size
-    blocks = sum(p.numel() for p in policy.parameters()) - head * (1 if shape.tied else 2)
-    return 6 * blocks * sum(queries for queries, _ in segments) + 6 * head * scored + attention
+    blocks = sum(p.numel() * (6 if p.requires_grad else 4) for p in policy.layers.parameters())
+    if not policy.head_VD.requires_grad:
+        reading = [f"{name}_proj.{factor}" for name in "qkv" for factor in ("weight", "lora_A")]
+        first = policy.layers[0].self_attn.named_parameters()
+        blocks -= 2 * sum(p.numel() for name, p in first if name in reading)
+    of_head = 6 if policy.head_VD.requires_grad else 4
+    return blocks * sum(queries for queries, _ in segments) + of_head * head * scored + attention
 
 
 # ---- libraries of the verifier, which a GPU machine may lack

@@ -33,7 +33,7 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
-from infra import dist, runfolder
+from infra import counts, dist, runfolder
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from metrics import Clock
@@ -71,9 +71,11 @@ class Sizes:
 LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (256, 1024), 40)
 BELOW_100_GB = replace(LARGE, capacity=8192, groups=8)
 OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (16, 32), 12)
-# Completions kept of each group, model.checkpoint_blocks, model.compile
-UPDATES = [(keep, "none", False) for keep in (16, 8, 4, 2, 1)]
-UPDATES += [(16, "selective", False), (16, "all", False), (16, "none", True), (16, "all", True)]
+# Completions kept of each group, model.checkpoint_blocks, model.compile, model.lora.rank
+UPDATES = [(keep, "none", False, None) for keep in (16, 8, 4, 2, 1)]
+UPDATES += [(16, "selective", False, None), (16, "all", False, None)]
+UPDATES += [(16, "none", True, None), (16, "all", True, None)]
+UPDATES += [(16, how, False, 32) for how in ("none", "selective", "all")] + [(4, "none", False, 32)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,7 +151,7 @@ def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
         if shape:
             write_config(shape, folder)
-            weights = patch("learner.load_weights", draw_weights)  # all else is as in training
+            weights = patch("methods.lora.load_weights", draw_weights)  # all else is as in training
         try:
             with weights:
                 FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))
@@ -325,21 +327,24 @@ def learning(bench: Bench) -> None:
 
 
 def updates(bench: Bench) -> None:
-    """Time updates by what is kept, recomputed and compiled, measure their memory, and compare their
+    """Time updates by what is kept, recomputed, compiled and trained, measure their memory, and compare their
     gradients."""
-    norms: dict[int, float] = {}
+    norms: dict[tuple[int, int | None], float] = {}
 
-    def measure(keep: int, recomputed: str, compiled: bool) -> dict:
-        cfg = bench.settings(f"model.checkpoint_blocks={recomputed}",
+    def measure(keep: int, recomputed: str, compiled: bool, rank: int | None) -> dict:
+        cfg = bench.settings(f"model.checkpoint_blocks={recomputed}", f"model.lora.rank={rank or 'null'}",
                              f"model.compile={str(compiled).lower()}")
         figures = one_update(bench, cfg, keep)
         norm = figures["gradient norm"]
-        expected = norms.setdefault(keep, norm)  # of the first way that keeps so many
+        expected = norms.setdefault((keep, rank), norm)  # of the first way that keeps so many
         wrong = not abs(norm / expected - 1) < TOLERANCE
         return figures | failure({f"the gradient's norm is {norm:.4g}, not {expected:.4g}": wrong})
 
-    each(bench, {f"keep {keep}, recompute {recomputed}{', compiled' * compiled}":
-                 partial(measure, keep, recomputed, compiled) for keep, recomputed, compiled in UPDATES})
+    def named(keep: int, recomputed: str, compiled: bool, rank: int | None) -> str:
+        adapter = f", LoRA of rank {rank}" if rank else ""
+        return f"keep {keep}, recompute {recomputed}{', compiled' * compiled}{adapter}"
+
+    each(bench, {named(*way): partial(measure, *way) for way in UPDATES})
 
 
 def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
@@ -355,7 +360,7 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
     return {"rows": len(rows), "tokens": steps[0]["pack/tokens"], "first s": first, "seconds": seconds,
             "tokens/s": steps[0]["pack/tokens"] / median(seconds), **bench.speed(work, median(seconds)),
             "GiB": bench.peak_gib(),
-            "GiB counted": memory.update_bytes(longest, learner.policy.shape, dist.world_size()) / GIB,
+            "GiB counted": counts.update_bytes(longest, learner.policy.shape, dist.world_size()) / GIB,
             "gradient norm": steps[0]["train/grad_norm"]}
 
 
@@ -385,17 +390,21 @@ def profile(bench: Bench) -> None:
 
 
 def step(bench: Bench) -> None:
-    """Time whole steps of GRPO, CPPO and PPS, whose completions all have the full length."""
+    """Time whole steps of GRPO, CPPO, PPS and CPPO with an adapter; completions all have the full length."""
     size = bench.sizes
     cfgs = [bench.settings(f"rollout.engine={bench.engine}", f"rollout.group_size={G}",
                            f"rollout.prompts_per_step={size.groups}", f"rollout.slots={size.groups * G}",
                            f"rollout.max_new_tokens={size.new}", "data.max_prompt_tokens=128", name=name)
-            for name in ("grpo_toy.yaml", "cppo_toy.yaml", "pps_toy.yaml")]
+            for name in ("grpo_toy.yaml", "cppo_toy.yaml", "pps_toy.yaml", "lora_toy.yaml")]
     task = train.load(cfgs[0])
     task.tokenizer.eos_ids = frozenset()
     learner, engine = train.set_up(cfgs[0], task)
     engine.sync(learner.policy)
     for cfg in cfgs:
+        if cfg.model.lora.rank is not None:
+            learner = with_loss = None  # makes room
+            learner = bench.learner(cfg)
+            engine.sync(learner.policy)
         sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
         with_loss = replace(learner, loss=cfg.loss)
@@ -435,7 +444,7 @@ def one_step(learner: Learner, sampler: Sampler, history: PromptHistory, cfg: co
 def rollout(bench: Bench) -> None:
     """Time an engine's sleep and the sync after it, and the tokens that it samples by the slots filled."""
     size, cfg = bench.sizes, bench.settings()
-    policy, new = load_sharded(bench.folder, cfg.model, False, bench.device, HALF), size.new // 2
+    policy, new = load_sharded(cfg, bench.folder, bench.device, HALF), size.new // 2
     spec = engine_spec(bench.folder, bench.device, max(size.slots), size.prompt + new)
     engine = start_engine(bench.engine, spec)
     engine.sync(policy)

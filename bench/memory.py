@@ -1,7 +1,7 @@
 """What does training need at its peak? Bytes of the loss, dense and chunked, and of whole models.
 
     python bench/memory.py [--measure 10M 50M]
-    python bench/memory.py --configs    # what the shipped configs choose and need on 80 and 141 GB
+    python bench/memory.py --configs    # what the shipped configs choose and need on GPUs of 24 to 141 GB
 
 First the loss over a vocabulary of 151,936, forward and backward: log-probs from all logits at once, as
 `log_softmax` gives them, against the model's, which holds those of one chunk. The width is 64, so that a CPU
@@ -23,24 +23,27 @@ import sys
 import tempfile
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from resident import peak
-from shapes import SHAPES, random_model, shape_of, write_config
+from shapes import SHAPES, draw_weights, shape_of, write_config
 from tqdm import tqdm
 
 import config
-from config import Config, Optim
+import fit
+from config import Config, Lora, Model, Optim
 from infra import dist
-from learner import adam
-from memory import FILLED, Machine, Pass, choose_settings, parameters, pass_bytes, rollout_bytes, update_bytes
-from model import CALLS, ChunkedLogProb, log_prob, logits_gradient, sdpa_padded
+from infra.counts import Pass, parameters, pass_bytes
+from learner import adam, spread
+from memory import Machine
+from model import CALLS, ChunkedLogProb, empty_model, log_prob, logits_gradient, sdpa_padded
 from records import Segments
 
-OF_80_GB, OF_141_GB = 79.0, 139.0  # GiB assumed to be free on an empty H100 and H200: not measured
+FREE = {24: 23.5, 80: 79.0, 141: 139.0}  # GB of a GPU -> GiB assumed to be free on it when empty
 CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 
 
@@ -56,13 +59,14 @@ def loss(width: int, tokens: int, chunk: int | None) -> None:
     logp_C.mean().backward()
 
 
-def step(shape: str, tokens: int, recomputed: str) -> None:
+def step(shape: str, tokens: int, recomputed: str, rank: int | None = None) -> None:
     """Take two training steps on a row of sequences of SEQUENCE tokens, as train.py does."""
     dist.init("cpu")
+    settings = Model("", checkpoint_blocks=recomputed, logp_chunk=CHUNK, lora=Lora(rank))
     with tempfile.TemporaryDirectory() as folder:
-        model = random_model(write_config(shape, Path(folder)), torch.float32, CPU)
-    dist.shard(model, model.layers, CPU, torch.float32)
-    model.checkpoint_blocks = recomputed
+        model = empty_model(write_config(shape, Path(folder)), torch.float32)
+    spread(model, model, settings, False, CPU, torch.float32)
+    draw_weights(model)
     optimizer = adam(model, Optim(lr=1e-4))
     ids_T = torch.randint(model.shape.vocab_size, (tokens,))
     place_T = torch.arange(tokens)
@@ -105,14 +109,20 @@ def losses() -> dict[str, int]:
     return {f"{way} {tokens}": size for (way, tokens), size in sizes.items()}
 
 
-def counted_and_measured(name: str, tokens: int, recomputed: str) -> dict:
-    """Compare the peak of a step in float32 on one rank, as counted and as measured here."""
-    shape = shape_of(name)
-    computed = 16 * parameters(shape) + pass_bytes(Pass(shape, tokens, tokens, 4, recomputed, CHUNK))
-    real = in_own_process(step, name, tokens, recomputed)
-    print(f"{name:<16} {tokens:>7,} {recomputed:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
+def counted_and_measured(name: str, tokens: int, recomputed: str, rank: int | None) -> dict:
+    """Compare the peak of a step in float32 on one rank, as `--fit` counts it and as measured here."""
+    adapter = [] if rank is None else [f"model.lora.rank={rank}"]
+    cfg = config.load("grpo_toy.yaml", [
+        f"pack.capacity={tokens}", "model.dtype=float32", "model.attention=sdpa", f"model.logp_chunk={CHUNK}",
+        f"model.checkpoint_blocks={recomputed}", *adapter])
+    alone = replace(cfg, rollout=replace(cfg.rollout, group_size=1))  # sequences that share no prompt
+    computed = sum(fit.try_on(alone, shape_of(name), Machine(CPU, 1e15, 1, "")).phases["update"].values())
+    real = in_own_process(step, name, tokens, recomputed, rank)
+    label = f"{name}{f', LoRA {rank}' if rank else ''}"
+    print(f"{label:<16} {tokens:>7,} {recomputed:>10} {computed / GIB:>9.2f} {real / GIB:>9.2f} "
           f"{computed / real:>6.2f}", flush=True)
-    return {"shape": name, "tokens": tokens, "recompute": recomputed, "computed": computed, "measured": real}
+    return {"shape": name, "lora": rank, "tokens": tokens, "recompute": recomputed, "computed": computed,
+            "measured": real}
 
 
 def print_counts(name: str, ranks: int, recomputed: str) -> None:
@@ -131,7 +141,8 @@ def models(names: list[str]) -> list[dict]:
     rows = []
     for name in names:
         for tokens in (2048, 8192):
-            rows += [counted_and_measured(name, tokens, recompute) for recompute in CALLS]
+            rows += [counted_and_measured(name, tokens, recompute, rank)
+                     for rank in (None, 8) for recompute in CALLS]
     header = " ".join(f"{tokens:>8,}" for tokens in (4096, 16384, 65536))
     print(f"\n{'bfloat16, GiB on each rank, computed':<40} {header}")
     for name in ("0.5B", "1.5B", "7B"):
@@ -145,43 +156,43 @@ def chosen_on(name: str, gib: float, ranks: int) -> tuple[Config, dict[str, floa
     """Choose what a shipped config leaves to auto on so many GPUs, count its GiB on each, and tell if it
     fits."""
     cfg = config.load(name)
-    shape, machine = shape_of(cfg.model.path), Machine(torch.device("cuda"), gib * GIB, ranks)
-    cfg, _ = choose_settings(cfg, shape, machine, {})
-    peaks = {"update": update_bytes(cfg, shape, ranks) / GIB,
-             "rollout": rollout_bytes(cfg, shape, ranks, cfg.rollout.slots) / GIB}
-    return cfg, peaks, ranks % cfg.rollout.tensor_parallel == 0 and max(peaks.values()) <= FILLED * gib
+    found = fit.try_on(cfg, shape_of(cfg.model.path), Machine(torch.device("cuda"), gib * GIB, ranks))
+    return found.cfg, {phase: sum(parts.values()) / GIB for phase, parts in found.phases.items()}, found.fits
 
 
 def fits_line(name: str) -> str:
-    """Say on how many GPUs of 80 GB a shipped config fits, with the GiB of each; its head has this line."""
-    said = []
+    """Say on how many GPUs a shipped config fits, with the GiB of each; its head has this line. They are of
+    80 GB; or for an adapter one, of 24 GB where it fits."""
+    adapter = config.load(name).model.lora.rank is not None
+    size, said = (24 if adapter and chosen_on(name, FREE[24], 1)[2] else 80), []
     for ranks in (1, 8, 16, 32, 64):
-        cfg, peaks, fits = chosen_on(name, OF_80_GB, ranks)
+        cfg, peaks, fits = chosen_on(name, FREE[size], ranks)
         how = {"none": "", "selective": ", blocks recomputed in part", "all": ", blocks recomputed"}
         if fits:
             fewer = f", {cfg.rollout.slots} slots" * (cfg.rollout.slots < config.load(name).rollout.slots)
-            more = fewer + how[cfg.model.checkpoint_blocks]
+            rows = f", rows of {cfg.pack.capacity:,} tokens" * (config.load(name).pack.capacity == "auto")
+            more = rows + fewer + how[cfg.model.checkpoint_blocks]
             said.append(f"{ranks} with {max(peaks.values()):.0f} GiB{more}")
         elif ranks <= 8:
             said.append(f"not {ranks}")
-        if fits and ranks >= 8:
+        if fits and (ranks >= 8 or adapter):
             break
-    return f"# 80 GB GPUs (bench/memory.py --configs): {'; '.join(said)}."
+    return f"# {size} GB GPUs (bench/memory.py --configs): {'; '.join(said)}."
 
 
 def configs() -> list[dict]:
     """Print what is chosen for every config of published size, and its peaks in GiB on each GPU."""
     rows = []
-    print(f"{'config':<24} {'GPUs':>10} {'engine':>7} {'slots':>5} {'recomputed':>10} {'update':>7} "
-          f"{'rollout':>7} fits")
+    print(f"{'config':<24} {'GPUs':>10} {'engine':>7} {'slots':>5} {'row':>7} {'recomputed':>10} "
+          f"{'update':>7} {'rollout':>7} fits")
     for name in sorted(path.name for path in config.CONFIGS.glob("*.yaml") if "toy" not in path.name):
-        for gib, ranks, label in ((OF_80_GB, 1, "1 x 80 GB"), (OF_80_GB, 8, "8 x 80 GB"),
-                                  (OF_141_GB, 1, "1 x 141 GB")):
-            cfg, peaks, fits = chosen_on(name, gib, ranks)
+        for ranks, size in ((1, 24), (1, 80), (8, 80), (1, 141)):
+            cfg, peaks, fits = chosen_on(name, FREE[size], ranks)
+            label = f"{ranks} x {size} GB"
             rows.append({"config": name, "gpus": label, "fits": fits, **peaks})
             print(f"{name:<24} {label:>10} {cfg.rollout.engine:>7} {cfg.rollout.slots:>5} "
-                  f"{cfg.model.checkpoint_blocks:>10} {peaks['update']:>7.1f} {peaks['rollout']:>7.1f} "
-                  f"{'yes' if fits else 'no'}")
+                  f"{cfg.pack.capacity:>7,} {cfg.model.checkpoint_blocks:>10} "
+                  f"{peaks['update']:>7.1f} {peaks['rollout']:>7.1f} {'yes' if fits else 'no'}")
     return rows
 
 

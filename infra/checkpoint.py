@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 from config import ConfigError
 from infra import dist
 from infra.paths import user_path
+from infra.runfolder import Resume
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
@@ -127,6 +128,15 @@ class Checkpoints:
             load_tensors(path / name, tensors(*role))
 
 
+def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
+    """Find the checkpoint to go on from and what it holds beside tensors; None and a step of 0 to begin."""
+    newest = None if resume == "never" else find(folder)
+    if resume == "always" and newest is None:
+        raise ConfigError(f"--resume: {folder} has no whole checkpoint, so no step of this run is left; "
+                          "--resume auto begins it again and clears its logs (checkpoint.every saves)")
+    return newest or (None, {"step": 0, "config": {}})
+
+
 def find(folder: Path) -> tuple[Path, dict] | None:
     """Find the newest whole checkpoint and read what it holds beside tensors; None where there is none.
 
@@ -144,9 +154,10 @@ def find(folder: Path) -> tuple[Path, dict] | None:
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
     """Return weights and each kind of moment by names that do not depend on the ranks: the role's own
-    tensors, not copies."""
-    by_kind = {"weights": {name: p.detach() for name, p in model.named_parameters()}}
-    for name, p in model.named_parameters():
+    tensors, not copies. What is frozen, as under an adapter, is no part of a checkpoint."""
+    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
+    by_kind = {"weights": {name: p.detach() for name, p in trained.items()}}
+    for name, p in trained.items():
         for kind, t in (optimizer.state[p] if optimizer else {}).items():
             by_kind.setdefault(kind, {})[name] = t
     return by_kind
@@ -226,8 +237,8 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "policy").is_dir()
 
 
-def origin(path: str) -> str:
-    """Return model.path of the run that made a checkpoint; any other path as it is. Raises ConfigError."""
+def beside_tensors(path: str | Path) -> dict:
+    """Read what a checkpoint holds beside tensors; {} for the path of another thing. Raises ConfigError."""
     step = user_path(path)
     steps = next((folder for folder in (step / "checkpoints", step, step.parent)
                   if folder.name == "checkpoints" and folder.is_dir()), None)
@@ -236,9 +247,15 @@ def origin(path: str) -> str:
         raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: "
                           f"{there or 'none'}")
     if not is_checkpoint(step):
-        return path
+        return {}
     require_whole(step)
-    return torch.load(step / "extra.pt", weights_only=True)["config"]["model.path"]
+    return torch.load(step / "extra.pt", weights_only=True)
+
+
+def origin(path: str | Path) -> str:
+    """Return model.path of the run that made a checkpoint; any other path as it is. Raises ConfigError."""
+    saved = beside_tensors(path)
+    return saved["config"]["model.path"] if saved else path
 
 
 def policy_files(path: str) -> list[Path]:

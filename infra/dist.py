@@ -95,7 +95,7 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     memory.
     """
     mesh = init_device_mesh(device.type, (world_size(),))
-    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=next(model.parameters()).dtype)
+    precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype_of_trained(model))
     place = CPUOffloadPolicy() if offload and device.type == "cuda" else OffloadPolicy()
     for module in (*blocks, model):
         # Nothing stays gathered: no later pass computes with weights from before an optimizer step.
@@ -105,14 +105,25 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
         module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo
 
 
+def dtype_of_trained(model: nn.Module) -> torch.dtype:
+    """Return the dtype of the weights that are trained; those that are frozen may have another."""
+    return next(p.dtype for p in model.parameters() if p.requires_grad)
+
+
 def full(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return a plain one as it is. Shards
     are moved and cast before they travel: halves are half the bytes, and from GPU to GPU is faster."""
     if not isinstance(tensor, DTensor) or dtype is None:
         return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    mine = tensor.to_local().to(device=device, dtype=dtype)
+    return laid_out_as(tensor, tensor.to_local().to(device=device, dtype=dtype)).full_tensor()
+
+
+def laid_out_as(tensor: Tensor, mine: Tensor) -> Tensor:
+    """Return the sharded tensor of which `mine` is this rank's shard, laid out as another one is."""
+    if not isinstance(tensor, DTensor):
+        return mine
     return DTensor.from_local(mine, tensor.device_mesh, tensor.placements, run_check=False,
-                              shape=tensor.shape, stride=tensor.stride()).full_tensor()
+                              shape=tensor.shape, stride=tensor.stride())
 
 
 def local(tensor: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
 """The run folder: what was run, what came of it, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
-    checkpoints/  hf/  custom_reward.py  chat_template.jinja (COPIES)
+    checkpoints/  hf/  hf_adapter/ (methods/lora.py)  custom_reward.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which
@@ -40,6 +40,9 @@ COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
 FREE = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
+# Those that make room, on which a step depends in its last bits alone.
+ROOM = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload", "rollout.slots",
+        "rollout.cache_gib")
 SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
@@ -71,7 +74,7 @@ def claim(cfg: Config, resume: Resume) -> Path:
     if resume != "never" and refused:
         raise ConfigError(f"--resume: {folder} was started with other settings: {', '.join(refused)}; resume "
                           "with the same ones, or start a new run with --set out=... (a constant rate lets "
-                          "steps grow; eval.*, checkpoint.* and log.* may change)")
+                          f"steps grow; eval.*, checkpoint.*, log.* and {', '.join(ROOM)} may change)")
     if resume == "never":
         what = f"another config: {', '.join(differing.values())}" if differing else "this config"
         remedy = "continue it with --resume, or start a new one" if not refused else "start this one"
@@ -105,14 +108,16 @@ def refused_changes(there: Config, now: Config) -> list[str]:
         grows = key == "steps" and now.steps > there.steps
         if grows and there.optim.schedule == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
-        elif not grows and not key.startswith(FREE) and not is_moved(there, now, key):
+        elif not grows and not key.startswith(FREE + ROOM) and not is_moved(there, now, key):
             refused.append(change)
     return refused
 
 
 def is_moved(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names a file at another path, which `require_same_files` looks into."""
-    return key in COPIES and None not in (config.flatten(there)[key], config.flatten(now)[key])
+    """Tell whether a setting names at another path what is looked into: by `require_same_files`, or
+    lora.require_base."""
+    paths = config.flatten(there)[key], config.flatten(now)[key]
+    return key in (*COPIES, "model.lora.path") and None not in paths
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:

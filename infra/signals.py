@@ -7,9 +7,14 @@ import sys
 from collections.abc import Callable
 from time import monotonic
 
+import torch
+
 from config import ConfigError
 from infra import dist
 
+LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
+               "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
+               "rollout lower rollout.slots or rollout.cache_gib; train.py --fit tells what helps")
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
 
 
@@ -54,6 +59,10 @@ def exit_status(program: Callable[[], int | None], remedy: str = "start it again
         return 128 + signal.SIGPIPE
     except ConfigError as error:
         print(f"error: {error}", file=sys.stderr)
+        return 2
+    except torch.OutOfMemoryError as error:
+        why = str(error).partition("\n")[0]
+        print(f"error: out of memory ({why}); {LESS_MEMORY}; {remedy}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in NOT_WRITABLE:

@@ -1,6 +1,7 @@
 """Hugging Face folders: find them, read their shape and weights, and write them back, whole or sharded."""
 
 import shutil
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -123,8 +124,16 @@ def hf_name(name: str) -> str:
     return name if name.startswith("lm_head.") else f"model.{name}"
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder with one safetensors file or with an index and shards."""
+def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield under its Hugging Face name every parameter that a folder has: none of an adapter's."""
+    for name, p in model.named_parameters():
+        if name.endswith((".weight", ".bias")):
+            yield hf_name(name), p
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the weights of a folder: one safetensors file, or the shards that its index names. Raises
+    ConfigError."""
     index, single = (Path(folder) / name for name in WEIGHT_FILES)
     if index.is_file():
         shards = sorted(set(read_json(index)["weight_map"].values()))
@@ -132,11 +141,16 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
         shards = [single.name]
     else:
         raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
-    tensors: dict[str, Tensor] = {}
     for shard in shards:
-        path = Path(folder) / shard
-        if not path.is_file():
+        if not (Path(folder) / shard).is_file():
             raise ConfigError(f"{index} names {shard}, which is missing; download it again")
+    return [Path(folder) / shard for shard in shards]
+
+
+def read_weights(folder: Path) -> dict[str, Tensor]:
+    """Read all tensors of a folder."""
+    tensors: dict[str, Tensor] = {}
+    for path in weight_files(folder):
         tensors |= load_file(path)
     return tensors
 
@@ -150,7 +164,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     tensors = read_weights(folder)
     if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
-    expected = {hf_name(name): tuple(p.shape) for name, p in model.named_parameters()}
+    expected = {name: tuple(p.shape) for name, p in named_weights(model)}
     stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
     names = expected.keys() | stored.keys()
     differing = sorted(name for name in names if expected.get(name) != stored.get(name))
@@ -159,8 +173,8 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. "
                           f"{name}: file has {stored.get(name, 'nothing')}, config.json implies "
                           f"{expected.get(name, 'nothing')}")
-    for name, p in model.named_parameters():
-        p.copy_(dist.sharded_like(tensors[hf_name(name)], p))
+    for name, p in named_weights(model):
+        p.copy_(dist.sharded_like(tensors[name], p))
 
 
 def export(model: nn.Module, source: Path, folder: Path, template: str | None = None) -> None:

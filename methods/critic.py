@@ -18,9 +18,12 @@ from torch import Tensor, nn
 import config
 from config import Config, Gae, Optim
 from infra import dist
-from infra.weights import load_weights, read_shape
+from infra.weights import read_shape
 from learner import Learner, NotFinite, adam, descend, learning_rate, spread
 from loss import value_loss
+from methods import lora
+from methods.gae import adaptive_lambda, gae
+from methods.smaller_rows import pass_minibatch
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
@@ -68,64 +71,29 @@ class CriticLearner:
         return value.split([len(row.predict_C), len(row.length_S)])
 
 
+@dataclass(frozen=True, slots=True)
+class Aimed:
+    """A row, and the target of each of its tokens, [C], before the critic has moved."""
+
+    row: Row
+    target_C: Tensor
+
+
 def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
     low, high = span(cfg.reward.weights)
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # has no head of its own, then
-        model = ValueModel(backbone, low, high, cfg.critic.bounded)
-        model = model.to(wide)
+        model = ValueModel(backbone, low, high, cfg.critic.bounded).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
     spread(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
-    load_weights(backbone, source)
+    lora.fill(backbone, cfg, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)
     optim = replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
     critic = CriticLearner(model, adam(model, optim), cfg.critic, cfg.advantage, optim)
     return replace(learner, critic=critic, first=cfg.critic.pretrain_steps)
-
-
-def discounted(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
-    """Add up lam^k delta_{t+k} over what follows in the same segment, in log2(C) vector steps.
-
-    A sum of the next m terms, and lam^m times the one that begins m later, are the sum of the next 2m. With
-    lam 1/2, delta 0 0 0 8 in one segment: sums of 1 term 0 0 0 8, of 2 terms 0 0 4 8, of 4 terms 1 2 4 8.
-    """
-    total_C, m = delta_C, 1
-    while m < len(delta_C):
-        same_segment = segment_C[m:] == segment_C[:-m]
-        later = torch.where(same_segment, lam_C[:-m] ** m * total_C[m:], 0.0)
-        total_C, m = torch.cat([total_C[:-m] + later, total_C[-m:]]), 2 * m
-    return total_C
-
-
-def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Tensor:
-    """Estimate generalised advantages (arXiv:1506.02438) without discount for completions that may be cut,
-    [C]: sum_k lam^k (r_{t+k} + V(s_{t+k+1}) - V(s_{t+k})), where only a last token has a reward.
-
-    Args:    value_C    V(s_t), of the state before each token
-             end_S      what stands behind the last token: the reward of a completion that has ended, else a
-                        value of the state there. T-PPO's EGAE (arXiv:2506.15050, eq. 6 as it is reported)
-                        takes V(s_l) := V(s_{l-1})
-             segment_C  which completion each token belongs to: 0, 1, ...
-             lam_S      of each completion, in [0, 1]. At 1 an ended one has A = R - V(s_t): Monte Carlo
-    Units are those of the reward. A + V(s_t) is the lambda-return. Four tokens of values 0 0 1 1 that earn 1:
-    steps 0 1 0 0, so A = 1/2 1 0 0 at lambda 1/2, and R - V = 1 1 0 0 at lambda 1.
-    """
-    last_C = torch.cat([segment_C[1:] != segment_C[:-1], segment_C.new_ones(1, dtype=torch.bool)])
-    next_C = torch.where(last_C, end_S[segment_C], value_C.roll(-1))
-    return discounted(next_C - value_C, lam_S[segment_C], segment_C)
-
-
-def adaptive_lambda(length_S: Tensor, alpha: float) -> Tensor:
-    """Compute VAPO's lambda by length, 1 - 1 / (alpha l), [S]: lambda^t then sums to alpha l tokens
-    (arXiv:2504.05118, eq. 4-5).
-
-    A reward reaches the first token of any response with weight exp(-1 / alpha). Up to 1 / alpha tokens we
-    take 0, where the formula is not above it. A response that goes on counts its length so far (inferred).
-    """
-    return (1 - 1 / (alpha * length_S)).clamp(min=0)
 
 
 @torch.no_grad()
@@ -161,22 +129,22 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     is of the values before a mini-batch was learnt from, and of rewards whatever the target is. Raises
     NotFinite.
     """
-    critic, sums, norms = learner.critic, ValueSums(), []
+    critic, sums, norms, gradient = learner.critic, ValueSums(), [], partial(add_gradient, learner)
     not_finite = partial(NotFinite, step=step + 1, records=rolled)
     rate = learning_rate(step, critic.optim, learner.steps)
     critic.optimizer.param_groups[0]["lr"] = rate
     with clock.phase("pack"):
-        batches = [learner.rows(minibatch) for minibatch in minibatches(learner, rolled, step)]
+        batches = minibatches(learner, rolled, step)
+        packed = [learner.rows(minibatch) for minibatch in batches]
     with clock.phase("score"):
-        targets = [[target(learner, row) for row in rows] for rows in batches]
+        aimed = [[Aimed(row, target(learner, row)) for row in rows] for rows in packed]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
-            for rows, row_targets in zip(batches, targets, strict=True):
-                for row, target_C in zip(rows, row_targets, strict=True):
-                    value_C, _ = critic.values(learner, row)
-                    loss = value_loss(value_C, target_C, row.weight_C)
-                    loss.backward()
-                    sums.add(row, loss.detach(), value_C.detach(), first_pass=epoch == 0)
+            for i, minibatch in enumerate(batches):
+                passed = pass_minibatch(learner, critic.model, minibatch, aimed[i], gradient)
+                aimed[i] = [given for given, *_ in passed]
+                for given, loss, value_C in passed:
+                    sums.add(given.row, loss, value_C, first_pass=epoch == 0)
                 norms.append(descend(critic.model, critic.optimizer, critic.optim.clip_norm,
                                      sums.sums["loss"], lambda what: not_finite(f"critic's {what}")))
     return sums.metrics(norms, rate)
@@ -214,6 +182,14 @@ def target(learner: Learner, row: Row) -> Tensor:
     value_C, _ = learner.critic.values(learner, row)
     reward_S = row.reward_S.to(value_C)
     return value_C + gae(value_C, reward_S, row.segment_C, torch.full_like(reward_S, lam))
+
+
+def add_gradient(learner: Learner, given: Aimed) -> tuple[Aimed, Tensor, Tensor]:
+    """Add a row's gradient to the critic's; returns its loss and values too."""
+    value_C, _ = learner.critic.values(learner, given.row)
+    loss = value_loss(value_C, given.target_C, given.row.weight_C)
+    loss.backward()
+    return given, loss.detach(), value_C.detach()
 
 
 class ValueSums:

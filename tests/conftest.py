@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 import config
 import model as decoder
@@ -99,8 +100,8 @@ def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 @torch.no_grad()
 def nudge(model: torch.nn.Module, size: float) -> None:
-    """Move every weight at random, the same way on any number of ranks."""
-    for i, p in enumerate(model.parameters()):
+    """Move every weight that is trained at random, the same way on any number of ranks."""
+    for i, p in enumerate(p for p in model.parameters() if p.requires_grad):
         noise = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
         p += dist.sharded_like(size * noise, p)
 
@@ -172,3 +173,21 @@ def attend_alone(layer: int, q, k, v) -> torch.Tensor:
 def verdict(gold: str, answer: str | None) -> str:
     """How the verifier judges an answer."""
     return grading.finish_verdict(grading.begin_verdict(gold, answer))
+
+
+AS_BYTES = (torch.Tensor.view, torch.frombuffer)  # here a dtype says how a file's bytes are to be read
+
+
+class Doubled(TorchFunctionMode):
+    """Give float64 to whoever asks for float32: transformers in its norms and rotary tables, TRL in its rewards, and
+    Winnow in its rotary tables."""
+
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        def wider(x):
+            return torch.float64 if x is torch.float32 else x
+
+        if func in AS_BYTES:
+            return func(*args, **kwargs or {})
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        return func(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})

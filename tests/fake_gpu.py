@@ -47,11 +47,13 @@ import shapes
 from conftest import ROOT, as_batch, make_groups
 
 import config
+import fit
 import learner
 import loss
-import memory
 import update
-from infra import dist
+from infra import counts, dist
+from infra.weights import named_weights
+from methods import lora
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
 from prune import keep_all
@@ -59,7 +61,8 @@ from records import Row
 
 DEVICE = "fakegpu"
 # And else grpo_gsm8k.yaml's, a KL among them.
-SETTINGS = ["model.dtype=bfloat16", "model.attention=varlen", "model.checkpoint_blocks=none", "update.epochs=1"]
+SETTINGS = ["model.dtype=bfloat16", "model.attention=varlen", "model.checkpoint_blocks=none", "update.epochs=1",
+            "pack.capacity=16384"]
 PROMPT, COMPLETIONS, GROUPS = 180, range(270, 391, 8), 3  # tokens, and groups to a row of at most 16,384
 OURS = {str(path): path.name for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
 # The first of these that is being called names the phase of an op; backward is one of its own.
@@ -222,6 +225,13 @@ def traits(x: Tensor | None) -> tuple | None:
     return None if x is None else (isinstance(x, DTensor), x.shape, x.dtype, dist.local(x).shape, dist.local(x).device)
 
 
+def require_sync(policy: Decoder) -> None:
+    """An engine gets every weight whole and in halves, adapters merged. What that takes is no part of an update."""
+    whole = {name: tuple(p.shape) for name, p in named_weights(policy)}
+    synced = ((name, dist.full(t, None, torch.bfloat16)) for name, t in policy.named_hf_tensors())
+    assert all((t.dtype, tuple(t.shape)) == (torch.bfloat16, whole.pop(name)) for name, t in synced) and not whole
+
+
 def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     """Trace one update. `spoil` puts a sync into the loss."""
     count, trace, fully_shard = GROUPS * dist.world_size(), Trace(Device()), dist.fully_shard
@@ -235,26 +245,30 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
         return replace(terms, loss=terms.loss * terms.loss.item()) if spoil else terms
 
     def descend(model, *given):
-        trace.unlike += [name for name, p in model.named_parameters() if traits(p) != traits(p.grad)]
+        trace.unlike += [name for name, p in model.named_parameters()
+                         if traits(p.grad) != (traits(p) if p.requires_grad else None)]
         return learner.descend(model, *given)
 
     def offloaded(module, **given):  # dist.shard offloads from CUDA only, and here no memory can be pinned
         return fully_shard(module, **given | {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
-    with (trace.device, patch.object(learner, "load_weights"), patch.object(update, "row_loss", row_loss),
+    with (trace.device, patch.object(lora, "fill"), patch.object(update, "row_loss", row_loss),
           patch.object(update, "descend", descend),
           patch.object(dist, "fully_shard", offloaded if cfg.optim.offload else fully_shard)):
         built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0))
         trace.policy = built.policy
         update.update(built, as_batch(groups, adv_NG, keep_all(adv_NG)), 0, Clock())
-        assert all(dist.full(p.detach()).shape == p.shape for p in built.policy.parameters())
+        require_sync(built.policy)
     return trace
+
+
+PHASES[require_sync.__code__] = "sync"
 
 
 def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     """Compute what the table shows and the tests read, for one row, from traces of one layer and of all."""
-    held = memory.held_bytes(cfg, whole.policy.shape, dist.world_size()) + (
-        4 * memory.parameters(whole.policy.shape) // dist.world_size())
+    given = cfg, whole.policy.shape, dist.world_size()
+    held = counts.held_bytes(*given) + counts.gradient_bytes(*given)
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
     scored = sum(len(row.target_C) for row in rows) / len(rows)
     chunks = sum(-(-len(row.target_C) // policy.logp_chunk) for row in rows) / len(rows)
@@ -272,22 +286,31 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
                 "head, forward": whole.mean(name, ("forward", "head")) / chunks,
                 "head, backward": whole.mean(name, ("backward", "head")) / chunks}
 
+    element, keys = 2, len(rows[0].segments.key_K)
+    layer = fit.layer_bytes(policy.shape, cfg.model.lora, len(rows[0].ids_T), keys, element)
+    of_chunk = fit.head_bytes(policy.shape, scored / chunks, element)
     head, head_backward, of_layers = flop(("forward", "head")), flop(("backward", "head")), flop(("forward", "layers"))
-    products = {name for work in whole.device.work.values() for name in work if name.startswith("flop in ")}
+    gradients = head * (2 if policy.head_VD.requires_grad else 1)  # of the head: one product, and one for its own
+    products = {name for place, work in whole.device.work.items() for name in work
+                if name.startswith("flop in ") and place[0] != "sync"}
     return {
         "layers": layers, "ranks": dist.world_size(), "passes": len(rows), "tokens": len(rows[0].ids_T),
         "scored": scored, "logits": scored * policy.shape.vocab_size / chunks,  # of a chunk
-        "waits": [[*place, count] for place, count in whole.device.waits.items() if count],
+        "waits": [[*place, count] for place, count in whole.device.waits.items() if count and place[1] != "sync"],
         "log_probs": [*whole.log_probs], "unlike": whole.unlike, "products": sorted(products),
         "kernels": work("kernels"), "bytes": work("bytes"),
-        # The head's gradients are two products; what its backward pass has more is its forward pass again.
-        "flop": of_layers + flop(autograd) + head + min(head_backward, 2 * head),
+        # What the head's backward pass has more than its gradients is its forward pass again.
+        "flop": of_layers + flop(autograd) + head + min(head_backward, gradients),
         "formula": gpu.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
+        "predicted": {
+            "bytes": {"layer, forward": layer[0], "layer, backward": layer[1], "layer, recomputed": layer[0] * (
+                policy.checkpoint_blocks == "all"), "head, forward": of_chunk[0], "head, backward": of_chunk[1]},
+            "flop": sum(fit.gradient_flop(policy.shape, cfg.model.lora, len(rows[0].ids_T), scored, met))},
         "peak": whole.device.peak,
-        "counted": held + memory.pass_bytes(memory.Pass(
+        "counted": held + counts.pass_bytes(counts.Pass(
             policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
-            policy.logp_chunk, fused=True)),
-        "again": {"head": head_backward / head - 2, "layers": flop(("backward", "recomputed")) / of_layers},
+            policy.logp_chunk, fused=True, lora=cfg.model.lora)),
+        "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 
 
@@ -306,7 +329,7 @@ def show(row: dict) -> None:
         print(f"{name:<24} {kernels:>8.1f} {moved / 1e9:>8.2f} {a_logit}")
     print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/gpu.py {row['formula'] / 1e12:.3f}; besides these "
           f"forward again, head {row['again']['head']:.2f} and layers {row['again']['layers']:.2f} times")
-    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as memory.py counts them {row['counted'] / 2**30:.2f}")
+    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as infra/counts.py counts them {row['counted'] / 2**30:.2f}")
 
 
 def main() -> None:

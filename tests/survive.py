@@ -1,6 +1,6 @@
 """Is a run that dies and resumes, again and again, the same run?
 
-    python tests/survive.py [--kills 20] [--ranks 1 2] [--seed 0]
+    python tests/survive.py [--kills 20] [--ranks 1 2] [--seed 0] [--set model.lora.rank=4]
 
 A small run is done in one go, and then once more with `kill -9` on all of its processes at random moments, every other
 time in the middle of a save, until it comes to its end. Parameters, moments, the memory of prompts, decisions.jsonl and
@@ -26,23 +26,24 @@ from tqdm import tqdm
 import config
 from infra import checkpoint, dist, runfolder
 from learner import adam
-from model import load_model
+from methods import lora
+from model import empty_model
 
 ROOT = Path(__file__).parent.parent
 SETTINGS = ["rollout.group_size=8", "rollout.prompts_per_step=4", "data.limit=10", "checkpoint.every=1",
             "checkpoint.keep=2", "eval.every=8", "update.minibatches=2", "loss.kl=0.05", "pack.capacity=512"]
 
 
-def start(out: Path, ranks: int, steps: int, stderr: int = subprocess.DEVNULL) -> subprocess.Popen:
+def start(out: Path, ranks: int, steps: int, more: list[str], stderr: int = subprocess.DEVNULL) -> subprocess.Popen:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    words = [word for setting in (*SETTINGS, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
+    words = [word for setting in (*SETTINGS, *more, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
     command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "dppo_toy.yaml", *words]
     return subprocess.Popen([*command, "--resume", "auto"], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
                             stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
 
 
-def finish(out: Path, ranks: int, steps: int) -> None:
-    process = start(out, ranks, steps, subprocess.PIPE)
+def finish(out: Path, ranks: int, steps: int, more: list[str]) -> None:
+    process = start(out, ranks, steps, more, subprocess.PIPE)
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
 
@@ -81,8 +82,11 @@ def kill(process: subprocess.Popen, out: Path, seconds: float, in_a_save: bool) 
 def record(out: Path) -> tuple:
     """All that must be the same."""
     step = (out / "checkpoints" / "latest").read_text()
-    model = load_model(ROOT / "toy" / "model", torch.float32, torch.device("cpu"))
-    state = checkpoint.tensors(model, adam(model, config.load(out / "config.yaml").optim))
+    cfg = config.load(out / "config.yaml")
+    model = empty_model(ROOT / "toy" / "model", torch.float32)
+    lora.adapt(model, cfg.model.lora, torch.float32)
+    model.to_empty(device="cpu")
+    state = checkpoint.tensors(model, adam(model, cfg.optim))
     checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
@@ -97,22 +101,23 @@ def main() -> None:
     parser.add_argument("--kills", type=int, default=20)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     args = parser.parse_args()
     rng, steps = random.Random(args.seed), 8 * args.kills
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         for ranks in args.ranks:
             whole, cut = Path(temporary) / f"whole{ranks}", Path(temporary) / f"cut{ranks}"
-            finish(whole, ranks, steps)
+            finish(whole, ranks, steps, args.set)
             killed = in_saves = 0
             for attempt in tqdm(range(args.kills), f"{ranks} ranks", unit="kill"):
                 in_a_save = attempt % 2 == 1
-                if not kill(start(cut, ranks, steps), cut, rng.uniform(0, 1.0), in_a_save):
+                if not kill(start(cut, ranks, steps, args.set), cut, rng.uniform(0, 1.0), in_a_save):
                     break
                 killed += 1
                 in_saves += any((cut / "checkpoints").glob("*.unfinished"))
             assert killed == args.kills, "the run came to its end before all kills"
-            finish(cut, ranks, steps)
+            finish(cut, ranks, steps, args.set)
             same = [a == b for a, b in zip(record(whole), record(cut), strict=True)]
             names = ("step", "parameters and moments", "history", "metrics", "decisions", "samples")
             print(f"{ranks} ranks, killed {killed} times, {in_saves} of them in a save: "

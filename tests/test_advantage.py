@@ -7,7 +7,7 @@ import torch
 
 from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
 from config import Centred
-from methods.critic import adaptive_lambda, gae
+from methods.gae import adaptive_lambda, gae
 from methods.soft_value import soft_value
 from records import Rewards
 

@@ -13,8 +13,11 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
+from test_memory import small
 
-from config import ConfigError
+from config import ConfigError, Lora
+from methods import lora
+from model import Decoder
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
@@ -46,6 +49,7 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     whole, some = updates["keep 16, recompute none"], updates["keep 4, recompute none"]
     assert whole["tokens"] > 2 * some["tokens"]
     assert whole["GiB counted"] > updates["keep 16, recompute selective"]["GiB counted"]
+    assert whole["GiB counted"] > updates["keep 16, recompute none, LoRA of rank 32"]["GiB counted"]
     assert updates["keep 16, recompute none, compiled"]["first s"] > 10 * whole["seconds"][0]
     shares = [row["share"] for way, row in rows["profile"].items() if way.startswith("`")]
     assert len(shares) == gpu_parts.TOP and shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1
@@ -214,8 +218,13 @@ def test_a_table_has_the_columns_that_some_row_has_and_lists_as_their_median_and
 
 def test_flop_count_what_tokens_meet():
     """Two completions of 2 tokens behind a prompt of 3, a row of 7: the second's meet 3 + 1 and 3 + 2 keys, less a half
-    each."""
-    shape = SimpleNamespace(layers=2, heads=3, head_dim=5, vocab_size=11, hidden_size=7, tied=True)
-    policy = SimpleNamespace(shape=shape, parameters=lambda: [torch.zeros(11, 7), torch.zeros(100)])
+    each. Two blocks of 128 weights; beside each 58 sides of rank 3. Nothing asks for the gradient of what the first
+    layer's q, k and v read: 32 weights, and 3 factors of 3 x 4."""
+    with torch.device("meta"):
+        policy = Decoder(small())
     row = SimpleNamespace(queries=(5, 2), keys=(5, 5))
-    assert gpu.flop(policy, [row], 4) == 6 * 100 * 7 + 6 * 77 * 4 + 12 * 2 * 15 * (12.5 + 8)
+    attention = 12 * 2 * 4 * (12.5 + 8)
+    assert gpu.flop(policy, [row], 4) == 6 * 2 * 128 * 7 + 6 * 40 * 4 + attention
+    lora.adapt(policy, Lora(rank=3), torch.bfloat16)
+    blocks = 2 * (4 * 128 + 6 * 3 * 58) - 2 * (32 + 3 * 3 * 4)
+    assert gpu.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention

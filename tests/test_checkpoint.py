@@ -25,20 +25,20 @@ CPU = torch.device("cpu")
 
 def moments(model, optimizer) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": dist.full(t).clone() for name, p in model.named_parameters()
-            for key, t in optimizer.state[p].items()}
+            if p.requires_grad for key, t in optimizer.state[p].items()}
 
 
 def learn(model, optimizer) -> None:
     """One step of the optimizer on a gradient of its own for every weight."""
-    for i, p in enumerate(model.parameters()):
+    for i, p in enumerate(optimizer.param_groups[0]["params"]):
         noise = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
         p.grad = dist.sharded_like(noise, p)
     optimizer.step()
 
 
-def sharded():
-    cfg = toy_config(ROOT / "runs" / "unused")
-    model = learner.load_sharded(TOY, cfg.model, cfg.optim.offload, CPU, torch.float32)
+def sharded(*settings: str):
+    cfg = toy_config(ROOT / "runs" / "unused", *settings)
+    model = learner.load_sharded(cfg, TOY, CPU, torch.float32)
     return model, learner.adam(model, cfg.optim)
 
 
@@ -65,16 +65,17 @@ def go_on(checkpoints: Checkpoints) -> dict:
     return extra
 
 
-def save_on_ranks(folder) -> list:
-    model, optimizer = sharded()
+def save_on_ranks(folder, *settings: str) -> list:
+    model, optimizer = sharded(*settings)
     learn(model, optimizer)
     saved(folder, (model, optimizer), 7)
     export(model, TOY, folder / "hf")
-    return [weights(model), moments(model, optimizer)]
+    whole = {name: dist.full(p).clone() for name, p in model.named_hf_tensors()}
+    return [weights(model), moments(model, optimizer), whole]
 
 
-def load_on_ranks(folder) -> list:
-    model, optimizer = sharded()
+def load_on_ranks(folder, *settings: str) -> list:
+    model, optimizer = sharded(*settings)
     extra = go_on(Checkpoints(folder, 2, {"policy": (model, optimizer)}, CPU))
     return [weights(model), moments(model, optimizer), extra]
 
@@ -92,14 +93,17 @@ def test_weights_are_cast_before_they_travel_and_arrive_whole(ranks, tmp_path):
     assert on_ranks(ranks, tmp_path, gathered_on_ranks) == [[(True, torch.float32)] * len(weights(load(TOY)))] * ranks
 
 
-def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(tmp_path):
-    expected, *_ = on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved")
-    assert (expected[1]["embed_tokens.weight.exp_avg"] != 0).any()
+@pytest.mark.parametrize("settings", [[], ["model.lora.rank=3"]], ids=["full", "lora"])
+def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(settings, tmp_path):
+    (*expected, whole), _ = on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved", *settings)
+    trained = [name for name in expected[0] if not settings or "lora" in name]
+    assert {name.rpartition(".")[0] for name in expected[1]} == {*trained}
+    assert all((expected[1][f"{name}.exp_avg"] != 0).any() for name in trained)
     assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
     exported = weights(load(tmp_path / "saved" / "hf"))
-    assert all(torch.equal(exported[name], p) for name, p in expected[0].items())
+    assert all(torch.equal(exported[name.removeprefix("model.")], p) for name, p in whole.items())
     for ranks in (1, 3, 4):
-        for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved"):
+        for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved", *settings):
             assert extra == {"step": 7, "name": "extra of 7"}
             for one, other in zip(expected, found, strict=True):
                 assert one.keys() == other.keys()
@@ -216,15 +220,23 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
         go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU))
 
 
-def test_a_checkpoint_becomes_a_hugging_face_folder(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("settings", [[], ["model.lora.rank=2", "optim.lr=1e-2"]], ids=["full", "lora"])
+def test_a_checkpoint_becomes_a_hugging_face_folder(settings, tmp_path, monkeypatch, capsys):
     few = ["steps=1", "model.dtype=float32", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
-    final = weights(train.train(toy_config(tmp_path / "run", *few)))
+    policy = train.train(toy_config(tmp_path / "run", *few, *settings))
+    final = {name.removeprefix("model."): dist.full(p) for name, p in policy.named_hf_tensors()}
+    before = weights(load(TOY))
+    assert not torch.equal(final["layers.0.mlp.up_proj.weight"], before["layers.0.mlp.up_proj.weight"])
     path = tmp_path / "run" / "checkpoints" / "step_000001"
     command = [str(ROOT / "learner.py"), str(path), "--out", str(tmp_path / "hf")]
     subprocess.run([sys.executable, *command], check=True, cwd=ROOT)
     exported = weights(load(tmp_path / "hf"))
     assert all(torch.equal(exported[name], p) for name, p in final.items())
     assert data.Tokenizer(tmp_path / "hf").eos_ids == data.Tokenizer(TOY).eos_ids
+    for name in ("adapter_config.json", "adapter_model.safetensors") if settings else ():
+        of_run = tmp_path / "run" / "hf_adapter" / name
+        assert (tmp_path / "hf_adapter" / name).read_bytes() == of_run.read_bytes()
+    assert (tmp_path / "hf_adapter").exists() == (tmp_path / "run" / "hf_adapter").exists() == bool(settings)
     (path / "extra.pt").unlink()
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(dist, "close", lambda: None)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY, nudge, toy_config, weights, write_tiny
+from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
 from test_checkpoint import sharded
 from test_invariance import on_ranks
 from test_runfolder import hold
@@ -25,6 +25,7 @@ from config import ConfigError
 from infra import dist, paths, runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export, find_model
+from methods import lora
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
 
@@ -155,7 +156,7 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     assert one == other and len(one) == 4
     evaluated = {line["step"] for line in runfolder.read(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
     assert evaluated == {0, 2, 3, 4} and len(list((folder / "checkpoints").glob("step_*"))) == 2
-    exported = weights(evaluation.load_model(folder / "hf", torch.float32, torch.device("cpu")))
+    exported = weights(load(folder / "hf"))
     assert all(torch.equal(exported[name], p.float()) for name, p in expected.items())
 
 
@@ -216,21 +217,23 @@ def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
 
 # ---- checkpoints and exports
 
-def save_policy(folder: Path, size: float) -> None:
+def save_policy(folder: Path, size: float, *settings: str) -> None:
     """Save a policy that was moved by so much, as a run does, and export it."""
-    model, optimizer = sharded()
+    cfg, (model, optimizer) = toy_config(folder, *settings), sharded(*settings)
     nudge(model, size)
     checkpoints = Checkpoints(folder / "checkpoints", 1, {"policy": (model, optimizer)}, torch.device("cpu"))
-    checkpoints.save(7, {"config": {"model.path": str(TOY)}})
+    checkpoints.save(7, {"config": config.flatten(cfg), "base": lora.base_of(cfg.model.lora, TOY)})
     checkpoints.wait()
     export(model, TOY, folder / "hf")
 
 
-def test_eval_takes_a_checkpoint_of_any_number_of_ranks(tmp_path, command, capsys):
+@pytest.mark.parametrize("settings", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, command, capsys):
     """Its answers are those of the exported model, and a result names the weights by their hash."""
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]))
-    on_ranks(2, tmp_path, save_policy, tmp_path / "two", 1e-3)
-    save_policy(tmp_path / "one", 2e-3)
+    size = 1e-2 if settings else 1e-3
+    on_ranks(2, tmp_path, save_policy, tmp_path / "two", size, *settings)
+    save_policy(tmp_path / "one", 2 * size, *settings)
     given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "24", "--n", "2", "--temperature", "1")
     results = {}
     for run in ("two", "one"):
@@ -256,7 +259,7 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(tmp_path, command, capsy
 def test_an_export_can_be_read_by_whom_the_umask_lets(umask, tmp_path, tiny):
     before = os.umask(umask)
     try:
-        export(evaluation.load_model(tiny, torch.float32, torch.device("cpu")), tiny, tmp_path / "hf")
+        export(load(tiny), tiny, tmp_path / "hf")
     finally:
         os.umask(before)
     modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in (tmp_path / "hf").iterdir()}

@@ -26,7 +26,7 @@ from collect import Sampler
 from history import PromptHistory
 from infra import dist, runfolder
 from loss import value_loss
-from methods import critic
+from methods import critic, lora
 from prune import COMPLETIONS, Offer
 from records import lengths
 
@@ -34,6 +34,7 @@ CONFIGS = {
     "cppo": [],
     "cppo-kl-batch": ["loss.kl=0.1", "loss.per=token", "prune.completions.scope=batch"],
     "grpo": ["prune.completions.kind=none", "loss.count=all", "loss.per=constant"],
+    "lora": ["model.lora.rank=2", "loss.kl=0.1"],
 }
 # Every objective, each on the same rollouts of the toy model.
 OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo")
@@ -141,10 +142,9 @@ def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, ti
     assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
 
 
-@pytest.mark.parametrize("lam", [1, 0.9])
-def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(lam, rolled, tiny, tmp_path):
-    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", f"advantage.lam_critic={lam}",
-                    "critic.minibatches=1")
+@pytest.mark.parametrize("how", [["advantage.lam_critic=1"], ["advantage.lam_critic=0.9"], ["model.lora.rank=2"]])
+def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(how, rolled, tiny, tmp_path):
+    cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", *how)
     groups, adv_NG = rolled
     alone = critics_gradient(cfg, groups, adv_NG)
     for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=all"):
@@ -186,14 +186,35 @@ def test_keeping_all_is_no_pruning_bit_for_bit(tmp_path, rolled):
         assert loss == whole[0] and all(torch.equal(grad[name], whole[1][name]) for name in grad)
 
 
-@pytest.mark.parametrize("keep", [8, 3])
-def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
-    """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
-    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update."""
-    groups, adv_NG = rolled
-    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.clip_high=0.28")
-    initial, policy = (load(TOY, torch.float64) for _ in range(2))
+def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.Adapted]:
+    """The layers of a LoRA policy that has moved, and in `plain` what an engine would get of it."""
+    policy = learner_on(TOY, cfg).policy
     nudge(policy, 0.02)
+    plain.load_state_dict({name: dist.full(p) for (_, p), name in zip(policy.named_hf_tensors(), plain.state_dict(),
+                                                                      strict=True)})
+    return lora.adapted(policy)
+
+
+def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
+    """The gradient of the factors of W + alpha / rank B A from that of the whole, and none of what is frozen."""
+    of_factors = {name: torch.zeros_like(g) for name, g in grad.items()}
+    for name, layer in layers.items():
+        A, B = dist.full(layer.lora_A.detach()), dist.full(layer.lora_B.detach())
+        of_factors[f"{name}.lora_A"] = 16 * B.T @ grad[f"{name}.weight"]
+        of_factors[f"{name}.lora_B"] = 16 * grad[f"{name}.weight"] @ A.T
+    return of_factors
+
+
+@pytest.mark.parametrize(("keep", "adapter"), [
+    (8, []), (3, []), (3, ["model.lora.rank=2"]), (8, ["model.lora.rank=2", "model.lora.targets=mlp"])])
+def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, rolled):
+    """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
+    1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update.
+    With LoRA the KL is still to a copy of the initial policy here, and to none in training."""
+    groups, adv_NG = rolled
+    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.clip_high=0.28", *adapter)
+    initial, policy = (load(TOY, torch.float64) for _ in range(2))
+    layers = moved_adapter(cfg, policy) if adapter else nudge(policy, 0.02)
     for n, group in enumerate(groups):
         for g in adv_NG[n].abs().argsort(descending=True, stable=True)[:keep].tolist():
             ids, first = torch.tensor([*group.prompt.ids, *group.samples[g].ids]), len(group.prompt.ids)
@@ -205,7 +226,9 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, tmp_path, rolled):
             drift = (old - now).exp() - (old - now) - 1
             ((-surrogate + 0.1 * drift).mean() / keep / len(groups)).backward()
     _, ours = gradient(cfg, groups, adv_NG)
-    assert_same((0.0, gradients(policy)), (0.0, ours), rtol=1e-10)
+    expected = by_chain_rule(layers, gradients(policy)) if adapter else gradients(policy)
+    assert expected.keys() == ours.keys()
+    assert_same((0.0, expected), (0.0, ours), rtol=1e-10)
 
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
@@ -265,14 +288,18 @@ PRUNED = {
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
     "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
              "optim.warmup_steps=4", "data.limit=64"],
+    # On 3 ranks one has no row of an A.
+    "lora": ["data.limit=8", "model.lora.rank=2", "prune.completions={kind: pps, keep: 3}", "loss.count=all"],
 }
+PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]
 
 
 def pruned_config(name: str, out, *settings: str) -> config.Config:
-    return toy_config(out, *settings, *PRUNED[name], name="tppo_toy.yaml" if name == "tppo" else "cppo_toy.yaml")
+    base = "tppo_toy.yaml" if name.startswith("tppo") else "cppo_toy.yaml"
+    return toy_config(out, *settings, *PRUNED[name], name=base)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "dppo" else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("dppo", "lora") else pytest.mark.slow)
                                   for name in PRUNED])
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
@@ -289,7 +316,9 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
         decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
         assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (name == "dppo")
     before = weights(load(TOY, torch.float64))
-    assert max((alone[key] - p).abs().max() for key, p in before.items()) > 1e-5
+    moved = {key: p - before.get(key, 0.0) for key, p in alone.items() if not key.endswith("lora_A")}
+    assert max(p.abs().max() for p in moved.values()) > 1e-5
+    assert "lora" not in name or all(not moved[key].any() for key in before)
 
 
 def resumed(cfg: config.Config) -> Gradient:
@@ -297,7 +326,8 @@ def resumed(cfg: config.Config) -> Gradient:
 
 
 @pytest.mark.parametrize(("name", "before", "after"), [
-    ("tppo", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dppo", 1, 2), ("greso", 2, 3)))])
+    ("tppo", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dppo", 1, 2), ("greso", 2, 3),
+                                                                        ("tppo-lora", 2, 3)))])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"
@@ -310,8 +340,9 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
     assert step_metrics(folder) == pytest.approx(measured, rel=1e-9, abs=1e-12)
 
 
-def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(tmp_path, rolled):
-    cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1")
+@pytest.mark.parametrize("adapter", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, tmp_path, rolled):
+    cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1", *adapter)
     alone = gradient(cfg, *rolled)
     for ranks in (2, 4):
         for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):

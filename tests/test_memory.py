@@ -11,10 +11,12 @@ from test_invariance import on_ranks
 
 import config
 import memory
-from config import ConfigError
-from infra import dist
+from config import ConfigError, Lora
+from infra import counts, dist
+from infra.counts import Pass
 from infra.weights import read_shape
-from memory import Machine, Pass, choose_settings
+from memory import Machine, choose_settings
+from methods import lora
 from model import CALLS, Decoder
 from records import EngineSpec
 
@@ -39,52 +41,91 @@ def gpu(gib: float = 79, ranks: int = 1, no_vllm: str = "") -> Machine:
 def test_parameters_are_those_of_the_decoder(changes):
     with torch.device("meta"):
         expected = sum(p.numel() for p in Decoder(small(**changes)).parameters())
-    assert memory.parameters(small(**changes)) == expected
+    assert counts.parameters(small(**changes)) == expected
 
 
 def test_a_pass_is_counted_by_hand():
     """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5 or 500."""
-    root, block = (80 + 40) * 2, 130 * (2 * 2 + 4)
+    root, block = (80 + 40) * 2, 128 * (2 * 2 + 4)
     whole = (7 * (6 * 4 + 4 * 4 + 4 * 6) + 9 * 4 * 2) * 2
     fused = (7 * (4 * 4 + 2 * 4 + 4 * 6) + 9 * 2 * 2) * 2
     some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6) * 2
     given = Pass(small(), tokens=7, keys=9, element=2, chunk=5)
-    assert memory.pass_bytes(given) == root + 2 * whole + block + whole // 2
-    assert memory.pass_bytes(replace(given, fused=True)) == root + 2 * fused + block + fused // 2
+    assert counts.pass_bytes(given) == root + 2 * whole + block + whole // 8
+    assert counts.pass_bytes(replace(given, fused=True)) == root + 2 * fused + block + fused // 2
     selective, everything = replace(given, recomputed="selective"), replace(given, recomputed="all")
-    assert memory.pass_bytes(selective) == root + 2 * some + block + whole // 2 + whole - some
-    assert memory.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
-    assert memory.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 40 * 4 + 500 * 10 * (8 + 2)
+    assert counts.pass_bytes(selective) == root + 2 * some + block + whole // 8 + whole - some
+    assert counts.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 8 + whole - 7 * 4 * 2
+    assert counts.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 40 * 4 + 500 * 10 * (8 + 2)
+
+
+@pytest.mark.parametrize("targets", lora.TARGETS)
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True, "tied": True}])
+def test_what_is_trained_of_an_adapter_is_that_of_the_decoder(changes, targets):
+    with torch.device("meta"):
+        model = Decoder(small(**changes))
+    settings = Lora(rank=3, targets=targets)
+    lora.adapt(model, settings, torch.bfloat16)
+    assert counts.trained(small(**changes), settings) == sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+def test_a_pass_with_an_adapter_is_counted_by_hand():
+    """Sides of 58 and outputs of 28 numbers in a block, of rank 3; the block itself has 128 weights, no gradient."""
+    given = Pass(small(), tokens=7, keys=9, element=2, chunk=5, fused=True, lora=Lora(rank=3))
+    root, block = 80 * 2, 2 * 128 * 2 + 3 * 58 * (2 * 2 + 4)
+    whole = (7 * (4 * 4 + 2 * 4 + 4 * 6 + 7 * 3) + 9 * 2 * 2) * 2
+    some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6 + 7 * 3 + 28) * 2
+    assert counts.pass_bytes(given) == root + 2 * whole + block + whole // 2
+    padded = (7 * (4 * 4 + 4 * 4 + 4 * 6 + 7 * 3) + 9 * 4 * 2) * 2
+    assert counts.pass_bytes(replace(given, fused=False)) == root + 2 * padded + block + padded // 4
+    selective, everything = replace(given, recomputed="selective"), replace(given, recomputed="all")
+    again = whole - (some - 7 * 28 * 2)  # what an adapter is added to is kept, and not computed again
+    assert counts.pass_bytes(selective) == root + 2 * some + block + whole // 2 + again
+    assert counts.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
+    head = 500 * 10 * (8 + 2) + 4 * 7 * 4 * 2 + 128 * 2
+    assert counts.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + head
+
+
+def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(tmp_path):
+    (tmp_path / "adapter_config.json").write_text("{}")
+    base, adapter = 2 * counts.parameters(small()), 2 * 3 * 58
+    for name, settings, ranks, expected in (
+            ("grpo_toy", [], 1, base + 12 * adapter), ("grpo_toy", ["loss.kl=0.1"], 2, (base + 12 * adapter) // 2),
+            ("grpo_toy", [f"model.lora.path={tmp_path}"], 1, base + 16 * adapter),
+            ("ppo_toy", [], 1, 2 * (base + 12 * adapter))):
+        cfg = config.load(f"{name}.yaml", ["device=cpu", "model.dtype=bfloat16", "model.lora.rank=3", *settings])
+        assert counts.held_bytes(cfg, small(), ranks) == expected
+        assert counts.gradient_bytes(cfg, small(), ranks) == 4 * adapter // ranks
 
 
 def test_a_rows_keys_are_those_of_groups_of_planned_length():
     """A prompt of 128 and 16 completions of 12 have 16 x 140 keys to 320 tokens."""
     cfg = toy_config(ROOT / "runs" / "unused", "data.max_prompt_tokens=128", "rollout.group_size=16",
                      "rollout.max_new_tokens=48", "pack.capacity=640")
-    assert memory.row_of(cfg) == (640, 2 * 16 * 140)
+    assert counts.row_of(cfg) == (640, 2 * 16 * 140)
 
 
 def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks():
-    shape, per = small(), memory.parameters(small())
+    shape, per = small(), counts.parameters(small())
     for name, settings, ranks, expected in (
             ("grpo_toy", [], 1, 12), ("grpo_toy", [], 4, 3), ("grpo_toy", ["loss.kl=0.1"], 1, 16),
             ("ppo_toy", [], 1, 24), ("apo_toy", ["advantage.residual=1e-3"], 2, 8)):
         cfg = config.load(f"{name}.yaml", ["device=cpu", "optim.offload=true", *settings])
-        assert memory.held_bytes(cfg, shape, ranks) == expected * per
-        assert memory.held_bytes(replace(cfg, device="cuda"), shape, ranks) == 0  # offloaded
+        assert counts.held_bytes(cfg, shape, ranks) == expected * per
+        assert counts.held_bytes(replace(cfg, device="cuda"), shape, ranks) == 0  # offloaded
 
 
 def test_the_caches_of_both_engines_are_counted_by_hand():
     """A token is 2 x 2 x 2 numbers of 4 bytes, and 129 tokens are two blocks of vLLM's."""
-    assert memory.cache_bytes(small(), 4, slots=3, max_len=129, tensor_parallel=1) == (3 * 2 + 1) * 128 * 32
-    assert memory.cache_bytes(small(), 4, slots=3, max_len=128, tensor_parallel=1) == (3 + 1) * 128 * 32
-    assert memory.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
-    assert memory.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
-    assert memory.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
-    engine = memory.engine_bytes(small(), 2, 3, 129, 0)
-    assert engine == memory.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
-    given = memory.engine_bytes(small(), 2, 3, 129, 2, cache_gib=1000 / GIB)
-    assert given == memory.parameters(small()) + 1000 + 24 * 3 * 10
+    assert counts.cache_bytes(small(), 4, slots=3, max_len=129, tensor_parallel=1) == (3 * 2 + 1) * 128 * 32
+    assert counts.cache_bytes(small(), 4, slots=3, max_len=128, tensor_parallel=1) == (3 + 1) * 128 * 32
+    assert counts.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
+    assert counts.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
+    assert counts.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
+    engine = counts.engine_bytes(small(), 2, 3, 129, 0)
+    assert engine == counts.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
+    given = counts.engine_bytes(small(), 2, 3, 129, 2, cache_gib=1000 / GIB)
+    assert given == counts.parameters(small()) + 1000 + 24 * 3 * 10
 
 
 @pytest.mark.parametrize("room", [0, 10, 35, 1000])
@@ -96,25 +137,29 @@ def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
     return memory.choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
 
 
+LONG_ROWS = "pack.capacity=16384"
+
+
 def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
-    cfg = config.load("cppo_gsm8k.yaml")
+    cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS])
     on_gpu = {"model.dtype": "bfloat16", "model.attention": "varlen", "rollout.engine": "vllm", "device": "cuda"}
     assert chosen(cfg, gpu(ranks=8)) == on_gpu | {"model.checkpoint_blocks": "none"}
     on_cpu = {"model.dtype": "float32", "model.attention": "sdpa", "rollout.engine": "torch", "device": "cpu"}
     assert chosen(cfg, Machine(CPU, 999 * GIB, 1, "none on a CPU")) == on_cpu | {"model.checkpoint_blocks": "none"}
-    assert chosen(config.load("cppo_gsm8k.yaml", ["model.dtype=float64"]), gpu(999))["rollout.engine"] == "torch"
+    in_float64 = config.load("cppo_gsm8k.yaml", ["model.dtype=float64", LONG_ROWS])
+    assert chosen(in_float64, gpu(999))["rollout.engine"] == "torch"
 
 
 def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     """And what does not fit at all is tried with everything recomputed: the check before the run then says so."""
-    cfg = config.load("cppo_gsm8k.yaml")
+    cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS])
     halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
-    needed = [memory.update_bytes(memory.with_recompute(halves, how), shapes.shape_of("1.5B"), 1) for how in CALLS]
+    needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shapes.shape_of("1.5B"), 1) for how in CALLS]
     assert needed[0] > needed[1] > needed[2]
     for how, needs in zip(CALLS, needed, strict=True):
         assert chosen(cfg, gpu(needs / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == how
     assert chosen(cfg, gpu(1))["model.checkpoint_blocks"] == "all"
-    compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true"])
+    compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true", LONG_ROWS])
     assert chosen(compiled, gpu(needed[1] / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == "none"
 
 
@@ -123,14 +168,14 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     here, said = choose_settings(cfg, shape, gpu(ranks=8), {})
     slots = here.rollout.slots
     assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
-    fits = [memory.rollout_bytes(here, shape, 8, n) <= memory.FILLED * 79 * GIB for n in (slots, slots + 1)]
+    fits = [counts.rollout_bytes(here, shape, 8, n) <= memory.FILLED * 79 * GIB for n in (slots, slots + 1)]
     assert fits == [True, False]
 
 
 def test_an_update_that_does_not_fit_is_said_before_anything_is_loaded():
     cfg, shape = config.load("grpo_math.yaml"), shapes.shape_of("7B")
     here, said = choose_settings(cfg, shape, gpu(), {})
-    needed = memory.update_bytes(here, shape, 1) / GIB
+    needed = counts.update_bytes(here, shape, 1) / GIB
     assert f"an update is counted to need {needed:.1f} GiB on a rank, and 79.0 are free" in said[-1]
     assert not any("counted to need" in line for line in choose_settings(cfg, shape, gpu(ranks=8), {})[1])
 
@@ -172,7 +217,7 @@ def test_only_the_tested_vllm_counts(monkeypatch):
 
 
 def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
-    cfg, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
+    cfg, shape = config.load("cppo_gsm8k.yaml", [LONG_ROWS]), shapes.shape_of("1.5B")
     first, _ = choose_settings(cfg, shape, gpu(40, ranks=8), {})
     saved = config.flatten(first)
     assert saved["model.checkpoint_blocks"] != "none"
@@ -182,7 +227,7 @@ def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
     assert on_cpu.model.dtype == "bfloat16"  # runs here too, if slowly
     assert said == ["from here on not the same run bit for bit: model.attention=varlen, rollout.engine=vllm before, "
                     "which cannot run here"]
-    long, larger = config.load("divppo_math.yaml"), shapes.shape_of("4B")
+    long, larger = config.load("divppo_math.yaml", [LONG_ROWS]), shapes.shape_of("4B")
     fewer, _ = choose_settings(long, larger, gpu(79, ranks=8), {})
     again, said = choose_settings(long, larger, gpu(139, ranks=8), config.flatten(fewer))
     assert again == fewer and said == [f"rollout.slots={fewer.rollout.slots}, not 256: as before"]
@@ -199,6 +244,79 @@ def test_what_is_named_is_never_changed():
     saved = {"model.dtype": "bfloat16", "rollout.engine": "vllm"}
     here, _ = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(30), saved)
     assert here.model == cfg.model and here.rollout.engine == "torch"
+
+
+# 64 groups of 16, in which a full row has room for 262,144 tokens and more.
+MANY = ["rollout.prompts_per_step=64", "loss.kl=0"]
+
+
+@pytest.mark.parametrize("gib", [31, 40, 60, 79, 139])
+def test_rows_are_the_longest_that_fit(gib):
+    """One grain more would not, and blocks are recomputed no more than leaves rows of 4,096 tokens."""
+    cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), memory.FILLED * gib * GIB
+    here, _ = choose_settings(cfg, shape, gpu(gib), {})
+    tokens, how = here.pack.capacity, here.model.checkpoint_blocks
+    assert tokens >= memory.ENOUGH and how in CALLS
+    needed = [counts.update_bytes(memory.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
+    assert needed[0] <= room < needed[1]
+    for less in list(CALLS)[:list(CALLS).index(how)]:
+        assert counts.update_bytes(memory.with_rows(here, less, memory.ENOUGH + memory.GRAIN), shape, 1) > room
+    assert chosen(cfg, gpu(139))["model.checkpoint_blocks"] == "none"
+    named = config.load("cppo_gsm8k.yaml", [*MANY, "model.checkpoint_blocks=all"])
+    assert chosen(named, gpu(139))["pack.capacity"] > chosen(cfg, gpu(139))["pack.capacity"]
+
+
+def test_rows_are_no_longer_than_a_ranks_part_of_a_mini_batch():
+    """One prompt of 512 tokens and 16 completions of 1,024; a row must hold one of each."""
+    cfg, shape = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=1"]), shapes.shape_of("0.5B")
+    for ranks, whole in ((1, 16896), (8, 2112)):
+        assert counts.row_range(cfg, ranks) == (1536, 1536 + whole)
+        tokens = chosen(cfg, gpu(999, ranks), "0.5B")["pack.capacity"]
+        assert 1536 + whole <= tokens < 1536 + whole + memory.GRAIN
+    halves = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=2", "update.minibatches=2"])
+    assert counts.row_range(halves, 1) == counts.row_range(cfg, 1)
+    full = config.load("dppo_listed_math.yaml", ["rollout.max_rounds=3"])
+    of_round = full.rollout.prompts_per_step * full.rollout.group_size * full.rollout.max_new_tokens
+    assert counts.row_range(full, 1)[1] > 3 * of_round // full.update.minibatches
+    assert choose_settings(cfg, shape, gpu(1), {})[0].pack.capacity == 1536
+
+
+def test_where_not_even_one_sequence_fits_a_run_says_what_to_change(tmp_path, monkeypatch):
+    """Before anything is loaded, where what is counted is over by more than it ever was."""
+    folder = shapes.write_config("7B", tmp_path)
+    cfg = config.load("grpo_math.yaml", ["device=cpu"])
+    for gib, fits in ((60, False), (120, True), (400, True)):
+        monkeypatch.setattr(Machine, "here", staticmethod(lambda device, gib=gib: gpu(gib)))
+        if fits:
+            assert memory.decide(cfg, folder).pack.capacity >= 3072
+            continue
+        with pytest.raises(ConfigError, match=r"pack.capacity=auto has no room for a row of one sequence \(3072 tokens"
+                                              r"\): an update is counted to need \d+.\d GiB on a rank, and 60.0 are "
+                                              r"free; train an adapter .* lower rollout.max_new_tokens"):
+            memory.decide(cfg, folder)
+        memory.decide(replace(cfg, pack=replace(cfg.pack, capacity=16384)), folder)  # as named, with a remark
+
+
+def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
+    """Those that were measured, which may be more than what is counted has room for; or asked for, and halved."""
+    cfg, shape = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B")
+    first, _ = choose_settings(cfg, shape, gpu(60), {})
+    assert first.model.checkpoint_blocks == "none"
+    longer = first.pack.capacity + 1024
+    saved = memory.to_save(first, longer, "auto")
+    for gib in (60, 139):
+        again, said = choose_settings(cfg, shape, gpu(gib), saved)
+        assert again == memory.with_rows(first, "none", longer) and said == []
+    less, said = choose_settings(cfg, shape, gpu(45), saved)
+    assert less.pack.capacity < longer and f"pack.capacity={longer}" in said[-1]
+    named = config.load("cppo_gsm8k.yaml", [*MANY, LONG_ROWS])
+    halved = memory.to_save(choose_settings(named, shape, gpu(139), {})[0], 8192, 16384)
+    again, said = choose_settings(named, shape, gpu(139), halved)
+    assert again.pack.capacity == 8192 and said == [
+        "pack.capacity=8192, not 16384: as before, when memory ran out"]
+    for asked in ("auto", "32768"):  # another wish than the one that was halved
+        other = config.load("cppo_gsm8k.yaml", [*MANY, f"pack.capacity={asked}"])
+        assert choose_settings(other, shape, gpu(139), halved)[0].pack.capacity > 8192
 
 
 def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
@@ -223,7 +341,7 @@ def test_a_line_of_the_head_is_what_is_chosen_and_counted():
     """cppo_gsm8k on 8 GPUs of 80 GB, counted once more here."""
     cfg, _ = choose_settings(config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B"), gpu(ranks=8), {})
     shape = shapes.shape_of("1.5B")
-    most = max(memory.update_bytes(cfg, shape, 8), memory.rollout_bytes(cfg, shape, 8, cfg.rollout.slots))
+    most = max(counts.update_bytes(cfg, shape, 8), counts.rollout_bytes(cfg, shape, 8, cfg.rollout.slots))
     assert f"; 8 with {most / GIB:.0f} GiB" in footprint().fits_line("cppo_gsm8k.yaml")
 
 

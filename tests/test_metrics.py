@@ -6,6 +6,7 @@ import pytest
 import torch
 
 import metrics
+from config import Pack
 from infra import dist
 from page import summary
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Turn
@@ -32,7 +33,7 @@ def test_rollout_metrics_by_hand():
 
 def test_the_largest_mismatch_is_that_of_all_ranks(monkeypatch):
     monkeypatch.setattr(dist, "max_over_ranks", lambda value: 7.0)
-    assert metrics.PassSums().metrics(capacity=10, updates=1)["mismatch/logp_abs_max"] == 7.0
+    assert metrics.PassSums(Pack(capacity=10)).metrics(updates=1)["mismatch/logp_abs_max"] == 7.0
 
 
 def test_the_closing_table_has_sets_that_one_evaluation_alone_has_a_score_of(tmp_path):

@@ -191,10 +191,10 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     scored = [update.prepare_row(learner, row, extra_pass=True)
               for row in learner.rows(update.minibatch(learner, batch, places))]
     nudge(learner.policy, moved)
-    sums = PassSums(learner.policy.quadratic)
+    sums = PassSums(learner.pack, learner.policy.quadratic)
     for row in scored:
         sums.add(*update.add_gradient(learner, row, unmoved=False), first_pass=True)
-    return gradients(learner.policy), sums.metrics(learner.pack.capacity, updates=1)
+    return gradients(learner.policy), sums.metrics(updates=1)
 
 
 class Case:

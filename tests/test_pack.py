@@ -283,7 +283,7 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
                                 ones_NG)
     ranks, sums = 8, []
     for mine in pack(minibatch, Pack(1000), ranks, quadratic=0.01):
-        sums.append(PassSums(quadratic=0.01))
+        sums.append(PassSums(Pack(capacity=1000), quadratic=0.01))
         for row in (build_row(minibatch, plan) for plan in mine):
             zero_C = torch.zeros_like(row.weight_C)
             terms = RowLoss(torch.tensor(0.0), correction_C=zero_C, f_C=zero_C, k3_C=None)
@@ -292,7 +292,7 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
     monkeypatch.setattr(dist, "sum_over_ranks", lambda value: total)
     monkeypatch.setattr(dist, "max_over_ranks", lambda value: max(float(x.sums["cost"]) for x in sums))
     monkeypatch.setattr(dist, "world_size", lambda: ranks)
-    assert sums[0].metrics(capacity=1000, updates=1)["pack/imbalance"] == pytest.approx(expected)
+    assert sums[0].metrics(updates=1)["pack/imbalance"] == pytest.approx(expected)
     assert (total["rows"], total["packed"]) == (ranks, tokens_packed)
 
 

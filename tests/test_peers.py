@@ -12,10 +12,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, gradients, toy_config
+from conftest import ROOT, Doubled, gradients, toy_config
 from test_objectives import learner_on
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 
 import data
 import update
@@ -36,22 +35,6 @@ N, G, LONGEST, EOS = 4, 8, 24, 2
 # Of the largest entry of a tensor's gradient. Both sides compute in float64, and only the order of their sums differs:
 # that leaves 8e-15 to 3e-14, and more of it where there are more tokens. One float32 step anywhere leaves 1e-7.
 BOUND = 1e-12
-AS_BYTES = (torch.Tensor.view, torch.frombuffer)  # here a dtype says how a file's bytes are to be read
-
-
-class Doubled(TorchFunctionMode):
-    """Give float64 to whoever asks for float32: transformers in its norms and rotary tables, TRL in its rewards, and
-    Winnow in its rotary tables."""
-
-    def __torch_function__(self, func, types, args=(), kwargs=None):
-        def wider(x):
-            return torch.float64 if x is torch.float32 else x
-
-        if func in AS_BYTES:
-            return func(*args, **kwargs or {})
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        return func(*map(wider, args), **{key: wider(value) for key, value in (kwargs or {}).items()})
 
 
 @pytest.fixture(autouse=True)

@@ -14,8 +14,10 @@ import learner
 import memory
 import preflight
 import train
-from config import ConfigError
+from config import ConfigError, Lora
+from infra import counts
 from learner import Learner
+from methods import lora
 from records import Problem, Segments
 from rollout import TorchEngine
 
@@ -40,10 +42,11 @@ def cfg(tmp_path):
     return toy_config(tmp_path / "run", "rollout.temperature=0.7", "model.dtype=float32", "eval.max_new_tokens=8")
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("kind", "settings"), [("qwen2", []), ("qwen3", []), ("llama", []),
+                                                ("qwen2", ["model.lora.rank=2"])])
+def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, settings, tmp_path, monkeypatch):
     folder, set_up, seen = write_tiny(tmp_path / "model", model_type=kind), train.set_up, []
-    cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32")
+    cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32", *settings)
     monkeypatch.setattr(train, "set_up", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
     (trainer, engine), = seen
@@ -51,6 +54,14 @@ def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, t
     for name, p in load(folder).named_parameters():
         assert torch.equal(p, policy[name]) and torch.equal(p, engines[name])
     assert all(p.grad is None for p in trainer.policy.parameters())
+    assert not any(p.any() for name, p in policy.items() if name.endswith("lora_B"))
+
+
+def test_an_adapter_that_no_engine_gets_is_seen(cfg, monkeypatch):
+    """Although it adds nothing yet."""
+    monkeypatch.setattr(lora.Adapted, "merged", lambda layer: [("weight", layer.weight), ("bias", layer.bias)][
+        :1 + (layer.bias is not None)])
+    assert failing(replace(cfg, model=replace(cfg.model, lora=Lora(rank=2)))) == ["engine follows a sync"]
 
 
 def test_a_run_does_not_depend_on_its_preflight(tmp_path, monkeypatch):
@@ -186,6 +197,31 @@ def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tin
                        for kind in ("cpu", "cuda"))
     assert on_cpu - on_cuda == 90 and on_cuda > 10
     assert preflight.peak_of_rollout(replace(cfg, rollout=replace(cfg.rollout, engine="vllm")), trainer) == 100
+
+
+def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_path, monkeypatch, capsys):
+    """And by no more than it ever was. A row of the counted capacity is measured; those that are named stay."""
+    asked = toy_config(tmp_path / "run", "pack.capacity=auto", "rollout.prompts_per_step=64")
+    cfg = memory.decide(asked, tiny)
+    trainer, first = replace(learner_on(tiny, cfg), device=torch.device("cuda")), cfg.pack.capacity
+
+    def counted(tokens: int) -> float:
+        longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
+        return counts.update_bytes(longer, trainer.policy.shape, 1) - counts.held_bytes(longer, trainer.policy.shape, 1)
+
+    room = 2 * counted(first)
+    monkeypatch.setattr(memory, "in_use", lambda device: 1000)
+    monkeypatch.setattr(memory, "total_bytes", lambda device: (room + 1000) / memory.FILLED)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNTED)):
+        trainer.pack.capacity = first
+        monkeypatch.setattr(preflight, "peak_of_update", lambda *given, over=over: 1000 + counted(first) / over)
+        longer = preflight.lengthen_rows(asked, cfg, trainer).pack.capacity
+        assert trainer.pack.capacity == longer > first
+        assert counted(longer) <= room * allowed < counted(longer + memory.GRAIN)
+        assert f"measured here: pack.capacity={longer}\n" in capsys.readouterr().out
+    assert preflight.lengthen_rows(cfg, cfg, trainer) is cfg
+    assert preflight.lengthen_rows(asked, cfg, replace(trainer, device=torch.device("cpu"))) is cfg
 
 
 def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):

@@ -41,7 +41,8 @@ IMPORTS = {
     "infra.paths": {"settings"},
     "infra.signals": {"config", "infra.dist"},
     "infra.weights": {"config", "infra.dist", "infra.paths", "settings"},
-    "infra.checkpoint": {"config", "infra.dist", "infra.paths"},
+    "infra.counts": {"config", "infra.weights"},
+    "infra.checkpoint": {"config", "infra.dist", "infra.paths", "infra.runfolder"},
     "infra.runfolder": {"config", "infra.tracking"},
     "infra.tracking": {"config", "records"},
     "infra.show": {"config", "rules", "settings"},
@@ -63,27 +64,32 @@ IMPORTS = {
     "prune": {"methods.greso", "records"},
     "loss": {"config", "records"},
     "methods.greedy_packing": set(),
+    "methods.gae": set(),
+    "methods.smaller_rows": {"config", "infra.dist", "records"},
     "pack": {"config", "methods.greedy_packing", "records"},
     "model": {"infra.weights", "records"},
-    "memory": {"config", "infra.dist", "infra.weights", "model", "records"},
+    "memory": {"config", "infra.counts", "infra.dist", "infra.weights", "model", "records"},
     "data": {"config", "infra.rows", "infra.tokenizer", "records", "verify.extract"},
     "history": {"advantage", "config", "infra.dist", "methods.greso", "prune", "records"},
     "reward": {"config", "methods.custom_reward", "records", "verify.answer", "verify.cases", "verify.extract",
                "verify.grade"},
     "rollout": {"infra.dist", "infra.stops", "model", "records", "rollout_vllm"},
-    "rollout_vllm": {"config", "infra.dist", "memory", "model", "records"},
+    "rollout_vllm": {"config", "infra.counts", "infra.dist", "infra.weights", "memory", "model", "records"},
     "collect": {"advantage", "config", "data", "history", "infra.dist", "methods.custom_reward", "methods.greso",
                 "prune", "records", "reward", "rollout"},
-    "metrics": {"advantage", "infra.dist", "loss", "pack", "records"},
+    "metrics": {"advantage", "infra.dist", "loss", "methods.smaller_rows", "pack", "records"},
+    "methods.lora": {"config", "infra.checkpoint", "infra.dist", "infra.weights", "model", "settings"},
     "learner": {"config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder", "infra.signals",
-                "infra.weights", "model", "pack", "records"},
-    "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "loss", "metrics", "model", "pack",
-                       "records", "reward"},
+                "infra.weights", "methods.lora", "methods.smaller_rows", "model", "pack", "records"},
+    "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "loss", "methods.gae", "methods.lora",
+                       "methods.smaller_rows", "metrics", "model", "pack", "records", "reward"},
     "methods.soft_value": {"collect", "config", "infra.dist", "infra.runfolder", "loss", "records"},
     "methods.window": {"collect", "config", "history", "infra.dist", "records"},
-    "update": {"infra.dist", "learner", "loss", "methods.critic", "methods.soft_value", "metrics", "pack", "records"},
-    "preflight": {"config", "data", "history", "infra.dist", "learner", "memory", "model", "pack", "records", "rollout",
-                  "verify.extract", "verify.grade"},
+    "update": {"infra.dist", "learner", "loss", "methods.critic", "methods.smaller_rows", "methods.soft_value",
+               "metrics", "pack", "records"},
+    "preflight": {"config", "data", "history", "infra.counts", "infra.dist", "infra.signals", "learner", "memory",
+                  "model", "pack", "records", "rollout", "verify.extract", "verify.grade"},
+    "fit": {"config", "infra.counts", "infra.dist", "infra.paths", "infra.weights", "memory", "rules", "settings"},
     "page.summary": {"infra.paths", "infra.runfolder"},
     "page.runs": {"config", "infra.runfolder", "infra.show", "page.summary", "settings"},
     "page.compare": {"page.runs", "page.summary", "verify.statistics"},
@@ -95,12 +101,12 @@ IMPORTS = {
                "page.pruning", "page.runs", "page.summary", "page.texts"},
     "eval": {"config", "data", "infra.checkpoint", "infra.dist", "infra.flags", "infra.paths", "infra.results",
              "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory", "methods.custom_reward",
-             "model", "page.evaluations", "records", "reward", "rollout", "verify.grade", "verify.statistics"},
-    "train": {"advantage", "collect", "config", "data", "eval", "history", "infra.checkpoint", "infra.dist",
+             "methods.lora", "page.evaluations", "records", "reward", "rollout", "verify.grade", "verify.statistics"},
+    "train": {"advantage", "collect", "config", "data", "eval", "fit", "history", "infra.checkpoint", "infra.dist",
               "infra.rows", "infra.runfolder", "infra.show", "infra.signals", "infra.tracking", "infra.weights",
-              "learner", "memory", "methods.critic", "methods.custom_reward", "methods.soft_value", "methods.window",
-              "metrics", "model",
-              "page.summary", "preflight", "records", "rollout", "update", "verify.grade"},
+              "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora", "methods.soft_value",
+              "methods.window", "metrics", "model", "page.summary", "preflight", "records", "rollout", "update",
+              "verify.grade"},
 }
 # Of lines: what a plain GRPO run reads, and what else has to be learnt at one go.
 GRPO = ("train", "data", "history", "rollout", "reward", "advantage", "prune", "pack", "loss", "update", "model",
@@ -156,9 +162,9 @@ def test_the_house_keeps_its_budgets():
     assert lines(*GRPO) <= 3100
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
-    assert lines("config", "rules", "settings") <= 854
+    assert lines("config", "rules", "settings") <= 871
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1300
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2102
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2420
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
@@ -210,7 +216,7 @@ def leaves(cls=config.Config) -> set[str]:
 def test_settings_are_few():
     with_kind = {prefix for prefix, section in sections(config.Config) if "kind" in get_type_hints(section)}
     assert with_kind == {"advantage.", "prune.completions.", "prune.prompts."}
-    assert sum(not key.startswith(tuple(with_kind)) for key in leaves()) <= 95
+    assert sum(not key.startswith(tuple(with_kind)) for key in leaves()) <= 96
     for prefix, section in sections(config.Config):
         if prefix in with_kind:
             assert len(get_type_hints(section)) - 1 <= 8, section

@@ -3,11 +3,13 @@
 A step is awaited by what a run prints, never by the clock.
 """
 
+import functools
 import os
 import signal
 import socket
 import subprocess
 import sys
+from collections.abc import Callable
 
 import pytest
 from conftest import ROOT, toy_config
@@ -20,12 +22,12 @@ from infra import dist
 STEPS = 25  # a run says something of every fifth
 
 
-def launch(out, *options: str, resume: tuple[str, ...] = ()) -> subprocess.Popen:
-    """A small run under torchrun."""
+def launch(out, *options: str, resume: tuple[str, ...] = (), adapter: str = "null") -> subprocess.Popen:
+    """A small run under torchrun; `adapter` is model.lora.rank."""
     path = out.parent / "test.yaml"
     path.write_text(config.dump(toy_config(out, f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2",
                                            "model.dtype=float32", "prune.prompts={kind: bernoulli, drop_prob: 0.5}",
-                                           "data.limit=10", name="dppo_toy.yaml")))
+                                           "data.limit=10", f"model.lora.rank={adapter}", name="dppo_toy.yaml")))
     return subprocess.Popen([sys.executable, "-m", "torch.distributed.run", *options, "train.py", "--config", str(path),
                              *resume], cwd=ROOT, stderr=subprocess.PIPE, text=True,
                             env=os.environ | {"OMP_NUM_THREADS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"})
@@ -46,11 +48,15 @@ def workers(process: subprocess.Popen) -> list[int]:
 
 
 @pytest.fixture(scope="module")
-def whole(tmp_path_factory) -> tuple:
+def whole(tmp_path_factory) -> Callable[[str], tuple]:
     """The same run, undisturbed."""
-    out = tmp_path_factory.mktemp("whole") / "run"
-    assert launch(out, "--standalone", "--nproc_per_node=2").wait() == 0
-    return record(out)
+    @functools.cache
+    def run(adapter: str) -> tuple:
+        out = tmp_path_factory.mktemp("whole") / "run"
+        assert launch(out, "--standalone", "--nproc_per_node=2", adapter=adapter).wait() == 0
+        return record(out)
+
+    return run
 
 
 def test_a_worker_that_dies_takes_the_others_down_and_is_named(tmp_path):
@@ -75,14 +81,15 @@ def test_restarts_want_a_store_of_their_own(monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_worker_that_dies_is_restarted_and_resumes_by_itself(tmp_path, whole):
+@pytest.mark.parametrize("adapter", ["null", "3"])
+def test_a_worker_that_dies_is_restarted_and_resumes_by_itself(adapter, tmp_path, whole):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
-                     resume=("--resume", "auto"))
+                     resume=("--resume", "auto"), adapter=adapter)
     wait_for(process, "step 10:")
     os.kill(workers(process)[1], signal.SIGKILL)
     said = process.communicate()[1]
     assert process.returncode == 0, said
-    assert record(tmp_path / "run") == whole
+    assert record(tmp_path / "run") == whole(adapter)
 
 
 @pytest.mark.slow
@@ -101,4 +108,4 @@ def test_two_agents_train_as_one_and_the_one_that_comes_back_goes_on(tmp_path, w
     again = launch(tmp_path / "run", *options, "--rdzv_conf=is_host=0", resume=("--resume", "auto"))
     said = [process.communicate()[1] for process in (host, again)]
     assert (host.returncode, again.returncode) == (0, 0), "".join(said)
-    assert record(tmp_path / "run") == whole
+    assert record(tmp_path / "run") == whole("null")

@@ -86,10 +86,11 @@ RESUMED = {
     "tppo": ["critic.pretrain_steps=3", "rollout.window=12", "update.minibatches=2", "critic.epochs=2",
              "optim.warmup_steps=3"],
     "apo": ["data.limit=8", "update.minibatches=2"],
+    "lora": ["model.lora.rank=2", "optim.lr=1e-3", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"],
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "tppo") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "tppo", "lora") else pytest.mark.slow)
                                   for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
@@ -414,7 +415,7 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
 def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch, unchecked):
     cfg = toy_config(tmp_path / "run", "steps=1", "checkpoint.every=1", *SHORT)
     states = []
-    monkeypatch.setattr(train, "export", lambda *given: states.append(runfolder.state_of(tmp_path / "run")))
+    monkeypatch.setattr(train.lora, "export_both", lambda *given: states.append(runfolder.state_of(tmp_path / "run")))
     train.train(cfg)
     assert [*states, runfolder.state_of(tmp_path / "run")] == [{"state": "running"}, {"state": "finished"}]
 
@@ -504,11 +505,11 @@ def test_a_step_on_cuda(dtype, offload, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_cppo_learns_to_reason(ranks, tmp_path):
+@pytest.mark.parametrize(("name", "ranks"), [("cppo_toy", 1), ("cppo_toy", 2), ("lora_toy", 1)])
+def test_cppo_learns_to_reason(name, ranks, tmp_path):
     """The promise of the README: at least 40 points on held-out problems, 95% intervals apart, longer answers."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-    done = subprocess.run([*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "cppo_toy.yaml",
+    done = subprocess.run([*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", f"{name}.yaml",
                            "--set", f"out={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")

@@ -61,13 +61,13 @@ class Step:
 
     def gradient_of(self, batch: Batch, places: list[int]) -> Tensor:
         """Of the mini-batch of these places. The reference is the policy before the update, too."""
-        learner, sums = self.learner, PassSums()
+        learner, sums = self.learner, PassSums(self.learner.pack)
         learner.policy.zero_grad()
         for row in learner.rows(update.minibatch(learner, batch, places)):
             scored = update.prepare_row(learner, row, extra_pass=False)
             scored = replace(scored, old_logp_C=scored.ref_logp_C)
             sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
-        assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1, 1)["train/clipped"] < 1
+        assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1)["train/clipped"] < 1
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 
     def bias(self, outcomes: Outcomes) -> float:

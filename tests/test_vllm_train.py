@@ -49,10 +49,15 @@ def is_in_step(line: dict) -> bool:
     return line["mismatch/logp_abs_mean"] < PRECISION.mean and line["mismatch/logp_abs_max"] < 10 * PRECISION.largest
 
 
-@pytest.mark.parametrize("launcher", [pytest.param([sys.executable], id="1 rank"),
-                                      pytest.param(TORCHRUN, id="2 ranks", marks=two_ranks)])
-def test_the_toy_learns(launcher, tmp_path):
-    done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}"))
+ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
+
+
+@pytest.mark.parametrize(("launcher", "settings"), [
+    pytest.param([sys.executable], [], id="1 rank"), pytest.param(TORCHRUN, [], id="2 ranks", marks=two_ranks),
+    pytest.param([sys.executable], ADAPTER, id="lora, 1 rank"),
+    pytest.param(TORCHRUN, ADAPTER, id="lora, 2 ranks", marks=two_ranks)])
+def test_the_toy_learns(launcher, settings, tmp_path):
+    done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", *settings))
     assert done.returncode == 0, done.stderr
     lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
     before, *_, learnt = (line for line in lines if "eval/test/accuracy" in line)

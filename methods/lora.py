@@ -1,0 +1,250 @@
+"""Train low-rank adapters beside frozen linear layers: LoRA (arXiv:2106.09685), by `model.lora`.
+
+A layer computes x W' + alpha / rank x A' B' (' transposes). W is frozen, in the dtype that is computed in;
+A and B are trained as all weights are without adapters: in float32, with moments, spread over the ranks.
+
+- A starts as torch starts a linear layer (Kaiming-uniform, a = sqrt 5) and B at 0, as in the paper's release
+  and in PEFT. A is a function of the run's seed and the layer's name.
+- The best learning rate is about 10 times that of full weights, and with alpha / rank hardly depends on the
+  rank; rank 1 is enough for reinforcement learning, and all layers are better than attention's alone
+  (Schulman et al., "LoRA Without Regret", Thinking Machines, 2025; alpha = 32 is theirs too).
+- An engine and an export get W + alpha / rank B A, tensor by tensor, made in float32 and rounded once.
+- The reference of a KL is the initial policy, as without adapters: the base, by the same layers with their
+  adapters off. One that was read from model.lora.path is a part of the initial policy, so a frozen copy of it
+  (not of the base) is kept.
+
+Dimension key:  T tokens of a row,  I inputs and O outputs of a layer,  R rank.
+"""
+
+import hashlib
+import json
+import shutil
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import cache
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+
+from config import Config, ConfigError, Lora
+from infra import dist
+from infra.checkpoint import beside_tensors, with_policy
+from infra.weights import export, hf_name, load_weights, weight_files
+from model import Decoder, empty_model, load_model
+from settings import read_json
+
+ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
+MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
+# model.lora.targets -> layers of a block
+TARGETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
+PREFIX = "base_model.model."  # of every name in a PEFT file
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+# What a PEFT folder may say of an adapter that computes something else.
+PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
+         "lora_bias": False, "modules_to_save": None, "rank_pattern": {}, "alpha_pattern": {},
+         "alora_invocation_tokens": None, "layer_replication": None}
+
+
+class Adapted(nn.Linear):
+    """A frozen linear layer with an adapter beside it. Its own weight and bias keep their names."""
+
+    def __init__(self, linear: nn.Linear, settings: Lora, wide: torch.dtype):
+        super().__init__(linear.in_features, linear.out_features, linear.bias is not None,
+                         device="meta", dtype=linear.weight.dtype)
+        self.requires_grad_(False)
+        self.settings, self.scale = settings, settings.alpha / settings.rank
+        self.adapter = "lora"  # the one that `forward` adds; "initial", or none, for the initial policy
+        for name in ("lora", "initial") if settings.path else ("lora",):
+            for factor, size in (("A", (settings.rank, self.in_features)),
+                                 ("B", (self.out_features, settings.rank))):
+                empty = torch.empty(size, device="meta", dtype=wide)
+                setattr(self, f"{name}_{factor}", nn.Parameter(empty, requires_grad=name == "lora"))
+
+    def forward(self, x_TI: Tensor) -> Tensor:
+        base_TO = F.linear(x_TI, self.weight, self.bias)
+        if not hasattr(self, f"{self.adapter}_A"):
+            return base_TO
+        A_RI, B_OR = (getattr(self, f"{self.adapter}_{factor}") for factor in "AB")
+        return torch.addmm(base_TO, F.linear(x_TI, A_RI), B_OR.T, alpha=self.scale)
+
+    @torch.no_grad()
+    def merged(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the weight with the adapter in it, and the bias. Collective: each rank makes its own rows."""
+        A_RI, B_OR = dist.full(self.lora_A), dist.local(self.lora_B)
+        mine_OI = dist.local(self.weight).to(A_RI.dtype)
+        yield "weight", dist.laid_out_as(self.weight, torch.addmm(mine_OI, B_OR, A_RI, alpha=self.scale))
+        if self.bias is not None:
+            yield "bias", self.bias
+
+
+def adapted(model: nn.Module) -> dict[str, Adapted]:
+    return {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted)}
+
+
+def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
+    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers; without a
+    rank there is nothing to do."""
+    if settings.rank is None:
+        return
+    model.to(dtype).requires_grad_(False)
+    for block in model.layers:
+        for name in TARGETS[settings.targets]:
+            layer = Adapted(block.get_submodule(name), settings, torch.promote_types(dtype, torch.float32))
+            block.set_submodule(name, layer)
+
+
+def fill(model: Decoder, cfg: Config, source: Path) -> None:
+    """Load the weights of a folder, and give adapters their first values. Raises ConfigError as `read`."""
+    stored = read(model, cfg.model.lora) if cfg.model.lora.path else {}
+    load_weights(model, source)
+    initialise(model, stored, cfg.seed)
+
+
+@torch.no_grad()
+def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
+    """Give adapters their first values, those that are `stored` or drawn, the same on any number of ranks."""
+    for name, layer in adapted(model).items():
+        generator = torch.Generator().manual_seed(dist.seed_for(seed, name, "lora"))
+        bound = layer.in_features ** -0.5
+        drawn = {"A": torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator),
+                 "B": torch.zeros(layer.lora_B.shape)}
+        for factor, value in drawn.items():
+            value = stored.get(stored_name(name, factor), value)
+            for p in (getattr(layer, f"{kind}_{factor}", None) for kind in ("lora", "initial")):
+                if p is not None:
+                    p.copy_(dist.sharded_like(value, p))
+
+
+class Initial:
+    """The initial policy, for a KL, without weights of its own: it is called as the policy is."""
+
+    def __init__(self, policy: Decoder):
+        self.policy, self.layers = policy, list(adapted(policy).values())
+
+    def __call__(self, *given: object) -> Tensor:
+        try:
+            for layer in self.layers:
+                layer.adapter = "initial"
+            return self.policy(*given)
+        finally:
+            for layer in self.layers:
+                layer.adapter = "lora"
+
+
+# ---- on disk
+
+def stored_name(layer: str, factor: str) -> str:
+    return f"{PREFIX}{hf_name(layer)}.lora_{factor}.weight"
+
+
+def read(model: Decoder, settings: Lora) -> dict[str, Tensor]:
+    """Read the adapter at model.lora.path. Raises ConfigError where it is not what the settings say."""
+    folder, named = Path(settings.path), f"model.lora.path={settings.path}"
+    for name in (CONFIG, WEIGHTS):
+        if not (folder / name).is_file():
+            raise ConfigError(f"{named} must be a folder with {CONFIG} and {WEIGHTS}; it has no {name}")
+    said = read_json(folder / CONFIG)
+    for key, plain in PLAIN.items():
+        if said.get(key, plain) not in (plain, None):
+            raise ConfigError(f"{named}: its {key}={said[key]!r} must be {plain!r}, for nothing else is "
+                              "computed here; merge that adapter into the base, and take the result as "
+                              "model.path")
+    for setting, key in (("rank", "r"), ("alpha", "lora_alpha")):
+        if getattr(settings, setting) != said.get(key):
+            raise ConfigError(f"model.lora.{setting}={getattr(settings, setting)} must be {said.get(key)}, "
+                              f"which the adapter at {named} has; set it so")
+    stored = load_file(folder / WEIGHTS)
+    expected = {stored_name(name, factor): tuple(getattr(layer, f"lora_{factor}").shape)
+                for name, layer in adapted(model).items() for factor in "AB"}
+    shapes = {name: tuple(t.shape) for name, t in stored.items()}
+    differing = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
+    if differing:
+        key = differing[0]
+        raise ConfigError(f"{named} does not fit model.path and model.lora.targets={settings.targets} at "
+                          f"{len(differing)} tensors, e.g. {key}: {shapes.get(key, 'missing')} there and "
+                          f"{expected.get(key, 'missing')} here; take the base and the layers that it was "
+                          "trained on")
+    return stored
+
+
+def export_both(model: Decoder, source: Path, cfg: Config, template: str | None) -> None:
+    """Write what a run has trained: hf/, with the `template` of a user's, and with an adapter hf_adapter/.
+    Collective."""
+    export(model, source, Path(cfg.out) / "hf", template)
+    export_adapter(model, cfg.model.path, Path(cfg.out) / "hf_adapter")
+
+
+def export_adapter(model: Decoder, base: str, folder: Path) -> None:
+    """Write the adapter of a model that has one as PEFT does, for PeftModel.from_pretrained. Collective; rank
+    0 writes."""
+    tensors = {}
+    for name, layer in adapted(model).items():
+        for factor in "AB":
+            tensor = dist.full(getattr(layer, f"lora_{factor}").detach())
+            if dist.rank() == 0:
+                tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
+    if tensors:
+        settings = layer.settings
+        folder.mkdir(parents=True, exist_ok=True)
+        targets = [name.rpartition(".")[2] for name in TARGETS[settings.targets]]
+        said = PLAIN | {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": targets,
+                        "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True,
+                        "base_model_name_or_path": base}
+        (folder / CONFIG).write_text(json.dumps(said, indent=1) + "\n")
+        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
+        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the library keeps it from all but its owner
+
+
+# ---- the base that an adapter belongs to
+
+@cache
+def sha256_of(path: Path, size: int, changed_ns: int) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_of(files: list[Path]) -> str:
+    """Identify weights by their files. Collective: rank 0 reads all at once, for a hash keeps one core busy,
+    and a process reads a file once. None is kept on disk, where it could outlive what it is of."""
+    hashes = []
+    if dist.rank() == 0:
+        stats = [path.stat() for path in files]
+        with ThreadPoolExecutor() as threads:
+            hashes = list(threads.map(sha256_of, files, [s.st_size for s in stats],
+                                      [s.st_mtime_ns for s in stats]))
+    return hashlib.sha256(" ".join(dist.gather(hashes)).encode()).hexdigest()
+
+
+def base_of(settings: Lora, source: Path) -> dict[str, str]:
+    """Identify by setting the frozen weights of an adapter and those that it began with; {} without one."""
+    if settings.rank is None:
+        return {}
+    began = {"model.lora.path": hash_of([Path(settings.path) / WEIGHTS])} if settings.path else {}
+    return {"model.path": hash_of(weight_files(source))} | began
+
+
+def require_base(step: Path, saved: dict, here: dict[str, str]) -> None:
+    """Raise ConfigError where a checkpoint's adapter was trained on other weights than these."""
+    for setting, found in here.items():
+        if saved["base"].get(setting) != found:
+            raise ConfigError(f"{step} was trained on weights at {setting}={saved['config'][setting]} of "
+                              f"sha256 {saved['base'].get(setting)}, and those there now have {found}; bring "
+                              "the former back, or begin another run with --set out=...")
+
+
+def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
+    """Load a model's folder on the CPU, with the policy of `path` where that is a checkpoint. Collective. One
+    with an adapter is at least float32: it is rounded when it has been merged. Raises ConfigError."""
+    saved = beside_tensors(path)
+    if not saved.get("base"):
+        return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
+    flat = saved["config"]
+    settings = Lora(*(flat[f"model.lora.{name}"] for name in ("rank", "alpha", "targets")))
+    require_base(path, saved, base_of(settings, folder))
+    model = empty_model(folder, torch.promote_types(dtype, torch.float32))
+    adapt(model, settings, model.norm.weight.dtype)
+    load_weights(model.to_empty(device="cpu"), folder)
+    return with_policy(path, model)

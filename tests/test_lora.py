@@ -1,0 +1,273 @@
+"""LoRA against peft on the same weights, in float64; its files in peft and transformers; what is refused."""
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import peft
+import pytest
+import torch
+import transformers
+from conftest import TOY, Doubled, attend_alone, load, make_groups, nudge, toy_config, weights
+from safetensors.torch import load_file, save_file
+from test_model import KINDS, SMALL, packed_logits, segments
+from test_objectives import learner_on
+
+import learner
+import train
+from config import ConfigError, Lora
+from infra import checkpoint, dist
+from infra.weights import export, load_weights
+from methods import lora
+from model import Decoder, empty_model
+from pack import Minibatch
+
+NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
+NAMED["all"] = ALL = NAMED["attention"] + NAMED["mlp"]
+
+
+def base_of(kind: str, folder: Path) -> Path:
+    """A random model as transformers writes it."""
+    torch.manual_seed(0)
+    make, changes = KINDS[kind]
+    theirs = transformers.AutoModelForCausalLM.from_config(make(**SMALL | changes)).eval()
+    for name, p in theirs.named_parameters():
+        torch.nn.init.normal_(p, mean=float("norm" in name), std=0.3)
+    theirs.save_pretrained(folder)
+    return folder
+
+
+def ours_on(folder: Path, settings: Lora) -> Decoder:
+    """Whole, in float64, with an adapter whose B is not 0."""
+    model = empty_model(folder, torch.float64)
+    lora.adapt(model, settings, torch.float64)
+    load_weights(model.to_empty(device="cpu"), folder)
+    lora.initialise(model, {}, seed=0)
+    with torch.no_grad():
+        for i, layer in enumerate(lora.adapted(model).values()):
+            layer.lora_B.normal_(std=0.2, generator=torch.Generator().manual_seed(i))
+    return model
+
+
+def logits_of(theirs: torch.nn.Module) -> torch.Tensor:
+    return torch.cat([theirs(torch.tensor([s])).logits[0] for s in segments()])
+
+
+@pytest.mark.parametrize("targets", NAMED)
+@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "llama-bias"])
+def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets, tmp_path):
+    folder, settings = base_of(kind, tmp_path / "base"), Lora(rank=3, alpha=5.0, targets=targets)
+    with Doubled():
+        ours = ours_on(folder, settings)
+        assert [name.rpartition(".")[2] for name in lora.adapted(ours)] == 2 * NAMED[targets]
+        lora.export_adapter(ours, "base", tmp_path / "adapter")
+        base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
+        theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
+        expected_CV = logits_of(theirs)
+        torch.testing.assert_close(packed_logits(ours, segments()), expected_CV, rtol=0, atol=1e-10)
+        weigh_CV = torch.randn(expected_CV.shape, generator=torch.Generator().manual_seed(0)).double()
+        (expected_CV * weigh_CV).sum().backward()
+        hidden = [ours.hidden(torch.tensor(s), torch.arange(len(s)), attend_alone) for s in segments()]
+        (ours.logits(torch.cat(hidden)) * weigh_CV).sum().backward()
+        ours.shape = replace(ours.shape, dtype=torch.float64)  # not rounded to what the base is stored in
+        export(ours, folder, tmp_path / "hf")
+        merged = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float64)
+        with torch.no_grad():
+            torch.testing.assert_close(logits_of(merged), expected_CV, rtol=0, atol=1e-10)
+    grads = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
+    for name, layer in lora.adapted(ours).items():
+        for factor in "AB":
+            grad = grads.pop(lora.stored_name(name, factor))
+            size = float(grad.abs().max())
+            torch.testing.assert_close(getattr(layer, f"lora_{factor}").grad, grad, rtol=0, atol=1e-10 * size)
+            assert size > 1e-6
+    assert not grads and all(p.grad is None for name, p in ours.named_parameters() if "lora" not in name)
+
+
+IDS = torch.tensor([5, 40, 7, 300, 12, 9, 44])
+
+
+def log_probs(model) -> torch.Tensor:
+    """Of every token of IDS but the first, by ours or by theirs."""
+    with torch.no_grad():
+        if isinstance(model, Decoder | lora.Initial):
+            return model(IDS, torch.arange(len(IDS)), attend_alone, torch.arange(len(IDS) - 1), IDS[1:], 1.0)
+        return model(IDS[None]).logits[0, :-1].log_softmax(-1).gather(1, IDS[1:, None])[:, 0]
+
+
+def written_by_peft(base: Path, folder: Path, **changes):
+    """A random adapter on a base, in float64."""
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float64)
+    settings = {"r": 3, "lora_alpha": 6, "target_modules": ALL, "init_lora_weights": False, "task_type": "CAUSAL_LM"}
+    torch.manual_seed(0)
+    theirs = peft.get_peft_model(theirs, peft.LoraConfig(**settings | changes))
+    theirs.save_pretrained(folder)
+    return theirs
+
+
+def gone_on_from(base: Path, adapter: Path, *changes: str):
+    return toy_config(adapter.parent / "run", f"model.path={base}",
+                      f"model.lora={{rank: 3, alpha: 6, path: {adapter}}}", *changes)
+
+
+def test_an_adapter_of_pefts_is_gone_on_from_and_the_kl_is_to_the_policy_with_it(tiny, tmp_path):
+    with Doubled():
+        expected_C = log_probs(written_by_peft(tiny, tmp_path / "adapter"))
+        made = learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", "loss.kl=0.1"))
+        before_C = log_probs(made.policy)
+        torch.testing.assert_close(before_C, expected_C, rtol=0, atol=1e-10)
+        assert torch.equal(log_probs(made.reference), before_C)
+        nudge(made.policy, 0.05)
+        assert torch.equal(log_probs(made.reference), before_C)
+        assert (log_probs(made.policy) - before_C).abs().max() > 1e-3
+    assert not torch.allclose(before_C, log_probs(load(tiny, torch.float64)), atol=1e-3)
+    exported = tmp_path / "again"
+    lora.export_adapter(made.policy, "base", exported)
+    kept = load_file(exported / "adapter_model.safetensors")
+    assert kept.keys() == load_file(tmp_path / "adapter" / "adapter_model.safetensors").keys()
+
+
+def test_without_an_initial_adapter_the_reference_is_the_base_and_no_second_copy(tiny, tmp_path):
+    made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "loss.kl=0.1", "model.lora.rank=2"))
+    nudge(made.policy, 0.05)
+    separate = log_probs(load(tiny, torch.float64))
+    assert torch.equal(log_probs(made.reference), separate)
+    assert (log_probs(made.policy) - separate).abs().max() > 1e-3
+    with pytest.raises(TypeError):  # and the policy is itself again, however that pass ends
+        made.reference()
+    assert (log_probs(made.policy) - separate).abs().max() > 1e-3
+
+
+def test_what_a_run_exports_is_one_policy_in_peft_and_in_transformers(tmp_path):
+    run = tmp_path / "run"
+    cfg = toy_config(run, "steps=1", "model.dtype=float32", "model.lora.rank=2", "optim.lr=1e-2",
+                     "rollout.max_new_tokens=16", "eval.max_new_tokens=8")
+    policy = train.train(cfg)
+    base = transformers.AutoModelForCausalLM.from_pretrained(TOY)
+    assert json.loads((run / "hf_adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(TOY)
+    before_C = log_probs(base)
+    with_adapter = peft.PeftModel.from_pretrained(base, run / "hf_adapter")
+    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
+    ours_C = log_probs(policy)
+    assert (ours_C - before_C).abs().max() > 0.1
+    torch.testing.assert_close(log_probs(with_adapter), ours_C, rtol=0, atol=1e-4)
+    torch.testing.assert_close(log_probs(merged), ours_C, rtol=0, atol=1e-4)
+
+
+def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_path):
+    def drawn(seed: int, *more: str) -> dict[str, torch.Tensor]:
+        cfg = toy_config(tmp_path / "run", f"seed={seed}", f"model.path={tiny}", "model.lora.rank=8", *more)
+        return {name: p for name, p in weights(learner_on(tiny, cfg).policy).items() if "lora" in name}
+
+    one, again, other = drawn(1), drawn(1, "model.dtype=float32"), drawn(2)
+    assert all(torch.equal(p, again[name].double()) for name, p in one.items())
+    factors = [p for name, p in one.items() if name.endswith("lora_A")]
+    assert len(factors) == len({float(p[0, 0]) for p in factors}) == 14
+    for name, p in one.items():
+        if name.endswith("lora_B"):
+            assert not p.any()
+            continue
+        bound = p.shape[1] ** -0.5
+        assert 0.97 * bound < p.abs().max() <= bound and p.std() == pytest.approx(bound / 3**0.5, rel=0.1)
+        assert not torch.equal(p, other[name])
+
+
+@pytest.mark.parametrize("targets", lora.TARGETS)
+def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targets, tiny, tmp_path):
+    """The policy's adapters, and those of a critic with its whole head; saved are they and their moments alone."""
+    made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=bfloat16",
+                                       "model.lora.rank=2", f"model.lora.targets={targets}", name="ppo_toy.yaml"))
+    named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"}
+    heads = {"value.weight", "value.bias"}
+    for (model, optimizer), expected in zip(learner.roles(made).values(), (
+            named, heads | {f"backbone.{name}" for name in named}), strict=True):
+        trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
+        assert trained == dict.fromkeys(expected, torch.float32)
+        frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
+        assert frozen == {torch.bfloat16}
+        saved = checkpoint.tensors(model, optimizer)
+        assert {kind: tensors.keys() for kind, tensors in saved.items()} == dict.fromkeys(
+            ("weights", "step", "exp_avg", "exp_avg_sq"), expected)
+        assert len(optimizer.param_groups[0]["params"]) == len(expected)
+    ones = torch.ones(1, 2, dtype=torch.float64)
+    row, = made.rows(Minibatch.plain(make_groups([[3, 4]], [5]), ones.bool(), ones, ones))
+    assert row.adv_C.dtype == torch.float32  # not rounded to the base's
+
+
+def test_an_engine_gets_what_is_rounded_once(tiny, tmp_path):
+    """In halves: the sum of weight and adapter in float32, and then the nearest half."""
+    made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=bfloat16",
+                                       "model.lora.rank=2"))
+    nudge(made.policy, 0.05)
+    got = {name: dist.full(p, None, torch.bfloat16) for name, p in made.policy.named_hf_tensors()}
+    for name, layer in lora.adapted(made.policy).items():
+        W, A, B = (dist.full(p.detach()).float() for p in (layer.weight, layer.lora_A, layer.lora_B))
+        assert torch.equal(got[f"model.{name}.weight"], torch.addmm(W, B, A, alpha=16).bfloat16())
+        assert not torch.equal(got[f"model.{name}.weight"], W.bfloat16())
+
+
+def short(out: Path, base: Path, *changes: str):
+    return toy_config(out, f"model.path={base}", "checkpoint.every=1", "model.lora.rank=2", "rollout.max_new_tokens=8",
+                      "eval.max_new_tokens=8", *changes)
+
+
+def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path, monkeypatch):
+    """Neither training nor evaluation takes a base that was changed under its name."""
+    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
+    base, run = shutil.copytree(tiny, tmp_path / "base"), tmp_path / "run"
+    train.train(short(run, base, "steps=1"))
+    tensors = load_file(base / "model.safetensors")
+    save_file(tensors | {"model.norm.weight": 2 * tensors["model.norm.weight"]}, base / "model.safetensors")
+    step = run / "checkpoints" / "step_000001"
+    said = rf"{step} was trained on weights at model.path={base} of sha256 \w{{64}}, and those there now have \w{{64}};"
+    with pytest.raises(ConfigError, match=said):
+        train.train(short(run, base, "steps=2"), resume="always")
+    with pytest.raises(ConfigError, match=said):
+        lora.load_policy(step, base, torch.float32)
+    shutil.copyfile(tiny / "model.safetensors", base / "model.safetensors")
+    train.train(short(run, base, "steps=2"), resume="always")
+
+
+def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path, monkeypatch):
+    """To which a KL is taken. An evaluation does not need it."""
+    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
+    written_by_peft(tiny, tmp_path / "adapter", r=2, lora_alpha=32)
+    settings = [f"model.lora.path={tmp_path / 'adapter'}", "loss.kl=0.1"]
+    train.train(short(tmp_path / "run", tiny, "steps=1", *settings))
+    (tmp_path / "adapter").rename(tmp_path / "moved")
+    settings[0] = f"model.lora.path={tmp_path / 'moved'}"
+    train.train(short(tmp_path / "run", tiny, "steps=2", *settings), resume="always")
+    file = tmp_path / "moved" / "adapter_model.safetensors"
+    save_file({name: 2 * t for name, t in load_file(file).items()}, file)
+    with pytest.raises(ConfigError, match="was trained on weights at model.lora.path=.*moved of sha256"):
+        train.train(short(tmp_path / "run", tiny, "steps=3", *settings), resume="always")
+    lora.load_policy(tmp_path / "run" / "checkpoints" / "step_000002", tiny, torch.float32)
+
+
+@pytest.mark.parametrize(("written", "asked", "message"), [
+    ({"r": 4}, [], "model.lora.rank=3 must be 4, which the adapter at model.lora.path=.* has; set it so"),
+    ({}, ["model.lora.alpha=7"], "model.lora.alpha=7.0 must be 6, which the adapter"),
+    ({"use_dora": True}, [], "its use_dora=True must be False, for nothing else is computed here; merge that adapter"),
+    ({"use_rslora": True}, [], "its use_rslora=True must be False"),
+    ({"bias": "all"}, [], "its bias='all' must be 'none'"),
+    ({"rank_pattern": {"q_proj": 2}}, [], "its rank_pattern={'q_proj': 2} must be {}"),
+    ({"target_modules": ALL[:4]}, [],
+     r"does not fit model.path and model.lora.targets=all at 12 tensors, e.g. .*down_proj.lora_A.weight: missing there "
+     r"and \(3, 48\) here; take the base and the layers that it was trained on"),
+    ({}, ["model.lora.targets=attention"],
+     r"targets=attention at 12 tensors, e.g. .*: \(3, 48\) there and missing here"),
+])
+def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked, message, tiny, tmp_path):
+    written_by_peft(tiny, tmp_path / "adapter", **written)
+    with pytest.raises(ConfigError, match=message):
+        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
+
+
+@pytest.mark.parametrize("missing", ["adapter_model.safetensors", "adapter_config.json"])
+def test_an_adapter_without_one_of_its_files_is_refused_before_the_base_is_read(missing, tiny, tmp_path, monkeypatch):
+    written_by_peft(tiny, tmp_path / "adapter")
+    (tmp_path / "adapter" / missing).unlink()
+    monkeypatch.setattr(lora, "load_weights", None)
+    with pytest.raises(ConfigError, match=f"a folder with adapter_config.json and adapter_m.*; it has no {missing}"):
+        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
