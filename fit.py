@@ -11,6 +11,8 @@ Dimension key:  T tokens of a row,  C completion tokens among them.
 """
 
 import argparse
+import math
+import os
 import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
@@ -223,8 +225,7 @@ def try_on(cfg: Config, shape: Shape, machine: Machine) -> Fit:
               "sync": counts.sync_parts(decided, shape, machine.ranks),
               "rollout": counts.rollout_parts(decided, shape, machine.ranks, decided.rollout.slots)}
     found = Fit(decided, remarks, phases, False)
-    return replace(found, fits=found.peak <= FILLED * machine.free
-                   and machine.ranks % decided.rollout.tensor_parallel == 0)
+    return replace(found, fits=found.peak <= FILLED * machine.free)
 
 
 # A change -> what it costs.
@@ -247,7 +248,7 @@ def changes(cfg: Config, shape: Shape, machine: Machine) -> Iterator[tuple[str, 
             if tried.fits:
                 yield change, tried, cost
     for ranks in (2, 4, 8, 16, 32, 64):
-        if ranks > machine.ranks:
+        if ranks > machine.ranks and ranks % cfg.rollout.tensor_parallel == 0:
             tried = try_on(cfg, shape, replace(machine, ranks=ranks))
             if tried.fits:
                 yield f"{ranks} ranks", tried, "weights and moments are spread over them: sent in every row"
@@ -291,21 +292,32 @@ def prediction(found: Fit, shape: Shape, card: Card, name: str, ranks: int) -> s
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--fit", action="store_true",
                         help="say whether the run fits, and how long a step takes; status 2 if it does not")
-    parser.add_argument("--memory", type=above_zero, metavar="GIB", help="--fit: that is free on each GPU")
-    parser.add_argument("--gpus", type=int, choices=range(1, 1025), metavar="N", help="--fit: how many")
+    parser.add_argument("--memory", type=gibibytes, metavar="GIB", help="--fit: that is free on each GPU")
+    parser.add_argument("--gpus", type=count, metavar="N", help="--fit: how many")
     parser.add_argument("--card", choices=CARDS, help="--fit: which GPU")
 
 
-def above_zero(text: str) -> float:
+def gibibytes(text: str) -> float:
     number = float(text)
-    if not number > 0:
-        raise argparse.ArgumentTypeError("must be above 0")
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError("must be a finite number above 0")
+    return number
+
+
+def count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
     return number
 
 
 def described(cfg: Config, args: argparse.Namespace) -> tuple[Machine, str | None]:
     """Return the machine that the arguments name, or this one, and its card. Raises ConfigError."""
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+        raise ConfigError("--fit needs no torchrun: --gpus says on how many")
     if args.memory or args.card:
+        if cfg.device == "cpu":
+            raise ConfigError("--memory and --card name GPUs, and device=cpu; leave one of them out")
         gib = args.memory or CARDS[args.card].gib
         return Machine(torch.device("cuda"), gib * GIB, args.gpus or 1), args.card
     dist.init("cpu")
@@ -339,6 +351,11 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     """Print whether a config fits, and what would make it fit; returns the exit status, 2 if it does not."""
     shape = find_shape(cfg.model.path)
     machine, card = described(cfg, args)
+    if machine.ranks % cfg.rollout.tensor_parallel:
+        raise ConfigError(f"rollout.tensor_parallel={cfg.rollout.tensor_parallel} must be a divisor of the "
+                          f"number of GPUs, {machine.ranks}; set --gpus or it")
+    if cfg.model.attention == "flash":  # the same kernel, from a package that need not be here
+        cfg = with_setting(cfg, "model.attention=varlen")
     found, free = try_on(cfg, shape, machine), machine.free / GIB
     kind = "CPU" if machine.device.type == "cpu" else "GPU"
     where = f"{machine.ranks} x {card}" if card else f"{machine.ranks} {kind}{'s' * (machine.ranks > 1)}"

@@ -31,7 +31,7 @@ FILLED = 0.9  # of the memory that is free when a run begins; the CUDA context a
 OVERCOUNTED = 1.3  # at most so many times what an update takes is counted (tests/test_fake_gpu.py)
 ENOUGH = 4096  # tokens of a row; with fewer, launches and gathers cost more than what is computed again
 GRAIN = 256    # tokens by which a row may grow
-ASKED = "the capacity asked for"  # in a checkpoint, beside the one that the run had come to
+ASKED = "asked for"  # in a checkpoint: the capacity and slots of the config, beside those it had come to
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +155,8 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     here = choose_rows(here, shape, machine, saved)
     wanted = cfg.rollout.slots
     most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
-    slots = min(most, saved.get("rollout.slots", wanted))
+    as_before = saved.get(ASKED, {}).get("rollout.slots", wanted) == wanted
+    slots = min(most, saved.get("rollout.slots", wanted) if as_before else wanted)
     here = replace(here, rollout=replace(here.rollout, slots=slots))
     return here, list(remarks(cfg, here, shape, machine, saved))
 
@@ -168,7 +169,8 @@ def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: di
         yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = update_bytes(here, shape, machine.ranks) / 2**30
     if cfg.pack.capacity not in ("auto", here.pack.capacity):
-        yield f"pack.capacity={here.pack.capacity}, not {cfg.pack.capacity}: as before, when memory ran out"
+        yield (f"pack.capacity={here.pack.capacity}, not {cfg.pack.capacity}: as before, when memory ran out "
+               "(another number is taken as it is)")
     if needed > free:
         yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train an "
                "adapter (model.lora.rank) or on more ranks, lower pack.capacity or set optim.offload=true "
@@ -203,9 +205,10 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     return kind, replace(spec, slots=slots)
 
 
-def to_save(cfg: Config, capacity: int, asked: int | str) -> dict:
-    """List the settings for a checkpoint: the capacity that rows have come to, and the one asked for."""
-    return flatten(cfg) | {"pack.capacity": capacity, ASKED: asked}
+def to_save(cfg: Config, capacity: int, asked: Config) -> dict:
+    """List the settings for a checkpoint: the capacity that rows have come to, and what was asked for."""
+    of_asked = {key: flatten(asked)[key] for key in ("pack.capacity", "rollout.slots")}
+    return flatten(cfg) | {"pack.capacity": capacity, ASKED: of_asked}
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:
@@ -227,7 +230,7 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     def needed(how: str, tokens: int) -> int:
         return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
 
-    if saved.get(ASKED) == capacity:
+    if saved.get(ASKED, {}).get("pack.capacity") == capacity or before and capacity == "auto":
         # What was measured may be more than what is counted to fit.
         if capacity == "auto" and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
             return with_rows(cfg, how_before, before)
@@ -238,7 +241,7 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     least, most = row_range(cfg, machine.ranks)
     if machine.device.type == "cpu":  # where longer ones gain nothing, and memory is not ours alone
         most = max(least, min(most, ENOUGH))
-    sizes = range(least, most + GRAIN, GRAIN)
+    sizes = [*range(least, most, GRAIN), most]
     longest = {how: bisect_right(sizes, room, key=partial(needed, how)) for how in ways}
     enough = [how for how in ways if longest[how] and sizes[longest[how] - 1] >= min(ENOUGH, most)]
     how = enough[0] if enough else max(reversed(ways), key=longest.get)

@@ -301,7 +301,7 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> Config:
     real = memory.fullest(peak_of_update(cfg, learner), device) - held
     real = max(real, counted(first) / memory.OVERCOUNTED)  # less has never been seen
     room = memory.FILLED * memory.total_bytes(device) - held
-    sizes = range(first, most + memory.GRAIN, memory.GRAIN)
+    sizes = [*range(first, most, memory.GRAIN), most]
     fitting = bisect_right(sizes, room * counted(first) / real, key=counted)
     torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
     learner.pack.capacity = sizes[max(1, fitting) - 1]

@@ -87,9 +87,12 @@ def read(path: Path) -> dict[str, Any]:
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of a model folder. Raises ConfigError."""
     try:
-        return json.loads(path.read_text())
+        found = json.loads(path.read_text())
     except ValueError as error:
         raise ConfigError(f"{path} is not valid JSON: {error}; download it again") from None
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} holds no JSON object; download it again")
+    return found
 
 
 def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Path:

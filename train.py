@@ -173,7 +173,7 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
 
 def written_beside(run: Run, asked: Config) -> dict:
     """Return what a checkpoint holds beside tensors."""
-    settings = memory.to_save(run.cfg, run.learner.pack.capacity, asked.pack.capacity)
+    settings = memory.to_save(run.cfg, run.learner.pack.capacity, asked)
     return {"config": settings, "history": run.history.state(), "base": run.base}
 
 
@@ -244,7 +244,7 @@ def command(args: argparse.Namespace) -> int | None:
     cfg = config.load(args.config, args.set)
     if args.show:
         return print(resolved(cfg))
-    if args.fit:
+    if args.fit or args.memory or args.gpus or args.card:
         return fit.report(cfg, args)
     if args.check:
         task = load(cfg)

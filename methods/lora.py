@@ -16,23 +16,22 @@ A and B are trained as all weights are without adapters: in float32, with moment
 Dimension key:  T tokens of a row,  I inputs and O outputs of a layer,  R rank.
 """
 
-import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import beside_tensors, with_policy
-from infra.weights import export, hf_name, load_weights, weight_files
+from infra.results import hash_files
+from infra.weights import export, hf_name, load_weights, named_weights, weight_files
 from model import Decoder, empty_model, load_model
 from settings import read_json
 
@@ -41,6 +40,7 @@ MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
 # model.lora.targets -> layers of a block
 TARGETS = {"all": ATTENTION + MLP, "attention": ATTENTION, "mlp": MLP}
 PREFIX = "base_model.model."  # of every name in a PEFT file
+LEAVE_THE_BASE = (True, False, None, "gaussian", "orthogonal")  # first values; others, as PiSSA's, change it
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 # What a PEFT folder may say of an adapter that computes something else.
 PLAIN = {"peft_type": "LORA", "bias": "none", "use_dora": False, "use_rslora": False, "fan_in_fan_out": False,
@@ -152,11 +152,18 @@ def read(model: Decoder, settings: Lora) -> dict[str, Tensor]:
             raise ConfigError(f"{named}: its {key}={said[key]!r} must be {plain!r}, for nothing else is "
                               "computed here; merge that adapter into the base, and take the result as "
                               "model.path")
+    if said.get("init_lora_weights", True) not in LEAVE_THE_BASE:
+        raise ConfigError(f"{named}: its init_lora_weights={said['init_lora_weights']!r} changes the base; "
+                          "convert it to plain LoRA (path_initial_model_for_weight_conversion of PEFT's "
+                          "save_pretrained), or merge it and take the result as model.path")
     for setting, key in (("rank", "r"), ("alpha", "lora_alpha")):
         if getattr(settings, setting) != said.get(key):
             raise ConfigError(f"model.lora.{setting}={getattr(settings, setting)} must be {said.get(key)}, "
                               f"which the adapter at {named} has; set it so")
-    stored = load_file(folder / WEIGHTS)
+    try:
+        stored = load_file(folder / WEIGHTS)
+    except SafetensorError as error:
+        raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); write it again") from None
     expected = {stored_name(name, factor): tuple(getattr(layer, f"lora_{factor}").shape)
                 for name, layer in adapted(model).items() for factor in "AB"}
     shapes = {name: tuple(t.shape) for name, t in stored.items()}
@@ -200,22 +207,10 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
 
 # ---- the base that an adapter belongs to
 
-@cache
-def sha256_of(path: Path, size: int, changed_ns: int) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
 def hash_of(files: list[Path]) -> str:
-    """Identify weights by their files. Collective: rank 0 reads all at once, for a hash keeps one core busy,
-    and a process reads a file once. None is kept on disk, where it could outlive what it is of."""
-    hashes = []
-    if dist.rank() == 0:
-        stats = [path.stat() for path in files]
-        with ThreadPoolExecutor() as threads:
-            hashes = list(threads.map(sha256_of, files, [s.st_size for s in stats],
-                                      [s.st_mtime_ns for s in stats]))
-    return hashlib.sha256(" ".join(dist.gather(hashes)).encode()).hexdigest()
+    """Identify weights by their files, which rank 0 reads. Collective. No hash is kept on disk, where it
+    could outlive what it is of."""
+    return "".join(dist.gather([hash_files(files)] if dist.rank() == 0 else []))
 
 
 def base_of(settings: Lora, source: Path) -> dict[str, str]:
@@ -237,7 +232,8 @@ def require_base(step: Path, saved: dict, here: dict[str, str]) -> None:
 
 def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     """Load a model's folder on the CPU, with the policy of `path` where that is a checkpoint. Collective. One
-    with an adapter is at least float32: it is rounded when it has been merged. Raises ConfigError."""
+    with an adapter is at least float32, of a base as its run had it: it is rounded when it has been merged.
+    Raises ConfigError."""
     saved = beside_tensors(path)
     if not saved.get("base"):
         return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
@@ -247,4 +243,6 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     model = empty_model(folder, torch.promote_types(dtype, torch.float32))
     adapt(model, settings, model.norm.weight.dtype)
     load_weights(model.to_empty(device="cpu"), folder)
+    for _, p in named_weights(model):
+        p.copy_(p.to(getattr(torch, flat["model.dtype"])))
     return with_policy(path, model)

@@ -51,8 +51,8 @@ class Packing:
         smaller = max(smaller, self.least)
         what = f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}"
         if smaller >= longest:
-            raise ConfigError(f"{what}, which one sequence may have: lower rollout.max_new_tokens, or "
-                              f"{MORE_ROOM} ({why})")
+            raise ConfigError(f"{what}, and one sequence may have {self.least} (data.max_prompt_tokens + "
+                              f"rollout.max_new_tokens): {MORE_ROOM}, and go on with --resume auto ({why})")
         if not alone or self.halved == HALVINGS:
             already = f", which were halved {HALVINGS} times before" * alone
             raise ConfigError(f"{what}{already}: go on from the newest checkpoint with --resume auto and "

@@ -98,6 +98,9 @@ def test_nothing_helps_a_model_that_is_too_large_for_any_number_tried(folders, m
     (["--config", "cppo_toy.yaml", "--set", "model.path=a/b/c"], "error: model.path='a/b/c' is not on this machine"),
     (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
+    (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "device=cpu"], "error: --memory and --card name GPUs"),
+    (["--config", "cppo_toy.yaml", "--card", "H100", "--gpus", "6", "--set", "rollout.engine=vllm", "--set",
+      "rollout.tensor_parallel=4"], "error: rollout.tensor_parallel=4 must be a divisor of the number of GPUs, 6"),
 ])
 def test_what_cannot_be_told_is_one_line(arguments, message, monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(fit, "try_to_load_from_cache", cache_without_models)
@@ -116,11 +119,24 @@ def test_a_model_in_the_hubs_cache_is_read_from_there(folders, monkeypatch):
     assert fit.find_shape("Qwen/Qwen2.5-0.5B-Instruct") == shapes.shape_of("0.5B")
 
 
-@pytest.mark.parametrize("option", [["--memory", "0"], ["--memory", "much"], ["--card", "H800"], ["--gpus", "0"]])
+@pytest.mark.parametrize("option", ["--memory 0", "--memory much", "--memory inf", "--card H800", "--gpus 0",
+                                    "--gpus 1.5"])
 def test_options_that_make_no_sense_are_refused(option, monkeypatch, capsys):
     with pytest.raises(SystemExit) as ended:
-        main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", *option)
+        main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", *option.split())
     assert ended.value.code == 2
+
+
+def test_a_card_is_enough_to_ask_for_it_and_what_another_machine_lacks_is_no_matter(folders, monkeypatch, capsys):
+    asked = ["--config", "cppo_gsm8k_lora.yaml", "--card", "4090", "--set", f"model.path={folders['1.5B']}"]
+    assert main(monkeypatch, *asked) == 0
+    said = capsys.readouterr().out
+    assert "It fits" in said
+    assert main(monkeypatch, *asked, "--fit", "--set", "model.attention=flash") == 0
+    assert "It fits" in capsys.readouterr().out
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(monkeypatch, *asked) == 2
+    assert capsys.readouterr().err.startswith("error: --fit needs no torchrun")
 
 
 def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch, capsys):

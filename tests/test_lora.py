@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import peft
@@ -153,6 +154,31 @@ def test_what_a_run_exports_is_one_policy_in_peft_and_in_transformers(tmp_path):
     assert (ours_C - before_C).abs().max() > 0.1
     torch.testing.assert_close(log_probs(with_adapter), ours_C, rtol=0, atol=1e-4)
     torch.testing.assert_close(log_probs(merged), ours_C, rtol=0, atol=1e-4)
+
+
+def test_a_checkpoint_exports_what_its_run_does_also_in_halves_on_a_base_of_float32(tmp_path):
+    run = tmp_path / "run"
+    train.train(toy_config(run, "steps=1", "model.dtype=bfloat16", "model.lora.rank=2", "rollout.max_new_tokens=16",
+                           "eval.max_new_tokens=8"))
+    learner.export_checkpoint(run / "checkpoints" / "step_000001", tmp_path / "again")
+    assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
+    assert_equal(load_file(tmp_path / "again" / "model.safetensors"), load_file(run / "hf" / "model.safetensors"))
+
+
+def test_an_adapter_whose_first_values_changed_the_base_is_refused(tiny, tmp_path):
+    written_by_peft(tiny, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "pissa"}))
+    with pytest.raises(ConfigError, match="its init_lora_weights='pissa' changes the base; convert it to plain LoRA"):
+        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
+
+
+def test_an_adapter_that_was_cut_off_on_its_way_is_one_line(tiny, tmp_path):
+    written_by_peft(tiny, tmp_path / "adapter")
+    file = tmp_path / "adapter" / "adapter_model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    with pytest.raises(ConfigError, match=r"adapter_model.safetensors cannot be read \(.*\); write it again"):
+        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
 
 
 def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_path):

@@ -271,8 +271,7 @@ def test_rows_are_no_longer_than_a_ranks_part_of_a_mini_batch():
     cfg, shape = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=1"]), shapes.shape_of("0.5B")
     for ranks, whole in ((1, 16896), (8, 2112)):
         assert counts.row_range(cfg, ranks) == (1536, 1536 + whole)
-        tokens = chosen(cfg, gpu(999, ranks), "0.5B")["pack.capacity"]
-        assert 1536 + whole <= tokens < 1536 + whole + memory.GRAIN
+        assert chosen(cfg, gpu(999, ranks), "0.5B")["pack.capacity"] == 1536 + whole
     halves = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=2", "update.minibatches=2"])
     assert counts.row_range(halves, 1) == counts.row_range(cfg, 1)
     full = config.load("dppo_listed_math.yaml", ["rollout.max_rounds=3"])
@@ -303,20 +302,32 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     first, _ = choose_settings(cfg, shape, gpu(60), {})
     assert first.model.checkpoint_blocks == "none"
     longer = first.pack.capacity + 1024
-    saved = memory.to_save(first, longer, "auto")
+    saved = memory.to_save(first, longer, cfg)
     for gib in (60, 139):
         again, said = choose_settings(cfg, shape, gpu(gib), saved)
         assert again == memory.with_rows(first, "none", longer) and said == []
     less, said = choose_settings(cfg, shape, gpu(45), saved)
     assert less.pack.capacity < longer and f"pack.capacity={longer}" in said[-1]
     named = config.load("cppo_gsm8k.yaml", [*MANY, LONG_ROWS])
-    halved = memory.to_save(choose_settings(named, shape, gpu(139), {})[0], 8192, 16384)
+    halved = memory.to_save(choose_settings(named, shape, gpu(139), {})[0], 8192, named)
     again, said = choose_settings(named, shape, gpu(139), halved)
     assert again.pack.capacity == 8192 and said == [
-        "pack.capacity=8192, not 16384: as before, when memory ran out"]
-    for asked in ("auto", "32768"):  # another wish than the one that was halved
-        other = config.load("cppo_gsm8k.yaml", [*MANY, f"pack.capacity={asked}"])
-        assert choose_settings(other, shape, gpu(139), halved)[0].pack.capacity > 8192
+        "pack.capacity=8192, not 16384: as before, when memory ran out (another number is taken as it is)"]
+    assert choose_settings(cfg, shape, gpu(139), halved)[0].pack.capacity == 8192  # auto takes what has been taken
+    other = config.load("cppo_gsm8k.yaml", [*MANY, "pack.capacity=32768"])
+    assert choose_settings(other, shape, gpu(139), halved)[0].pack.capacity == 32768
+
+
+def test_a_run_that_goes_on_has_as_many_slots_as_before_unless_others_are_asked_for():
+    asked, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
+    few = choose_settings(asked, shape, gpu(10), {})[0]
+    assert few.rollout.slots < asked.rollout.slots
+    saved = memory.to_save(few, few.pack.capacity, asked)
+    again, said = choose_settings(asked, shape, gpu(79), saved)
+    assert again.rollout.slots == few.rollout.slots
+    assert said[0] == f"rollout.slots={few.rollout.slots}, not {asked.rollout.slots}: as before"
+    other = replace(asked, rollout=replace(asked.rollout, slots=200))
+    assert choose_settings(other, shape, gpu(79), saved)[0].rollout.slots == 200
 
 
 def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):

@@ -78,7 +78,7 @@ IMPORTS = {
     "collect": {"advantage", "config", "data", "history", "infra.dist", "methods.custom_reward", "methods.greso",
                 "prune", "records", "reward", "rollout"},
     "metrics": {"advantage", "infra.dist", "loss", "methods.smaller_rows", "pack", "records"},
-    "methods.lora": {"config", "infra.checkpoint", "infra.dist", "infra.weights", "model", "settings"},
+    "methods.lora": {"config", "infra.checkpoint", "infra.dist", "infra.results", "infra.weights", "model", "settings"},
     "learner": {"config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder", "infra.signals",
                 "infra.weights", "methods.lora", "methods.smaller_rows", "model", "pack", "records"},
     "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "loss", "methods.gae", "methods.lora",

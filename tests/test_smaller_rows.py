@@ -122,8 +122,8 @@ def test_a_capacity_is_halved_until_it_is_below_the_row_that_was_tried_and_never
     assert (packing.capacity, packing.halved) == (128, 2)
     packing.halve(128, LESS)
     assert (packing.capacity, packing.halved) == (100, 3)
-    with pytest.raises(ConfigError, match=r"rows of up to 100 tokens on rank 0, which one sequence may have: lower "
-                                          r"rollout.max_new_tokens, or set model.checkpoint_blocks=all .* \(CUDA out"):
+    with pytest.raises(ConfigError, match=r"rows of up to 100 tokens on rank 0, and one sequence may have 100 "
+                                          r"\(data.*tokens\): set model.checkpoint_blocks=all .* \(CUDA out"):
         packing.halve(100, LESS)
     with pytest.raises(ConfigError, match="which were halved 3 times before: go on .* --set pack.capacity=500"):
         Packing(1000, None, least=10, halved=3).halve(1000, LESS)
