@@ -55,7 +55,7 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     assert len(shares) == gpu_parts.TOP and shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1
     assert "aten::mm" in (tmp_path / "results_1M_kernels.txt").read_text()
     step = rows["step"]
-    assert list(step) == ["grpo_toy", "cppo_toy", "pps_toy"]
+    assert list(step) == ["grpo_toy", "cppo_toy", "pps_toy", "lora_toy"]
     assert step["grpo_toy"]["kept"] == 4 * step["cppo_toy"]["kept"] == 4 * step["pps_toy"]["kept"]
     assert all(row[phase] > 0 for row in step.values() for phase in ("rollout", "reward", "score", "update", "sync"))
     assert min(rows["rollout"]["sleep and sync"]["sync s"]) > 0
