@@ -125,9 +125,9 @@ def hf_name(name: str) -> str:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield under its Hugging Face name every parameter that a folder has: none of an adapter's."""
+    """Yield every parameter under its Hugging Face name, but for an adapter's, which no folder has."""
     for name, p in model.named_parameters():
-        if name.endswith((".weight", ".bias")):
+        if not name.endswith(("_A", "_B")):  # methods/lora.py
             yield hf_name(name), p
 
 
