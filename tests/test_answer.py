@@ -328,6 +328,7 @@ def lines(name: str) -> list[dict]:
 
 
 @needs_data
+@pytest.mark.slow
 def test_the_labelled_cases():
     cases = lines("grader_cases")
     grades = grading.grade([(case["gold"], case["completion"]) for case in cases])
@@ -349,6 +350,7 @@ def test_every_gold_solution_is_right(name):
 
 
 @needs_data
+@pytest.mark.slow
 def test_every_gold_answer_is_right_and_nearly_all_can_be_read():
     names = ("gsm8k_test", "math_train", "math_test4500", "aime24", "aime25", "amc23", "minerva_math",
              "olympiadbench")

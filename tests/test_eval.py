@@ -143,6 +143,7 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
     assert f"{result['accuracy']:.1%}" in printed
 
 
+@pytest.mark.slow
 def test_sixteen_answers_to_each_problem(tmp_path):
     """pass@k of the file is the share of all subsets of its responses; graded again it is the same file.
 

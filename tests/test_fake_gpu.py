@@ -39,8 +39,14 @@ KERNELS = {  # of one layer in a row, of the head in a chunk of logits
 }
 # And for each of 7 layers with an adapter: two products, each with two more in backward where one of the weight was.
 OF_ADAPTERS = {"layer, forward": 14, "layer, backward": 39, "layer, recomputed": 14}
-every_case = pytest.mark.parametrize("case", [
-    pytest.param(case, marks=pytest.mark.slow) if case.startswith("whole") else case for case in CASES])
+
+
+def with_cases(*names: str) -> pytest.MarkDecorator:
+    return pytest.mark.parametrize("case", [
+        name if name in ("7B", "lora") else pytest.param(name, marks=pytest.mark.slow) for name in names])
+
+
+every_case = with_cases(*CASES)
 
 
 @cache
@@ -87,15 +93,14 @@ def test_a_layer_and_a_chunk_of_the_head_launch_no_more_kernels(case):
     assert {name: count for name, count in kernels.items() if count > KERNELS[name] + more.get(name, 0)} == {}
 
 
-@pytest.mark.parametrize("case", ["1.5B", "7B", "one_rank", "recompute", "selective", "lora", "lora_7B",
-                                  "lora_one_rank", "lora_selective"])
+@with_cases("1.5B", "7B", "one_rank", "recompute", "selective", "lora", "lora_7B", "lora_one_rank", "lora_selective")
 def test_the_peak_is_what_memory_py_counts_or_a_little_less(case):
     """Of tensors that are alive: fragments and the driver's own apart."""
     row = figures(*CASES[case])
     assert 1.0 <= row["counted"] / row["peak"] <= 1.3
 
 
-@pytest.mark.parametrize("case", ["1.5B", "7B", "recompute", "lora", "lora_7B"])
+@with_cases("1.5B", "7B", "recompute", "lora", "lora_7B")
 def test_bytes_and_flop_of_a_row_are_those_that_fit_predicts_seconds_from(case):
     """Of kernels beside products and attention, within a tenth; of products, within a hundredth."""
     row = figures(*CASES[case])

@@ -299,7 +299,7 @@ def pruned_config(name: str, out, *settings: str) -> config.Config:
     return toy_config(out, *settings, *PRUNED[name], name=base)
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("dppo", "lora") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "lora" else pytest.mark.slow)
                                   for name in PRUNED])
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
@@ -326,7 +326,7 @@ def resumed(cfg: config.Config) -> Gradient:
 
 
 @pytest.mark.parametrize(("name", "before", "after"), [
-    ("tppo", 2, 3), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("dppo", 1, 2), ("greso", 2, 3),
+    ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tppo", 2, 3), ("greso", 2, 3),
                                                                         ("tppo-lora", 2, 3)))])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")

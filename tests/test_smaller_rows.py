@@ -213,6 +213,7 @@ sys.exit(train.main())
 """
 
 
+@pytest.mark.slow
 def test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set(tmp_path):
     """The checkpoint before is whole, and two runs that go on from it as they are told are the same."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, *SHORT)

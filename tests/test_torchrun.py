@@ -59,6 +59,7 @@ def whole(tmp_path_factory) -> Callable[[str], tuple]:
     return run
 
 
+@pytest.mark.slow
 def test_a_worker_that_dies_takes_the_others_down_and_is_named(tmp_path):
     process = launch(tmp_path / "run", "--standalone", "--nproc_per_node=2")
     wait_for(process, "step 1:")

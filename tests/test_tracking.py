@@ -144,6 +144,7 @@ sys.exit(train.main())
 """
 
 
+@pytest.mark.slow
 def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_path):
     """wandb writes its record now and then, so of a process that is gone at once it may hold nothing."""
     cfg = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT)
