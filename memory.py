@@ -230,11 +230,12 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     def needed(how: str, tokens: int) -> int:
         return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
 
-    if saved.get(ASKED, {}).get("pack.capacity") == capacity or before and capacity == "auto":
+    if capacity == "auto":
         # What was measured may be more than what is counted to fit.
-        if capacity == "auto" and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
+        if before and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
             return with_rows(cfg, how_before, before)
-        capacity = before if capacity != "auto" else capacity
+    elif saved.get(ASKED, {}).get("pack.capacity") == capacity:
+        capacity = before
     if capacity != "auto":
         fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
         return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from config import ConfigError
 from infra import dist
 from infra.counts import cache_bytes
-from infra.weights import named_weights
+from infra.weights import differing, named_weights
 from memory import VLLM_VERSION
 from model import Decoder, empty_model
 from records import EngineSpec, Sample
@@ -77,9 +77,8 @@ class VLLMEngine:
         Names and shapes are compared first: after a wrong one vLLM would also fail with the right ones.
         """
         policy_shapes = {name: tuple(t.shape) for name, t in named_weights(policy)}
-        if policy_shapes != self.expected:
-            name = min(name for name in policy_shapes.keys() | self.expected.keys()
-                       if policy_shapes.get(name) != self.expected.get(name))
+        if wrong := differing(self.expected, policy_shapes):
+            name = wrong[0]
             raise ValueError(f"the policy does not fit the engine at {name}: its shape is "
                              f"{policy_shapes.get(name, 'nothing')}, the engine's "
                              f"{self.expected.get(name, 'nothing')}")

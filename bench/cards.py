@@ -14,7 +14,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
-from shapes import shape_of
+from shapes import CARDS, shape_of
 
 import config
 import fit
@@ -22,7 +22,6 @@ from memory import Machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "running.md"
 MODELS = ("0.5B", "1.5B", "3B", "7B")
-MACHINES = {24: "4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB -> the card whose peak figures are taken
 RANK = 32
 # A step of 64 x 16 completions of which all are trained on, without a KL.
 SETTINGS = ["rollout.prompts_per_step=64", "loss.kl=0", "update.epochs=1", "rollout.slots=1024"]
@@ -34,7 +33,7 @@ HEAD = """\
 
 def cells(model: str, rank: int | None, gigabytes: int, gpus: int) -> list[str]:
     """Return what is chosen for a model on so many GPUs; dashes where it does not fit."""
-    card, shape = fit.CARDS[MACHINES[gigabytes]], shape_of(model)
+    card, shape = fit.CARDS[CARDS[gigabytes]], shape_of(model)
     adapter = [f"model.lora.rank={rank}"] if rank else []
     cfg = config.load("grpo_gsm8k.yaml", [*SETTINGS, *adapter])
     found = fit.try_on(cfg, shape, Machine(torch.device("cuda"), card.gib * fit.GIB, gpus))
@@ -48,7 +47,7 @@ def cells(model: str, rank: int | None, gigabytes: int, gpus: int) -> list[str]:
 def table() -> str:
     lines = [[f"{model}{f', LoRA rank {rank}' if rank else ''}", str(gigabytes),
               *cells(model, rank, gigabytes, 1), *cells(model, rank, gigabytes, 8)]
-             for model in MODELS for rank in (None, RANK) for gigabytes in MACHINES]
+             for model in MODELS for rank in (None, RANK) for gigabytes in CARDS]
     return HEAD + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 from resident import peak
-from shapes import SHAPES, draw_weights, shape_of, write_config
+from shapes import CARDS, SHAPES, draw_weights, shape_of, write_config
 from tqdm import tqdm
 
 import config
@@ -43,7 +43,7 @@ from memory import Machine
 from model import CALLS, ChunkedLogProb, empty_model, log_prob, logits_gradient, sdpa_padded
 from records import Segments
 
-FREE = {24: 23.5, 80: 79.0, 141: 139.0}  # GB of a GPU -> GiB assumed to be free on it when empty
+FREE = {gigabytes: fit.CARDS[card].gib for gigabytes, card in CARDS.items()}  # GB of a GPU -> free GiB
 CPU, GIB, VOCAB, SEQUENCE, CHUNK = torch.device("cpu"), 2**30, 151_936, 1024, 1024
 
 

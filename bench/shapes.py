@@ -14,6 +14,7 @@ from memory import choose_backend
 from model import Decoder, empty_model
 from records import EngineSpec
 
+CARDS = {24: "4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB -> a card of fit.CARDS that has them
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",

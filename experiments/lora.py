@@ -10,36 +10,25 @@ three seeds, evaluated on the test problems, round by round, so that a machine t
 import argparse
 import json
 from pathlib import Path
-from statistics import mean
 
 from tqdm import tqdm
-from training import ROOT, train_once
+from training import ROOT, accuracies, on_seeds, tune
 
 from infra import runfolder
 
-ARMS = {"all weights": ["cppo_toy.yaml"]}
+ALL = "all weights"
+ARMS = {ALL: ["cppo_toy.yaml"]}
 ARMS |= {f"rank {rank}": ["lora_toy.yaml", f"model.lora.rank={rank}"] for rank in (1, 8, 64)}
-OF_ALL, OF_ADAPTERS = ("5e-5", "1e-4", "2e-4"), ("5e-4", "1e-3", "2e-3")  # learning rates
-TUNING_SEED, SEEDS = 100, range(3)
-
-
-def trained(out: Path, arm: str, steps: int, rate: str, *settings: str) -> Path:
-    name, *changes = ARMS[arm]
-    return train_once(out, name, *changes, f"steps={steps}", f"optim.lr={rate}", "eval.every=5",
-                      "checkpoint.every=0", *settings)
-
-
-def accuracies(folder: Path) -> list[float]:
-    """Return the accuracy of each evaluation of a run."""
-    lines = runfolder.read(folder / "metrics.jsonl")
-    return [line[key] for line in lines for key in line if key.endswith("/accuracy") and "eval/" in key]
+RATES = dict.fromkeys(ARMS, ("5e-4", "1e-3", "2e-3")) | {ALL: ("5e-5", "1e-4", "2e-4")}
+SEEDS = range(3)
+COMMON = ["eval.every=5", "checkpoint.every=0", "data.limit=3500"]
 
 
 def row(folder: Path) -> dict[str, float]:
     """Read off a run: accuracy before and after, seconds of its steps, bytes of its checkpoint."""
     lines = [line for line in runfolder.read(folder / "metrics.jsonl") if "time/step" in line]
     step, = (folder / "checkpoints").glob("step_*")
-    scores = accuracies(folder)
+    scores = accuracies(folder, "test")
     return {"before": scores[0], "after": scores[-1], "seconds": sum(line["time/step"] for line in lines),
             "update": sum(line["time/update"] for line in lines),
             "bytes": sum(path.stat().st_size for path in step.rglob("*") if path.is_file())}
@@ -51,28 +40,13 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "lora")
     parser.add_argument("--steps", type=int, default=40)
     args = parser.parse_args()
-    out = args.out.resolve()
-    out.mkdir(parents=True, exist_ok=True)
-    validation = out / "validation.jsonl"
-    problems = (ROOT / "toy" / "train.jsonl").read_text().splitlines(keepends=True)
-    validation.write_text("".join(problems[-500:]))
-    scores: dict[str, dict[str, float]] = {arm: {} for arm in ARMS}
-    bar = tqdm(total=len(ARMS) * (3 + len(SEEDS)), unit="run")
-    for arm in ARMS:
-        for rate in OF_ALL if arm == "all weights" else OF_ADAPTERS:
-            folder = trained(out / f"{arm}-{rate}".replace(" ", "-"), arm, args.steps, rate,
-                             f"seed={TUNING_SEED}", f"data.eval={validation}")
-            scores[arm][rate] = mean(accuracies(folder))
-            bar.update()
+    out, common = args.out.resolve(), [*COMMON, f"steps={args.steps}"]
+    bar = tqdm(total=sum(map(len, RATES.values())) + len(ARMS) * len(SEEDS), unit="run")
+    scores = tune(out, ARMS, RATES, common, bar)
     best = {arm: max(by_rate, key=by_rate.get) for arm, by_rate in scores.items()}
-    rows: dict[str, list[dict[str, float]]] = {arm: [] for arm in ARMS}
-    for seed in SEEDS:
-        for arm in ARMS:
-            folder = trained(out / f"{arm}-seed{seed}".replace(" ", "-"), arm, args.steps, best[arm],
-                             f"seed={seed}")
-            rows[arm].append(row(folder))
-            bar.update()
+    folders = on_seeds(out, ARMS, best, SEEDS, common, bar)
     bar.close()
+    rows = {arm: [row(folder) for folder in of_arm] for arm, of_arm in folders.items()}
     show(rows, best)
     print(json.dumps({"bench": "lora", "scores": scores, "rates": best, "steps": args.steps, "rows": rows}))
 

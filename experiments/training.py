@@ -1,14 +1,24 @@
-"""Make the training runs of an experiment, each once: an interrupted experiment goes on where it stopped."""
+"""Make the training runs of an experiment, each once: an interrupted experiment goes on where it stopped.
+
+An arm is a config and the settings that it changes.
+"""
 
 import shutil
 import subprocess
 import sys
 from pathlib import Path
+from statistics import mean
+
+from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
+from infra import runfolder  # noqa: E402
+
+TUNING_SEED = 100  # of the runs that choose a learning rate
+VALIDATION = 500   # problems at the end of the toy's training set that they are evaluated on
 
 
 def train_once(out: Path, name: str, *settings: str) -> Path:
@@ -27,3 +37,42 @@ def train_once(out: Path, name: str, *settings: str) -> Path:
         raise RuntimeError(f"{name} {' '.join(settings)} failed:\n{process.stderr}")
     (out / "finished").touch()
     return out
+
+
+def accuracies(folder: Path, name: str) -> list[float]:
+    """Return the accuracy on a set of each evaluation of a run."""
+    lines = runfolder.read(folder / "metrics.jsonl")
+    return [line[f"eval/{name}/accuracy"] for line in lines if f"eval/{name}/accuracy" in line]
+
+
+def tune(out: Path, arms: dict[str, list[str]], rates: dict[str, tuple[str, ...]], common: list[str],
+         bar: tqdm) -> dict[str, dict[str, float]]:
+    """Run every arm at each of its learning rates, on a seed that is not used again; data.limit must leave
+    out the problems of the validation. Returns {arm: {rate: mean accuracy over the run's evaluations}}."""
+    out.mkdir(parents=True, exist_ok=True)
+    validation = out / "validation.jsonl"
+    lines = (ROOT / "toy" / "train.jsonl").read_text().splitlines(keepends=True)
+    validation.write_text("".join(lines[-VALIDATION:]))
+    scores: dict[str, dict[str, float]] = {arm: {} for arm in arms}
+    for arm in arms:
+        for rate in rates[arm]:
+            bar.set_description(f"{arm}, rate {rate}")
+            folder = train_once(out / "rates" / f"{arm}-{rate}", *arms[arm], *common, f"optim.lr={rate}",
+                                f"seed={TUNING_SEED}", f"data.eval={validation}")
+            scores[arm][rate] = mean(accuracies(folder, "validation"))
+            bar.update()
+    return scores
+
+
+def on_seeds(out: Path, arms: dict[str, list[str]], best: dict[str, str], seeds: range, common: list[str],
+             bar: tqdm) -> dict[str, list[Path]]:
+    """Run every arm at its learning rate on every seed, seed by seed, so that a machine that slows down slows
+    all arms. Returns the run folders of each arm."""
+    folders: dict[str, list[Path]] = {arm: [] for arm in arms}
+    for seed in seeds:
+        for arm in arms:
+            bar.set_description(f"{arm}, seed {seed}")
+            folders[arm].append(train_once(out / f"{arm}-seed{seed}", *arms[arm], *common,
+                                           f"optim.lr={best[arm]}", f"seed={seed}"))
+            bar.update()
+    return folders

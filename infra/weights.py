@@ -8,6 +8,7 @@ from pathlib import Path
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -147,12 +148,20 @@ def weight_files(folder: Path) -> list[Path]:
     return [Path(folder) / shard for shard in shards]
 
 
-def read_weights(folder: Path) -> dict[str, Tensor]:
-    """Read all tensors of a folder."""
+def read_tensors(files: list[Path]) -> dict[str, Tensor]:
+    """Read all tensors of safetensors files. Raises ConfigError."""
     tensors: dict[str, Tensor] = {}
-    for path in weight_files(folder):
-        tensors |= load_file(path)
+    for path in files:
+        try:
+            tensors |= load_file(path)
+        except SafetensorError as error:
+            raise ConfigError(f"{path} cannot be read ({error}); download or write it again") from None
     return tensors
+
+
+def differing(expected: dict[str, tuple], found: dict[str, tuple]) -> list[str]:
+    """Name the tensors that one of two tables of shapes lacks or has in another shape, sorted."""
+    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
 
 
 @torch.no_grad()
@@ -161,16 +170,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
 
     Raises ConfigError when a tensor is missing, left over or of another shape than config.json says.
     """
-    tensors = read_weights(folder)
+    tensors = read_tensors(weight_files(folder))
     if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
     expected = {name: tuple(p.shape) for name, p in named_weights(model)}
     stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    names = expected.keys() | stored.keys()
-    differing = sorted(name for name in names if expected.get(name) != stored.get(name))
-    if differing:
-        name = differing[0]
-        raise ConfigError(f"{folder}: weights do not match config.json at {len(differing)} tensors, e.g. "
+    if wrong := differing(expected, stored):
+        name = wrong[0]
+        raise ConfigError(f"{folder}: weights do not match config.json at {len(wrong)} tensors, e.g. "
                           f"{name}: file has {stored.get(name, 'nothing')}, config.json implies "
                           f"{expected.get(name, 'nothing')}")
     for name, p in named_weights(model):

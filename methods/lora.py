@@ -23,15 +23,14 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import beside_tensors, with_policy
 from infra.results import hash_files
-from infra.weights import export, hf_name, load_weights, named_weights, weight_files
+from infra.weights import differing, export, hf_name, load_weights, named_weights, read_tensors, weight_files
 from model import Decoder, empty_model, load_model
 from settings import read_json
 
@@ -160,18 +159,14 @@ def read(model: Decoder, settings: Lora) -> dict[str, Tensor]:
         if getattr(settings, setting) != said.get(key):
             raise ConfigError(f"model.lora.{setting}={getattr(settings, setting)} must be {said.get(key)}, "
                               f"which the adapter at {named} has; set it so")
-    try:
-        stored = load_file(folder / WEIGHTS)
-    except SafetensorError as error:
-        raise ConfigError(f"{folder / WEIGHTS} cannot be read ({error}); write it again") from None
+    stored = read_tensors([folder / WEIGHTS])
     expected = {stored_name(name, factor): tuple(getattr(layer, f"lora_{factor}").shape)
                 for name, layer in adapted(model).items() for factor in "AB"}
     shapes = {name: tuple(t.shape) for name, t in stored.items()}
-    differing = sorted(key for key in expected.keys() | shapes.keys() if expected.get(key) != shapes.get(key))
-    if differing:
-        key = differing[0]
+    if wrong := differing(expected, shapes):
+        key = wrong[0]
         raise ConfigError(f"{named} does not fit model.path and model.lora.targets={settings.targets} at "
-                          f"{len(differing)} tensors, e.g. {key}: {shapes.get(key, 'missing')} there and "
+                          f"{len(wrong)} tensors, e.g. {key}: {shapes.get(key, 'missing')} there and "
                           f"{expected.get(key, 'missing')} here; take the base and the layers that it was "
                           "trained on")
     return stored

@@ -173,12 +173,14 @@ def test_an_adapter_whose_first_values_changed_the_base_is_refused(tiny, tmp_pat
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
 
 
-def test_an_adapter_that_was_cut_off_on_its_way_is_one_line(tiny, tmp_path):
-    written_by_peft(tiny, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_model.safetensors"
+@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "base/model.safetensors"])
+def test_weights_that_were_cut_off_on_their_way_are_one_line(name, tiny, tmp_path):
+    base = shutil.copytree(tiny, tmp_path / "base")
+    written_by_peft(base, tmp_path / "adapter")
+    file = tmp_path / name
     file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=r"adapter_model.safetensors cannot be read \(.*\); write it again"):
-        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read \(.*\); download or write it again"):
+        learner_on(base, gone_on_from(base, tmp_path / "adapter"))
 
 
 def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_path):

@@ -22,7 +22,7 @@ from advantage import advantage
 from collect import Selection, choose
 from config import Config
 from infra import dist
-from infra.weights import hf_name, read_weights
+from infra.weights import hf_name, read_tensors, weight_files
 from learner import Learner
 from pack import Minibatch
 from records import Group, Rewards, Rolled, Sample, Turn
@@ -95,7 +95,7 @@ def step(tiny) -> Step:
     groups = [Group(prompt, tuple(completion(generator) for _ in range(G))) for prompt in prompts]
     reward_NG = (torch.rand(N, G, generator=generator) < 0.4).double()
     reward_NG[2] = 1
-    before = {name: w.double() for name, w in read_weights(tiny).items()}
+    before = {name: w.double() for name, w in read_tensors(weight_files(tiny)).items()}
     moved, reference = near(before, 0.03, seed=1), near(before, 0.05, seed=2)
     return Step(tiny, [p.question for p in problems], groups, reward_NG, before, moved, reference)
 

@@ -164,7 +164,7 @@ def test_the_house_keeps_its_budgets():
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "rules", "settings") <= 871
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1300
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2420
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2426
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
