@@ -47,9 +47,10 @@ compare: .venv/run   ## GRPO, CPPO, GRESO, dynamic sampling, DPPO and PPS on the
 bench-peers: .venv-peers/ready ## seconds of a step beside TRL's GRPOTrainer, phase by phase
 	.venv-peers/bin/python bench/peers.py
 
-toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained model
+toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
 	$(VENV)/python toy/pretrain.py
+	$(VENV)/python toy/hard.py
 
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv

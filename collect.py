@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from advantage import flat
-from config import Config, ConfigError, Prune, Reward, Rollout
+from advantage import advantage, flat
+from config import Advantage, Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import dist
-from methods import custom_reward, greso
+from methods import custom_reward, greso, nat, pods
 from prune import COMPLETIONS, REFILLING, Offer
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
@@ -96,12 +96,14 @@ class Selection:
     per: str            # loss.per
     budget: int | None  # pack.budget
     inert: bool         # advantage 0 means no gradient at all: nothing else in the loss has one
+    advantage: Advantage
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
-        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.advantage.kind == "gae",
+        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, cfg.advantage.kind == "gae",
                          getattr(cfg.advantage, "residual", None))
-        return Selection(cfg.rollout, cfg.prune, cfg.loss.per, cfg.pack.budget, not any(with_gradient))
+        return Selection(cfg.rollout, cfg.prune, cfg.loss.per, cfg.pack.budget, not any(with_gradient),
+                         cfg.advantage)
 
 
 def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
@@ -187,19 +189,24 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
         raise ConfigError(f"prune.prompts.kind={prompts} needs a reward for every completion, and one of "
                           f"{turns[first].prompt.id} has none: each component is None; return a number, or "
                           "set prune.prompts.kind=none")
+    if selection.prune.truncated:  # as if they had no reward: no candidates, and in no denominator
+        reward_NG, adv_NG = (torch.where(whole(groups, G), x, torch.nan) for x in (reward_NG, adv_NG))
     weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     settings = selection.prune.completions
-    offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1)
+    offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
     pruned = COMPLETIONS[settings.kind if groups else "none"](offer, settings)
     factor_NG = weight_N1 * ~reward_NG.isnan()
-    factor_NG = factor_NG * (without_truncated(groups, G) if selection.prune.truncated else 1)
     both = Pruned(pruned.keep_NG & (factor_NG > 0), pruned.weight_NG * factor_NG, pruned.prob_NG * prob_N1)
     correct_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))[kept] == 1
-    return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed)
+    if getattr(settings, "compare", "all") == "kept" and groups:
+        own_NG = advantage(pods.among_kept(rolled.rewards, kept, both.keep_NG), selection.advantage)
+        adv_NG = torch.where(both.keep_NG, own_NG, adv_NG)
+    tokens = nat.draw_cuts(groups, selection.prune.tokens, dist.seed_for(seed, "tokens"))
+    return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed, tokens)
 
 
-def without_truncated(groups: list[Group], G: int) -> Tensor:
+def whole(groups: list[Group], G: int) -> Tensor:
     """Mark the completions that ended or go on in the next step, bool [N, G]."""
     ended = [[sample.finished for sample in group.samples] for group in groups]
     return torch.tensor(ended, dtype=torch.bool).view(-1, G) | pending(groups, G)

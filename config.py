@@ -2,7 +2,7 @@
 
 A config file is a difference from the one that it names as `base:`, and `--set a.b=c` comes on top. A file or
 command line that names another `kind` of a section starts it empty. The bound of a setting is in its type;
-what settings ask of one another stands in rules.py. settings.py turns yaml into all this.
+what settings ask of one another stands in infra/rules.py. settings.py turns yaml into all this.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -14,7 +14,7 @@ import yaml
 
 import settings
 from infra.paths import find_path, user_path
-from rules import all_rules
+from infra.rules import all_rules
 from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
 
 CONFIGS = Path(__file__).parent / "configs"
@@ -131,7 +131,7 @@ class GroupNorm:
     """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
     kind: Literal["group_norm"] = "group_norm"
     correction: Literal[0, 1] = 1  # of the standard deviation: 1 in the released codes, 0 in the papers
-    eps: PositiveOrZero = 1e-4     # added to the deviation; verl has 1e-6
+    eps: Positive = 1e-4           # added to the deviation; verl has 1e-6
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,8 +150,8 @@ class LeaveOneOut:
 class Decoupled:
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
-    correction: Literal[0, 1] = 1  # of the standard deviation, as with group_norm
-    eps: PositiveOrZero = 1e-4     # added to the deviation
+    correction: Literal[0, 1] = 1  # of both standard deviations, as with group_norm
+    eps: Positive = 1e-4           # added to the deviation
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -225,7 +225,23 @@ class Pps:
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
 
-Completions = KeepAll | TopK | Bottom | Bernoulli | Pps
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pods:
+    """PODS (arXiv:2504.13818): train on those of a group whose rewards vary most. Biased."""
+    kind: Literal["pods"] = "pods"
+    keep: Kept                     # per group, of rollout.group_size
+    compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class VarianceShare:
+    """RAGEN-2 (arXiv:2604.06268): train on the groups that hold most of the reward variance. Biased."""
+    kind: Literal["variance"] = "variance"
+    share: Annotated[float, settings.within("(0, 1]")] = 0.9  # of the sum of the groups' variances
+    slack: PositiveOrZero = 0.01   # taken off the share: a step of hardly any variance is left out
+
+
+Completions = KeepAll | TopK | Bottom | Bernoulli | Pps | Pods | VarianceShare
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -258,14 +274,43 @@ class Greso:
     target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
 
 
-Prompts = AllPrompts | Thinned | LowestRank | Greso
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InProportion:
+    """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
+    kind: Literal["pps"] = "pps"
+    # of the prompts rolled out before, how many are expected to be again
+    share: Annotated[float, settings.within("(0, 1]")]
+    floor: Annotated[float, settings.within("(0, 1]")] = 0.1  # least size of a prompt, over their mean
+
+
+Prompts = AllPrompts | Thinned | LowestRank | Greso | InProportion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WholeCompletions:
+    """Train on every token of what is kept."""
+    kind: Literal["none"] = "none"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prefix:
+    """NAT (arXiv:2603.06619): train on the tokens before a random cut, weighed up. Unbiased."""
+    kind: Literal["prefix"] = "prefix"
+    # chance that nothing is cut off, above 0; no token weighs more than one over it
+    whole: Annotated[float, settings.within("(0, 1]")] = 0.5
+    least: Count = 1               # tokens that no cut takes
+
+
+Tokens = WholeCompletions | Prefix
 
 
 @dataclass(frozen=True, slots=True)
 class Prune:
     completions: Completions = KeepAll()
     prompts: Prompts = AllPrompts()
-    truncated: bool = False        # drop completions cut at rollout.max_new_tokens (DAPO)
+    tokens: Tokens = WholeCompletions()
+    # completions cut at rollout.max_new_tokens are no candidates and not in the loss's denominators (DAPO)
+    truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -289,6 +334,8 @@ class Loss:
     # total_variation, binary_kl: upper bound on the ratio
     ratio_cap: Annotated[float, settings.above(1, ", and left out with other kinds of loss.trust")] = 20.0
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
+    kl_corrected: bool = False     # k3 times the ratio: its mean gradient is the KL's (TRL's default)
+    entropy: PositiveOrZero = 0.0  # weight of a bonus, the mean entropy over all tokens
     likelihood: PositiveOrZero = 0.0  # weight of -log pi of correct completions; VAPO has 0.1
     old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
     tis_cap: Annotated[float, at_least(1)] | None = None  # weigh tokens by min(pi_old / pi_engine, cap)

@@ -26,9 +26,9 @@ import settings
 from config import Config, ConfigError, Gae, Lora
 from infra import counts, dist
 from infra.paths import find_path
+from infra.rules import all_rules
 from infra.weights import Shape, read_shape
 from memory import FILLED, Machine, choices, choose_settings, find_device
-from rules import all_rules
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 

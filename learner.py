@@ -24,7 +24,7 @@ from infra.paths import user_path
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
-from methods import lora
+from methods import entropy, lora
 from methods.smaller_rows import Packing
 from model import BACKENDS, Decoder, empty_model
 from pack import Minibatch, build_row, pack
@@ -63,8 +63,13 @@ class Learner:
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
         """Compute the log-probs of the row's completion tokens in nats, [C]."""
+        return self.outputs(model, row)[0]
+
+    def outputs(self, model: Decoder, row: Row) -> tuple[Tensor, Tensor | None]:
+        """Compute log-probs and, by a policy with loss.entropy, entropies before each token, in nats, [C]."""
         attend = BACKENDS[self.backend](row.segments)
-        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
+        out = model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
+        return (out, None) if out.dim() == 1 else out.unbind(dim=1)
 
     def rows(self, minibatch: Minibatch) -> list[Row]:
         """Pack a mini-batch, and build this rank's rows of it on the device."""
@@ -77,6 +82,8 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
     """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
     dtype = getattr(torch, cfg.model.dtype)
     policy = load_sharded(cfg, source, device, dtype)
+    if cfg.loss.entropy:
+        policy.elementwise = entropy.ELEMENTWISE  # which model.compile leaves as it is
     residual, reference = getattr(cfg.advantage, "residual", None), None
     if cfg.loss.kl or residual:
         reference = (lora.Initial(policy) if cfg.model.lora.rank else

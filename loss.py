@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from config import Loss
-from records import PreparedRow, Pruned
+from methods.divergence import binary_kl, total_variation
+from records import Move, PreparedRow, Pruned
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
@@ -53,16 +54,6 @@ def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: fl
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
 
 
-@dataclass(frozen=True, slots=True)
-class Move:
-    """The log-probs of one row's tokens before and after the policy moved."""
-
-    logp_C: Tensor      # log-probs in nats under the current policy
-    old_logp_C: Tensor  # and under the one before the update, or under the engine (loss.old_logp)
-    adv_C: Tensor
-    segment_C: Tensor   # which completion each token belongs to: 0, 1, ...
-
-
 def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None,
          ) -> Tensor:
     """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where it stops the gradient.
@@ -94,26 +85,6 @@ def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor
     return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
 
 
-def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
-    """Return min(ratio, cap), or 0 where a token's probability has moved by more than `divergence` in the
-    advantage's direction: Divergence PPO (arXiv:2602.04879) by binary total variation. The probability of a
-    rare token may double, that of a frequent one may not.
-    """
-    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
-    return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
-
-
-def binary_kl(move: Move, divergence: float, cap: float) -> Tensor:
-    """Do as `total_variation`, with the binary KL(old, new) in nats in its place."""
-    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
-    kl_C = sum(torch.xlogy(p, p) - torch.xlogy(p, q) for p, q in ((old_C, new_C), (1 - old_C, 1 - new_C)))
-    return capped(move, (kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0), cap)
-
-
-def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
-    return torch.where(stopped_C, 0.0, (move.logp_C - move.old_logp_C).detach().exp().clamp(max=cap))
-
-
 # loss.trust -> f, of the move and of that section of the config
 TRUST = {
     "clip": lambda move, settings: clip(move.logp_C, move.old_logp_C, move.adv_C, settings.clip_low,
@@ -138,8 +109,14 @@ class RowLoss:
     k3_C: Tensor | None      # None without a KL
 
 
-def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss) -> RowLoss:
-    """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t."""
+def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
+             entropy_C: Tensor | None = None) -> RowLoss:
+    """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t
+    - bonus_t H_t, with the entropies H where there is a bonus.
+
+    loss.kl_corrected: k3 times the ratio and its gradient, which is r (logp - ref) grad logp: over samples of
+    the old policy its mean is the KL's gradient.
+    """
     row = prepared.row
     old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
     correction_C = torch.ones_like(logp_C.detach())
@@ -148,15 +125,19 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss) -
     f_C = TRUST[loss.trust](Move(logp_C, old_C, adv_C, row.segment_C), loss)
     weight_C = row.weight_C * correction_C
     total = -((weight_C * f_C * adv_C + row.likelihood_C * correction_C) * logp_C).sum()
+    if entropy_C is not None:
+        total = total - (row.bonus_C * correction_C * entropy_C).sum()
     if not loss.kl:
         return RowLoss(total, correction_C, f_C, None)
     k3_C = k3(logp_C, prepared.ref_logp_C)
-    return RowLoss(total + loss.kl * (weight_C * k3_C).sum(), correction_C, f_C, k3_C.detach())
+    ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
+    return RowLoss(total + loss.kl * (weight_C * ratio_C * k3_C).sum(), correction_C, f_C, k3_C.detach())
 
 
 def needs_old(loss: Loss) -> bool:
     """Tell whether the loss takes a ratio to the policy before the update, or to the engine."""
-    return loss.trust != "none" or loss.tis_cap is not None or loss.mask_ratio is not None
+    corrected = loss.tis_cap is not None or loss.mask_ratio is not None
+    return loss.trust != "none" or loss.kl_corrected or corrected
 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
@@ -198,8 +179,3 @@ def k3(logp_C: Tensor, ref_logp_C: Tensor) -> Tensor:
     """
     d_C = ref_logp_C - logp_C
     return d_C.exp() - d_C - 1
-
-
-def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
-    """Compute half the weighted sum of a critic's squared errors."""
-    return (weight_C * (value_C - target_C).square()).sum() / 2

@@ -3,6 +3,7 @@
 Dimension key:  N groups,  G completions per group,  C completion tokens of one packed row.
 """
 
+import hashlib
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -80,17 +81,19 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     """List the prompts and completions offered and kept, with probability and weight: enough to compute the
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
-    {"seed", "offered", "prompts": [{"id", "epoch", "prob", "weight"; of a prompt that was rolled out also
-    "right": [G], 1, 0, or null of a completion that goes on, and without gold answers "reward": [G] instead;
-    of one that is trained on "place": which of those offered it is, "completion_prob": [G],
-    "completion_weight": [G]}]}; a completion's are those of both levels together, and its weight is 0 where
-    it is dropped. "copy" is Turn.copy, where it is not 0.
+    {"seed", "offered", "rounds": groups of each, "prompts": [{"id", "epoch", "prob", "weight", "copy" where
+    Turn's is not 0; of a prompt that was rolled out also "tokens": a hash of them, and "right": [G], 1, 0, or
+    null of a completion that goes on, and without gold answers "reward": [G] instead; of one that is trained
+    on "place": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a
+    completion's are those of both levels together, and its weight is 0 where it is dropped; with prune.tokens
+    "completion_tokens" are those before its cut.
     """
-    trained = {}
     kept = zip(batch.turns, batch.places, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)
-    for turn, place, prob_G, weight_G in kept:
-        trained[turn.epoch, turn.prompt.id, turn.copy] = {
-            "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
+    trained = {turn: {
+        "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
+        for turn, place, prob_G, weight_G in kept}
+    for turn, weights_G in zip(batch.turns, batch.tokens or (), strict=False):
+        trained[turn]["completion_tokens"] = list(map(len, weights_G))
     name, value_NG = "reward", rolled.rewards.total_NG
     if "accuracy" in rolled.rewards.components:
         name, value_NG = "right", (rolled.rewards.components["accuracy"] == 1).int()
@@ -102,8 +105,10 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
             group, value_G = next(values)
             line[name] = [None if s.pending or math.isnan(value) else value
                           for s, value in zip(group.samples, value_G, strict=True)]
-        prompts.append(line | trained.get((turn.epoch, turn.prompt.id, turn.copy), {}))
-    return {"seed": batch.seed, "offered": batch.offered, "prompts": prompts}
+            tokens = b"/".join(s.ids.tobytes() for s in group.samples)
+            line["tokens"] = hashlib.sha256(tokens).hexdigest()[:16]
+        prompts.append(line | trained.get(turn, {}))
+    return {"seed": batch.seed, "offered": batch.offered, "rounds": rolled.sizes, "prompts": prompts}
 
 
 class PassSums:

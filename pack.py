@@ -75,13 +75,15 @@ class Minibatch:
     adv_NG: Tensor
     weight_NG: Tensor      # loss.token_weight
     likelihood_NG: Tensor  # loss.likelihood_weight
+    bonus_NG: Tensor       # weight of each token's entropy
     reward_NG: Tensor      # for a critic
+    tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
 
     @staticmethod
     def plain(groups: list[Group], keep_NG: Tensor, adv_NG: Tensor, weight_NG: Tensor) -> "Minibatch":
-        """Make a mini-batch without likelihood weights and rewards."""
+        """Make a mini-batch without likelihood weights, a bonus and rewards."""
         none_NG = torch.zeros_like(weight_NG)
-        return Minibatch(groups, keep_NG, adv_NG, weight_NG, none_NG, none_NG)
+        return Minibatch(groups, keep_NG, adv_NG, weight_NG, none_NG, none_NG, none_NG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,6 +186,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     n_S, g_S = torch.tensor(plan.members).T
     segment_C = torch.arange(len(samples)).repeat_interleave(torch.tensor([s.fresh for s in samples]))
     n_C, g_C = n_S[segment_C], g_S[segment_C]
+    thinned_C = torch.cat([minibatch.tokens[n][g] for n, g in plan.members]) if minibatch.tokens else 1.0
     return Row(
         ids_T=concatenated(pieces),
         position_T=concatenated(position),
@@ -193,8 +196,9 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
-        weight_C=minibatch.weight_NG[n_C, g_C] * plan.counts,
-        likelihood_C=minibatch.likelihood_NG[n_C, g_C] * plan.counts,
+        weight_C=minibatch.weight_NG[n_C, g_C] * plan.counts * thinned_C,
+        likelihood_C=minibatch.likelihood_NG[n_C, g_C] * plan.counts * thinned_C,
+        bonus_C=minibatch.bonus_NG[n_C, g_C] * plan.counts * thinned_C,
         last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),

@@ -4,7 +4,7 @@ A biased pruner says so. An unbiased one keeps an item with a known probability 
 whole term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full
 batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. A completion
 without a reward has advantage nan, is no candidate and is never kept. Pure functions; this file imports only
-torch and the records.
+torch, the records and methods.
 
 Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
 """
@@ -15,6 +15,9 @@ import torch
 from torch import Tensor
 
 from methods import greso
+from methods.pods import max_variance
+from methods.proportional import inclusion, rollout_prob, systematic
+from methods.variance_share import most_variance
 from records import Pruned
 
 FLOOR = 0.1  # smallest size over the mean size, for a completion without advantage that still carries a KL
@@ -31,11 +34,17 @@ class Offer:
     inert: bool      # advantage 0 means no gradient at all: the loss has no KL
     seed: int        # of this step, the same on all ranks
     weight_N1: Tensor | float = 1.0  # of each group, where prompts were skipped before rollout
+    reward_NG: Tensor | None = None  # for the kinds that go by it; nan where there is none
+
+
+def as_it_is(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
+    """Keep these candidates at weight 1, with nothing left to chance."""
+    kept_NG = kept_NG & ~adv_NG.isnan()
+    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
-    kept_NG = ~adv_NG.isnan()
-    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
+    return as_it_is(torch.ones_like(adv_NG, dtype=torch.bool), adv_NG)
 
 
 def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
@@ -58,8 +67,7 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
 def keep_first(adv_NG: Tensor, count_N1: Tensor) -> Pruned:
     """Keep the first `count_N1` of each row by |advantage|, then by place; survivors keep weight 1."""
     order_NG = adv_NG.abs().nan_to_num(nan=-1.0).argsort(dim=1, descending=True, stable=True)
-    kept_NG = (order_NG.argsort(dim=1) < count_N1) & ~adv_NG.isnan()
-    return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
+    return as_it_is(order_NG.argsort(dim=1) < count_N1, adv_NG)
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
@@ -96,6 +104,7 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
     size     "adv"   |A|
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
+    |A| in place of a norm, and a norm over sqrt(cost), are Cost-Aware GRPO's (arXiv:2604.28020).
     A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
     least FLOOR of the mean: no weight could make up for a candidate that is never kept.
     """
@@ -110,41 +119,6 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
     mean = size_NG[~none_NG].mean()
     floored_NG = size_NG.clamp(min=FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
     return floored_NG.masked_fill(none_NG, 0.0)
-
-
-def inclusion(size_K: Tensor, count: int) -> Tensor:
-    """Compute probabilities [K] in proportion to size, at most 1 each, that add up to `count`.
-
-    An item whose probability would pass 1 gets 1, largest first, and the others divide the places left in
-    proportion to their size. With at most `count` sizes above 0, each of those gets 1. To keep 2 of the sizes
-    4 2 1 1: the first would get 2 x 4/8 = 1 and is certain, the others divide 1 place: 1 1/2 1/4 1/4.
-    """
-    sorted_K, order_K = size_K.double().sort(descending=True, stable=True)
-    tail_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
-    places_K = count - torch.arange(len(size_K), dtype=torch.float64)
-    certain = int((places_K * sorted_K >= tail_K).logical_and(places_K > 0).cumprod(0).sum())
-    prob_K = (sorted_K > 0).double()
-    if certain < count and certain < len(size_K) and tail_K[certain] > 0:
-        prob_K[certain:] = places_K[certain] * sorted_K[certain:] / tail_K[certain]
-    return torch.zeros_like(prob_K).scatter_(0, order_K, prob_K)
-
-
-def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
-    """Draw items by systematic sampling, bool [K]: they lie end to end in this order, each as long as its
-    probability, and those are kept in which one of the points start, start + 1, ... lies (start in [0, 1)).
-
-    Over a uniform start each item is kept with exactly its probability, and always as many are kept as the
-    probabilities add up to. Probabilities 1/2 1/2 3/4 1/4 in that order end at 1/2 1 7/4 2: start 0.6 has its
-    points at 0.6 and 1.6 and keeps the second and third item, start 0.2 the first and third.
-    """
-    chance_K = order_K[prob_K[order_K] < 1]
-    ends = prob_K[chance_K].cumsum(0)
-    if len(ends):
-        ends[-1] = ends[-1].round()  # an integer but for rounding
-    points = (ends - start).ceil()  # how many lie before each end
-    keep_K = prob_K >= 1
-    keep_K[chance_K] = points.diff(prepend=points.new_zeros(1)) > 0
-    return keep_K
 
 
 def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
@@ -172,6 +146,9 @@ COMPLETIONS = {
     "bernoulli": lambda offer, settings: bernoulli(offer.adv_NG, settings.drop_prob, offer.seed),
     "pps": lambda offer, settings: pps(
         gradient_size(offer, settings.size, settings.by_cost), settings.keep, settings.scope, offer.seed),
+    "pods": lambda offer, settings: as_it_is(max_variance(offer.reward_NG, settings.keep), offer.adv_NG),
+    "variance": lambda offer, settings: as_it_is(
+        most_variance(offer.reward_NG, settings.share, settings.slack), offer.adv_NG),
 }
 
 
@@ -213,6 +190,7 @@ PROMPTS = {
     "none": lambda memory, settings: torch.ones_like(memory.size_K),
     "bernoulli": lambda memory, settings: rarely_below_mean(memory, settings.drop_prob),
     "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
+    "pps": lambda memory, settings: rollout_prob(memory.size_K, settings.share, settings.floor),
     "greso": lambda memory, settings: greso.explored(memory.easy_K, memory.hard_K, memory.explore),
 }
 REFILLING = {"greso"}  # kinds that replace a prompt they skip, so no other prompt is weighed up for it

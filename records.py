@@ -176,6 +176,7 @@ class Batch:
     places: list[int]    # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions
+    tokens: list[list[Tensor]] | None = None  # weights of each one's tokens before its cut (methods/nat.py)
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,6 +219,7 @@ class Row:
     adv_C: Tensor       # as completions were compared, before a critic's values
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
     likelihood_C: Tensor  # loss.likelihood_weight
+    bonus_C: Tensor     # weight of the entropy there
     last_S: Tensor      # where in T the last token of each completion stands
     reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
@@ -243,6 +245,16 @@ class PreparedRow:
     adv_C: Tensor                 # the row's, or by a critic's values
     ref_logp_C: Tensor | None     # log-probs under the reference, where the loss needs one
     old_logp_C: Tensor | None     # under the policy before the update; None until a pass computes them
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """The log-probs of one row's tokens before and after the policy moved."""
+
+    logp_C: Tensor      # log-probs in nats under the current policy
+    old_logp_C: Tensor  # and under the one before the update, or under the engine (loss.old_logp)
+    adv_C: Tensor
+    segment_C: Tensor   # which completion each token belongs to: 0, 1, ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,6 +27,7 @@ from markupsafe import Markup
 
 from config import ConfigError
 from infra import runfolder
+from infra.checkpoint import replayable
 from infra.paths import matching, user_path
 from infra.signals import exit_status
 from page.charts import COLOURS, curves, score_charts
@@ -107,7 +108,8 @@ def inlined() -> dict[str, Any]:
 def texts(runs: list[LoggedRun]) -> Markup:
     """Write what script.js shows as json, in which no text can end its <script> or begin a comment."""
     most = TEXTS // len(runs) // 2
-    data = {"runs": [{"samples": completions(run.samples, most), "held_out": held_out(run.folder, most)}
+    data = {"runs": [{"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
+                      "samples": completions(run.samples, most), "held_out": held_out(run.folder, most)}
                      for run in runs]}
     finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
     return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))

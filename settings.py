@@ -196,7 +196,8 @@ def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
     """Word the error for a key that a section, or this kind of it, does not have."""
     owners = [name for name, option in choices(section).items() if key in hints(option)]
     if owners:
-        return (f"{path}{key} belongs to {' and '.join(owners)}; this is {kind}: leave {path}{key}={value} "
+        named = " and ".join(owners).replace(" and ", ", ", len(owners) - 2)
+        return (f"{path}{key} belongs to {named}; this is {kind}: leave {path}{key}={value} "
                 f"out, or set {path}kind")
     return unknown(key, hints(section), path)
 

@@ -11,7 +11,7 @@ import torch
 from infra import dist
 from learner import Learner, NotFinite, descend, learning_rate
 from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
-from methods import critic, soft_value
+from methods import critic, nat, soft_value
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock, PassSums
 from pack import Minibatch
@@ -49,8 +49,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                     sums.add(row, terms, first_pass=epoch == 0)
                 norms.append(descend(learner.policy, learner.optimizer, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
-    return sums.metrics(len(norms)) | {
-        "train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
+    return sums.metrics(len(norms)) | {"train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
 
 
 def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[int]]:
@@ -71,12 +70,13 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     pruned = Pruned(of_step.keep_NG[members], of_step.weight_NG[members], of_step.prob_NG[members])
     len_NG = lengths(groups, batch.adv_NG.shape[1]) * ~batch.reward_NG[members].isnan()
     weight_NG = token_weight(len_NG, pruned, loss.per, loss.count, learner.max_new_tokens, len(places))
-    likelihood_NG = torch.zeros_like(weight_NG)
-    if loss.likelihood:
-        correct_NG = batch.correct_NG[members]
-        likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
+    correct_NG = batch.correct_NG[members]
+    likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
+    mean_NG = token_weight(len_NG, pruned, "token", loss.count, learner.max_new_tokens, len(places))
+    tokens = [batch.tokens[n] for n in members] if batch.tokens else None
+    groups = nat.shortened(groups, tokens) if tokens else groups  # the denominators are those of the whole
     return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, likelihood_NG,
-                     batch.reward_NG[members])
+                     loss.entropy * mean_NG, batch.reward_NG[members], tokens)
 
 
 @torch.no_grad()
@@ -94,13 +94,13 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
 
     While the policy is unmoved since the rollout, this pass computes the log-probs before the update.
     """
-    logp_C = learner.log_probs(learner.policy, prepared.row)
+    logp_C, entropy_C = learner.outputs(learner.policy, prepared.row)
     if prepared.old_logp_C is None and unmoved:
         prepared = replace(prepared, old_logp_C=logp_C.detach())
     adv_C = prepared.adv_C
     if learner.residual:
         adv_C = soft_value.residual(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C,
                                     learner.residual)
-    terms = row_loss(logp_C, prepared, adv_C, learner.loss)
+    terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())

@@ -1,13 +1,19 @@
 """How far is the pruned gradient from the full batch's? Mean squared error at equal numbers of kept tokens.
 
-    python bench/prune.py
+    python bench/prune.py [--task hard]
 
-GRPO trains the toy for 3 steps and for 8; at both policies a few rollouts of 16 x 16 completions are taken.
-Every completion's share of the full-batch gradient comes from the training step's own loss, and from their
-inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2. It is
-averaged over 150 draws of the masks at each of 15 settings of a pruner, and between the settings
-interpolated (in logarithms) at four shares of kept tokens. The interval is 95% over the rollouts. An error
-above 1 is worse than no step at all.
+GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
+that testbed); at both policies rollouts of 16 x 16 completions are taken. Every
+completion's share of the full-batch gradient comes from the training step's own loss, and from their inner
+products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2 (replay.py
+measures a step of a run by the same functions). It is averaged over 40 draws of the masks at each of 15
+settings of a pruner, and between the settings interpolated (in logarithms) at five shares of kept tokens. The
+interval is 95% over the rollouts. An error above 1 is worse than no step at all.
+
+Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
+exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
+is kept. It is measured on every eighth completion. Prompts are pruned by another rollout of theirs under the
+same policy, so what they are pruned by is never out of date here.
 """
 
 import argparse
@@ -16,7 +22,8 @@ import math
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -31,98 +38,164 @@ import memory
 import train
 from advantage import advantage
 from collect import Sampler
-from config import Bernoulli, Completions, Pps, TopK
+from config import Bernoulli, Completions, InProportion, Pods, Pps, Prompts, Thinned, TopK, VarianceShare
 from history import PromptHistory
 from infra import dist
 from learner import Learner
-from prune import COMPLETIONS, Offer, pps
-from records import Batch, Group, Pruned, lengths
+from methods import nat, pods
+from prune import COMPLETIONS, PROMPTS, Memory, Offer, keep_all, pps
+from records import Batch, Group, Pruned, Rewards, Turn, lengths
+from replay import compared, inner_products
 from update import add_gradient, minibatch, prepare_row
 
-STEPS = {"early": 3, "late": 8}
-ROLLOUTS, DRAWS, BUDGETS = 6, 150, (0.5, 0.25, 0.125, 0.0625)
-STUDENT = 2.571  # t of 95% for 5 degrees of freedom
+# task -> its config, and after how many steps it is looked at
+TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
+         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120})}
+ROLLOUTS, DRAWS, BUDGETS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
+STUDENT = 2.093  # t of 95% for 19 degrees of freedom
+EIGHTH = 8       # of the completions are those whose tokens are measured
 
-# (offer, k) -> weights [N, G] of one draw, relative to the full batch's
-Draw = Callable[[Offer, int], Tensor]
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """One rollout, and what the error of any weighting is computed from."""
+
+    offer: Offer
+    rewards: Rewards
+    last_N: Tensor          # mean |A| of another rollout of each prompt
+    product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
+    suffix: dict[int, Tensor]  # of every eighth completion: |gradient of the tokens from t on|^2, [L]
+
+
+# (scene, seed, k) -> weights [N, G] of one draw, relative to the full batch's
+Draw = Callable[[Scene, int, int], Tensor]
 
 
 def arm(settings_of: Callable[[int], Completions]) -> Draw:
-    """Make a pruner of prune.py whose settings depend on k: the completions kept of every 16, or 16 x
-    bernoulli's drop_prob.
-    """
-    def draw(offer: Offer, k: int) -> Tensor:
+    """Make a pruner of prune.py whose settings depend on k: how many are kept of 16, or 16 x a share."""
+    def draw(scene: Scene, seed: int, k: int) -> Tensor:
         settings = settings_of(k)
-        return COMPLETIONS[settings.kind](offer, settings).weight_NG
+        return COMPLETIONS[settings.kind](replace(scene.offer, seed=seed), settings).weight_NG
 
     return draw
 
 
-def at_random(offer: Offer, k: int) -> Tensor:
-    return pps(torch.ones_like(offer.adv_NG), k, "batch", offer.seed).weight_NG
+def at_random(scene: Scene, seed: int, k: int) -> Tensor:
+    return pps(torch.ones_like(scene.offer.adv_NG), k, "batch", seed).weight_NG
+
+
+def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
+    """Skip prompts by another rollout of theirs."""
+    def draw(scene: Scene, seed: int, k: int) -> Tensor:
+        none_N, settings = torch.zeros_like(scene.last_N), settings_of(k)
+        memory = Memory(scene.last_N, none_N, none_N, none_N, scene.last_N.mean().item(), (0.5, 0.5))
+        prob_N = PROMPTS[settings.kind](memory, settings)
+        point_N = torch.rand(prob_N.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+        return ((point_N < prob_N) / prob_N)[:, None].expand_as(scene.offer.adv_NG)
+
+    return draw
+
+
+def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
+    """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
+    keep_NG = pods.max_variance(scene.offer.reward_NG, k)
+    groups = list(range(len(keep_NG)))
+    own_NG = advantage(pods.among_kept(scene.rewards, groups, keep_NG), config.GroupNorm())
+    ratio_NG = (own_NG / scene.offer.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group, whose terms are 0
+    return torch.where(keep_NG, ratio_NG, 0.0)
 
 
 def kept_mean(draw: Draw) -> Draw:
     """Divide by the completions kept instead of by all, as loss.count=kept."""
-    def scaled(offer: Offer, k: int) -> Tensor:
-        weight_NG = draw(offer, k)
-        return weight_NG * weight_NG.numel() / weight_NG.count_nonzero()
+    def scaled(scene: Scene, seed: int, k: int) -> Tensor:
+        weight_NG = draw(scene, seed, k)
+        return weight_NG * weight_NG.numel() / weight_NG.count_nonzero().clamp(min=1)
 
     return scaled
 
 
+BY_COST = arm(lambda k: Pps(keep=k, scope="batch", by_cost=True))
 ARMS = {
     "topk, group, kept mean": kept_mean(arm(lambda k: TopK(keep=k))),
     "topk, batch, kept mean": kept_mean(arm(lambda k: TopK(keep=k, scope="batch"))),
     "topk, batch, full batch": arm(lambda k: TopK(keep=k, scope="batch")),
+    "pods, kept mean": kept_mean(compared_anew),
+    "pods |A| of all, kept mean": kept_mean(arm(lambda k: Pods(keep=k))),
+    "variance share, kept mean": kept_mean(arm(lambda k: VarianceShare(share=k / 16))),
     "random, batch": at_random,
     "bernoulli": arm(lambda k: Bernoulli(drop_prob=k / 16)),
     "pps |A|, group": arm(lambda k: Pps(keep=k, size="adv")),
     "pps |A|, batch": arm(lambda k: Pps(keep=k, size="adv", scope="batch")),
     "pps norm, batch": arm(lambda k: Pps(keep=k, scope="batch")),
-    "pps norm, batch, by cost": arm(lambda k: Pps(keep=k, scope="batch", by_cost=True)),
+    "pps norm, batch, by cost": BY_COST,
+    "the same, cuts, whole 1/2": BY_COST,
+    "cuts alone": lambda scene, seed, k: torch.ones_like(scene.offer.adv_NG),
+    "prompts, bernoulli": by_prompt(lambda k: Thinned(drop_prob=k / 16)),
+    "prompts, pps": by_prompt(lambda k: InProportion(share=k / 16)),
 }
+# arm -> prune.tokens.whole by k
+WHOLE = {"the same, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
+CERTAIN = ("topk", "pods", "variance")  # nothing is left to chance
 
 
-def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
-    """Compute inner products between the completions' terms of the full-batch gradient, [NG, NG]."""
-    size = sum(p.numel() for p in learner.policy.parameters())
-    gradients = torch.zeros(adv_NG.numel(), size)  # 0 where the advantage is
-    for i in adv_NG.flatten().nonzero()[:, 0].tolist():
-        gradients[i] = gradient_of(learner, groups, adv_NG, divmod(i, adv_NG.shape[1]))
-    return (gradients @ gradients.T).double()
-
-
-def gradient_of(learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int]) -> Tensor:
-    """Compute one completion's term of the full-batch gradient, all parameters behind one another."""
+def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int],
+                  ) -> Tensor:
+    """Compute one completion's term of the full-batch gradient, of its tokens from `start` on, [P]."""
     N = len(groups)
     only_NG = torch.zeros_like(adv_NG, dtype=torch.bool)
     only_NG[member] = True
     pruned = Pruned(only_NG, only_NG.to(adv_NG), torch.ones_like(adv_NG))
     single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
     for row in learner.rows(minibatch(learner, single, list(range(N)))):
+        row.weight_C[:start] = 0.0
         add_gradient(learner, prepare_row(learner, row, extra_pass=False), unmoved=True)
     gradient = torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
     return gradient
 
 
-def errors(draw: Draw, offer: Offer, product: Tensor, k: int, draws: int) -> tuple[float, float]:
+def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[int, Tensor]:
+    """Measure |gradient of the tokens from t on|^2 of every eighth completion's term, [L]."""
+    norms = {}
+    for i in range(0, adv_NG.numel(), EIGHTH):
+        n, g = divmod(i, adv_NG.shape[1])
+        length = groups[n].samples[g].length
+        norms[i] = torch.zeros(length, dtype=torch.float64)
+        for t in range(length) if adv_NG[n, g] else ():
+            gradient = gradient_from(t, learner, groups, adv_NG, (n, g))
+            norms[i][t] = gradient.double().square().sum()
+    return norms
+
+
+def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
+    """Compute how many tokens of each completion are kept on average, and V_i, 8 times of every eighth."""
+    mean, variance = [], torch.zeros(scene.offer.adv_NG.numel(), dtype=torch.float64)
+    for i, length in enumerate(scene.offer.len_NG.flatten().tolist()):
+        prob_L = nat.kept_prob(length, whole, 1)
+        mean.append(prob_L.sum())
+        if i in scene.suffix:
+            rises_L = (1 / prob_L).diff(prepend=torch.ones(1, dtype=torch.float64))
+            variance[i] = EIGHTH * (rises_L * scene.suffix[i]).sum()
+    return torch.stack(mean), variance
+
+
+def errors(name: str, scene: Scene, k: int) -> tuple[float, float]:
     """Average (share of the tokens kept, relative squared error) over draws of the masks."""
-    tokens = offer.len_NG.flatten().double()
-    kept, error = [], []
-    for seed in range(draws):
-        weight = draw(replace(offer, seed=seed), k).flatten()
-        kept.append(float(tokens[weight > 0].sum() / tokens.sum()))
-        error.append(float((weight - 1) @ product @ (weight - 1) / product.sum()))
-    return mean(kept), mean(error)
+    lengths, product = scene.offer.len_NG.flatten().double(), scene.product
+    tokens, variance = cut_errors(scene, WHOLE[name](k)) if name in WHOLE else (lengths, lengths * 0)
+    seeds = range(1 if name.startswith(CERTAIN) else DRAWS)
+    weight_DK = torch.stack([ARMS[name](scene, seed, k).flatten() for seed in seeds]).double()
+    kept_D = (weight_DK > 0).double() @ tokens / lengths.sum()
+    error_D = compared(product, weight_DK, torch.ones_like(lengths))[:, 2]
+    error_D = error_D + weight_DK.square() @ variance / product.sum()
+    return kept_D.mean().item(), error_D.mean().item()
 
 
 def at_budget(curve: list[tuple[float, float]], budget: float) -> float | None:
     """Interpolate the error at this share of tokens between the settings on either side; None beyond them."""
     curve = sorted(curve)
     for (a, low), (b, high) in pairwise(curve):
-        if a <= budget <= b and low > 0 and high > 0:
+        if 0 < a <= budget <= b and low > 0 and high > 0:
             t = math.log(budget / a) / math.log(b / a) if b > a else 0.0
             return math.exp((1 - t) * math.log(low) + t * math.log(high))
     return None
@@ -136,13 +209,27 @@ def cell(errors: list[float | None]) -> str:
 
 
 def line(name: str, cells: list[str]) -> str:
-    return f"{name:<25}" + "".join(f"{text:>18}" for text in cells)
+    return f"{name:<27}" + "".join(f"{text:>18}" for text in cells)
 
 
-def after_training(steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
+def look(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Config) -> Scene:
+    """Roll prompts out twice: the first time to prune them by, the second to measure."""
+    before = [replace(turn, epoch=turn.epoch + 1000) for turn in turns]
+    last_N = advantage(sampler.score(sampler.rollout(before)), cfg.advantage).abs().mean(dim=1)
+    groups = sampler.rollout(turns)
+    rewards = sampler.score(groups)
+    adv_NG, len_NG = advantage(rewards, cfg.advantage), lengths(groups, cfg.rollout.group_size)
+    offer = Offer(adv_NG, len_NG, cfg.loss.per, inert=True, seed=0, reward_NG=rewards.total_NG)
+    everything = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, keep_all(adv_NG), list(range(len(groups))),
+                       len(groups), seed=0)
+    product = inner_products(learner, everything, inert=True)
+    return Scene(offer, rewards, last_N, product, suffix_norms(learner, groups, adv_NG))
+
+
+def after_training(recipe: str, steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
     """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept."""
-    cfg = config.load("grpo_toy.yaml", [f"steps={steps}", f"out={out}"])
-    train.train(cfg)
+    train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
+    cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
     task = replace(train.load(cfg), source=out / "hf")
     learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     engine.sync(learner.policy)
@@ -150,37 +237,35 @@ def after_training(steps: int, out: Path) -> dict[str, dict[float, list[float | 
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in ARMS}
     for _ in range(ROLLOUTS):
-        groups = sampler.rollout(history.draw(cfg.rollout.prompts_per_step))
-        adv_NG = advantage(sampler.score(groups), cfg.advantage)
-        len_NG = lengths(groups, cfg.rollout.group_size)
-        offer = Offer(adv_NG, len_NG, cfg.loss.per, inert=True, seed=0)
-        product = inner_products(learner, groups, adv_NG)
-        for name, draw in ARMS.items():
-            draws = 1 if name.startswith("topk") else DRAWS
-            curve = [errors(draw, offer, product, k, draws) for k in range(1, 16)]
+        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg)
+        for name in ARMS:
+            curve = [errors(name, scene, k) for k in range(1, 16)]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
     return by_arm
 
 
 def main() -> None:
-    argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter).parse_args()
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--task", choices=TASKS, default="toy")
+    task = parser.parse_args().task
+    recipe, points = TASKS[task]
     dist.init("cpu")
     results = []
     with tempfile.TemporaryDirectory() as temporary:
-        for when, steps in STEPS.items():
-            by_arm = after_training(steps, Path(temporary) / when)
-            print(f"\n{when}: after {steps} steps; squared error over |full gradient|^2, "
+        for when, steps in points.items():
+            by_arm = after_training(recipe, steps, Path(temporary) / when)
+            print(f"\n{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
                   f"{ROLLOUTS} rollouts")
-            print(line("share of tokens kept", [f"1/{round(1 / budget)}" for budget in BUDGETS]))
+            print(line("share of tokens kept", [str(Fraction(budget)) for budget in BUDGETS]))
             for name, by_budget in by_arm.items():
                 print(line(name, [cell(errors) for errors in by_budget.values()]), flush=True)
                 results += [
                     {"when": when, "arm": name, "budget": budget, "errors": errors}
                     for budget, errors in by_budget.items()
                 ]
-    print(json.dumps({"bench": "prune", "results": results}))
+    print(json.dumps({"bench": "prune", "task": task, "results": results}))
     dist.close()
 
 

@@ -18,7 +18,7 @@ from training import ROOT, train_once
 from infra import runfolder
 
 OBJECTIVES = ("grpo", "cppo", "dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo",
-              "apo")
+              "apo", "nat", "pods", "ragen", "prompt_pps")
 METHODS = {name: [f"{name}_toy.yaml"] for name in OBJECTIVES}
 METHODS |= {f"{name}, critic not pretrained": [f"{name}_toy.yaml", "steps=40", "critic.pretrain_steps=0"]
             for name in ("vapo", "tppo")}

@@ -3,6 +3,7 @@
 An arm is a config and the settings that it changes.
 """
 
+import resource
 import shutil
 import subprocess
 import sys
@@ -32,11 +33,23 @@ def train_once(out: Path, name: str, *settings: str) -> Path:
     command = [sys.executable, "train.py", "--config", name]
     for setting in settings:
         command += ["--set", setting]
+    before = children_seconds()
     process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if process.returncode:
         raise RuntimeError(f"{name} {' '.join(settings)} failed:\n{process.stderr}")
-    (out / "finished").touch()
+    (out / "finished").write_text(f"{children_seconds() - before:.1f}")
     return out
+
+
+def children_seconds() -> float:
+    """Return the CPU seconds that ended child processes have used, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_seconds(out: Path) -> float:
+    """Return the CPU seconds that a run of `train_once` took, its start and evaluations included."""
+    return float((out / "finished").read_text())
 
 
 def accuracies(folder: Path, name: str) -> list[float]:

@@ -202,6 +202,13 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if path.suffix == "")
 
 
+def replayable(run: Path, last: int) -> list[int]:
+    """List the steps of a run up to `last` whose policy is at hand: the first, and those after a whole
+    checkpoint."""
+    whole = [int(path.name[len("step_"):]) for path in step_folders(run / "checkpoints") if is_complete(path)]
+    return [step for step in (1, *(done + 1 for done in whole)) if step <= last]
+
+
 def is_complete(path: Path) -> bool:
     """Tell whether every file is there, as long as it was written."""
     listed = path / "files.json"

@@ -26,6 +26,7 @@ class Pass:
     chunk: int = 1024      # model.logp_chunk
     fused: bool = False    # CUDA's kernels: a norm keeps its input alone, and attention pads nothing
     lora: Lora = Lora()    # with a rank, no weight of the model has a gradient
+    entropy: bool = False  # it is computed beside each log-prob (loss.entropy)
 
 
 def parameters(shape: Shape) -> int:
@@ -77,14 +78,14 @@ def pass_parts(given: Pass) -> Parts:
 
     Counted: what backward needs of each block; embedding and head, and the gradient of one, in the dtype that
     is computed in; and the larger of two that are never there together: the head's gradient in float32 with a
-    chunk's logits, their softmax, and that again as it is multiplied; or a block with its gradients, and what
-    it computes again. Frozen weights have no gradient. tests/test_fake_gpu.py holds it to what a traced
-    update has alive.
+    chunk's logits, their softmax, and that again as it is multiplied, or as the entropy's gradient needs it;
+    or a block with its gradients, and what it computes again. Frozen weights have no gradient.
+    tests/test_fake_gpu.py holds it to what a traced update has alive.
     """
     shape, element = given.shape, given.element
     of_head = 0 if given.lora.rank else shape.vocab_size * shape.hidden_size
     kept, whole = block_bytes(given), block_bytes(replace(given, recomputed="none"))
-    head = 4 * of_head + given.chunk * shape.vocab_size * (8 + element)
+    head = 4 * of_head + given.chunk * shape.vocab_size * (8 + max(element, 4 * given.entropy))
     block = of_block(shape) * (2 * element + 4)  # with its gradient, again as it is summed
     if given.lora.rank:  # no gradient hides what else there is: the last norm's input and output, what of it
         # is scored, and its gradient; and the block that is gathered ahead
@@ -184,7 +185,8 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     how = "selective" if cfg.model.compile and cfg.model.checkpoint_blocks == "none" else (
         cfg.model.checkpoint_blocks)
     element, fused = getattr(torch, cfg.model.dtype).itemsize, cfg.model.attention != "sdpa"
-    given = Pass(shape, *row_of(cfg), element, how, cfg.model.logp_chunk, fused, cfg.model.lora)
+    given = Pass(shape, *row_of(cfg), element, how, cfg.model.logp_chunk, fused, cfg.model.lora,
+                 cfg.loss.entropy > 0)
     beside = held_parts(cfg, shape, ranks) | {"gradients": gradient_bytes(cfg, shape, ranks)}
     return beside | pass_parts(given)
 

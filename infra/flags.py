@@ -5,7 +5,7 @@ import argparse
 import config
 from config import Config, ConfigError, Data, Reward
 from infra.paths import find_path, user_path
-from rules import PLAIN_PROMPT, asks
+from infra.rules import PLAIN_PROMPT, asks
 from settings import convert, parse
 
 # How the papers and their releases evaluate; `config` gives the system prompt and the longest prompt.

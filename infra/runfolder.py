@@ -114,8 +114,7 @@ def refused_changes(there: Config, now: Config) -> list[str]:
 
 
 def is_moved(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names at another path what is looked into: by `require_same_files`, or
-    lora.require_base."""
+    """Tell whether a setting names at another path what `require_same_files` or lora.require_base reads."""
     paths = config.flatten(there)[key], config.flatten(now)[key]
     return key in (*COPIES, "model.lora.path") and None not in paths
 
@@ -214,6 +213,7 @@ def environment(device: torch.device) -> dict:
         "python": platform.python_version(),
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "ranks": int(os.environ.get("WORLD_SIZE", "1")),
         "libraries": versions | {name: sys.modules[name].__version__ for name in optional},
     }
 

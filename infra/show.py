@@ -18,7 +18,7 @@ from typing import Any, get_type_hints
 import yaml
 
 from config import Config
-from rules import ASKS, SERVES
+from infra.rules import ASKS, SERVES
 from settings import choices, describe
 
 HEAD = """# Settings

@@ -15,7 +15,7 @@ from config import Config, ConfigError, flatten
 from records import Batch, Rolled, plain
 
 PATIENCE = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
-COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "prob", "weight")
+COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "prob", "weight")
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
@@ -34,15 +34,19 @@ def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[di
 
 def written_out(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode) -> Iterator[dict]:
     """Yield the completions of the n-th group, which is trained on at `place` of the batch, or not at all
-    (None). The advantage is that of the rewards, before a critic or a reference changes it."""
+    (None). The advantage is that of the rewards, before a critic or a reference changes it: of what is
+    trained on as it is there (PODS compares only those kept)."""
     pruned, components = batch.pruned, rolled.rewards.components
     for g, sample in enumerate(rolled.groups[n].samples):
+        kept = place is not None and bool(pruned.keep_NG[place, g])
+        trained = len(batch.tokens[place][g]) if kept and batch.tokens else kept * sample.fresh
         yield {
             "text": decode(sample.ids, True), "tokens": sample.length, "finished": sample.finished,
             "reward": plain(rolled.rewards.total_NG[n, g]),
             "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
-            "advantage": plain(rolled.adv_NG[n, g]),
-            "kept": place is not None and bool(pruned.keep_NG[place, g]),
+            "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
+            "kept": kept,
+            "trained": trained,
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
         }

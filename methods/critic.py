@@ -20,7 +20,6 @@ from config import Config, Gae, Optim
 from infra import dist
 from infra.weights import read_shape
 from learner import Learner, NotFinite, adam, descend, learning_rate, spread
-from loss import value_loss
 from methods import lora
 from methods.gae import adaptive_lambda, gae
 from methods.smaller_rows import pass_minibatch
@@ -151,11 +150,14 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
 
 
 def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
-    """Split the ended completions with a reward by a seeded draw; a token weighs one over their number."""
+    """Split the ended completions with a reward by a seeded draw. A token weighs what its prompt does, over
+    the sum of that: where prompts are skipped, those that are not make up for them as they do for the policy.
+    """
     groups = [Group(group.prompt, tuple(map(from_its_start, group.samples))) for group in rolled.groups]
     reward_NG = rolled.rewards.total_NG
     ended_NG = ~pending(groups, reward_NG.shape[1]) & ~reward_NG.isnan()
     len_NG, none_NG = lengths(groups, reward_NG.shape[1]), torch.zeros_like(reward_NG)
+    weight_N1 = torch.tensor([[turn.weight] for turn in rolled.turns if turn.kept], dtype=torch.float64)
     ended_K = ended_NG.flatten().nonzero()[:, 0]
     generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
@@ -163,8 +165,9 @@ def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
     for members_K in shuffled_K.tensor_split(learner.critic.settings.minibatches):
         if len(members_K):
             keep_NG = torch.zeros_like(ended_NG).view(-1).index_fill(0, members_K, True).view_as(ended_NG)
-            weight_NG = keep_NG.to(reward_NG.dtype) / (len_NG * keep_NG).sum()
-            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, none_NG, reward_NG))
+            weight_NG = keep_NG * weight_N1
+            weight_NG = weight_NG / (len_NG * weight_NG).sum()
+            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, none_NG, none_NG, reward_NG))
     return split
 
 
@@ -182,6 +185,11 @@ def target(learner: Learner, row: Row) -> Tensor:
     value_C, _ = learner.critic.values(learner, row)
     reward_S = row.reward_S.to(value_C)
     return value_C + gae(value_C, reward_S, row.segment_C, torch.full_like(reward_S, lam))
+
+
+def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
+    """Compute half the weighted sum of a critic's squared errors."""
+    return (weight_C * (value_C - target_C).square()).sum() / 2
 
 
 def add_gradient(learner: Learner, given: Aimed) -> tuple[Aimed, Tensor, Tensor]:

@@ -32,7 +32,17 @@ function showCompletions() {
   slider.disabled = steps.length < 2;
   const shown = steps[Number(slider.value)];
   byId("step-shown").textContent = shown ? `${shown.step} of ${steps.at(-1).step}` : "–";
+  byId("replay").replaceChildren(...(shown ? replay(shown.step) : []));
   byId("groups").replaceChildren(...(shown ? shown.groups.map(group) : []));
+}
+
+function replay(step) {
+  const { folder, replayable } = current(), near = replayable.filter((one) => one <= step).at(-1);
+  if (near === undefined) return [];
+  const shell = /^[\w./~-]+$/.test(folder) ? folder : `'${folder.replaceAll("'", "'\\''")}'`;
+  const command = element("code", "", `python replay.py ${shell} --step ${near}`);
+  return near === step ? ["All groups of this step again, and what another pruning would have done: ", command] :
+    ["This step has no checkpoint before it (checkpoint.every, checkpoint.keep), so it cannot be replayed; the nearest before it: ", command];
 }
 
 function group(line) {
@@ -55,7 +65,8 @@ function completionRow(completion) {
     if (byId(filter).value && is[filter] && byId(filter).value !== is[filter]) return null;
   const components = Object.entries(completion.components).filter(([, value]) => value !== 0)
     .map(([name, value]) => `${name} ${number(value)}`).join(", ") || "all components 0";
-  const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}` :
+  const upTo = completion.trained < completion.tokens ? `, ${completion.trained} tokens` : "";
+  const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}${upTo}` :
     completion.prob === null ? "group not trained on" : `pruned, probability ${number(completion.prob)}`;
   return element("tr", `${is.right} ${is.kept}`,
     element("td", "", element("b", "verdict", { right: "✓ right", wrong: "✗ wrong" }[is.right] || "–")),

@@ -67,7 +67,7 @@ PROMPT, COMPLETIONS, GROUPS = 180, range(270, 391, 8), 3  # tokens, and groups t
 OURS = {str(path): path.name for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
 # The first of these that is being called names the phase of an op; backward is one of its own.
 PHASES = {inspect.unwrap(function).__code__: name for function, name in (
-    (learner.Learner.rows, "pack"), (update.prepare_row, "reference"), (learner.Learner.log_probs, "forward"),
+    (learner.Learner.rows, "pack"), (update.prepare_row, "reference"), (learner.Learner.outputs, "forward"),
     (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.descend, "descend"),
     (PassSums.metrics, "metrics of the step"))}
 PART_OF = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
@@ -309,7 +309,7 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
         "peak": whole.device.peak,
         "counted": held + counts.pass_bytes(counts.Pass(
             policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
-            policy.logp_chunk, fused=True, lora=cfg.model.lora)),
+            policy.logp_chunk, fused=True, lora=cfg.model.lora, entropy=cfg.loss.entropy > 0)),
         "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 

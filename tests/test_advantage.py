@@ -62,20 +62,21 @@ def rewards(parts: dict[str, list[list[float]]], weights: dict[str, float]) -> R
     return Rewards({name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}, weights)
 
 
-def test_decoupled_tells_rewards_apart_that_have_the_same_sum():
+@pytest.mark.parametrize("correction", [0, 1])
+def test_decoupled_tells_rewards_apart_that_have_the_same_sum(correction):
     """Right and long, or wrong and short: one reward, but two advantages. One component alone is the group z-score, up
-    to the step's scale, which is 1 after it. Without any difference there is no advantage."""
+    to the step's scale, which is 1 after it, by the same correction. Without any difference there is no advantage."""
     parts = {"accuracy": [[1, 0, 0, 0], [1, 1, 0, 0]], "overlong": [[-1, 0, 0, -1], [0, 0, 0, 0]]}
     both = rewards(parts, {"accuracy": 1.0, "overlong": 1.0})
     assert both.total_NG[0, 0] == both.total_NG[0, 1]
-    adv_NG = decoupled(both, 1, 0.0 + 1e-12)
+    adv_NG = decoupled(both, correction, 1e-12)
     assert adv_NG[0, 0] > adv_NG[0, 1] + 0.1
-    assert adv_NG.std(correction=0).item() == pytest.approx(1)
+    assert adv_NG.std(correction=correction).item() == pytest.approx(1)
     torch.testing.assert_close(adv_NG.sum(dim=1), torch.zeros(2, dtype=torch.float64))
-    alone = decoupled(rewards({"accuracy": parts["accuracy"]}, {"accuracy": 3.0}), 1, 1e-12)
-    z_NG = group_norm(torch.tensor(parts["accuracy"], dtype=torch.float64), 1, 1e-12)
-    torch.testing.assert_close(alone / z_NG, torch.full_like(z_NG, float(1 / z_NG.std(correction=0))))
-    assert not decoupled(rewards({"accuracy": [[1, 1], [0, 0]]}, {"accuracy": 1.0}), 1, 1e-4).any()
+    alone = decoupled(rewards({"accuracy": parts["accuracy"]}, {"accuracy": 3.0}), correction, 1e-12)
+    z_NG = group_norm(torch.tensor(parts["accuracy"], dtype=torch.float64), correction, 1e-12)
+    torch.testing.assert_close(alone / z_NG, torch.full_like(z_NG, float(1 / z_NG.std(correction=correction))))
+    assert not decoupled(rewards({"accuracy": [[1, 1], [0, 0]]}, {"accuracy": 1.0}), correction, 1e-4).any()
 
 
 def test_the_soft_value_lies_between_mean_and_maximum():

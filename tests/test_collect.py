@@ -21,7 +21,7 @@ from collect import Sampler, Selection, choose, lacks
 from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
-from methods import greso, soft_value
+from methods import greso, nat, soft_value
 from metrics import Clock
 from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
@@ -235,7 +235,8 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
 @pytest.mark.parametrize("settings", [
     ("seed=2", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
      "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
-    ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}")])
+    ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}",
+     "prune.tokens={kind: prefix, whole: 0.2}")])
 def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     """The third step of a run, in its second epoch, from the checkpoint before it and its line of decisions.jsonl."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=3", "data.limit=5",
@@ -263,8 +264,10 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
+    tokens = [[1 / nat.kept_prob(s.length, 0.2, 1)[:cut] for s, cut in zip(group.samples, p["completion_tokens"],
+              strict=True)] for group, p in zip(groups, used, strict=True)] if "completion_tokens" in used[0] else None
     batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["place"] for p in used], line["offered"],
-                  line["seed"])
+                  line["seed"], tokens)
     update.update(learner, batch, 2, Clock())
     expected, again = weights(trained), weights(learner.policy)
     assert all(torch.equal(expected[name], again[name]) for name in expected)
@@ -357,6 +360,6 @@ def test_nothing_is_inert_where_something_but_the_advantage_has_a_gradient(in_or
     """A flat group's completions have probability 0 under PPS only where their advantage is all there is."""
     keep = "prune.completions={kind: pps, keep: 2, scope: batch}"
     for settings, inert in (([], True), (["loss.likelihood=0.1"], False), (["loss.kl=0.1"], False),
-                            (["advantage.kind=gae", "critic.lr=1e-4"], False)):
+                            (["loss.entropy=0.1"], False), (["advantage.kind=gae", "critic.lr=1e-4"], False)):
         (_, _, batch, _), = steps(tmp_path, "eiih", 1, keep, *settings)
         assert bool((batch.pruned.prob_NG[0] == 0).all()) == inert

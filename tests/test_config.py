@@ -13,9 +13,9 @@ import pytest
 from conftest import ROOT
 
 import config
-import rules
 import settings
 from config import ConfigError, load
+from infra import rules
 from infra.show import resolved
 
 GOOD = {
@@ -95,13 +95,13 @@ def good(tmp_path):
     (["prune.completions={kind: bernoulli, drop_prob: 1}"], r"drop_prob=1.0 must be in \[0, 1\): no weight makes up"),
     (["prune.completions={kind: bernoulli, drop_prob: -0.1}"], r"prune.completions.drop_prob=-0.1 must be in \[0, 1\)"),
     (["prune.completions={kind: bernoulli, drop_prob: 0.5, keep: 2}"],
-     "prune.completions.keep belongs to topk and pps; this is bernoulli: leave prune.completions.keep=2 out"),
+     "prune.completions.keep belongs to topk, pps and pods; this is bernoulli: leave prune.completions.keep=2 out"),
     (["prune.completions={kind: pps, keep: 2, drop_prob: 0.5}"],
      "prune.completions.drop_prob belongs to bottom and bernoulli; this is pps"),
     (["prune.completions={kind: pps, keep: 2}", "loss.count=kept"],
      "loss.count=kept must be all with prune.completions.kind=pps: its weights restore the full batch"),
     (["prune.completions={kind: bernoulli, drop_prob: 0.5}", "loss.count=kept"], "loss.count=kept must be all with"),
-    (["prune.completions.keep=2"], "prune.completions.keep belongs to topk and pps; this is none"),
+    (["prune.completions.keep=2"], "prune.completions.keep belongs to topk, pps and pods; this is none"),
     (["prune.prompts.kind=bernoulli"], r"missing key 'prune.prompts.drop_prob' \(a finite number, in \[0, 1\)"),
     (["prune.prompts={kind: rank, drop_prob: 1, max_skips: 1}"], r"prune.prompts.drop_prob=1.0 must be in \[0, 1\)"),
     (["prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 0}"],
@@ -185,6 +185,20 @@ def good(tmp_path):
     (["advantage={kind: gae}", "critic.lr=1", "rollout.window=4"], "loss.per=sequence must be token, constant or sum"),
     (["advantage.kind=decoupled", "rollout.until=informative"],
      "rollout.until=informative must be offered with advantage.kind=decoupled: its scale is that of one round"),
+    (["advantage.kind=decoupled", "prune.prompts={kind: bernoulli, drop_prob: 0.5}"],
+     "prune.prompts.kind=bernoulli must be none with advantage.kind=decoupled: its scale would be that of"),
+    (["advantage.eps=0"], "advantage.eps=0.0 must be above 0"),
+    (["advantage={kind: decoupled, eps: 0}"], "advantage.eps=0.0 must be above 0"),
+    (["advantage.kind=soft_value", "rollout.group_size=1", "rollout.until=informative"],
+     "rollout.until=informative must be offered or full with rollout.group_size=1: the rewards of one completion"),
+    (["advantage.kind=gae", "critic.lr=1", "rollout.window=4", "loss={per: token, likelihood: 0.1}"],
+     "loss.likelihood=0.1 must be 0 with rollout.window: a step has only the last window of an answer"),
+    (["prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}"],
+     "prune.truncated=True must be false with prune.prompts.kind=bernoulli: how many answers of a prompt"),
+    (["loss.entropy=0.1", "prune.prompts={kind: bernoulli, drop_prob: 0.5}"],
+     "loss.entropy=0.1 must be 0 with prune.prompts.kind=bernoulli and loss.count=all: a mean over all tokens"),
+    (["loss.entropy=-0.1"], "loss.entropy=-0.1 must be at least 0"),
+    (["loss.kl_corrected=true"], "loss.kl_corrected=True must be false, or left out, unless loss.kl > 0"),
     (["critic.lr=1e-5"], "critic.lr=1e-05 must be left out, or null, unless advantage.kind=gae"),
     (["advantage.kind=gae"], "critic.lr=None must be above 0 with advantage.kind=gae"),
     (["advantage.kind=gae", "critic={lr: 1, pretrain_steps: 3}"], "critic.pretrain_steps=3 must be in 0..2, below"),

@@ -14,7 +14,7 @@ from learner import Learner
 from methods import critic
 from metrics import Clock
 from prune import keep_all
-from records import Rolled, Row
+from records import Rolled, Row, Turn
 
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=torch.float64)
@@ -161,6 +161,28 @@ def test_targets_are_lambda_returns(tiny, tmp_path):
     settings = replace(learner.critic.advantage, lam_critic=1.0)
     one = replace(learner, critic=replace(learner.critic, advantage=settings))
     assert torch.equal(critic.target(one, row), row.reward_S[row.segment_C])
+
+
+@pytest.mark.parametrize("settings", [[], ["advantage.lam_critic=0.7"]])
+def test_a_prompt_that_makes_up_for_skipped_ones_counts_as_often(settings, tiny, tmp_path):
+    """A weight of 3 is as if the group were there three times; the skipped turn has none. A mean over tokens, still."""
+    learner, (one, two) = set_up(tiny, tmp_path / "run", *settings), make_groups(LENGTHS, PROMPTS)
+    nudge(learner.critic.model, 0.3)
+
+    def gradient(rolled: Rolled) -> list[torch.Tensor]:
+        minibatch, = critic.minibatches(learner, rolled, 0)
+        learner.critic.model.zero_grad()
+        for row in learner.rows(minibatch):
+            critic.add_gradient(learner, critic.Aimed(row, critic.target(learner, row)))
+        return list(gradients(learner.critic.model).values())
+
+    plain, thrice_NG = rolled_out(), REWARD_NG[[0, 0, 0, 1]]
+    skipped = Turn(replace(one.prompt, id="q2"), 0, prob=0.5, weight=0.0)
+    turns = [Turn(one.prompt, 0, prob=1 / 3, weight=3.0), skipped, Turn(two.prompt, 0)]
+    weighed = gradient(replace(plain, turns=turns))
+    often = gradient(as_rolled([one, one, one, two], thrice_NG))
+    torch.testing.assert_close(weighed, often)
+    assert all((a - b).abs().max() > 1e-6 for a, b in zip(weighed, gradient(plain), strict=True))
 
 
 def test_where_nothing_has_ended_there_is_no_step(tiny, tmp_path):

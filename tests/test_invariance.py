@@ -25,14 +25,14 @@ from advantage import group_norm
 from collect import Sampler
 from history import PromptHistory
 from infra import dist, runfolder
-from loss import value_loss
 from methods import critic, lora
+from methods.critic import value_loss
 from prune import COMPLETIONS, Offer
 from records import lengths
 
 CONFIGS = {
     "cppo": [],
-    "cppo-kl-batch": ["loss.kl=0.1", "loss.per=token", "prune.completions.scope=batch"],
+    "cppo-kl-batch": ["loss.kl=0.1", "loss.kl_corrected=true", "loss.per=token", "prune.completions.scope=batch"],
     "grpo": ["prune.completions.kind=none", "loss.count=all", "loss.per=constant"],
     "lora": ["model.lora.rank=2", "loss.kl=0.1"],
 }
@@ -44,7 +44,7 @@ Gradient = dict[str, torch.Tensor]
 def objective(name: str, out, *settings: str) -> config.Config:
     """A toy config of an objective at a test's size; its completions in windows are those of test_objectives."""
     pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
-    more = {"divppo": ["loss.divergence=1e-3"], "apo": ["data.limit=16"]}.get(name, [])
+    more = {"divppo": ["loss.divergence=1e-3"], "apo": ["data.limit=16", "loss.entropy=0.1"]}.get(name, [])
     return toy_config(out, *pretrained, *more, *settings, name=f"{name}_toy.yaml")
 
 
@@ -283,7 +283,8 @@ PRUNED = {
     "cppo": ["steps=5", "prune.completions.scope=batch", "prune.completions.keep=1"],
     # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
     "dppo": ["seed=3", "data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
-             "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2"],
+             "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2",
+             "prune.tokens={kind: prefix, whole: 0.5}"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
     "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",

@@ -1,26 +1,27 @@
 """Weights, trust region and KL against the formulas of the papers, by autograd in float64."""
 
 import itertools
+from types import SimpleNamespace
 
 import pytest
 import torch
 
+from config import Loss
 from loss import (
-    Move,
-    binary_kl,
     clamp,
     clip,
     clip_sequence,
     engine_weight,
     k3,
     likelihood_weight,
+    row_loss,
     token_weight,
-    total_variation,
-    value_loss,
 )
+from methods.critic import value_loss
+from methods.divergence import binary_kl, total_variation
 from methods.soft_value import residual
 from prune import keep_all, keep_largest
-from records import Pruned
+from records import Move, PreparedRow, Pruned
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
 ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -89,6 +90,32 @@ def test_k3_is_an_unbiased_estimate_of_the_kl_and_never_negative():
     logp, logq = torch.randn(2, 50, dtype=torch.float64, generator=generator).log_softmax(-1)
     torch.testing.assert_close((logp.exp() * k3(logp, logq)).sum(), (logp.exp() * (logp - logq)).sum())
     assert (k3(logp, logq) >= 0).all() and (k3(logp, logp) == 0).all()
+
+
+def test_the_corrected_kl_has_the_gradient_of_the_kl_over_samples_of_any_policy():
+    """Sum over all tokens of p_old * (p / p_old) k3, by autograd: the gradient of KL(p, ref), and ratio (logp - ref)
+    per token; k3 alone gives neither, on the policy itself or off it."""
+    generator = torch.Generator().manual_seed(0)
+    old_V, ref_V = torch.randn(2, 50, dtype=torch.float64, generator=generator).log_softmax(-1)
+    for moved in (0.0, 0.5):
+        logits_V = (old_V + moved * torch.randn(50, dtype=torch.float64, generator=generator)).requires_grad_()
+        logp_V = logits_V.log_softmax(-1)
+        expected, = torch.autograd.grad((logp_V.exp() * (logp_V - ref_V)).sum(), logits_V, retain_graph=True)
+
+        def kl(logp_C: torch.Tensor, corrected: bool) -> torch.Tensor:
+            """The KL's term of a row in which every token stands once, weighted by p_old."""
+            none_C, weight_C = torch.zeros(50, dtype=torch.float64), old_V.exp()
+            row = SimpleNamespace(weight_C=weight_C, likelihood_C=none_C, segment_C=torch.arange(50))
+            loss = Loss(kl=1.0, kl_corrected=corrected)
+            return row_loss(logp_C, PreparedRow(row, none_C, ref_V, old_V), none_C, loss).loss
+
+        ours, = torch.autograd.grad(kl(logp_V, True), logits_V, retain_graph=True)
+        torch.testing.assert_close(ours, expected)
+        plain, = torch.autograd.grad(kl(logp_V, False), logits_V, retain_graph=True)
+        assert (plain - expected).norm() > 0.1 * expected.norm()
+        free_V = logp_V.detach().requires_grad_()
+        each, = torch.autograd.grad(kl(free_V, True), free_V)
+        torch.testing.assert_close(each, (free_V.exp() * (free_V - ref_V)).detach())
 
 
 def test_the_engines_weight_by_hand():
@@ -170,6 +197,19 @@ def test_binary_kl_by_hand():
     m = move([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
     assert binary_kl(m, 0.05, 20.0).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
     assert binary_kl(m, 0.0203, 20.0)[0] == 0 and binary_kl(m, 0.0205, 20.0)[0] > 0
+
+
+def test_binary_kl_stops_no_token_for_its_rounding():
+    """The same logits, by log_softmax and as logit - logsumexp, as an engine and a trainer have them in float32:
+    nothing has moved, though of some likely tokens one of the two probabilities is 1 and the other is not."""
+    generator = torch.Generator().manual_seed(0)
+    logits_CV = 6 * torch.randn(4000, 50, generator=generator)
+    top_C1 = logits_CV.argmax(dim=1, keepdim=True)
+    old_C = logits_CV.log_softmax(dim=1).gather(1, top_C1)[:, 0]
+    logp_C = logits_CV.gather(1, top_C1)[:, 0] - logits_CV.logsumexp(dim=1)
+    assert ((logp_C.exp() == 1) & (old_C.exp() < 1)).any()
+    same = Move(logp_C, old_C, torch.ones_like(old_C), torch.zeros(len(old_C), dtype=torch.long))
+    assert (binary_kl(same, 0.05, 20.0) > 0).all()
 
 
 def test_the_residual_has_the_gradient_of_the_squared_loss():

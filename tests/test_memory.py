@@ -84,6 +84,8 @@ def test_a_pass_with_an_adapter_is_counted_by_hand():
     assert counts.pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
     head = 500 * 10 * (8 + 2) + 4 * 7 * 4 * 2 + 128 * 2
     assert counts.pass_bytes(replace(given, chunk=500)) == root + 2 * whole + head
+    entropy = replace(given, chunk=500, entropy=True)  # a third tensor of logits is in float32
+    assert counts.pass_bytes(entropy) == root + 2 * whole + head + 500 * 10 * 2
 
 
 def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(tmp_path):

@@ -39,6 +39,7 @@ class Answer:
     old_T: Tensor
     beh_T: Tensor
     ref_T: Tensor
+    entropy_T: Tensor   # of the distributions now
     value_T: Tensor     # of the states before each token
     after: Tensor       # and behind the last
     reward: float
@@ -109,7 +110,7 @@ def gdpo(answers, cfg):
         return (part_NG - part_NG.mean(1, keepdim=True)) / (part_NG.std(1, keepdim=True) + 1e-4)
 
     adv_NG = norm(CORRECT_NG) + 0.5 * norm(SHORT_NG)
-    adv_NG = adv_NG / (adv_NG.std(correction=0) + 1e-4)
+    adv_NG = adv_NG / (adv_NG.std() + 1e-4)
     return -sum(clipped(x.ratio_T, adv_NG[x.n, x.g], 0.2, 0.2).mean() for x in answers) / len(answers)
 
 
@@ -141,7 +142,20 @@ def tppo(answers, cfg):
 
 
 def apo(answers, cfg):
-    return sum((1e-3 * (x.now_T - x.ref_T).sum() + VALUES[f"q{x.n}"] - x.reward) ** 2 for x in answers) / len(answers)
+    squared = sum((1e-3 * (x.now_T - x.ref_T).sum() + VALUES[f"q{x.n}"] - x.reward) ** 2 for x in answers)
+    return squared / len(answers) - 1e-3 * sum(x.entropy_T.sum() for x in answers) / tokens(answers)
+
+
+def with_entropy(answers, cfg):
+    return grpo(answers, cfg) - 0.1 * torch.cat([x.entropy_T for x in answers]).mean()
+
+
+def with_kl(answers, cfg):
+    def kl(x: Answer) -> Tensor:
+        k3_T = (x.ref_T - x.now_T).exp() - (x.ref_T - x.now_T) - 1
+        return (x.ratio_T * k3_T if cfg.loss.kl_corrected else k3_T).mean()
+
+    return grpo(answers, cfg) + 0.5 * sum(kl(x) for x in answers) / len(answers)
 
 
 def reinforce(answers, cfg):
@@ -164,6 +178,9 @@ OBJECTIVES = {
     "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
     "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
     "apo": (apo, "apo_toy", []),
+    "kl": (with_kl, "grpo_toy", ["loss.kl=0.5"]),
+    "kl-corrected": (with_kl, "grpo_toy", ["loss.kl=0.5", "loss.kl_corrected=true"]),
+    "entropy": (with_entropy, "grpo_toy", ["loss.entropy=0.1"]),
     "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust=none", "loss.per=sum"]),
     "rloo": (rloo, "grpo_toy", ["advantage.kind=leave_one_out"]),
 }
@@ -238,6 +255,13 @@ class Case:
             return model(ids, torch.arange(len(ids)), attend_alone, torch.arange(first - 1, len(ids) - 1), ids[first:],
                          temperature=1.0)
 
+    @staticmethod
+    def entropies(model, group: Group, sample: Sample) -> Tensor:
+        ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
+        hidden_TD = model.hidden(ids, torch.arange(len(ids)), attend_alone)
+        logp_TV = (hidden_TD[first - 1:-1] @ model.head_VD.T).log_softmax(dim=-1)
+        return -(logp_TV.exp() * logp_TV).sum(dim=-1)
+
     def values(self, group: Group, sample: Sample) -> Tensor:
         """Before each token and behind the last; nothing without a critic."""
         if self.learner.critic is None:
@@ -258,7 +282,8 @@ class Case:
                 value_T = self.values(group, s)
                 answers.append(Answer(
                     self.alone(self.now, group, s, grad=True), self.alone(self.old, group, s), torch.tensor(s.logp),
-                    self.alone(self.ref, group, s), value_T[:-1], value_T[-1], float(self.reward_NG[n, g]),
+                    self.alone(self.ref, group, s), self.entropies(self.now, group, s),
+                    value_T[:-1], value_T[-1], float(self.reward_NG[n, g]),
                     self.reward_NG[n], bool(self.batch.correct_NG[n, g]), s.start, s.pending, n, g))
                 answers[-1].beh_T = torch.tensor(s.logp.tolist(), dtype=torch.float64)
         self.textbook(answers, self.cfg).backward()

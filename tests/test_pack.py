@@ -79,7 +79,8 @@ GROUPS = make_groups([[3, 30, 7, 1], [12, 2, 9, 25], [8, 8, 8, 8]], [5, 17, 1])
 ADV_NG = torch.arange(1.0, 13).view(3, 4).double()
 WEIGHT_NG = ADV_NG / 100
 KEEP_NG = torch.tensor([[1, 1, 0, 1], [0, 0, 1, 1], [0, 0, 0, 1]], dtype=torch.bool)
-MINIBATCH = Minibatch(GROUPS, KEEP_NG, ADV_NG, WEIGHT_NG, likelihood_NG=WEIGHT_NG, reward_NG=ADV_NG)
+MINIBATCH = Minibatch(GROUPS, KEEP_NG, ADV_NG, WEIGHT_NG, likelihood_NG=WEIGHT_NG, bonus_NG=2 * WEIGHT_NG,
+                      reward_NG=ADV_NG)
 
 
 def trained_tokens(rows) -> list[tuple]:
@@ -105,6 +106,7 @@ def test_rows_hold_exactly_the_kept_tokens_whatever_the_capacity_and_the_ranks(c
     assert trained_tokens(rows) == sorted(expected)
     for row in rows:
         assert len(row.ids_T) <= capacity and sum(row.segments.queries) == len(row.ids_T)
+        assert torch.equal(row.bonus_C, 2 * row.weight_C)
         assert torch.equal(row.likelihood_C, row.weight_C)  # 0 where the row only keeps its rank in step
     for plan, row in zip(plans, rows, strict=True):
         first, first_query = 0, 0
@@ -161,7 +163,8 @@ def test_a_row_by_hand():
     groups = [Group(Prompt("a", (7, 8), ""), (sample(4, 5), sample(9, 6, start=1), sample(3))),
               Group(Prompt("b", (2,), ""), (sample(1), sample(1), sample(1)))]
     numbers_NG = torch.arange(6.0).view(2, 3)
-    minibatch = Minibatch(groups, numbers_NG >= 0, numbers_NG, 10 * numbers_NG, 2 * numbers_NG, 3 * numbers_NG)
+    minibatch = Minibatch(groups, numbers_NG >= 0, numbers_NG, 10 * numbers_NG, 2 * numbers_NG, 4 * numbers_NG,
+                          3 * numbers_NG)
     members = [(0, 0), (0, 1), (0, 2), (1, 2)]
     row = build_row(minibatch, Plan(members))
     assert row.ids_T.tolist() == [7, 8, 4, 5, 9, 6, 3, 2, 1]
@@ -175,6 +178,7 @@ def test_a_row_by_hand():
     assert row.segment_C.tolist() == [0, 0, 1, 2, 3]
     assert row.sampled_logp_C.tolist() == [-4, -5, -6, -3, -1]
     assert row.adv_C.tolist() == [0, 0, 1, 2, 5] and row.weight_C.tolist() == [0, 0, 10, 20, 50]
+    assert row.bonus_C.tolist() == [0, 0, 4, 8, 20]
     assert row.likelihood_C.tolist() == [0, 0, 2, 4, 10] and row.reward_S.tolist() == [0, 3, 6, 15]
     assert row.length_S.tolist() == [2, 2, 1, 1]
 

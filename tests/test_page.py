@@ -93,8 +93,8 @@ ENVIRONMENT = os.environ | {"OMP_NUM_THREADS": "1"}
 def finished(tmp_path_factory) -> Path:
     """A run of 10 steps that learns, in which completions are pruned and some are cut."""
     out = tmp_path_factory.mktemp("page") / "run"
-    subprocess.run(training(out, "steps=10", "rollout.max_new_tokens=24", "optim.warmup_steps=0"), check=True,
-                   env=ENVIRONMENT, capture_output=True)
+    subprocess.run(training(out, "steps=10", "rollout.max_new_tokens=24", "optim.warmup_steps=0", "checkpoint.every=4",
+                            "checkpoint.keep=all"), check=True, env=ENVIRONMENT, capture_output=True)
     return out
 
 
@@ -212,6 +212,9 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
             f"{c['tokens']}, {'finished' if c['finished'] else 'cut'}" for c in completions]
         heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#groups h3")]
         assert heads == [f"{x['id']}, gold answer {x['gold']}" for x in logged if x["step"] == step]
+        replay = browser.find_element(By.ID, "replay").text  # of its steps, those after a checkpoint and the first
+        assert replay.endswith(f"python replay.py {finished} --step {step if step in (1, 5, 9) else 9}")
+        assert ("cannot be replayed" in replay) == (step not in (1, 5, 9))
         prompt = browser.find_element(By.CSS_SELECTOR, "#groups pre").get_attribute("textContent")
         assert prompt == next(x["prompt"] for x in logged if x["step"] == step) and "<|im_start|>" in prompt
     assert any("<|im_end|>" in row["text"] for row in rows(browser))

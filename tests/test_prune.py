@@ -122,6 +122,9 @@ def test_inclusion_by_hand():
     assert prob([0, 0, 0], 2) == [0, 0, 0]
     assert prob([2, 2, 2, 2], 1) == [0.25] * 4
     assert prob([1, 2, 3], 3) == [1, 1, 1]
+    assert prob([1, 1e-17], 1) == [1, 0]                     # what rounding leaves of a difference is no size
+    assert prob([3.75, 3.75, 1e-16, 1e-16], 2) == [1, 1, 0, 0]
+    assert prob([1e-17, 2e-17], 1) == [1 / 3, 2 / 3]         # small ones among themselves are
 
 
 def test_inclusion_and_the_comb_at_random():
@@ -166,6 +169,12 @@ def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
     for pruned in (group, batch):
         torch.testing.assert_close(pruned.weight_NG * pruned.prob_NG, pruned.keep_NG.double())
     assert not pps(ADV_NG[1:2].abs(), 2, "group", seed=5).keep_NG.any()
+
+
+def test_pps_keeps_exactly_as_many_whatever_rounding_leaves():
+    """As of rewards in equal steps: their mean is not quite the one in the middle."""
+    size_NG = torch.tensor([[3.75, 1e-16, 3.75]], dtype=torch.float64)
+    assert all(pps(size_NG, 2, "group", seed).keep_NG.tolist() == [[True, False, True]] for seed in range(20))
 
 
 def test_the_comb_runs_through_a_shuffled_order():

@@ -33,8 +33,8 @@ OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy
 # What each file may import of the others: data flows one way.
 IMPORTS = {
     "settings": set(),
-    "rules": {"settings"},
-    "config": {"infra.paths", "rules", "settings"},
+    "infra.rules": {"settings"},
+    "config": {"infra.paths", "infra.rules", "settings"},
     "infra.stops": set(),
     "records": {"infra.stops"},
     "infra.dist": {"config"},
@@ -45,10 +45,10 @@ IMPORTS = {
     "infra.checkpoint": {"config", "infra.dist", "infra.paths", "infra.runfolder"},
     "infra.runfolder": {"config", "infra.tracking"},
     "infra.tracking": {"config", "records"},
-    "infra.show": {"config", "rules", "settings"},
+    "infra.show": {"config", "infra.rules", "settings"},
     "infra.rows": {"config", "infra.paths", "records"},
     "infra.tokenizer": {"config", "infra.stops", "settings"},
-    "infra.flags": {"config", "infra.paths", "rules", "settings"},
+    "infra.flags": {"config", "infra.paths", "infra.rules", "settings"},
     "infra.results": {"config", "infra.dist", "infra.paths", "infra.runfolder"},
     "verify.spelling": set(),
     "verify.answer": {"verify.spelling"},
@@ -61,8 +61,12 @@ IMPORTS = {
     "methods.reward_worker": {"verify.grade"},
     "methods.custom_reward": {"config", "methods.reward_worker", "records", "verify.grade"},
     "methods.greso": set(),
-    "prune": {"methods.greso", "records"},
-    "loss": {"config", "records"},
+    "methods.divergence": {"records"},
+    "methods.pods": {"records"},
+    "methods.proportional": set(),
+    "methods.variance_share": set(),
+    "prune": {"methods.greso", "methods.pods", "methods.proportional", "methods.variance_share", "records"},
+    "loss": {"config", "methods.divergence", "records"},
     "methods.greedy_packing": set(),
     "methods.gae": set(),
     "methods.smaller_rows": {"config", "infra.dist", "records"},
@@ -75,21 +79,24 @@ IMPORTS = {
                "verify.grade"},
     "rollout": {"infra.dist", "infra.stops", "model", "records", "rollout_vllm"},
     "rollout_vllm": {"config", "infra.counts", "infra.dist", "infra.weights", "memory", "model", "records"},
+    "methods.nat": {"config", "records"},
     "collect": {"advantage", "config", "data", "history", "infra.dist", "methods.custom_reward", "methods.greso",
-                "prune", "records", "reward", "rollout"},
+                "methods.nat", "methods.pods", "prune", "records", "reward", "rollout"},
     "metrics": {"advantage", "infra.dist", "loss", "methods.smaller_rows", "pack", "records"},
+    "methods.entropy": {"model"},
     "methods.lora": {"config", "infra.checkpoint", "infra.dist", "infra.results", "infra.weights", "model", "settings"},
     "learner": {"config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder", "infra.signals",
-                "infra.weights", "methods.lora", "methods.smaller_rows", "model", "pack", "records"},
-    "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "loss", "methods.gae", "methods.lora",
+                "infra.weights", "methods.entropy", "methods.lora", "methods.smaller_rows", "model", "pack", "records"},
+    "methods.critic": {"config", "infra.dist", "infra.weights", "learner", "methods.gae", "methods.lora",
                        "methods.smaller_rows", "metrics", "model", "pack", "records", "reward"},
     "methods.soft_value": {"collect", "config", "infra.dist", "infra.runfolder", "loss", "records"},
     "methods.window": {"collect", "config", "history", "infra.dist", "records"},
-    "update": {"infra.dist", "learner", "loss", "methods.critic", "methods.smaller_rows", "methods.soft_value",
-               "metrics", "pack", "records"},
+    "update": {"infra.dist", "learner", "loss", "methods.critic", "methods.nat", "methods.smaller_rows",
+               "methods.soft_value", "metrics", "pack", "records"},
     "preflight": {"config", "data", "history", "infra.counts", "infra.dist", "infra.signals", "learner", "memory",
                   "model", "pack", "records", "rollout", "verify.extract", "verify.grade"},
-    "fit": {"config", "infra.counts", "infra.dist", "infra.paths", "infra.weights", "memory", "rules", "settings"},
+    "fit": {"config", "infra.counts", "infra.dist", "infra.paths", "infra.rules", "infra.weights", "memory",
+            "settings"},
     "page.summary": {"infra.paths", "infra.runfolder"},
     "page.runs": {"config", "infra.runfolder", "infra.show", "page.summary", "settings"},
     "page.compare": {"page.runs", "page.summary", "verify.statistics"},
@@ -97,8 +104,8 @@ IMPORTS = {
     "page.pruning": {"infra.runfolder", "page.charts", "page.compare", "page.runs"},
     "page.texts": {"infra.runfolder", "page.evaluations"},
     "page.evaluations": {"config", "infra.results", "verify.statistics"},
-    "report": {"config", "infra.paths", "infra.runfolder", "infra.signals", "page.charts", "page.compare",
-               "page.pruning", "page.runs", "page.summary", "page.texts"},
+    "report": {"config", "infra.checkpoint", "infra.paths", "infra.runfolder", "infra.signals", "page.charts",
+               "page.compare", "page.pruning", "page.runs", "page.summary", "page.texts"},
     "eval": {"config", "data", "infra.checkpoint", "infra.dist", "infra.flags", "infra.paths", "infra.results",
              "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory", "methods.custom_reward",
              "methods.lora", "page.evaluations", "records", "reward", "rollout", "verify.grade", "verify.statistics"},
@@ -107,6 +114,9 @@ IMPORTS = {
               "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora", "methods.soft_value",
               "methods.window", "metrics", "model", "page.summary", "preflight", "records", "rollout", "update",
               "verify.grade"},
+    "replay": {"advantage", "collect", "config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder",
+               "infra.signals", "learner", "memory", "methods.smaller_rows", "methods.soft_value", "metrics", "records",
+               "train", "update"},
 }
 # Of lines: what a plain GRPO run reads, and what else has to be learnt at one go.
 GRPO = ("train", "data", "history", "rollout", "reward", "advantage", "prune", "pack", "loss", "update", "model",
@@ -144,7 +154,7 @@ def test_no_import_points_back():
         free = sorted(name for name in missing if IMPORTS[name] <= set(done))
         assert free, f"a circle among {sorted(missing)}"
         done += free
-    for folder, allowed in (("verify", {"config"}), ("infra", {"config", "records", "rules", "settings"}),
+    for folder, allowed in (("verify", {"config"}), ("infra", {"config", "records", "settings"}),
                             ("page", {"config", "infra.paths", "infra.results", "infra.runfolder", "infra.show",
                                       "settings", "verify.statistics"})):
         for name in (name for name in FILES if name.startswith(f"{folder}.")):
@@ -162,9 +172,9 @@ def test_the_house_keeps_its_budgets():
     assert lines(*GRPO) <= 3100
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
-    assert lines("config", "rules", "settings") <= 871
+    assert lines("config", "infra.rules", "settings") <= 935
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1300
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2426
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2650
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
@@ -215,8 +225,8 @@ def leaves(cls=config.Config) -> set[str]:
 
 def test_settings_are_few():
     with_kind = {prefix for prefix, section in sections(config.Config) if "kind" in get_type_hints(section)}
-    assert with_kind == {"advantage.", "prune.completions.", "prune.prompts."}
-    assert sum(not key.startswith(tuple(with_kind)) for key in leaves()) <= 96
+    assert with_kind == {"advantage.", "prune.completions.", "prune.prompts.", "prune.tokens."}
+    assert sum(not key.startswith(tuple(with_kind)) for key in leaves()) <= 98
     for prefix, section in sections(config.Config):
         if prefix in with_kind:
             assert len(get_type_hints(section)) - 1 <= 8, section

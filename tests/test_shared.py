@@ -16,7 +16,6 @@ from test_objectives import CORRECT_NG, OBJECTIVES, Case, gradient_of, learner_o
 import learner
 import model as decoder
 from config import Pack
-from loss import value_loss
 from methods import critic
 from pack import Minibatch, Plan
 from records import Pruned
@@ -119,7 +118,7 @@ def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
     minibatch, = critic.minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
     for row in trained.rows(minibatch):
         value_C, _ = trained.critic.values(trained, row)
-        value_loss(value_C, critic.target(trained, row), row.weight_C).backward()
+        critic.value_loss(value_C, critic.target(trained, row), row.weight_C).backward()
     return gradients(trained.critic.model)
 
 

@@ -1,48 +1,57 @@
-"""The toy task and model: reproducible, disjoint, solvable, small."""
+"""The toy tasks and models: reproducible, disjoint, solvable, small."""
 
 import json
 import re
 
+import hard
 import pytest
 from conftest import ROOT, TOY
 from problems import problem, splits, write
 
+import config
 import data
 from infra.weights import read_shape
 from model import load_model
 from verify.grade import grade
 
 
-def test_the_shipped_problems_are_those_of_the_generator(tmp_path):
+def test_the_shipped_problems_are_those_of_the_generators(tmp_path):
     write(tmp_path)
-    for name, count in (("train.jsonl", 4000), ("test.jsonl", 500)):
+    hard.write(tmp_path)
+    counts = {"train": 4000, "test": 500, "hard_train": 480, "hard_test": 600}
+    for name, count in ((f"{stem}.jsonl", count) for stem, count in counts.items()):
         assert (tmp_path / name).read_text() == (ROOT / "toy" / name).read_text()
         assert len(data.load_problems(str(ROOT / "toy" / name))) == count
 
 
-def test_train_and_test_share_neither_arithmetic_nor_text():
-    train, test = splits()
+@pytest.mark.parametrize("made", [splits, hard.splits], ids=["toy", "hard"])
+def test_train_and_test_share_neither_arithmetic_nor_text(made):
+    train, test = made()
     assert not train.keys() & test.keys()
     assert not {line["question"] for line in train.values()} & {line["question"] for line in test.values()}
 
 
-def test_every_solution_is_right_and_scores_as_correct():
+@pytest.mark.parametrize("made", [splits, hard.splits], ids=["toy", "hard"])
+def test_every_solution_is_right_and_scores_as_correct(made):
     """The numbers of the question lead to the answer, and every line of the solution is true arithmetic."""
-    for numbers, line in splits()[1].items():
+    for numbers, line in made()[1].items():
         assert [abs(n) for n in numbers] == [int(n) for n in re.findall(r"\d+", line["question"])]
         assert sum(numbers) == int(line["answer"])
-        for left, sign, right, total in re.findall(r"(\d+) ([+-]) (\d+) = (\d+)", line["solution"]):
+        worked = re.findall(r"(\d+) ?([+-]) ?(\d+) ?= ?(\d+)", line["solution"])
+        assert len(worked) == len(numbers) - 1
+        for left, sign, right, total in worked:
             assert int(left) + int(sign + right) == int(total)
         assert grade([(line["answer"], line["solution"])])[0]["verdict"] == "right"
 
 
-def test_the_shipped_model_is_small_and_takes_4096_positions():
-    files = [TOY / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
+@pytest.mark.parametrize("folder", [TOY, TOY.with_name("hard_model")], ids=["toy", "hard"])
+def test_the_shipped_models_are_small_and_take_4096_positions(folder):
+    files = [folder / name for name in ("config.json", "tokenizer.json", "model.safetensors")]
     assert sum(path.stat().st_size for path in files) < 6e6
-    assert read_shape(TOY).max_positions == 4096
-    assert json.loads((TOY / "config.json").read_text())["model_type"] == "qwen2"
+    assert read_shape(folder).max_positions == 4096
+    assert json.loads((folder / "config.json").read_text())["model_type"] == "qwen2"
     import torch
-    parameters = sum(p.numel() for p in load_model(TOY, torch.float32, torch.device("cpu")).parameters())
+    parameters = sum(p.numel() for p in load_model(folder, torch.float32, torch.device("cpu")).parameters())
     assert 0.5e6 < parameters < 1.5e6
 
 
@@ -54,3 +63,28 @@ def test_problems_have_two_or_three_steps_below_100(seed):
         _, (start, *steps) = problem(rng)
         totals = [start + sum(steps[:i]) for i in range(len(steps) + 1)]
         assert len(steps) in (2, 3) and all(1 <= total <= 99 for total in totals)
+
+
+def test_hard_problems_have_as_many_steps_as_their_level_and_answers_that_differ_in_length():
+    made, lengths = hard.splits()[0], {}
+    tokenizer = data.Tokenizer(TOY.with_name("hard_model"))
+    for numbers, line in made.items():
+        assert len(numbers) - 1 == line["level"]
+        assert all(1 <= sum(numbers[:i + 1]) <= 99 for i in range(len(numbers)))
+        lengths.setdefault(line["level"], []).append(len(tokenizer.encode([line["solution"]])[0]))
+    assert {level: len(of_level) for level, of_level in lengths.items()} == dict.fromkeys(range(1, 7), 80)
+    assert sum(lengths[6]) > 3.5 * sum(lengths[1])
+    assert max(lengths[6]) < config.load("grpo_hard.yaml").rollout.max_new_tokens
+
+
+def test_pre_training_of_the_hard_model_has_seen_no_shipped_problem_above_level_1():
+    seen = {numbers for _, numbers in hard.pretraining()}
+    for made in hard.splits():
+        assert {line["level"] for numbers, line in made.items() if numbers in seen} == {1}
+
+
+def test_what_became_of_a_prompt_is_read_off_its_decision(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    import testbed
+    made = [testbed.fate(line) for line in ({}, {"right": [0, 0]}, {"right": [1, 1]}, {"right": [0, 1]})]
+    assert made == list(testbed.FATES)

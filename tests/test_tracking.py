@@ -226,6 +226,9 @@ def test_groups_as_text_say_what_was_decided_on_each_completion():
     assert [(c["kept"], c["prob"], c["weight"]) for c in dropped["completions"]] == [(False, None, 0.0)] * 2
     assert kept["completions"] == [
         {"text": f"{tokens} True", "tokens": tokens, "finished": True, "reward": reward, "components":
-         {"accuracy": reward}, "advantage": adv, "kept": weight > 0, "prob": 0.5, "weight": weight}
-        for tokens, reward, adv, weight in ((5, 1.0, 0.5, 0.0), (6, 0.0, -0.5, 2.0))]
+         {"accuracy": reward}, "advantage": adv, "kept": weight > 0, "trained": trained, "prob": 0.5,
+         "weight": weight} for tokens, reward, adv, weight, trained in ((5, 1.0, 0.5, 0.0, 0), (6, 0.0, -0.5, 2.0, 6))]
+    among_kept = replace(batch, adv_NG=torch.tensor([[7.0, -0.1]]), tokens=[[torch.ones(1), torch.ones(4)]])
+    kept, = tracking.samples(given[0], among_kept, given[2], count=2)[1:]
+    assert [(c["advantage"], c["trained"]) for c in kept["completions"]] == [(0.5, 0), (pytest.approx(-0.1), 4)]
     assert tracking.samples(*given, count=1) == [dropped] and tracking.samples(*given, count=0) == []

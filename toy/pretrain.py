@@ -11,6 +11,7 @@ import argparse
 import json
 import random
 import sys
+from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
 
@@ -80,12 +81,10 @@ def fresh_model(folder: Path) -> decoder.Decoder:
     return model
 
 
-def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict],
-               rng: random.Random) -> torch.Tensor:
-    """Compute the mean negative log-likelihood of the completions' tokens, in nats."""
-    texts = [line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}" for line in lines]
-    prompts = tokenizer.encode([tokenizer.render(line["question"], None) for line in lines])
-    completions = tokenizer.encode([f"{text}<|im_end|>" for text in texts])
+def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, texts: list[tuple[str, str]]) -> torch.Tensor:
+    """Compute the mean negative log-likelihood of the tokens that answer each (question, answer), in nats."""
+    prompts = tokenizer.encode([tokenizer.render(question, None) for question, _ in texts])
+    completions = tokenizer.encode([f"{text}<|im_end|>" for _, text in texts])
     ids, position, lengths, predict = [], [], [], []
     for prompt, completion in zip(prompts, completions, strict=True):
         predict += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(completion) - 1)
@@ -99,20 +98,18 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, lines: list[dict],
     return -logp_C.mean()
 
 
-def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
-    torch.manual_seed(0)
-    folder.mkdir(parents=True, exist_ok=True)
-    train, test = splits()
-    build_tokenizer(folder, list(train.values()))
-    tokenizer, model, rng = Tokenizer(folder), fresh_model(folder), random.Random(0)
+def pretrain(folder: Path, texts: Iterator[tuple[str, str]], batches: int, batch_size: int, lr: float,
+             stop: int | None = None) -> None:
+    """Train the decoder that `folder` describes on (question, answer)s, and write its weights there. The rate
+    falls to 0 over `batches`, of which the last ones are left out after `stop`."""
+    tokenizer, model = Tokenizer(folder), fresh_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     warmup = 50
     schedule = torch.optim.lr_scheduler.LambdaLR(
         optimizer, lambda i: min((i + 1) / warmup, 1 - (i - warmup) / (batches - warmup)))
-    stream = (line for line, _ in problems(seed=3, taboo=frozenset(test)))
-    bar = trange(batches, desc="pre-training", unit="batch")
+    bar = trange(stop or batches, desc="pre-training", unit="batch")
     for i in bar:
-        loss = batch_loss(model, tokenizer, list(islice(stream, batch_size)), rng)
+        loss = batch_loss(model, tokenizer, list(islice(texts, batch_size)))
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -122,6 +119,21 @@ def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
         if (i + 1) % 200 == 0:
             save_weights(model, folder)
     save_weights(model, folder)
+
+
+def worked_or_guessed(taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[str, str]]:
+    """Yield (question, answer)s without end: a third of the answers are worked, two thirds are guesses."""
+    rng = random.Random(0)
+    for line, _ in problems(seed=3, taboo=taboo):
+        yield line["question"], line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}"
+
+
+def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
+    torch.manual_seed(0)
+    folder.mkdir(parents=True, exist_ok=True)
+    train, test = splits()
+    build_tokenizer(folder, list(train.values()))
+    pretrain(folder, worked_or_guessed(frozenset(test)), batches, batch_size, lr)
 
 
 if __name__ == "__main__":

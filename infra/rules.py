@@ -33,19 +33,30 @@ ASKS = {
     "rollout.group_size=1": [
         ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
         ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
+        ("rollout.until", "offered or full", "the rewards of one completion never differ"),
     ],
     "advantage.residual": [
         ("loss.trust", "none", "only then is its gradient that of the squared loss"),
         ("loss.per", "sum", "only then is its gradient that of the squared loss"),
+        ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
     ],
-    "advantage.kind=decoupled": [("rollout.until", "offered", "its scale is that of one round")],
+    "advantage.kind=decoupled": [
+        ("rollout.until", "offered", "its scale is that of one round"),
+        ("prune.prompts.kind", "none", "its scale would be that of the prompts that are rolled out")],
+    "advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")],
+    "loss.trust=clip_sequence": [("prune.tokens.kind", "none", "its ratio is that of all tokens")],
+    "prune.completions.compare=kept": [
+        ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
+    "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
     "prune.completions.kind=bernoulli or pps": [
         ("loss.count", "all", "its weights restore the full batch, not a mean over the kept")],
-    "prune.prompts.kind=bernoulli": [
+    "prune.prompts.kind=bernoulli or pps": [
         ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
         ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
     "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
-    "loss.mask_ratio": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
+    "loss.mask_ratio": [
+        ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
+        ("prune.tokens.kind", "none", "its mean ratio is that of all tokens")],
     "rollout.window": [
         ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
         ("prune.completions.kind", "none", "what is cut has no |advantage| in a group yet to be pruned by"),
@@ -129,11 +140,14 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
         yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
                f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
     counted = cfg.loss.count == "kept" or cfg.rollout.until == "informative"
-    if prompts.kind in ("bernoulli", "rank") and not counted:
+    if prompts.kind in ("bernoulli", "pps", "rank") and not counted:
         why = (f"with prune.prompts.kind={prompts.kind} and loss.count=all: a mean over all tokens needs the "
                "length of what a prompt that is skipped would have got")
         yield "loss.per", cfg.loss.per != "token", f"sequence, constant or sum {why}"
-        yield "loss.likelihood", cfg.loss.likelihood == 0, f"0 {why}"
+        for name in ("likelihood", "entropy"):
+            yield f"loss.{name}", getattr(cfg.loss, name) == 0, f"0 {why}"
+        yield ("prune.truncated", not cfg.prune.truncated, f"false with prune.prompts.kind={prompts.kind}: "
+               "how many answers of a prompt that is skipped would have been cut is not known")
 
 
 def drops(share: float, count: int) -> bool:
@@ -161,6 +175,9 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
 
 def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
+    yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
+           "0 with rollout.window: a step has only the last window of an answer that is right")
+    yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
     yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
            "above 1 + loss.clip_high, or null")
     if loss.trust in ("total_variation", "binary_kl"):

@@ -1,0 +1,205 @@
+"""NAT by prefix cutting: over all cuts, jointly with the draw of completions, the mean is the full batch's gradient, of
+the code of the training step, with clipping and KL active."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import as_rolled, make_groups, toy_config
+from test_unbiased import Step, combs
+from torch import Tensor
+
+import collect
+import config
+import update
+from advantage import group_norm
+from collect import Selection, choose
+from config import ConfigError
+from infra import runfolder
+from methods import nat
+from prune import COMPLETIONS, inclusion, keep_all, keep_largest, thin
+from records import Batch, Pruned
+from train import train
+
+LENGTHS = [[3, 1, 4], [2, 5, 1]]
+REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
+ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
+WHOLE, LEAST = 0.3, 2
+
+
+def cuts(length: int) -> list[tuple[float, Tensor]]:
+    """Every cut of a completion with its probability: `WHOLE` for none, else behind one of the tokens from the least
+    on, each as likely. The point between the probabilities of two tokens cuts between them."""
+    prob_L, least = nat.kept_prob(length, WHOLE, LEAST), min(LEAST, length)
+    ends = [*prob_L.tolist(), 0.0]
+    drawn = []
+    for tokens in range(least, length + 1):
+        chance = (1 - WHOLE) / (length - least + 1) + WHOLE * (tokens == length)
+        assert ends[tokens - 1] - ends[tokens] == pytest.approx(chance, abs=1e-15)
+        weight_C = nat.weights(length, WHOLE, LEAST, (ends[tokens - 1] + ends[tokens]) / 2)
+        assert len(weight_C) == tokens and weight_C.max() <= 1 / WHOLE
+        drawn.append((chance, weight_C))
+    return drawn
+
+
+def by_pps(scope: str, keep: int) -> Iterator[tuple[float, Pruned]]:
+    """Every outcome of `pps` by |A| with a floor, as there is a KL."""
+    size_NG = ADV_NG.abs().clamp(min=0.1)
+    rows = size_NG if scope == "group" else size_NG.flatten()[None]
+    prob = torch.stack([inclusion(row, keep if scope == "group" else 2 * keep) for row in rows])
+    draws = [list(combs(row, torch.arange(len(row)))) for row in prob]
+    for outcome in itertools.product(*draws):
+        if (chance := math.prod(chance for chance, _ in outcome)) > 1e-14:
+            keep_NG = torch.stack([keep_K for _, keep_K in outcome]).view_as(ADV_NG)
+            yield chance, thin(prob.view_as(ADV_NG), keep_NG)
+
+
+class Short(Step):
+    """Few tokens, so that all cuts can be gone through."""
+
+    def __init__(self, folder, out, *settings: str):
+        super().__init__(folder, out, "loss.clip_low=0.02", "loss.clip_high=0.02", *settings,
+                         f"prune.tokens={{kind: prefix, whole: {WHOLE}, least: {LEAST}}}")
+        self.groups, self.rows = make_groups(LENGTHS, [5, 3]), []
+
+    def choose(self, pruned: Pruned, tokens: nat.Tokens | None, monkeypatch) -> Batch:
+        """What a step chooses when the draws come out so."""
+        monkeypatch.setitem(COMPLETIONS, self.cfg.prune.completions.kind, lambda offer, settings: pruned)
+        monkeypatch.setattr(collect.nat, "draw_cuts", lambda groups, settings, seed: tokens)
+        return choose(as_rolled(self.groups, REWARD_NG, ADV_NG), Selection.of(self.cfg), seed=0)
+
+    def outcomes(self, draws: Iterator[tuple[float, Pruned]], monkeypatch) -> Iterator[tuple[float, Batch]]:
+        """Every outcome of both levels; what is dropped is not cut."""
+        for chance, pruned in draws:
+            of_each = [cuts(length) if kept else [(1.0, nat.weights(length, WHOLE, LEAST, 0.0))]
+                       for length, kept in zip(sum(LENGTHS, []), pruned.keep_NG.flatten(), strict=True)]
+            for drawn in itertools.product(*of_each):
+                tokens = [weight_C for _, weight_C in drawn]
+                yield (chance * math.prod(part for part, _ in drawn),
+                       self.choose(pruned, [tokens[:3], tokens[3:]], monkeypatch))
+
+
+def bias(step: Short, draws, monkeypatch, places=(0, 1), full=None, change=lambda batch: batch) -> float:
+    """|mean gradient - gradient of whole completions| / |the latter|."""
+    outcomes = list(step.outcomes(draws, monkeypatch))
+    assert sum(chance for chance, _ in outcomes) == pytest.approx(1, abs=1e-12) and len(outcomes) > 5
+    mean = sum(chance * step.gradient_of(change(batch), list(places)) for chance, batch in outcomes)
+    whole = step.gradient_of(step.choose(full or keep_all(ADV_NG), None, monkeypatch), list(places))
+    return ((mean - whole).norm() / whole.norm()).item()
+
+
+DRAWS = {"all": ("{kind: none}", lambda: iter([(1.0, keep_all(ADV_NG))])),
+         "pps-group": ("{kind: pps, keep: 2, size: adv}", lambda: by_pps("group", 2)),
+         "pps-batch": ("{kind: pps, keep: 1, size: adv, scope: batch}", lambda: by_pps("batch", 1))}
+
+
+@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
+@pytest.mark.parametrize("draws", DRAWS)
+def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draws, per, tiny, tmp_path, monkeypatch):
+    """The denominators are those of whole completions."""
+    kind, outcomes = DRAWS[draws]
+    step = Short(tiny, tmp_path / "run", f"loss.per={per}", f"prune.completions={kind}")
+    assert bias(step, outcomes(), monkeypatch) < 1e-12
+
+
+@pytest.mark.parametrize("settings", [
+    ["advantage.kind=centred", "loss.trust=clamp", "loss.tis_cap=2"],
+    ["advantage.kind=leave_one_out", "loss={trust: total_variation, divergence: 0.001, clip_low: 0.2, clip_high: 0.2}",
+     "loss.likelihood=0.1"],
+], ids=["cispo", "divergence"])
+def test_so_it_is_with_other_losses_of_single_tokens_and_in_a_mini_batch(settings, tiny, tmp_path, monkeypatch):
+    step = Short(tiny, tmp_path / "run", "prune.completions={kind: pps, keep: 2, size: adv}", *settings)
+    assert bias(step, by_pps("group", 2), monkeypatch, places=[0]) < 1e-12
+
+
+@pytest.mark.parametrize("per", ["sequence", "token"])
+def test_under_a_biased_pruner_the_mean_is_that_pruners_gradient(per, tiny, tmp_path, monkeypatch):
+    """CPPO's: what is kept is counted whole."""
+    kept, pruning = keep_largest(ADV_NG, 2, "group"), "prune.completions={kind: topk, keep: 2}"
+    step = Short(tiny, tmp_path / "run", f"loss.per={per}", "loss.count=kept", pruning)
+    assert bias(step, iter([(1.0, kept)]), monkeypatch, full=kept) < 1e-12
+
+
+def test_the_same_sees_tokens_without_weights(tiny, tmp_path, monkeypatch):
+    def unweighted(batch: Batch) -> Batch:
+        ones = [[torch.ones_like(weight_C) for weight_C in weights_G] for weights_G in batch.tokens]
+        return replace(batch, tokens=ones)
+
+    step = Short(tiny, tmp_path / "run")
+    assert bias(step, iter([(1.0, keep_all(ADV_NG))]), monkeypatch, change=unweighted) > 0.05
+
+
+def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
+    """Nor in the forward pass: a row has the prompt and the tokens before the cut, and their weights."""
+    step = Short(tiny, tmp_path / "run")
+    tokens = [[nat.weights(length, WHOLE, LEAST, point) for length, point in zip(row, points, strict=True)]
+              for row, points in zip(LENGTHS, [[0.9, 0.9, 0.6], [0.0, 0.7, 0.0]], strict=True)]
+    assert [list(map(len, row)) for row in tokens] == [[2, 1, 3], [2, 3, 1]]
+    batch = step.choose(keep_all(ADV_NG), tokens, monkeypatch)
+    row, = step.learner.rows(update.minibatch(step.learner, batch, [0, 1]))
+    cut = [[sample.ids[:len(weight_C)].tolist() for sample, weight_C in zip(group.samples, weights_G, strict=True)]
+           for group, weights_G in zip(step.groups, tokens, strict=True)]
+    ids = [[*group.prompt.ids, *itertools.chain(*answers)] for group, answers in zip(step.groups, cut, strict=True)]
+    assert row.ids_T.tolist() in (ids[0] + ids[1], ids[1] + ids[0])
+    at = {member: row.segment_C == s for s, member in enumerate(row.members)}
+    for n, g in itertools.product(range(2), range(3)):
+        torch.testing.assert_close(row.weight_C[at[n, g]], tokens[n][g] / (6 * LENGTHS[n][g]))
+        assert row.target_C[at[n, g]].tolist() == cut[n][g]
+
+
+def test_the_probabilities_by_hand():
+    """Of 4 tokens a cut may take the last two: whole with 0.4, else behind the second, third or fourth."""
+    assert nat.kept_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
+    assert nat.kept_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
+    assert nat.kept_prob(3, 0.1, 9).tolist() == nat.kept_prob(3, 1.0, 1).tolist() == [1, 1, 1]
+    assert nat.weights(4, 0.4, 2, 0.7).tolist() == pytest.approx([1, 1, 1.25])
+
+
+def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
+    """z-tests over 1,500 steps: how often each token of a kept completion is before the cut, and a projection of the
+    weights of tokens and completions together, for which the two draws must not go together."""
+    cfg = toy_config(tmp_path / "run", "prune.tokens={kind: prefix, whole: 0.2}", "loss.count=all",
+                     "prune.completions={kind: bernoulli, drop_prob: 0.7}")
+    groups = make_groups([[6] * 8, [3] * 8], [1, 1])
+    reward_NG = torch.tensor([[1.0] + [0.0] * 7, [0.0] * 6 + [1.0] * 2], dtype=torch.float64)
+    rolled = as_rolled(groups, reward_NG, group_norm(reward_NG, 1, 1e-4))
+    value_NG = torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    tokens_C, kept, estimates = torch.zeros(6), 0, []
+    for seed in range(1500):
+        batch = choose(rolled, Selection.of(cfg), seed)
+        kept += int(batch.pruned.keep_NG[0].sum())
+        for g in batch.pruned.keep_NG[0].nonzero()[:, 0].tolist():
+            tokens_C[:len(batch.tokens[0][g])] += 1
+        thinned_NG = torch.tensor([[weight_C.sum() for weight_C in row] for row in batch.tokens])
+        estimates.append((batch.pruned.weight_NG * value_NG * thinned_NG).sum())
+    prob_C = nat.kept_prob(6, 0.2, 1)
+    assert ((tokens_C / kept - prob_C).abs() <= 4.5 * (prob_C * (1 - prob_C) / kept).sqrt() + 1e-12).all()
+    estimate = torch.stack(estimates)
+    z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 1500 ** 0.5)
+    assert abs(z) < 4
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    (["loss.trust=clip_sequence"], "none with loss.trust=clip_sequence: its ratio is that of all tokens"),
+    (["advantage.kind=gae", "critic.lr=1e-4"], "none with advantage.kind=gae: a critic's advantages need all tokens"),
+    (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is that of all tokens"),
+    (["advantage={kind: soft_value, residual: 1e-3}", "loss.per=sum", "loss.trust=none"],
+     "none with advantage.residual=0.001: its log-ratio is that of all tokens"),
+    (["rollout.until=full", "pack.budget=4096"], "none with rollout.until=full: pack.budget counts whole completions"),
+])
+def test_what_needs_whole_completions_is_an_error(settings, why):
+    with pytest.raises(ConfigError, match=f"prune.tokens.kind=prefix must be {why}"):
+        config.load("nat_toy.yaml", settings)
+
+
+def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
+    cfg = toy_config(tmp_path / "run", name="nat_toy.yaml")
+    train(cfg)
+    decided = runfolder.read(tmp_path / "run" / "decisions.jsonl")
+    steps = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    for line, of_step in zip(decided, steps, strict=True):
+        tokens = sum(sum(prompt["completion_tokens"]) for prompt in line["prompts"])
+        assert of_step["train/tokens"] == tokens < of_step["rollout/tokens"]

@@ -1,0 +1,134 @@
+"""Prompts in proportion to what their last group showed: the probabilities, and unbiasedness over all outcomes of both
+levels together."""
+
+import itertools
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from conftest import as_batch, as_rolled, make_groups
+from test_unbiased import ADV_NG, REWARD_NG, Step, combs
+
+import config
+from advantage import group_norm
+from collect import Selection, choose
+from config import ConfigError
+from history import PromptHistory
+from methods.proportional import inclusion, rollout_prob
+from prune import COMPLETIONS, Offer, gradient_size, keep_all, thin
+from records import Batch, Rewards, Rolled, Turn
+
+NAN = math.nan
+
+
+def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
+    """1, 4, 0 and 2 right of 8, by the population's deviation; a fifth prompt has not come up yet."""
+    reward_NG = torch.tensor([[float(g < right) for g in range(8)] for right in (1, 4, 0, 2)], dtype=torch.float64)
+    groups = make_groups([[2] * 8] * 5, [1] * 5)
+    history = PromptHistory([group.prompt for group in groups], config.InProportion(share=0.5), 0, middle=0.5)
+    history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
+    size_K = history.remembered([group.prompt.id for group in groups]).size_K
+    assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
+    assert rollout_prob(size_K, 0.5, 0.1).tolist()[4] == 1
+
+
+def test_probabilities_by_hand():
+    """Sizes 1 1 2 0 and 4 of a new one: the mean of the four is 1, so the fourth counts as 0.1, and 2 of them are
+    expected: 2 x 2 / 4.1 is below 1."""
+    assert rollout_prob(torch.tensor([1.0, 1, NAN, 2, 0]).double(), 0.5, 0.1).tolist() == pytest.approx(
+        [2 / 4.1, 2 / 4.1, 1, 4 / 4.1, 0.2 / 4.1])
+    assert rollout_prob(torch.tensor([NAN, NAN]), 0.5, 0.1).tolist() == [1, 1]
+    assert rollout_prob(torch.zeros(4), 0.5, 0.1).tolist() == [0.5] * 4   # nothing tells them apart
+    assert rollout_prob(torch.tensor([3.0]), 0.25, 0.1).tolist() == [0.25]
+    # All sizes below the mean, 11/3, count as it: 9 + 22/3 in all.
+    assert rollout_prob(torch.tensor([9.0, 1, 1]).double(), 0.5, 1.0).tolist() == pytest.approx(
+        [1.5 * 9 / (49 / 3), *[1.5 * (11 / 3) / (49 / 3)] * 2])
+
+
+def test_as_many_are_expected_as_the_share_says_and_no_weight_is_too_large():
+    generator = torch.Generator().manual_seed(0)
+    for trial in range(200):
+        K, share, floor = 1 + trial % 9, 0.1 + 0.9 * (trial % 7) / 7, (0.05, 0.3, 1.0)[trial % 3]
+        size_K = torch.rand(K, generator=generator).double() ** 6 * (torch.rand(K, generator=generator) > 0.4)
+        size_K[torch.rand(K, generator=generator) < 0.2] = NAN
+        prob_K, seen_K = rollout_prob(size_K, share, floor), ~size_K.isnan()
+        assert (prob_K[~seen_K] == 1).all() and (prob_K <= 1).all()
+        assert prob_K[seen_K].sum().item() == pytest.approx(share * int(seen_K.sum()), abs=1e-9)
+        assert (1 / prob_K).max() <= (1 + floor) / (share * floor) * (1 + 1e-9) or not seen_K.any()
+        order_K = size_K[seen_K].argsort()
+        assert (prob_K[seen_K][order_K].diff() >= -1e-12).all()
+
+
+def test_a_fractional_count_is_divided_in_proportion_too():
+    assert inclusion(torch.tensor([1.0, 2, 1]), 0.5).tolist() == pytest.approx([0.125, 0.25, 0.125])
+    assert inclusion(torch.tensor([1.0, 8, 1]), 1.5).tolist() == pytest.approx([0.25, 1, 0.25])
+
+
+def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
+    """Every outcome of drawing prompts by their sizes, 0.3 and 0.9, and then of `pps` among their completions, whose
+    sizes know the prompts' weights."""
+    selection, prob_K = Selection.of(step.cfg), rollout_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1)
+    assert prob_K.tolist() == pytest.approx([0.25, 0.75])
+    for bits in itertools.product([True, False], repeat=2):
+        turns = [Turn(group.prompt, 3, prob, kept / prob)
+                 for group, prob, kept in zip(step.groups, prob_K.tolist(), bits, strict=True)]
+        chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
+        rewards = Rewards({"accuracy": REWARD_NG[list(bits)]}, {"accuracy": 1.0})
+        rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, ADV_NG[list(bits)])
+        if not any(bits):
+            yield chance, choose(rolled, selection, seed=0)
+            continue
+        weight_N1 = torch.tensor([[turn.weight] for turn in turns if turn.kept], dtype=torch.float64)
+        len_NG = torch.tensor([[s.length for s in group.samples] for group in rolled.groups])
+        size_NG = gradient_size(Offer(rolled.adv_NG, len_NG, "sequence", False, 0, weight_N1), "norm", False)
+        prob_NG = inclusion(size_NG.flatten(), 2 * len(rolled.groups)).view_as(size_NG)
+        for part, keep_K in combs(prob_NG.flatten(), torch.arange(prob_NG.numel())):
+            def drawn(offer, settings, prob_NG=prob_NG, keep_K=keep_K, weight_N1=weight_N1):
+                assert torch.equal(offer.weight_N1, weight_N1)
+                return thin(prob_NG, keep_K.view_as(prob_NG))
+
+            monkeypatch.setitem(COMPLETIONS, "pps", drawn)
+            yield chance * part, choose(rolled, selection, seed=0)
+
+
+@pytest.mark.parametrize("places", [[0, 1], [0], [1]], ids=["whole", "mini-batch-0", "mini-batch-1"])
+@pytest.mark.parametrize("per", ["sequence", "constant"])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
+    step = Step(tiny, tmp_path / "run", f"loss.per={per}", "prune.completions={kind: pps, keep: 2, scope: batch}",
+                "prune.prompts={kind: pps, share: 0.5}")
+    outcomes = list(by_both(step, monkeypatch))
+    assert sum(chance for chance, _ in outcomes) == pytest.approx(1, abs=1e-12)
+    assert any(not batch.groups for _, batch in outcomes) and {batch.offered for _, batch in outcomes} == {2}
+    full = step.gradient_of(as_batch(step.groups, ADV_NG, keep_all(ADV_NG)), places)
+    mean = sum(chance * step.gradient_of(batch, places) for chance, batch in outcomes)
+    assert ((mean - full).norm() / full.norm()).item() < 1e-12
+
+
+def test_what_the_seed_draws_has_these_probabilities_and_weights():
+    """z-test over 2,000 epochs of the history's own draw, whose probabilities are those of the sizes; half of four."""
+    groups = make_groups([[2, 3]] * 4, [1] * 4)
+    adv_NG = torch.tensor([[0.1, -0.1], [1.0, -1.0], [0.0, 0.0], [0.5, -0.5]], dtype=torch.float64)
+    prompts, value_N = [group.prompt for group in groups], torch.tensor([3.0, -1.0, 2.0, 0.7])
+    history = PromptHistory(prompts, config.InProportion(share=0.5), seed=7, middle=0.0)
+    assert all(turn.kept and turn.prob == 1 for turn in history.draw(4))
+    history.record(as_rolled(groups, adv_NG, adv_NG))
+    prob_K = rollout_prob(adv_NG.abs().mean(dim=1), 0.5, 0.1)
+    places, estimates, counts = {prompt.id: n for n, prompt in enumerate(prompts)}, [], []
+    for _ in range(2000):
+        turns = history.draw(4)
+        assert all(turn.prob == pytest.approx(prob_K[places[turn.prompt.id]].item()) for turn in turns)
+        estimates.append(sum(turn.weight * value_N[places[turn.prompt.id]] for turn in turns))
+        counts.append(sum(turn.kept for turn in turns))
+    estimate = torch.tensor(estimates)
+    assert abs((estimate.mean() - value_N.sum()) / (estimate.std() / 2000 ** 0.5)) < 4
+    assert sum(counts) / 2000 == pytest.approx(2, abs=0.1)
+
+
+@pytest.mark.parametrize(("settings", "why"), [
+    (["loss.per=token"], "loss.per=token must be sequence, constant or sum with prune.prompts.kind=pps"),
+    (["loss.count=kept"], "loss.count=kept must be all with prune.prompts.kind=pps"),
+    (["rollout.until=informative"], "rollout.until=informative must be offered or full with prune.prompts.kind=pps")])
+def test_what_would_make_it_biased_is_an_error(settings, why):
+    with pytest.raises(ConfigError, match=why):
+        config.load("prompt_pps_toy.yaml", settings)

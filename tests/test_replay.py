@@ -1,0 +1,310 @@
+"""A step of a run done again is that step, and gradients under other prunings are those that training has."""
+
+import math
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import ROOT, toy_config
+from test_invariance import on_ranks, trained_unchecked
+
+import config
+import replay
+import train
+from collect import choose
+from config import ConfigError
+from infra import dist, runfolder
+
+KEPT = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "data.limit=8", "eval.limit=2"]
+# One of each thing that a step is made by: what has to be there before it, and which passes its gradient takes.
+RUNS = {
+    "cppo": ("cppo_toy.yaml", []),
+    "dppo": ("dppo_toy.yaml", ["seed=2", "data.limit=5", "prune.prompts.drop_prob=0.6", "update.minibatches=2",
+                               "update.epochs=2"]),
+    "lora": ("pps_toy.yaml", ["model.lora.rank=2", "loss.kl=0.1", "prune.completions.keep=2"]),
+    "rounds": ("greso_toy.yaml", ["rollout.max_rounds=3", "rollout.oversample=1", "rollout.group_size=4",
+                                  "prune.completions={kind: topk, keep: 3}", "loss.count=kept"]),
+    "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
+    "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
+    "table": ("apo_toy.yaml", ["data.limit=16"]),
+}
+FAST = ("cppo", "dppo", "lora")
+
+
+def run_config(name: str, out: Path, *settings: str) -> config.Config:
+    base, own = RUNS[name]
+    return toy_config(out, *KEPT, *own, *settings, name=base)
+
+
+@pytest.fixture(scope="module")
+def run_of(tmp_path_factory):
+    """The folder of a finished run."""
+    made: dict[str, Path] = {}
+
+    def run(name: str) -> Path:
+        if name not in made:
+            made[name] = tmp_path_factory.mktemp(name) / "run"
+            train.train(run_config(name, made[name]))
+        return made[name]
+
+    return run
+
+
+def shown(capsys, folder: Path, step: int, *changes: str, draws: int = 0) -> str:
+    capsys.readouterr()
+    replay.replay(folder, step, list(changes), draws)
+    return capsys.readouterr().out
+
+
+def row(text: str, name: str) -> list[float]:
+    """A line of the table of gradients: kept, tokens, norm, cosine, squared error."""
+    line, = re.findall(rf"^ *{re.escape(name)} +([-\d. e+a-z]+)$", text.partition("squared error")[2], re.MULTILINE)
+    return [float(word) for word in line.split()]
+
+
+def norms(text: str) -> tuple[float, float]:
+    """In the update that was done again, and as logged."""
+    again, before = re.search(r"own update (\S+), logged (\S+):", text).groups()
+    return float(again), float(before)
+
+
+def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
+    return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RUNS])
+def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, run_of, capsys):
+    """First and last step, of rows that are cut, drawn, skipped, in rounds, with adapters, critics and pools."""
+    folder = run_of(name)
+    before, decided = contents(folder), runfolder.read(folder / "decisions.jsonl")
+    for step in (1, 3):
+        text = shown(capsys, folder, step)
+        if name in ("critic", "window") and step == 1:
+            assert text.endswith("the policy does not learn in this step\n")
+            continue
+        assert text.endswith(": the same bit for bit\n"), text
+        again, logged = norms(text)
+        assert again == logged > 0
+        if name not in ("dppo", "critic"):  # which take several optimizer steps
+            assert row(text, "the run's")[2] == pytest.approx(logged, rel=1e-4)  # five digits are printed
+        # In the groups' lines every completion stands once.
+        groups = [p for p in decided[step - 1]["prompts"] if "place" in p]
+        places = re.findall(r"tokens: +([\d ]+)$", text, re.MULTILINE)
+        assert sorted(" ".join(places).split()) == sorted(
+            str(g) for p in groups for g in range(len(p["completion_weight"])))
+    assert contents(folder) == before
+    assert name != "dppo" or any(p["weight"] == 0 for line in decided for p in line["prompts"])
+    assert name != "rounds" or any(len(line["rounds"]) > 1 for line in decided)
+
+
+def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, capsys):
+    """The first step of a run with that pruning: the same rollouts, so its logged norm is the one told here. And of
+    the full batch."""
+    settings = {"pps": ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all"],
+                "none": ["prune.completions.kind=none", "loss.count=all"]}
+    for name, changes in settings.items():
+        other = tmp_path / name
+        train.train(run_config("cppo", other, "steps=1", *changes))
+        text = shown(capsys, run_of("cppo"), 1, *changes)
+        line, = (line for line in runfolder.read(other / "metrics.jsonl") if "train/grad_norm" in line)
+        kept, tokens, norm, *_ = row(text, "--set")
+        assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
+        assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])
+        decided, = runfolder.read(other / "decisions.jsonl")
+        heaviest = max(w for p in decided["prompts"] for w in p.get("completion_weight", [0]))
+        assert f"{heaviest:.3g}" in text
+    assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
+
+
+@pytest.mark.parametrize("name", ["cppo", "dppo", pytest.param("critic", marks=pytest.mark.slow)])
+def test_draws_by_inner_products_are_passes_of_the_training_step(name, run_of, monkeypatch, capsys):
+    """With and without room for the gradients of all completions; where they do not add up, as if there were none."""
+    changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all"]
+    if name == "critic":
+        changes = ["prune.completions={kind: bernoulli, drop_prob: 0.5}"]
+    passes, gradient = [], replay.gradient
+    monkeypatch.setattr(replay, "gradient", lambda *args: passes.append(args) or gradient(*args))
+    texts = [shown(capsys, run_of(name), 3, *changes, draws=5)]
+    few = len(passes)
+    assert sum(int(batch.pruned.keep_NG.sum() > 1) for _, batch in passes) == 3  # all others are of one completion
+    monkeypatch.setattr(replay, "TERMS", 0)
+    texts.append(shown(capsys, run_of(name), 3, *changes, draws=5))
+    drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not
+    assert len(passes) - few == 3 + drawn * 5
+    monkeypatch.undo()
+    inner = replay.inner_products
+    monkeypatch.setattr(replay, "inner_products", lambda *args: 2 * inner(*args))
+    texts.append(shown(capsys, run_of(name), 3, *changes, draws=5))
+    assert texts[0].count("mean of 5 draws") == drawn
+    assert texts[0] == texts[1] == texts[2]
+
+
+def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
+    assert "mean of" not in shown(capsys, run_of("cppo"), 2, draws=3)  # topk leaves nothing to chance
+    assert "mean of 3 draws" in shown(capsys, run_of("lora"), 2, draws=3)
+
+
+def test_sums_of_gradients_are_compared_by_their_inner_products():
+    generator = torch.Generator().manual_seed(0)
+    gradients_KP = torch.randn(5, 100_000, dtype=torch.float64, generator=generator)
+    shares = torch.rand(3, 5, dtype=torch.float64, generator=generator)
+    full = torch.tensor([1, 1, 0.5, 0, 1], dtype=torch.float64)
+    dist.init("cpu")
+    figures = replay.compared(replay.products(gradients_KP), shares, full)
+    whole = full @ gradients_KP
+    for share, (norm, cosine, error) in zip(shares, figures.tolist(), strict=True):
+        one = share @ gradients_KP
+        assert norm == pytest.approx(float(one.norm()))
+        assert cosine == pytest.approx(float(one @ whole / one.norm() / whole.norm()))
+        assert error == pytest.approx(float((one - whole).norm() ** 2 / whole.norm() ** 2))
+
+
+def test_the_expected_error_of_independent_draws_is_known(run_of):
+    """Bernoulli's squared error is the sum of (1/p - 1) |g_i|^2 over the full batch's squared norm: the mean over all
+    outcomes of a group, each by its probability."""
+    folder = run_of("cppo")
+    cfg = replay.config_of(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.count=all"])
+    own, (line, _) = replay.config_of(folder, 3, []), replay.logged(folder, 3)
+    with replay.as_it_was(folder, 3, own) as run:
+        rolled = replay.roll_again(run, line)
+        arm = replay.Arm.of("--set", run, cfg, rolled, line["seed"])
+        full = replay.Arm.of("full", run, config.load(folder / "config.yaml", ["prune.completions.kind=none",
+                                                                                "loss.count=all"]), rolled, 0)
+        product = replay.inner_products(full.learner, full.batch, inert=True)
+        prob = arm.batch.pruned.prob_NG.flatten()
+        expected = ((1 / prob - 1) * product.diagonal()).sum() / product.sum()
+        shares = torch.stack([(arm.weights(batch) / full.weights(full.batch)).nan_to_num()
+                              for batch in (choose(rolled, arm.selection, seed) for seed in range(4000))])
+    found = replay.compared(product, shares, torch.ones(len(prob), dtype=torch.float64))[:, 2]
+    assert float(found.mean()) == pytest.approx(float(expected), abs=4 * float(found.std()) / math.sqrt(4000))
+    assert 0.05 < expected < 100
+
+
+def changed(folder: Path, to: Path, edit) -> Path:
+    """A copy of a run whose second line of decisions.jsonl is another."""
+    shutil.copytree(folder, to)
+    lines = runfolder.read(to / "decisions.jsonl")
+    edit(lines[1])
+    runfolder.rewrite(to / "decisions.jsonl", lines)
+    return to
+
+
+def other_tokens(line: dict) -> None:
+    line["prompts"][2]["tokens"] = "0" * 16
+
+
+def other_weights(line: dict) -> None:
+    line["prompts"][1]["completion_weight"][0] += 0.5
+
+
+def other_prompt(line: dict) -> None:
+    line["prompts"][0]["id"] = "elsewhere/3"
+
+
+def older(line: dict) -> None:
+    del line["rounds"]
+
+
+@pytest.mark.parametrize(("edit", "said"), [
+    (other_tokens, r"1 of 4 groups have come out with other tokens than .*, the first that of toy/train/\d+, .*"
+                   r"rollout.engine=torch"),
+    (other_weights, r"the completions of toy/train/\d+ have the tokens .* but other weights"),
+    (other_prompt, r"data.train=.*train.jsonl is not what it was: there is no elsewhere/3"),
+    (older, "did not hash its tokens"),
+])
+def test_another_step_than_the_logged_one_is_an_error(edit, said, run_of, tmp_path):
+    with pytest.raises(ConfigError, match=said):
+        replay.replay(changed(run_of("cppo"), tmp_path / "changed", edit), 2, [], 0)
+
+
+def test_another_initial_model_is_seen_by_the_tokens(run_of, tiny, tmp_path):
+    to = shutil.copytree(run_of("cppo"), tmp_path / "moved")
+    text = (to / "config.yaml").read_text()
+    (to / "config.yaml").write_text(re.sub(r"path: .*toy/model", f"path: {tiny}", text))
+    with pytest.raises(ConfigError, match="4 of 4 groups have come out with other tokens"):
+        replay.replay(to, 1, [], 0)
+
+
+@pytest.mark.parametrize(("step", "changes", "said"), [
+    (2, [], r"--step 2 needs the policy before it, checkpoints/step_000001, which .* does not have; it can replay "
+            "1, 3; a run keeps every step's with checkpoint.every=1 and checkpoint.keep=all"),
+    (4, [], r"--step 4: .* has done 3 steps"),
+    (0, [], r"--step 0: .* has done 3 steps"),
+    (1, ["rollout.temperature=0.5"], r"--set rollout.temperature \(1.0 there, 0.5 now\): the step has been rolled out"),
+    (1, ["prune.completions={kind: pps, keep: 2}"], "loss.count=kept must be all"),
+    (1, ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "loss.count=all"], "--set prune.prompts.kind"),
+])
+def test_what_cannot_be_done_is_one_line(step, changes, said, run_of, tmp_path):
+    folder = shutil.copytree(run_of("cppo"), tmp_path / "run")
+    shutil.rmtree(folder / "checkpoints" / "step_000001")
+    with pytest.raises(ConfigError, match=said) as error:
+        replay.replay(folder, step, changes, 0)
+    assert "\n" not in str(error.value)
+
+
+def test_no_run_folder_and_a_step_before_a_run_are_one_line(tmp_path):
+    with pytest.raises(ConfigError, match="has done 0 steps"):
+        replay.replay(tmp_path, 1, [], 0)
+
+
+def test_a_run_that_went_on_with_other_settings_has_the_step_its_own(tmp_path):
+    """Settings that a run may change on the way: each step is done by those that it had."""
+    for name, limit in (("config_until_000002.yaml", 11), ("config_until_000010.yaml", 12), ("config.yaml", 13)):
+        (tmp_path / name).write_text(config.dump(toy_config(tmp_path, f"eval.limit={limit}", "steps=20")))
+    limits = [replay.config_of(tmp_path, step, []).eval.limit for step in (1, 2, 3, 10, 11)]
+    assert limits == [11, 11, 12, 12, 13]
+
+
+def test_the_users_own_reward_is_the_one_that_the_run_began_with(tmp_path, capsys):
+    reward = tmp_path / "own.py"
+    reward.write_text("def reward(text):\n    return len(text) % 7 / 7\n")
+    train.train(run_config("cppo", tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.custom=1",
+                           f"reward.custom_file={reward}"))
+    reward.write_text("def reward(text):\n    return 0.5\n")
+    assert "the same bit for bit" in shown(capsys, tmp_path / "run", 1)
+
+
+def test_the_command_says_what_it_says(run_of):
+    done = subprocess.run([sys.executable, "replay.py", str(run_of("cppo")), "--step", "3", "--draws", "0"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0 and "the same bit for bit" in done.stdout, done.stderr
+    done = subprocess.run([sys.executable, "replay.py", str(run_of("cppo")), "--step", "9"], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
+
+
+def replayed(folder: Path) -> str:
+    """What is printed of the last step."""
+    said: list[str] = []
+    with patch.object(replay, "say", said.append):
+        replay.replay(folder, 3, [], 4)
+    return "\n".join(said)
+
+
+@pytest.mark.parametrize(("name", "began"), [
+    ("dppo", 2), *(pytest.param(name, began, marks=pytest.mark.slow) for name, began in (
+        ("dppo", 1), ("cppo", 1), ("cppo", 2), ("lora", 1), ("lora", 2), ("critic", 2), ("window", 2)))])
+def test_ranks_that_a_run_had_give_its_bits_and_others_the_same_gradient(name, began, tmp_path):
+    """In float32, as runs are, and in float64 where a gradient of few weights is rounded to more than 1e-6."""
+    folder = tmp_path / "run"
+    cfg = run_config(name, folder, f"model.dtype={'float64' if name == 'lora' else 'float32'}")
+    tables = {}
+    for ranks in (None, 1, 2):
+        place = tmp_path / f"on_{ranks}"  # a store of its own
+        place.mkdir()
+        work, given = (trained_unchecked, cfg) if ranks is None else (replayed, folder)
+        first, *_ = on_ranks(ranks or began, place, work, given)
+        if ranks:
+            again, logged = norms(first)
+            assert again == pytest.approx(logged, rel=1e-6) and logged > 0
+            assert (again == logged) == ("bit for bit" in first)
+            assert ranks != began or again == logged
+            assert f"again on {ranks} and first on {began} ranks" in first
+            tables[ranks] = [row(first, "the run's"), row(first, "full batch")]
+    for mine, theirs in zip(tables[1], tables[2], strict=True):
+        assert mine == pytest.approx(theirs, rel=1e-4, abs=1e-4)

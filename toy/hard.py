@@ -1,0 +1,89 @@
+"""The hard toy task: chains of 1 to 6 sums below 100, and a model that rarely gets the long ones right.
+
+    python toy/hard.py      # writes toy/hard_train.jsonl (480) and toy/hard_test.jsonl (600), always the
+                            # same, and toy/hard_model/ (about 2 minutes on one core)
+
+"58+7-9" asks for 56. The number of sums is the level of a problem. Pre-training has seen many short chains
+and few long ones, and ends early; so what reinforcement learning is left with ranges from problems that are
+nearly always solved to some that nearly never are, and answers are 13 to 52 tokens long. Train, test and
+pre-training share no problem, but for level 1, of whose few problems pre-training has seen most.
+"""
+
+import json
+import random
+import shutil
+from collections.abc import Iterator
+from itertools import cycle
+from pathlib import Path
+
+import torch
+from pretrain import dist, pretrain
+
+HERE = Path(__file__).parent
+LEVELS = range(1, 7)
+SHARES = (30, 25, 20, 12, 8, 5)  # per cent of each level in pre-training
+BATCHES, BATCH_SIZE = 600, 48    # of pre-training
+Arithmetic = tuple[int, ...]
+
+
+def problem(rng: random.Random, level: int) -> tuple[dict, Arithmetic]:
+    """Make one problem: its data line without an id, and its arithmetic, the start and the signed steps."""
+    total = rng.randint(1, 99)
+    numbers, worked = [total], []
+    for _ in range(level):
+        step = rng.choice([n for n in range(-9, 10) if n and 1 <= total + n <= 99])
+        worked.append(f"{total}{step:+d}={total + step}\n")
+        total += step
+        numbers.append(step)
+    question = "".join([str(numbers[0]), *(f"{n:+d}" for n in numbers[1:])])
+    solution = f"{''.join(worked)}#### {total}"
+    return {"question": question, "answer": str(total), "level": level, "solution": solution}, tuple(numbers)
+
+
+def pretraining() -> Iterator[tuple[dict, Arithmetic]]:
+    """Yield the problems of pre-training."""
+    rng = random.Random(3)
+    for _ in range(BATCHES * BATCH_SIZE):
+        yield problem(rng, rng.choices(LEVELS, SHARES)[0])
+
+
+def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> dict[Arithmetic, dict]:
+    """Make `count` problems, as many of each level, no two the same and none of `taboo`."""
+    rng, lines = random.Random(seed), {}
+    for level in cycle(LEVELS):
+        line, numbers = problem(rng, level)
+        while numbers in lines or numbers in taboo:
+            line, numbers = problem(rng, level)
+        lines[numbers] = line
+        if len(lines) == count:
+            return lines
+    raise AssertionError("levels come round without end")
+
+
+def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
+    """Make (train, test), each from the arithmetic to the data line."""
+    seen = {numbers for line, numbers in pretraining() if line["level"] > 1}
+    test = distinct(600, seed=1, taboo=seen)
+    return distinct(480, seed=2, taboo=seen | test.keys()), test
+
+
+def write(folder: Path) -> None:
+    for name, lines in zip(("train", "test"), splits(), strict=True):
+        rows = [{"id": f"hard/{name}/{i}", **line} for i, line in enumerate(lines.values())]
+        (folder / f"hard_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def main(folder: Path) -> None:
+    write(folder)
+    torch.manual_seed(0)
+    model = folder / "hard_model"
+    model.mkdir(exist_ok=True)
+    for path in (HERE / "model").glob("*.json"):  # the toy's tokenizer and shape
+        shutil.copyfile(path, model / path.name)
+    texts = ((line["question"], line["solution"]) for line, _ in pretraining())
+    pretrain(model, texts, batches=1000, batch_size=BATCH_SIZE, lr=3e-3, stop=BATCHES)
+
+
+if __name__ == "__main__":
+    dist.init("cpu")
+    main(HERE)
