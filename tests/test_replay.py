@@ -290,8 +290,8 @@ def replayed(folder: Path) -> str:
     ("dppo", 2), *(pytest.param(name, began, marks=pytest.mark.slow) for name, began in (
         ("dppo", 1), ("cppo", 1), ("cppo", 2), ("lora", 1), ("lora", 2), ("critic", 2), ("window", 2)))])
 def test_ranks_that_a_run_had_give_its_bits_and_others_the_same_gradient(name, began, tmp_path):
-    """In float32, as runs are. In float64 where rounding comes to more than 1e-6: in the gradient of few weights (lora),
-    and in the mean over several optimizer steps (dppo), since Adam's first steps are as long in a small gradient."""
+    """In float32, as runs are. In float64 where rounding comes to more than 1e-6: in the gradient of few weights (lora)
+    and in the mean over several optimizer steps (dppo): Adam's first steps are as long by a gradient that is small."""
     folder = tmp_path / "run"
     cfg = run_config(name, folder, f"model.dtype={'float64' if name in ('lora', 'dppo') else 'float32'}")
     tables = {}
