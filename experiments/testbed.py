@@ -41,7 +41,7 @@ EPOCHS = 4    # that a line of the table sums up
 def train(out: Path, method: str, seed: int) -> Path:
     half = config.load("grpo_hard.yaml").steps // 2
     return train_once(out / f"{method}-seed{seed}", "grpo_hard.yaml", *METHODS[method], f"seed={seed}",
-                      f"checkpoint.every={half}", "checkpoint.keep=2")
+                      f"checkpoint.every={half}", "checkpoint.keep=all")
 
 
 def answered(model: Path, out: Path) -> dict:
