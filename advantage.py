@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from methods.preference import of_pairs
 from records import Rewards
 
 
@@ -92,6 +93,10 @@ ESTIMATORS = {
     "centred": lambda rewards, settings: centred(rewards.total_NG),
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
+    # At the initial policy; before every optimizer step `preference.compare` has them for the policy of then.
+    "preference": lambda rewards, settings: of_pairs(torch.zeros_like(rewards.total_NG), rewards.total_NG,
+                                                     settings),
+    "group_preference": lambda rewards, settings: centred(rewards.total_NG),
     # Read by pruning alone; the loss takes the critic's advantage of every token (methods/critic.py).
     "gae": lambda rewards, settings: group_norm(rewards.total_NG, correction=1, eps=1e-4),
 }

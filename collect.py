@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from advantage import advantage, flat
-from config import Advantage, Config, ConfigError, Prune, Reward, Rollout
+from config import Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import dist
-from methods import custom_reward, greso, nat, pods
+from methods import custom_reward, greso, kinds, nat, pods
 from prune import COMPLETIONS, REFILLING, Offer
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
@@ -96,12 +96,13 @@ class Selection:
     per: str            # loss.per
     budget: int | None  # pack.budget
     inert: bool         # advantage 0 means no gradient at all: nothing else in the loss has one
-    advantage: Advantage
+    advantage: kinds.Advantage
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
-        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, cfg.advantage.kind == "gae",
-                         getattr(cfg.advantage, "residual", None))
+        kind, residual = cfg.advantage.kind, getattr(cfg.advantage, "residual", None)
+        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, residual,
+                         kind in ("gae", "preference"))
         return Selection(cfg.rollout, cfg.prune, cfg.loss.per, cfg.pack.budget, not any(with_gradient),
                          cfg.advantage)
 
@@ -118,7 +119,7 @@ def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
     settings, rounds = selection.rollout, len(rolled.sizes)
     N = settings.prompts_per_step
     if settings.until == "informative":
-        return refill(rolled, settings, selection.prune.prompts.kind in REFILLING)
+        return refill(rolled, settings, selection.prune.prompts.kind == "greso")
     if settings.until == "full" and 0 < rounds < settings.max_rounds:
         return N if tokens_short(choose(rolled, selection, seed), selection.budget) else 0
     return 0 if rounds else N

@@ -1,8 +1,9 @@
 """The settings: a frozen dataclass per section, with a comment beside each field as its documentation.
 
 A config file is a difference from the one that it names as `base:`, and `--set a.b=c` comes on top. A file or
-command line that names another `kind` of a section starts it empty. The bound of a setting is in its type;
-what settings ask of one another stands in infra/rules.py. settings.py turns yaml into all this.
+command line that names another `kind` of a section starts it empty. The kinds are those of methods/kinds.py.
+The bound of a setting is in its type; what settings ask of one another stands in infra/rules.py. settings.py
+turns yaml into all this.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,13 +16,22 @@ import yaml
 import settings
 from infra.paths import find_path, user_path
 from infra.rules import all_rules
+from methods.kinds import (
+    Advantage,
+    AllPrompts,
+    Completions,
+    Gold,
+    GroupNorm,
+    KeepAll,
+    Labels,
+    Prompts,
+    Tokens,
+    WholeCompletions,
+)
 from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
 
 CONFIGS = Path(__file__).parent / "configs"
-Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
-                                  "prune.completions.kind=none")]
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
-DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for what is always dropped")]
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,56 +136,6 @@ class Reward:
         return not self.weights.keys().isdisjoint(("accuracy", "wrong", "tag_exact", "tag_number"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class GroupNorm:
-    """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
-    kind: Literal["group_norm"] = "group_norm"
-    correction: Literal[0, 1] = 1  # of the standard deviation: 1 in the released codes, 0 in the papers
-    eps: Positive = 1e-4           # added to the deviation; verl has 1e-6
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Centred:
-    """Dr. GRPO (arXiv:2503.20783): the reward less its group's mean."""
-    kind: Literal["centred"] = "centred"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LeaveOneOut:
-    """RLOO (arXiv:2402.14740): the reward less the mean of the others in its group."""
-    kind: Literal["leave_one_out"] = "leave_one_out"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Decoupled:
-    """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
-    kind: Literal["decoupled"] = "decoupled"
-    correction: Literal[0, 1] = 1  # of both standard deviations, as with group_norm
-    eps: Positive = 1e-4           # added to the deviation
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SoftValue:
-    """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
-    kind: Literal["soft_value"] = "soft_value"
-    beta: Positive = 0.5           # weight of the KL term in the problem that V* solves
-    samples: Count = 8             # of the initial policy per training prompt, before the first step
-    residual: Positive | None = None  # beta of its squared loss (methods/soft_value.py); 1e-3 in the paper
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Gae:
-    """PPO (arXiv:1707.06347), VAPO (arXiv:2504.05118), T-PPO (arXiv:2506.15050): with a critic."""
-    kind: Literal["gae"] = "gae"
-    lam: ZeroToOne = 0.95          # lambda of the policy's advantage
-    alpha: Positive | None = None  # in place of lam, 1 - 1 / (alpha x length); VAPO has 0.05
-    lam_critic: ZeroToOne = 1.0    # lambda of the critic's target; 1: the reward itself
-    bootstrap: Literal["prev", "true"] = "prev"  # value behind a cut: of the state before (EGAE), or its own
-
-
-Advantage = GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
-
-
 @dataclass(frozen=True, slots=True)
 class Critic:
     """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
@@ -185,123 +145,6 @@ class Critic:
     minibatches: Count = 1         # optimizer steps per pass
     bounded: bool = False          # values within the range of rewards, by a sigmoid
     pretrain_steps: int = 0        # first steps of the run, in which the critic alone learns
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class KeepAll:
-    """Train on every completion."""
-    kind: Literal["none"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TopK:
-    """CPPO (arXiv:2503.22342): train on the completions of the largest |advantage|. Biased."""
-    kind: Literal["topk"] = "topk"
-    keep: Kept                     # per group, of rollout.group_size
-    scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bottom:
-    """Dynamic Pruning as listed (arXiv:2603.04135): drop those of the smallest |advantage|. Biased."""
-    kind: Literal["bottom"] = "bottom"
-    drop_prob: DropProb            # share of each group
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Bernoulli:
-    """Dynamic Pruning as proved (arXiv:2603.04135): drop small ones at random, weigh up others. Unbiased."""
-    kind: Literal["bernoulli"] = "bernoulli"
-    drop_prob: DropProb            # of a completion whose |advantage| is below its group's mean
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pps:
-    """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
-    kind: Literal["pps"] = "pps"
-    keep: Kept                     # per group, of rollout.group_size
-    scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
-    size: Literal["adv", "norm"] = "norm"  # |advantage|, or a guess at the gradient's norm
-    by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Pods:
-    """PODS (arXiv:2504.13818): train on those of a group whose rewards vary most. Biased."""
-    kind: Literal["pods"] = "pods"
-    keep: Kept                     # per group, of rollout.group_size
-    compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class VarianceShare:
-    """RAGEN-2 (arXiv:2604.06268): train on the groups that hold most of the reward variance. Biased."""
-    kind: Literal["variance"] = "variance"
-    share: Annotated[float, settings.within("(0, 1]")] = 0.9  # of the sum of the groups' variances
-    slack: PositiveOrZero = 0.01   # taken off the share: a step of hardly any variance is left out
-
-
-Completions = KeepAll | TopK | Bottom | Bernoulli | Pps | Pods | VarianceShare
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class AllPrompts:
-    """Roll out every prompt."""
-    kind: Literal["none"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Thinned:
-    """Dynamic Pruning as proved (arXiv:2603.04135): skip small ones at random, weigh up others. Unbiased."""
-    kind: Literal["bernoulli"] = "bernoulli"
-    drop_prob: DropProb            # of a prompt whose mean |advantage| was below that of all seen
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LowestRank:
-    """Dynamic Pruning as listed (arXiv:2603.04135): skip those of the smallest mean |advantage|. Biased."""
-    kind: Literal["rank"] = "rank"
-    drop_prob: DropProb            # share of a step
-    # turns in a row at which a prompt may be skipped
-    max_skips: Annotated[int, at_least(1, ": a prompt that is never rolled out is never measured again")]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Greso:
-    """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
-    kind: Literal["greso"] = "greso"
-    explore: Annotated[float, settings.within("[0.05, 0.95]", ", where it is kept")] = 0.5  # p at first
-    target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class InProportion:
-    """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
-    kind: Literal["pps"] = "pps"
-    # of the prompts rolled out before, how many are expected to be again
-    share: Annotated[float, settings.within("(0, 1]")]
-    floor: Annotated[float, settings.within("(0, 1]")] = 0.1  # least size of a prompt, over their mean
-
-
-Prompts = AllPrompts | Thinned | LowestRank | Greso | InProportion
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WholeCompletions:
-    """Train on every token of what is kept."""
-    kind: Literal["none"] = "none"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Prefix:
-    """NAT (arXiv:2603.06619): train on the tokens before a random cut, weighed up. Unbiased."""
-    kind: Literal["prefix"] = "prefix"
-    # chance that nothing is cut off, above 0; no token weighs more than one over it
-    whole: Annotated[float, settings.within("(0, 1]")] = 0.5
-    least: Count = 1               # tokens that no cut takes
-
-
-Tokens = WholeCompletions | Prefix
 
 
 @dataclass(frozen=True, slots=True)
@@ -394,6 +237,7 @@ class Config:
     eval: Eval
     seed: int = 0                  # of everything that is drawn
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
+    labels: Labels = Gold()
     reward: Reward = Reward()
     advantage: Advantage = GroupNorm()
     critic: Critic = Critic()

@@ -23,12 +23,13 @@ from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
 import settings
-from config import Config, ConfigError, Gae, Lora
+from config import Config, ConfigError, Lora
 from infra import counts, dist
 from infra.paths import find_path
 from infra.rules import all_rules
 from infra.weights import Shape, read_shape
 from memory import FILLED, Machine, choices, choose_settings, find_device
+from methods.kinds import Gae, GroupPreference, Preference
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 
@@ -164,7 +165,8 @@ def step_seconds(cfg: Config, shape: Shape, card: Card, ranks: int) -> tuple[dic
     work = row_work(cfg, shape, tokens / ranks / rows)
     row = row_seconds(work, card, shape, cfg, ranks)
     passes = rows * cfg.update.minibatches * cfg.update.epochs
-    scored = (cfg.loss.kl > 0) + (cfg.update.minibatches > 1 and cfg.loss.old_logp == "recompute")
+    scored = counts.has_reference(cfg) + (cfg.update.minibatches > 1 and cfg.loss.old_logp == "recompute")
+    scored += cfg.update.epochs * isinstance(cfg.advantage, Preference | GroupPreference)
     steps = cfg.update.minibatches * cfg.update.epochs
     # Clipping reads and writes gradients; AdamW reads four numbers of a weight and writes three.
     stepping = 40 * counts.trained(shape, cfg.model.lora) / ranks / (MEMORY * card.bandwidth)

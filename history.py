@@ -11,9 +11,8 @@ import torch
 from torch import Tensor
 
 from advantage import comparable, flat
-from config import Prompts
 from infra.dist import seed_for
-from methods import greso
+from methods import greso, kinds
 from prune import PROMPTS, REFILLING, Memory
 from records import Prompt, Rolled, Turn
 
@@ -54,7 +53,7 @@ class PromptHistory:
     It is the same on every rank, and independent of their number: it is made of records that all ranks hold.
     """
 
-    def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, middle: float):
+    def __init__(self, prompts: list[Prompt], pruning: kinds.Prompts, seed: int, middle: float):
         self.prompts, self.pruning, self.seed = prompts, pruning, seed
         self.middle = middle  # equal values above it are those of an easy prompt (collect.middle)
         self.place = 0
@@ -75,17 +74,20 @@ class PromptHistory:
         missing = count
         while missing:
             block = self.coming(missing)
-            memory = self.remembered([prompt.id for _, prompt in block])
-            prob_K = PROMPTS[self.pruning.kind](memory, self.pruning)
+            prob_K = self.rollout_prob([prompt for _, prompt in block])
             for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
                 if seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63:
                     turns.append(Turn(prompt, epoch, prob, 1.0 if refills else 1 / prob))
                 else:
                     turns.append(Turn(prompt, epoch, prob, weight=0.0))
-                    visit = self.visits[prompt.id]
-                    self.visits[prompt.id] = replace(visit, skipped=visit.skipped + 1)
+                    if visit := self.visits.get(prompt.id):
+                        self.visits[prompt.id] = replace(visit, skipped=visit.skipped + 1)
             missing = count - sum(turn.kept for turn in turns) if refills else 0
         return turns
+
+    def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
+        """Compute each prompt's probability of a rollout, [K]."""
+        return PROMPTS[self.pruning.kind](self.remembered([prompt.id for prompt in prompts]), self.pruning)
 
     def coming(self, count: int) -> list[tuple[int, Prompt]]:
         """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""

@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from config import Config, Loss, Model, Optim, Update
 from infra import dist
 from infra.checkpoint import Role, origin, require_whole
+from infra.counts import has_reference
 from infra.paths import user_path
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
-from methods import entropy, lora
+from methods import entropy, kinds, lora
 from methods.smaller_rows import Packing
 from model import BACKENDS, Decoder, empty_model
 from pack import Minibatch, build_row, pack
@@ -50,6 +51,7 @@ class Learner:
     reference: Decoder | lora.Initial | None  # the initial policy, where the loss needs one; frozen
     optimizer: torch.optim.Optimizer
     loss: Loss
+    advantage: kinds.Advantage  # soft_value and preferences have some that depend on the policy
     update: Update
     optim: Optim
     pack: Packing
@@ -58,7 +60,6 @@ class Learner:
     seed: int
     steps: int
     first: int = 0              # the first step in which the policy learns
-    residual: float | None = None  # advantage.residual (methods/soft_value.py)
     critic: Any = None          # methods.critic.CriticLearner, with advantage.kind=gae
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
@@ -84,15 +85,15 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
     policy = load_sharded(cfg, source, device, dtype)
     if cfg.loss.entropy:
         policy.elementwise = entropy.ELEMENTWISE  # which model.compile leaves as it is
-    residual, reference = getattr(cfg.advantage, "residual", None), None
-    if cfg.loss.kl or residual:
+    reference = None
+    if has_reference(cfg):
         reference = (lora.Initial(policy) if cfg.model.lora.rank else
                      load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
         device, dtype, cfg.model.attention, policy, reference, optimizer=adam(policy, cfg.optim),
-        loss=cfg.loss, update=cfg.update, optim=cfg.optim, pack=Packing.of(cfg),
+        loss=cfg.loss, advantage=cfg.advantage, update=cfg.update, optim=cfg.optim, pack=Packing.of(cfg),
         temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
-        seed=cfg.seed, steps=cfg.steps, residual=residual)
+        seed=cfg.seed, steps=cfg.steps)
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:

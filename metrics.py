@@ -16,6 +16,7 @@ from torch import Tensor
 from advantage import comparable, flat
 from infra import dist
 from loss import RowLoss
+from methods import optpo
 from methods.smaller_rows import Packing
 from pack import cost
 from records import Batch, PreparedRow, Rolled, pending
@@ -48,7 +49,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
     ended = [s for s in samples if not s.pending]
     ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     tokens = sum(s.fresh for s in samples)
-    counts = {
+    counts = optpo.metrics(rolled.groups) | {
         "rollout/rounds": len(rolled.sizes),
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,

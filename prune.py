@@ -193,4 +193,4 @@ PROMPTS = {
     "pps": lambda memory, settings: rollout_prob(memory.size_K, settings.share, settings.floor),
     "greso": lambda memory, settings: greso.explored(memory.easy_K, memory.hard_K, memory.explore),
 }
-REFILLING = {"greso"}  # kinds that replace a prompt they skip, so no other prompt is weighed up for it
+REFILLING = {"greso", "depo"}  # kinds that replace a prompt they skip: no other is weighed up for it

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,6 +92,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
+    vote: Any = None  # methods.optpo.Vote, where the prompt's answer was voted for
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:

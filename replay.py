@@ -35,14 +35,15 @@ import config
 import memory
 from advantage import advantage
 from collect import Selection, choose
-from config import Config, ConfigError, KeepAll, WholeCompletions
+from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable
 from infra.paths import user_path
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
-from methods import soft_value
+from methods import preference, soft_value
+from methods.kinds import KeepAll, WholeCompletions
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock, decisions
 from records import Batch, Pruned, Rolled, Turn, lengths
@@ -172,6 +173,8 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     """Compute the gradient of a whole batch before the policy has moved, [P]."""
     weighed = minibatch(learner, batch, list(range(batch.offered)))
     prepared = [prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
+    if preference.is_one(learner.advantage):
+        prepared, _ = preference.compare(learner, weighed, prepared)
     pass_minibatch(learner, learner.policy, weighed, prepared, partial(add_gradient, learner, unmoved=True))
     mine = torch.cat([dist.local(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
                       for p in trained(learner)])

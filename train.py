@@ -35,7 +35,7 @@ from infra.show import resolved
 from infra.signals import Stop, asked_to_stop, exit_status
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, roles
-from methods import critic, custom_reward, lora, soft_value, window
+from methods import critic, custom_reward, lora, soft_value, stand_ins
 from metrics import Clock, decisions, of_rollout
 from model import Decoder
 from page.summary import summary
@@ -53,7 +53,7 @@ class Run:
     task: data.Task
     learner: Learner
     engine: Engine
-    sampler: Sampler                       # or what stands in for it (methods/window.py)
+    sampler: Sampler                       # or what stands in for it (methods/stand_ins.py)
     history: PromptHistory
     checkpoints: Checkpoints
     log: runfolder.Log
@@ -131,8 +131,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
-    if cfg.rollout.window:
-        history, sampler = window.windowed(history, sampler)
+    history, sampler = stand_ins.of(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
         decided = preflight.lengthen_rows(cfg, decided, learner)
@@ -185,10 +184,10 @@ def load(cfg: Config) -> data.Task:
     tokenizer = data.Tokenizer(source, settings, cfg.rollout.stop or ())
     sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
     problems = data.load_problems(settings.train, settings.dir, True, settings.columns,
-                                  cfg.reward.needs_answers)
+                                  cfg.reward.needs_answers and cfg.labels.kind == "gold")
     problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:settings.limit]
-    graded = answered(problems, settings.train)
-    if graded:
+    graded = cfg.labels.kind == "votes" or answered(problems, settings.train)
+    if graded and cfg.labels.kind == "gold":
         name_unreadable(settings.train, {p.id: p.answer for p in problems})
     custom_reward.try_out(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(problems, tokenizer, settings.system_prompt, longest, settings.drop_longer)

@@ -11,7 +11,7 @@ import torch
 from infra import dist
 from learner import Learner, NotFinite, descend, learning_rate
 from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
-from methods import critic, nat, soft_value
+from methods import critic, nat, preference, soft_value
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock, PassSums
 from pack import Minibatch
@@ -37,11 +37,14 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
         prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in packed]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     learner.optimizer.param_groups[0]["lr"] = rate
-    sums, norms = PassSums(learner.pack, learner.policy.quadratic), []
+    sums, norms, pairs = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
             for i, weighed in enumerate(batches):
+                if preference.is_one(learner.advantage):
+                    prepared[i], compared = preference.compare(learner, weighed, prepared[i])
+                    pairs.append(compared)
                 gradient = partial(add_gradient, learner, unmoved=not norms)
                 passed = pass_minibatch(learner, learner.policy, weighed, prepared[i], gradient)
                 prepared[i] = [row for row, _ in passed]
@@ -49,7 +52,8 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                     sums.add(row, terms, first_pass=epoch == 0)
                 norms.append(descend(learner.policy, learner.optimizer, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
-    return sums.metrics(len(norms)) | {"train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
+    measured = sums.metrics(len(norms)) | preference.metrics(pairs)
+    return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
 
 
 def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[int]]:
@@ -97,10 +101,9 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
     logp_C, entropy_C = learner.outputs(learner.policy, prepared.row)
     if prepared.old_logp_C is None and unmoved:
         prepared = replace(prepared, old_logp_C=logp_C.detach())
-    adv_C = prepared.adv_C
-    if learner.residual:
-        adv_C = soft_value.residual(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C,
-                                    learner.residual)
+    adv_C, residual = prepared.adv_C, getattr(learner.advantage, "residual", None)
+    if residual:
+        adv_C = soft_value.residual(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C, residual)
     terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())

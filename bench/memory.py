@@ -185,7 +185,8 @@ def configs() -> list[dict]:
     rows = []
     print(f"{'config':<24} {'GPUs':>10} {'engine':>7} {'slots':>5} {'row':>7} {'recomputed':>10} "
           f"{'update':>7} {'rollout':>7} fits")
-    for name in sorted(path.name for path in config.CONFIGS.glob("*.yaml") if "toy" not in path.name):
+    paths = (path for path in config.CONFIGS.glob("*.yaml") if not path.stem.endswith(("_toy", "_hard")))
+    for name in sorted(path.name for path in paths):
         for ranks, size in ((1, 24), (1, 80), (8, 80), (1, 141)):
             cfg, peaks, fits = chosen_on(name, FREE[size], ranks)
             label = f"{ranks} x {size} GB"

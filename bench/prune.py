@@ -38,11 +38,21 @@ import memory
 import train
 from advantage import advantage
 from collect import Sampler
-from config import Bernoulli, Completions, InProportion, Pods, Pps, Prompts, Thinned, TopK, VarianceShare
 from history import PromptHistory
 from infra import dist
 from learner import Learner
-from methods import nat, pods
+from methods import kinds, nat, pods
+from methods.kinds import (
+    Bernoulli,
+    Completions,
+    InProportion,
+    Pods,
+    Pps,
+    Prompts,
+    Thinned,
+    TopK,
+    VarianceShare,
+)
 from prune import COMPLETIONS, PROMPTS, Memory, Offer, keep_all, pps
 from records import Batch, Group, Pruned, Rewards, Turn, lengths
 from replay import compared, inner_products
@@ -100,7 +110,7 @@ def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
     """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
     keep_NG = pods.max_variance(scene.offer.reward_NG, k)
     groups = list(range(len(keep_NG)))
-    own_NG = advantage(pods.among_kept(scene.rewards, groups, keep_NG), config.GroupNorm())
+    own_NG = advantage(pods.among_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
     ratio_NG = (own_NG / scene.offer.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group, whose terms are 0
     return torch.where(keep_NG, ratio_NG, 0.0)
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from config import Config, Gae, Lora
+from config import Config, Lora
 from infra.weights import Shape
+from methods.kinds import Gae, GroupPreference, Preference
 
 Parts = dict[str, float]  # bytes by name
 
@@ -155,8 +156,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     if is_offloaded(cfg):
         return {}
     lora, learnt, base = cfg.model.lora, trained(shape, cfg.model.lora), 0
-    reference = cfg.loss.kl or getattr(cfg.advantage, "residual", None)
-    initial = 4 * learnt if reference else 0
+    initial = 4 * learnt if has_reference(cfg) else 0
     if lora.rank:  # the frozen base, in what is computed in; an adapter that was read lies there twice
         base = getattr(torch, cfg.model.dtype).itemsize * parameters(shape)
         initial = 4 * learnt if lora.path else 0
@@ -164,6 +164,12 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     parts = {"weights": 4 * learnt + base, "moments": 8 * learnt, "reference": initial,
              "critic and its moments": critic if isinstance(cfg.advantage, Gae) else 0}
     return {name: size // ranks for name, size in parts.items()}
+
+
+def has_reference(cfg: Config) -> bool:
+    """Tell whether the loss needs the initial policy beside the one that is trained."""
+    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or
+                isinstance(cfg.advantage, Preference | GroupPreference))
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:

@@ -24,6 +24,8 @@ SERVES = {
     "loss.trust=clip, clip_sequence or clamp": ["loss.clip_low", "loss.clip_high"],
     "loss.trust=clip or clip_sequence": ["loss.dual_clip"],
     "loss.trust=total_variation or binary_kl": ["loss.divergence", "loss.ratio_cap"],
+    "prune.prompts.estimate=head": ["prune.prompts.lr"],
+    "advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"],
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
                            "critic.bounded", "critic.pretrain_steps"],
 }
@@ -38,6 +40,12 @@ ASKS = {
     "advantage.residual": [
         ("loss.trust", "none", "only then is its gradient that of the squared loss"),
         ("loss.per", "sum", "only then is its gradient that of the squared loss"),
+        ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
+    ],
+    "advantage.kind=preference or group_preference": [
+        ("loss.trust", "none", "only then is its gradient that of the preference loss"),
+        ("loss.per", "sum", "only then is its gradient that of the preference loss"),
+        ("prune.completions.kind", "none", "a pair with one of its two dropped cannot be made up for"),
         ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
     ],
     "advantage.kind=decoupled": [
@@ -136,6 +144,10 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
     if completions.kind == "bottom":
         yield ("prune.completions.drop_prob", drops(completions.drop_prob, G),
                f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
+    if prompts.kind == "depo":
+        yield "prune.prompts.high", prompts.low < prompts.high, f"above prune.prompts.low={prompts.low}"
+        yield ("prune.prompts.kind", cfg.reward.accuracy != 0,
+               "another than depo unless reward.accuracy has a weight, which tells what is right")
     if prompts.kind == "rank":
         yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
                f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
@@ -153,6 +165,21 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
 def drops(share: float, count: int) -> bool:
     """Tell whether a share of so many, rounded down, drops at least one, or is meant to drop none."""
     return share == 0 or int(share * count + 1e-9) >= 1
+
+
+def label_rules(cfg: Any) -> Iterator[Rule]:
+    labels, roll = cfg.labels, cfg.rollout
+    if labels.kind == "gold":
+        return
+    yield ("labels.other", labels.other < labels.right,
+           f"below labels.right={labels.right}: votes must be likelier for the true answer than for another")
+    yield ("labels.most", labels.most >= roll.group_size, f"at least {roll.group_size} (rollout.group_size), "
+           "which are sampled of every prompt")
+    yield ("advantage.kind", cfg.advantage.kind != "soft_value",
+           "another than soft_value with labels.kind=votes: V* is estimated from the answers of the data")
+    yield "rollout.window", roll.window is None, "null with labels.kind=votes: unfinished answers do not vote"
+    yield ("labels.kind", cfg.reward.needs_answers,
+           "gold where no component of the reward compares with an answer")
 
 
 def reward_rules(cfg: Any) -> Iterator[Rule]:
@@ -177,6 +204,10 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
     yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
            "0 with rollout.window: a step has only the last window of an answer that is right")
+    paired = cfg.advantage.kind in ("preference", "group_preference")
+    for name in ("tis_cap", "mask_ratio"):
+        yield (f"loss.{name}", not paired or getattr(loss, name) is None,
+               f"null with advantage.kind={cfg.advantage.kind}: it is no mean over the engine's samples")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
     yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
            "above 1 + loss.clip_high, or null")
@@ -187,5 +218,5 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
 
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
-    return chain(prompt_rules(cfg), size_rules(cfg), pruning_rules(cfg), reward_rules(cfg), loss_rules(cfg),
-                 table_rules(cfg, SERVES, ASKS))
+    return chain(prompt_rules(cfg), size_rules(cfg), pruning_rules(cfg), label_rules(cfg), reward_rules(cfg),
+                 loss_rules(cfg), table_rules(cfg, SERVES, ASKS))

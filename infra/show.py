@@ -2,7 +2,7 @@
 
     python -m infra.show > docs/settings.md
 
-The comments are those beside the fields in config.py, so the page cannot say anything else than the code.
+The comments are those beside the fields, so the page cannot say anything else than the code.
 """
 
 import ast
@@ -23,7 +23,8 @@ from settings import choices, describe
 
 HEAD = """# Settings
 
-Written by `python -m infra.show` from `config.py`, where the same comments stand beside the fields.
+Written by `python -m infra.show` from `config.py` and `methods/kinds.py`, where the same comments stand
+beside the fields.
 
 A config file holds what differs from the one that it names as `base:`, and `--set section.setting=value`
 comes on top. `train.py --config NAME.yaml --show` prints all settings of a run as yaml and marks what differs

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 
 import config
-from config import Config, Gae, Optim
+from config import Config, Optim
 from infra import dist
 from infra.weights import read_shape
 from learner import Learner, NotFinite, adam, descend, learning_rate, spread
 from methods import lora
 from methods.gae import adaptive_lambda, gae
+from methods.kinds import Gae
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32

@@ -18,9 +18,10 @@ from torch import Tensor
 from tqdm import tqdm
 
 from collect import Sampler
-from config import ConfigError, SoftValue
+from config import ConfigError
 from infra import dist, runfolder
 from loss import segment_sum
+from methods.kinds import SoftValue
 from records import Group, Prompt, Rewards
 
 ROUNDS_OF_SLOTS = 8  # how often all decoding slots are filled between two writes of the table

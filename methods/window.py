@@ -13,9 +13,9 @@ import numpy as np
 import torch
 
 from collect import Sampler
-from config import Prompts
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
+from methods.kinds import Prompts
 from records import Group, Prompt, Rewards, Rolled, Sample, Turn
 
 

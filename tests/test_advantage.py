@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
-from config import Centred
 from methods.gae import adaptive_lambda, gae
+from methods.kinds import Centred
 from methods.soft_value import soft_value
 from records import Rewards
 

@@ -13,6 +13,7 @@ import config
 from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
+from methods.kinds import Pods, VarianceShare
 from methods.pods import max_variance
 from methods.variance_share import most_variance
 from prune import COMPLETIONS, Offer
@@ -51,7 +52,7 @@ def test_of_equal_variances_the_first_as_released_and_of_equal_rewards_the_earli
 def test_advantages_are_among_what_is_kept_or_among_all(compare, expected, tmp_path):
     """1 and 5 right of 8, of which 4 are kept; the others' advantages stay as they were."""
     cfg = toy_config(tmp_path / "run", f"prune.completions={{kind: pods, keep: 4, compare: {compare}}}",
-                     "advantage.eps=0", name="grpo_toy.yaml")
+                     "advantage.eps=1e-12", name="grpo_toy.yaml")
     reward_NG = torch.tensor([[0.0, 0, 1, 0, 0, 0, 0, 0], [1, 1, 0, 1, 1, 0, 1, 0]], dtype=torch.float64)
     groups, before_NG = make_groups([[2] * 8] * 2, [1, 1]), group_norm(reward_NG, 1, 0.0)
     batch = choose(as_rolled(groups, reward_NG, before_NG), Selection.of(cfg), seed=0)
@@ -79,7 +80,7 @@ def test_the_groups_of_the_largest_variances_by_hand():
 def test_what_has_no_reward_is_in_neither():
     reward_NG = torch.tensor([[0.0, 1, 0, NAN], [NAN] * 4], dtype=torch.float64)
     offer = Offer(reward_NG - 0.5, torch.ones(2, 4), "sequence", True, 0, reward_NG=reward_NG)
-    for settings in (config.Pods(keep=4), config.VarianceShare()):
+    for settings in (Pods(keep=4), VarianceShare()):
         pruned = COMPLETIONS[settings.kind](offer, settings)
         assert kept(pruned.keep_NG) == [[0, 1, 2], []]
         assert torch.equal(pruned.weight_NG, pruned.keep_NG.double()) and torch.equal(pruned.prob_NG, pruned.weight_NG)

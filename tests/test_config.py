@@ -17,6 +17,7 @@ import settings
 from config import ConfigError, load
 from infra import rules
 from infra.show import resolved
+from methods import kinds
 
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},
@@ -266,9 +267,9 @@ def test_a_base_stands_beside_its_file_or_among_the_shipped_configs(good, tmp_pa
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
     write(good.parent, mine="base: cppo_toy.yaml\nsteps: 7\n", up="base: ../good.yaml\n")
-    assert load(good.parent / "mine.yaml").prune.completions == config.TopK(keep=4)
+    assert load(good.parent / "mine.yaml").prune.completions == kinds.TopK(keep=4)
     write(good.parent, cppo_toy="base: good.yaml\n")
-    assert load(good.parent / "mine.yaml").prune.completions == config.KeepAll()
+    assert load(good.parent / "mine.yaml").prune.completions == kinds.KeepAll()
     write(tmp_path / "elsewhere", down="base: ../good.yaml\n")
     assert load("down.yaml").steps == 3
     for base in ("5", "nowhere.yaml"):
@@ -310,17 +311,17 @@ def test_a_layer_that_names_another_kind_starts_its_section_empty(good):
           gae="base: good.yaml\nadvantage: {kind: gae, lam: 0.9}\nrollout: {group_size: 2}\ncritic: {lr: 1}\n",
           eps="base: good.yaml\nadvantage: {eps: 1}\n", other="base: eps.yaml\nadvantage: {kind: decoupled}\n")
     folder = good.parent
-    assert load(folder / "pps.yaml").prune.completions == config.Pps(keep=3)
-    assert load(folder / "same.yaml").prune.completions == config.TopK(keep=3, scope="batch")
+    assert load(folder / "pps.yaml").prune.completions == kinds.Pps(keep=3)
+    assert load(folder / "same.yaml").prune.completions == kinds.TopK(keep=3, scope="batch")
     assert load(folder / "topk.yaml", ["prune.completions.keep=1"]).prune.completions.scope == "batch"
     assert load(folder / "topk.yaml", ["prune.completions.kind=none"]).prune == config.Prune()
     assert load(folder / "topk.yaml", ["prune.completions.kind=topk"]).prune.completions.keep == 2
-    assert load(folder / "gae.yaml", ["advantage.kind=centred", "critic.lr=null"]).advantage == config.Centred()
+    assert load(folder / "gae.yaml", ["advantage.kind=centred", "critic.lr=null"]).advantage == kinds.Centred()
     with pytest.raises(ConfigError, match="missing key 'prune.completions.keep'"):
         load(folder / "topk.yaml", ["prune.completions.kind=pps"])
     # The kind that a config has without naming it counts as named.
     assert load(folder / "eps.yaml", ["advantage.kind=group_norm"]).advantage.eps == 1
-    assert load(folder / "other.yaml").advantage == config.Decoupled()
+    assert load(folder / "other.yaml").advantage == kinds.Decoupled()
 
 
 def test_the_overrides_are_one_layer_in_whatever_order_they_come(good):
@@ -328,7 +329,7 @@ def test_the_overrides_are_one_layer_in_whatever_order_they_come(good):
     kind, keep = "prune.completions.kind=pps", "prune.completions.keep=3"
     for overrides in ([kind, keep], [keep, kind], ["prune.completions={kind: pps, keep: 3}"],
                       ["prune.completions={kind: bottom, drop_prob: 0.5}", "prune.completions={kind: pps, keep: 3}"]):
-        assert load(good.parent / "topk.yaml", overrides).prune.completions == config.Pps(keep=3)
+        assert load(good.parent / "topk.yaml", overrides).prune.completions == kinds.Pps(keep=3)
 
 
 def test_overrides_win_in_order_and_yaml_reads_their_values(good):

@@ -13,8 +13,9 @@ import transformers
 from conftest import ROOT, TOY, verdict, write_tiny
 
 import data
-from config import AllPrompts, ConfigError, Greso, LowestRank, Prompts, Thinned
+from config import ConfigError
 from history import PromptHistory, order
+from methods.kinds import AllPrompts, Greso, LowestRank, Prompts, Thinned
 from methods.window import Pool
 from records import Problem, Prompt, Rewards, Rolled, Sample, Turn
 from verify.grade import name_unreadable

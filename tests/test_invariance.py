@@ -37,7 +37,8 @@ CONFIGS = {
     "lora": ["model.lora.rank=2", "loss.kl=0.1"],
 }
 # Every objective, each on the same rollouts of the toy model.
-OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo")
+OBJECTIVES = ("dapo", "drgrpo", "gspo", "cispo", "divppo", "gdpo", "ppo", "vapo", "tppo", "apo", "odpo", "rpo",
+              "madpo", "dgpo")
 Gradient = dict[str, torch.Tensor]
 
 
@@ -292,12 +293,16 @@ PRUNED = {
     # On 3 ranks one has no row of an A.
     "lora": ["data.limit=8", "model.lora.rank=2", "prune.completions={kind: pps, keep: 3}", "loss.count=all"],
 }
+# A group's completions lie on several ranks, and prompts are skipped.
+PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limit=6"]
+PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
 PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]
 
 
 def pruned_config(name: str, out, *settings: str) -> config.Config:
-    base = "tppo_toy.yaml" if name.startswith("tppo") else "cppo_toy.yaml"
-    return toy_config(out, *settings, *PRUNED[name], name=base)
+    own = name.split("-")[0]
+    base = own if own in ("tppo", "madpo", "dgpo") else "cppo"
+    return toy_config(out, *settings, *PRUNED[name], name=f"{base}_toy.yaml")
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "lora" else pytest.mark.slow)
@@ -328,7 +333,7 @@ def resumed(cfg: config.Config) -> Gradient:
 
 @pytest.mark.parametrize(("name", "before", "after"), [
     ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tppo", 2, 3), ("greso", 2, 3),
-                                                                        ("tppo-lora", 2, 3)))])
+                                                                        ("tppo-lora", 2, 3), ("madpo", 1, 2)))])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"

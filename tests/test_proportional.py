@@ -15,6 +15,7 @@ from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
+from methods.kinds import InProportion
 from methods.proportional import inclusion, rollout_prob
 from prune import COMPLETIONS, Offer, gradient_size, keep_all, thin
 from records import Batch, Rewards, Rolled, Turn
@@ -26,7 +27,7 @@ def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
     """1, 4, 0 and 2 right of 8, by the population's deviation; a fifth prompt has not come up yet."""
     reward_NG = torch.tensor([[float(g < right) for g in range(8)] for right in (1, 4, 0, 2)], dtype=torch.float64)
     groups = make_groups([[2] * 8] * 5, [1] * 5)
-    history = PromptHistory([group.prompt for group in groups], config.InProportion(share=0.5), 0, middle=0.5)
+    history = PromptHistory([group.prompt for group in groups], InProportion(share=0.5), 0, middle=0.5)
     history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
     size_K = history.remembered([group.prompt.id for group in groups]).size_K
     assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
@@ -110,7 +111,7 @@ def test_what_the_seed_draws_has_these_probabilities_and_weights():
     groups = make_groups([[2, 3]] * 4, [1] * 4)
     adv_NG = torch.tensor([[0.1, -0.1], [1.0, -1.0], [0.0, 0.0], [0.5, -0.5]], dtype=torch.float64)
     prompts, value_N = [group.prompt for group in groups], torch.tensor([3.0, -1.0, 2.0, 0.7])
-    history = PromptHistory(prompts, config.InProportion(share=0.5), seed=7, middle=0.0)
+    history = PromptHistory(prompts, InProportion(share=0.5), seed=7, middle=0.0)
     assert all(turn.kept and turn.prob == 1 for turn in history.draw(4))
     history.record(as_rolled(groups, adv_NG, adv_NG))
     prob_K = rollout_prob(adv_NG.abs().mean(dim=1), 0.5, 0.1)

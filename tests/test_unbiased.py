@@ -15,13 +15,12 @@ from conftest import as_batch, as_rolled, gradients, make_groups, nudge, toy_con
 from test_objectives import learner_on
 from torch import Tensor
 
-import config
 import update
 from advantage import ESTIMATORS, advantage, group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
-from methods import critic
+from methods import critic, kinds, preference
 from methods.soft_value import Table, soft_value
 from metrics import PassSums
 from prune import (
@@ -63,11 +62,15 @@ class Step:
         """Of the mini-batch of these places. The reference is the policy before the update, too."""
         learner, sums = self.learner, PassSums(self.learner.pack)
         learner.policy.zero_grad()
-        for row in learner.rows(update.minibatch(learner, batch, places)):
-            scored = update.prepare_row(learner, row, extra_pass=False)
+        weighed = update.minibatch(learner, batch, places)
+        prepared = [update.prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
+        if preference.is_one(learner.advantage):
+            prepared, _ = preference.compare(learner, weighed, prepared)
+        for scored in prepared:
             scored = replace(scored, old_logp_C=scored.ref_logp_C)
             sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
-        assert batch.pruned.keep_NG.sum() < 8 or 0 < sums.metrics(1)["train/clipped"] < 1
+        stopped = sums.metrics(1)["train/clipped"]
+        assert batch.pruned.keep_NG.sum() < 8 or 0 < stopped < 1 or self.cfg.loss.trust == "none"
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 
     def bias(self, outcomes: Outcomes) -> float:
@@ -173,13 +176,16 @@ class Padded(Step):
                        Group(b.prompt, (y.samples[0], *b.samples, y.samples[1]))]
 
 
-KINDS = {"group_norm": "correction: 0", "centred": "", "leave_one_out": "", "decoupled": "correction: 0", "gae": ""}
+KINDS = {"group_norm": "correction: 0", "centred": "", "leave_one_out": "", "decoupled": "correction: 0", "gae": "",
+         "preference": "likelihood: 0.3", "group_preference": ""}
+PAIRED = ("preference", "group_preference")
 
 
 def by_kind(kind: str) -> list[str]:
     """Settings that compare completions by this kind."""
     correction = f", {KINDS[kind]}" if KINDS.get(kind) else ""
-    return [f"advantage={{kind: {kind}{correction}}}", *(["critic.lr=1e-4"] if kind == "gae" else [])]
+    more = {"gae": ["critic.lr=1e-4"]} | dict.fromkeys(PAIRED, ["loss.trust=none", "loss.per=sum"])
+    return [f"advantage={{kind: {kind}{correction}}}", *more.get(kind, [])]
 
 
 def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
@@ -321,6 +327,9 @@ def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
         chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
         rewards, adv_NG = compared(step, REWARD_NG, bits)
         rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
+        if step.cfg.advantage.kind in PAIRED:
+            yield chance, choose(rolled, selection, seed=0)
+            continue
         for part, keep_NG in masks(below_mean(adv_NG, 0.7)):
             monkeypatch.setitem(COMPLETIONS, "bernoulli", lambda offer, settings, keep_NG=keep_NG: thin(
                 below_mean(offer.adv_NG, settings.drop_prob), keep_NG))
@@ -348,7 +357,14 @@ def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny
 
 @pytest.mark.parametrize("kind", [*KINDS, "soft_value"])
 def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions(kind, tiny, tmp_path, monkeypatch):
-    """Or the two do not go together, and that is a config error."""
+    """Or the two do not go together, and that is a config error. Pairs go with pruning of prompts alone."""
+    if kind in PAIRED:
+        said = f"prune.completions.kind=bernoulli must be none with advantage.kind={kind}"
+        with pytest.raises(ConfigError, match=said):
+            at_both(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
+        alone = Step(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
+        assert both_levels(alone, monkeypatch, [0, 1]) < 1e-12
+        return
     try:
         step = at_both(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
     except ConfigError as error:
@@ -396,7 +412,7 @@ def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
 def test_the_same_sees_the_bias_of_a_scale_over_the_prompts_rolled_out(tiny, tmp_path, monkeypatch):
     """GDPO's deviation, had the config error not stopped it."""
     step = at_both(tiny, tmp_path / "run", *by_kind("decoupled"))
-    pruning = replace(step.cfg.prune, prompts=config.Thinned(drop_prob=0.6))
+    pruning = replace(step.cfg.prune, prompts=kinds.Thinned(drop_prob=0.6))
     step.cfg = replace(step.cfg, prune=pruning)
     require_none(both_levels(step, monkeypatch, [0, 1]), "a scale over the prompts rolled out")
 
@@ -432,8 +448,8 @@ def test_what_the_seed_draws_has_these_probabilities(tiny):
     adv_NG = torch.randn(2, 16, dtype=torch.float64, generator=generator)
     len_NG = torch.randint(1, 60, (2, 16), generator=generator)
     value_NG = torch.randn(2, 16, dtype=torch.float64, generator=generator)
-    for settings in (config.Bernoulli(drop_prob=0.7), config.Pps(keep=5, scope="group"),
-                     config.Pps(keep=5, scope="batch")):
+    for settings in (kinds.Bernoulli(drop_prob=0.7), kinds.Pps(keep=5, scope="group"),
+                     kinds.Pps(keep=5, scope="batch")):
         drawn = [COMPLETIONS[settings.kind](Offer(adv_NG, len_NG, "sequence", True, seed), settings)
                  for seed in range(4000)]
         prob_NG = drawn[0].prob_NG

@@ -202,6 +202,11 @@ def finish_verdict(verdict: str | Call) -> str:
         return "unparsed"
 
 
+def same_answer(gold: str, answer: str) -> bool:
+    """Tell whether an answer equals another, as `grade` has it."""
+    return finish_verdict(begin_verdict(gold, answer)) == "right"
+
+
 def last_number_equal(gold: str, text: str) -> bool:
     """Grade leniently, as CPPO does: whether the text, or the last number in it, is the gold answer.
 

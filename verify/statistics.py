@@ -69,9 +69,12 @@ def vote(response: dict) -> str | None:
     All right answers are one vote. Others are one where their number or spelling is the same, so that wrong
     answers may lose votes to spelling.
     """
-    if response["verdict"] == "right":
-        return RIGHT
-    spelled = normalise((response["answer"] or "")[:LONGEST])
+    return RIGHT if response["verdict"] == "right" else spelling(response["answer"])
+
+
+def spelling(answer: str | None) -> str | None:
+    """Reduce an answer to its number or its normalised spelling; None for no answer."""
+    spelled = normalise((answer or "")[:LONGEST])
     return str((number(spelled) or [spelled])[0]) or None
 
 

@@ -1,0 +1,132 @@
+"""Prefer the better completions of a group to the worse: DPO and its kin in the online loop.
+
+A completion counts by its log-ratio, log(pi / pi_ref) of all its tokens together. The losses below are means
+over the groups offered, and their gradient is -sum_i A_i grad log pi(o_i) with an A_i that depends on all
+log-ratios of the group. So a pass without gradient finds these before every optimizer step (`compare`), and
+the loss is the usual weighted sum, with f = 1 and loss.per=sum.
+
+    preference        mean over pairs of  -w log sigma(beta margin) - eta log pi(chosen), with the difference
+                      of the log-ratios as margin: DPO (arXiv:2305.18290) with w = 1 and eta = 0, RPO
+                      (arXiv:2405.16436) with eta = advantage.likelihood, MADPO (arXiv:2510.05342) with
+                      w = `adaptive_weight`
+    group_preference  -log sigma(beta / G sum_i A_i log-ratio_i) / beta, A_i the reward less the group's mean:
+                      DGPO (arXiv:2510.08425), made for diffusion models and carried over by us
+
+Dimension key:  N groups,  G completions per group (written twice where it is chosen, rejected),
+C completion tokens of one packed row,  S completions in it.
+"""
+
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from infra import dist
+from loss import segment_sum
+from methods.kinds import Advantage, GroupPreference, Preference
+from records import PreparedRow
+
+
+def is_one(advantage: Advantage) -> bool:
+    """Tell whether the advantage is that of a preference loss."""
+    return isinstance(advantage, Preference | GroupPreference)
+
+
+def chosen_of(reward_NG: Tensor, pairs: str) -> Tensor:
+    """Mark the pairs (chosen, rejected) of each group, bool [N, G, G]; nan, without a reward, is in none.
+
+    pairs   "all"       every two of different rewards
+            "extremes"  every one of the highest reward with every one of the lowest
+    """
+    differ_NGG = reward_NG[:, :, None] > reward_NG[:, None, :]
+    if pairs == "all":
+        return differ_NGG
+    high_N1 = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
+    low_N1 = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
+    return differ_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
+
+
+def adaptive_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
+    """Weigh pairs by the difference h >= 0 of their rewards: MADPO's sigma(c h) / sigma(h), as released.
+
+    c falls from nearly c_max at h = 0, by way of 1 at `gap`, to c_min, so pairs of a small difference weigh
+    more than 1 and others less. With 0/1 rewards every pair has the same weight.
+    """
+    c_min, c_max = settings.c_min, settings.c_max
+    rise_NGG = (settings.steepness * (gap_NGG - settings.gap)).exp()
+    c_NGG = c_min + (c_max - c_min) / (1 + (c_max - 1) / (1 - c_min) * rise_NGG)
+    return (c_NGG * gap_NGG).sigmoid() / gap_NGG.sigmoid()
+
+
+def of_pairs(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tensor:
+    """Compute A, [N, G], at these log-ratios; nan without a reward, and 0 in a group without pairs.
+
+    A group counts by the number of its completions that have a reward, as everywhere under loss.per=sum.
+    """
+    chosen_NGG = chosen_of(reward_NG, settings.pairs)
+    scored_NG = ~reward_NG.isnan()
+    share_NGG = chosen_NGG.to(ratio_NG.dtype)
+    share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+    pull_NGG = settings.beta * (settings.beta * (ratio_NG[:, None, :] - ratio_NG[:, :, None])).sigmoid()
+    if settings.gap is not None:
+        gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
+        pull_NGG = pull_NGG * adaptive_weight(gap_NGG, settings)
+    pull_NGG = share_NGG * pull_NGG
+    adv_NG = pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1) + settings.likelihood * share_NGG.sum(dim=2)
+    return (scored_NG.sum(dim=1, keepdim=True) * adv_NG).masked_fill(~scored_NG, torch.nan)
+
+
+def group_weight(ratio_NG: Tensor, adv_NG: Tensor, beta: float) -> Tensor:
+    """Compute DGPO's weight of each group, sigma(-(beta / G) sum_i A_i log-ratio_i), [N, 1]: 1/2 at the
+    reference, and less the further the policy tells the group's better completions from its worse."""
+    count_N1 = (~adv_NG.isnan()).to(adv_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
+    return (-beta / count_N1 * (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)).sigmoid()
+
+
+@torch.no_grad()
+def compare(learner: Any, minibatch: Any, prepared: list[PreparedRow],
+            ) -> tuple[list[PreparedRow], dict[str, float]]:
+    """Put the advantages at the policy of the moment in place of those in the rows of a mini-batch.
+
+    Collective. Returns the rows, and sums over its pairs, the same on every rank.
+    """
+    settings, reward_NG = learner.advantage, minibatch.reward_NG
+    ratio_NG = log_ratios(learner, prepared, reward_NG)
+    if settings.kind == "preference":
+        adv_NG = of_pairs(ratio_NG, reward_NG, settings)
+        chosen_NGG = chosen_of(reward_NG, settings.pairs)
+    else:
+        adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
+        chosen_NGG = chosen_of(reward_NG, "all")
+    compared = [replace(given, adv_C=spread(adv_NG, given)) for given in prepared]
+    margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[chosen_NGG]
+    return compared, {"pairs": len(margin), "margin": margin.sum().item(), "right": (margin > 0).sum().item()}
+
+
+def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> Tensor:
+    """Compute log(pi / pi_ref) of whole completions in nats, [N, G], from the rows of all ranks; 0 for those
+    in no row."""
+    mine_NG = torch.zeros_like(reward_NG)
+    for given in prepared:
+        row = given.row
+        gap_C = learner.log_probs(learner.policy, row) - given.ref_logp_C
+        if row.counts:
+            n_S, g_S = torch.tensor(row.members).T
+            mine_NG[n_S, g_S] = segment_sum(gap_C.double(), row.segment_C).cpu()
+    return torch.stack(dist.gather_rows(mine_NG)).sum(dim=0)
+
+
+def spread(adv_NG: Tensor, given: PreparedRow) -> Tensor:
+    """Lay advantages out over the tokens of a row, [C]."""
+    adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members])
+    return adv_S.to(given.adv_C)[given.row.segment_C]
+
+
+def metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+    """Compute means over the pairs of all optimizer steps; nothing where there are none."""
+    total = {name: sum(sums[name] for sums in steps) for name in ("pairs", "margin", "right")}
+    if not total["pairs"]:
+        return {}
+    return {"preference/margin": total["margin"] / total["pairs"],
+            "preference/accuracy": total["right"] / total["pairs"]}

@@ -1,0 +1,20 @@
+"""Put what a method needs in place of a run's history of prompts or its sampler; the loop stays the same."""
+
+from pathlib import Path
+
+from collect import Sampler
+from config import Config
+from history import PromptHistory
+from methods import depo, optpo, window
+
+
+def of(cfg: Config, source: Path, history: PromptHistory, sampler: Sampler,
+       ) -> tuple[PromptHistory, Sampler | optpo.VotingSampler | window.WindowSampler]:
+    """Return the history and the sampler of a run by its config; `source` is the folder of the model."""
+    if cfg.prune.prompts.kind == "depo":
+        history = depo.FilteredHistory(history, source)
+    if cfg.labels.kind == "votes":
+        sampler = optpo.VotingSampler(sampler, cfg.labels)
+    if cfg.rollout.window:
+        return window.windowed(history, sampler)
+    return history, sampler

@@ -1,0 +1,186 @@
+"""DEPO: the estimator's loss, the band, and state that is the same on every rank and after a resume."""
+
+import itertools
+import math
+
+import pytest
+import torch
+from conftest import TOY, as_rolled, make_groups
+from torch import nn
+
+import config
+import data
+from config import ConfigError
+from history import PromptHistory
+from infra.weights import load_file
+from methods import depo
+from methods.kinds import Depo
+from records import Prompt, Rolled
+
+
+def prompts_of(count: int) -> list[Prompt]:
+    problems = data.load_problems(str(TOY.parent / "train.jsonl"))[:count]
+    return data.to_prompts(problems, data.Tokenizer(TOY), None, 128)
+
+
+def filtered(count: int = 12, seed: int = 0, **settings) -> depo.FilteredHistory:
+    pruning = Depo(**({"warmup_steps": 0, "lr": 1e-2} | settings))
+    return depo.FilteredHistory(PromptHistory(prompts_of(count), pruning, seed, middle=0.5), TOY)
+
+
+def rolled(history, share: dict[str, float], count: int = 4, G: int = 4) -> Rolled:
+    """The next `count` prompts, answered right as often as `share` says of their id."""
+    turns = history.draw(count)
+    kept = [turn for turn in turns if turn.kept]
+    groups = [type(group)(turn.prompt, group.samples) for turn, group in
+              zip(kept, make_groups([[3] * G] * len(kept), [2] * len(kept)), strict=True)]
+    reward_NG = torch.tensor([[float(g < share[turn.prompt.id] * G) for g in range(G)] for turn in kept],
+                             dtype=torch.float64)
+    one = as_rolled(groups, reward_NG)
+    return Rolled() + Rolled(turns, groups, one.rewards, one.adv_NG)
+
+
+def step(history, share: dict[str, float]) -> Rolled:
+    done = rolled(history, share)
+    history.record(done)
+    history.adapt(done)
+    return done
+
+
+def test_features_are_mean_embeddings_standardised_over_the_prompts():
+    prompts = prompts_of(6)
+    embedding_VD = load_file(TOY / "model.safetensors")["model.embed_tokens.weight"]
+    mean_KD = torch.stack([torch.stack([embedding_VD[i] for i in p.ids]).mean(0) for p in prompts])
+    expected = (mean_KD - mean_KD.mean(0)) / mean_KD.std(0, correction=0)
+    torch.testing.assert_close(depo.mean_embeddings(TOY, prompts), expected, rtol=1e-4, atol=1e-4)
+    one = depo.mean_embeddings(TOY, prompts[:1])
+    assert not one.any() and one.isfinite().all()
+
+
+def test_the_loss_is_that_of_the_release_written_out():
+    logit_M2 = torch.tensor([[0.3, -1.0], [0.1, 2.0], [-0.4, 0.5]], dtype=torch.float64)
+    right, confidence = [0.75, 0.25, 0.22], [0.4, 1.0, 0.0]
+    def bce(logit, target):
+        p = 1 / (1 + math.exp(-logit))
+        return -target * math.log(p) - (1 - target) * math.log(1 - p)
+
+    score = logit_M2[:, 0].tolist()
+    pairs = [(i, j) for i, j in itertools.product(range(3), repeat=2) if right[i] > right[j] + 0.05]
+    assert pairs == [(0, 1), (0, 2)]  # 0.25 and 0.22 are too near
+    expected = sum(bce(s, t) for s, t in zip(score, right, strict=True)) / 3
+    expected += 0.5 * sum(bce(s, min(max(t, 1e-4), 1 - 1e-4)) for s, t in
+                          zip(logit_M2[:, 1].tolist(), confidence, strict=True)) / 3
+    alone = depo.estimator_loss(logit_M2[:1], torch.tensor([0.75]), torch.tensor([0.4]))
+    expected += 3.0 * sum(max(0.5 - (score[i] - score[j]), 0) for i, j in pairs) / 2
+    found = depo.estimator_loss(logit_M2, torch.tensor(right, dtype=torch.float64), torch.tensor(confidence))
+    assert float(found) == pytest.approx(expected, rel=1e-6)
+    assert float(alone) == pytest.approx(bce(0.3, 0.75) + 0.5 * bce(-1.0, 0.4), rel=1e-6)
+
+
+def test_prompts_within_the_band_come_up_and_others_are_refilled(monkeypatch):
+    history = filtered(low=0.2, high=0.7)
+    order = [prompt.id for _, prompt in PromptHistory(history.prompts, history.pruning, 0, 0.5).coming(12)]
+    guess = dict(zip(order, [0.1, 0.2, 0.7, 0.71, 0.5, 0.9, 0.3, 0.0, 0.4, 1.0, 0.6, 0.5], strict=True))
+    monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, prompts: torch.tensor(
+        [guess[p.id] for p in prompts], dtype=torch.float64))
+    turns = history.draw(4)
+    kept = [turn.prompt.id for turn in turns if turn.kept]
+    assert kept == [order[i] for i in (1, 2, 4, 6)]
+    assert [turn.prob for turn in turns] == [0, 1, 1, 0, 1, 0, 1][:len(turns)]
+    assert all(turn.weight in (0, 1) for turn in turns)
+    history.steps = -1  # one more step of warm-up
+    assert all(turn.prob == 1 for turn in history.draw(4))
+
+
+def test_the_share_to_explore_is_the_chance_outside(monkeypatch):
+    history = filtered(count=400, explore=0.25)
+    monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, prompts: torch.zeros(len(prompts)))
+    turns = history.draw(60)
+    assert {turn.prob for turn in turns if history.outside < 400} <= {0.25, 1.0}
+    tried = [turn for turn in turns if turn.prob == 0.25]
+    assert 0.15 < sum(turn.kept for turn in tried) / len(tried) < 0.35
+    assert all(turn.weight == 1 for turn in turns if turn.kept)
+
+
+@pytest.mark.parametrize("estimate", ["head", "history"])
+def test_where_everything_is_outside_a_run_goes_on_and_says_so(estimate, capsys):
+    history = filtered(estimate=estimate)
+    share = dict.fromkeys(history.row, 1.0)
+    if estimate == "history":
+        for _ in range(3):
+            step(history, share)
+    else:
+        history.head[2].bias.data.fill_(9.0)
+    capsys.readouterr()
+    turns = history.draw(4)
+    assert sum(turn.kept for turn in turns) == 4 and len(turns) >= 12
+    said = "the estimates of 12 prompts in a row lie outside prune.prompts.low=0.15 to high=0.85"
+    assert said in capsys.readouterr().err
+
+
+def test_the_estimator_learns_which_prompts_are_hard():
+    """Long questions are answered wrong and short ones right: what a mean of embeddings can tell apart."""
+    history = filtered(count=64, low=0.0, high=1.0)
+    longest = sorted(history.prompts, key=lambda p: len(p.ids))[32:]
+    share = {p.id: 0.0 if p in longest else 1.0 for p in history.prompts}
+    before = history.estimates(history.prompts)
+    for _ in range(120):
+        step(history, share)
+    after = history.estimates(history.prompts)
+    hard = torch.tensor([share[p.id] == 0 for p in history.prompts])
+    assert ((before - 0.5).abs() < 0.02).all()
+    assert ((after < 0.5) == hard).double().mean() > 0.9
+
+
+def test_history_filters_by_the_newest_group_and_what_was_never_seen_comes_up():
+    history = filtered(estimate="history")
+    share = {prompt.id: (0.0, 0.5, 1.0)[i % 3] for i, prompt in enumerate(history.prompts)}
+    for _ in range(3):
+        assert all(turn.prob == 1 for turn in step(history, share).turns)
+    again = step(history, share)
+    assert {turn.prob for turn in again.turns} == {0.0, 1.0}
+    assert all((turn.prob == 1) == (share[turn.prompt.id] == 0.5) for turn in again.turns)
+
+
+@pytest.mark.parametrize("estimate", ["head", "history"])
+def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
+    share = {prompt.id: i % 5 / 4 for i, prompt in enumerate(prompts_of(12))}
+    history = filtered(estimate=estimate)
+    for _ in range(3):
+        step(history, share)
+    torch.save(history.state(), tmp_path / "state.pt")
+    resumed = filtered(estimate=estimate, seed=0)
+    resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    for _ in range(5):
+        one, other = step(history, share), step(resumed, share)
+        assert [(t.prompt.id, t.prob) for t in one.turns] == [(t.prompt.id, t.prob) for t in other.turns]
+    assert history.estimates(history.prompts).nan_to_num(-1).equal(resumed.estimates(resumed.prompts).nan_to_num(-1))
+    assert history.steps == resumed.steps == 8
+
+
+def test_completions_that_were_not_graded_teach_nothing():
+    history = filtered()
+    done = rolled(history, dict.fromkeys(history.row, 0.5))
+    done.rewards.components["accuracy"][:] = math.nan
+    before = [p.clone() for p in history.head.parameters()]
+    history.record(done)
+    history.adapt(done)
+    assert history.newest == {} and history.steps == 1
+    assert all(p.equal(b) for p, b in zip(history.head.parameters(), before, strict=True))
+
+
+def test_the_heads_weights_depend_on_the_seed_alone():
+    one, other = (nn.utils.parameters_to_vector(depo.make_head(4, seed).parameters()) for seed in (0, 1))
+    torch.manual_seed(5)
+    assert one.equal(nn.utils.parameters_to_vector(depo.make_head(4, 0).parameters())) and not one.equal(other)
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (["prune.prompts.low=0.9"], "prune.prompts.high=0.85 must be above prune.prompts.low=0.9"),
+    (["prune.prompts.explore=1.5"], "prune.prompts.explore=1.5 must be in"),
+    (["prune.prompts={kind: depo, estimate: history, lr: 0.1}"], "prune.prompts.lr=0.1 must be left out, or 0.0002"),
+    (["reward={accuracy: 0, format: 1}"], "prune.prompts.kind=depo must be another than depo unless reward.accuracy"),
+])
+def test_what_the_filter_cannot_go_with_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        config.load("depo_toy.yaml", changes)

@@ -1,0 +1,171 @@
+"""OptPO: votes, the sequential test, and labels that are never read."""
+
+import json
+import math
+from dataclasses import replace
+from itertools import product
+
+import pytest
+import torch
+from conftest import ROOT, TOY, make_groups, toy_config, weights
+
+import config
+import data
+import memory
+import train
+from collect import Sampler
+from config import ConfigError
+from history import PromptHistory
+from infra import runfolder
+from methods import optpo
+from methods.kinds import Votes
+from verify.grade import same_answer
+
+
+@pytest.mark.parametrize("settings", [Votes(), Votes(right=0.5, other=0.3), Votes(right=0.9, other=0.1, threshold=9),
+                                      Votes(threshold=1.01), Votes(right=0.4, other=0.1, threshold=1e4)])
+def test_the_lead_that_is_needed_is_the_bayes_factors(settings):
+    """Likelihoods of all ballots of up to 9 votes for 3 answers, under the hypotheses that each is the true one."""
+    needed = optpo.lead_needed(settings)
+    decided = set()
+    for counts in product(range(10), repeat=3):
+        if sum(counts) > 9:
+            continue
+        under = sorted(settings.right ** counts[j] * math.prod(
+            settings.other ** count for c, count in enumerate(counts) if c != j) for j in range(3))
+        ballot = [answer for answer, count in zip("abc", counts, strict=True) for _ in range(count)]
+        enough = under[2] / under[1] >= settings.threshold * (1 - 1e-9)
+        assert (optpo.lead(ballot)[1] >= needed) == enough, counts
+        decided.add(enough)
+    assert decided == {True, False} or needed > 9 or needed == 0
+
+
+def test_with_the_numbers_of_the_readers_notes_a_lead_of_two_decides():
+    assert optpo.lead_needed(Votes(right=0.6, other=0.1, threshold=19)) == 2
+
+
+@pytest.mark.parametrize(("ballot", "leader"), [
+    ([], (None, 0)), ([None, None], (None, 0)), (["a"], ("a", 1)), (["b", "a", "a"], ("a", 1)),
+    (["b", "a", None, "a", "b"], ("b", 0)), (["c", "a", "b", "a", "a"], ("a", 2))])
+def test_the_leader_is_who_has_most_votes_and_of_equals_the_first(ballot, leader):
+    assert optpo.lead(ballot) == leader
+
+
+def test_equal_answers_are_one_class_by_number_spelling_and_the_verifier():
+    given = [r"\frac{1}{2}", "0.5", None, "7", r"x+1", "1/2", "1+x", "07", "", r"$7$"]
+    assert optpo.classify([], given, same_answer) == [r"\frac{1}{2}", r"\frac{1}{2}", None, "7", "x+1", r"\frac{1}{2}",
+                                                      "x+1", "7", None, "7"]
+    # In chunks as at once.
+    for cut in range(len(given)):
+        first = optpo.classify([], given[:cut], same_answer)
+        assert optpo.classify(first, given[cut:], same_answer) == optpo.classify([], given, same_answer)
+
+
+def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
+    group, = make_groups([[3, 4]], [2])
+    samples = [*group.samples, *group.samples]
+    ballot = ["1", "2", "2", None]
+    vote = optpo.vote_of(group, ballot, samples)  # its answer is 1
+    assert vote == optpo.Vote("2", 1, completions=4, tokens=14, label_right=False, accuracy=0.5)
+    unlabelled = optpo.vote_of(replace(group, prompt=replace(group.prompt, answer="")), ballot, samples)
+    assert unlabelled == replace(vote, label_right=None, accuracy=None)
+    nobody = optpo.vote_of(group, [None] * 4, samples)
+    assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
+    groups = [replace(group, vote=v) for v in (vote, unlabelled, nobody)]
+    assert optpo.metrics(groups) == {"votes/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
+                                     "votes/label_accuracy": 0, "votes/accuracy": 0.25}
+    assert optpo.metrics([group]) == {} == optpo.metrics([])
+    assert "votes/accuracy" not in optpo.metrics([replace(group, vote=unlabelled)])
+
+
+@pytest.fixture(scope="module")
+def sampled(tmp_path_factory):
+    """Eight prompts of the toy as OptPO samples them, and in groups as large as it may go."""
+    cfg = toy_config(tmp_path_factory.mktemp("sampled") / "run", "labels.most=17", "labels.chunk=3",
+                     "rollout.group_size=5", name="optpo_toy.yaml")
+    tokenizer = data.Tokenizer(TOY)
+    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
+    learner, engine = train.set_up(memory.decide(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
+    engine.sync(learner.policy)
+    sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    turns = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)
+    voting = optpo.VotingSampler(sampler, cfg.labels)
+    most = replace(sampler, sampling=replace(cfg.rollout, group_size=17)).rollout(turns)
+    return voting, voting.rollout(turns), most
+
+
+def test_sampling_stops_where_brute_force_does(sampled):
+    """Of the completions that a larger group has, in their order: looked at after 5, 8, 11, ... of them."""
+    voting, groups, most = sampled
+    stops = []
+    for group, large in zip(groups, most, strict=True):
+        answers = [optpo.extract(voting.sampler.tokenizer.decode(s.ids)) for s in large.samples]
+        for count in (5, 8, 11, 14, 17):
+            votes = [answers[:count].count(answer) for answer in set(answers[:count]) - {None}]
+            ahead = max(votes, default=0) - max(sorted(votes)[:-1], default=0)
+            if ahead >= 2:
+                break
+        stops.append(count)
+        assert (group.vote.completions, group.vote.lead) == (count, ahead)
+        assert votes == [] or answers[:count].count(group.vote.label) == max(votes)
+        assert [s.ids for s in group.samples] == [s.ids for s in large.samples[:5]]
+        assert group.vote.tokens == sum(s.length for s in large.samples[:count])
+    assert len(set(stops)) > 2
+
+
+def test_rewards_are_agreement_with_the_label(sampled):
+    voting, groups, _ = sampled
+    reward_NG = voting.score(groups).components["accuracy"]
+    for group, reward_G in zip(groups, reward_NG.tolist(), strict=True):
+        answers = [optpo.extract(voting.sampler.tokenizer.decode(s.ids)) for s in group.samples]
+        assert reward_G == [float(answer == group.vote.label) for answer in answers]
+    assert 0 < reward_NG.mean() < 1
+
+
+def test_no_label_of_the_training_data_is_read(tmp_path):
+    """Without them, and with wrong ones, every weight and decision is the same bit for bit."""
+    few = (ROOT / "toy" / "train.jsonl").read_text().splitlines()[:16]
+    wrong, none = ("".join(json.dumps(edit(json.loads(line))) + "\n" for line in few)
+                   for edit in (lambda row: row | {"answer": "12345", "solution": "#### 12345"},
+                                lambda row: {key: row[key] for key in ("id", "question")}))
+    (tmp_path / "right.jsonl").write_text("\n".join(few))
+    (tmp_path / "wrong.jsonl").write_text(wrong)
+    (tmp_path / "none.jsonl").write_text(none)
+    policies, logs = {}, {}
+    for name in ("right", "wrong", "none"):
+        cfg = toy_config(tmp_path / name, f"data.train={tmp_path / name}.jsonl", "steps=3", "labels.most=12",
+                         name="optpo_toy.yaml")
+        policies[name] = weights(train.train(cfg))
+        lines = runfolder.read(tmp_path / name / "metrics.jsonl")
+        logs[name] = [line for line in lines if "votes/lead" in line]
+    for name in ("wrong", "none"):
+        assert all(p.equal(policies["right"][key]) for key, p in policies[name].items())
+        assert ((tmp_path / name / "decisions.jsonl").read_text() ==
+                (tmp_path / "right" / "decisions.jsonl").read_text())
+    told = {name: [line.get("votes/label_accuracy") for line in logs[name]] for name in logs}
+    assert told["none"] == [None] * 3 and told["wrong"] == [0] * 3 and min(told["right"]) > 0
+    assert [line["votes/lead"] for line in logs["none"]] == [line["votes/lead"] for line in logs["right"]]
+
+
+def test_a_prompt_without_an_answer_has_no_reward(tmp_path, monkeypatch):
+    """Nobody's completions mark one: there is no label, so no gradient, and the run goes on."""
+    monkeypatch.setattr(optpo, "extract", lambda text: None)
+    cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", name="optpo_toy.yaml")
+    policy = train.train(cfg)
+    line, = (line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 8
+    assert torch.isfinite(next(policy.parameters())).all()
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    (["labels.other=0.7"], r"labels.other=0.7 must be below labels.right=0.6"),
+    (["labels.most=4"], r"labels.most=4 must be at least 8 \(rollout.group_size\)"),
+    (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
+    (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold where no component"),
+    (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another than soft_value"),
+    (["rollout.window=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.per=token"], "rollout.window=8 must be null"),
+    (["labels.kind=gold", "labels.most=8"], "labels.most belongs to votes; this is gold"),
+])
+def test_what_votes_cannot_go_with_is_refused(changes, said):
+    with pytest.raises(ConfigError, match=said):
+        config.load("optpo_toy.yaml", changes)
