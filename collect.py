@@ -100,9 +100,8 @@ class Selection:
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
-        kind, residual = cfg.advantage.kind, getattr(cfg.advantage, "residual", None)
-        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, residual,
-                         kind in ("gae", "preference"))
+        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, cfg.advantage.kind == "gae",
+                         getattr(cfg.advantage, "residual", None))
         return Selection(cfg.rollout, cfg.prune, cfg.loss.per, cfg.pack.budget, not any(with_gradient),
                          cfg.advantage)
 

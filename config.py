@@ -16,21 +16,11 @@ import yaml
 import settings
 from infra.paths import find_path, user_path
 from infra.rules import all_rules
-from methods.kinds import (
-    Advantage,
-    AllPrompts,
-    Completions,
-    Gold,
-    GroupNorm,
-    KeepAll,
-    Labels,
-    Prompts,
-    Tokens,
-    WholeCompletions,
-)
+from methods import kinds
 from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
 
 CONFIGS = Path(__file__).parent / "configs"
+OF_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # components of the reward that compare with it
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
 
@@ -133,7 +123,7 @@ class Reward:
     @property
     def needs_answers(self) -> bool:
         """Tell whether a component that counts must have the gold answer; `custom` gets "" without one."""
-        return not self.weights.keys().isdisjoint(("accuracy", "wrong", "tag_exact", "tag_number"))
+        return not self.weights.keys().isdisjoint(OF_ANSWER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,9 +139,9 @@ class Critic:
 
 @dataclass(frozen=True, slots=True)
 class Prune:
-    completions: Completions = KeepAll()
-    prompts: Prompts = AllPrompts()
-    tokens: Tokens = WholeCompletions()
+    completions: kinds.Completions = kinds.KeepAll()
+    prompts: kinds.Prompts = kinds.AllPrompts()
+    tokens: kinds.Tokens = kinds.WholeCompletions()
     # completions cut at rollout.max_new_tokens are no candidates and not in the loss's denominators (DAPO)
     truncated: bool = False
 
@@ -237,9 +227,9 @@ class Config:
     eval: Eval
     seed: int = 0                  # of everything that is drawn
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
-    labels: Labels = Gold()
+    labels: kinds.Labels = kinds.Gold()
     reward: Reward = Reward()
-    advantage: Advantage = GroupNorm()
+    advantage: kinds.Advantage = kinds.GroupNorm()
     critic: Critic = Critic()
     prune: Prune = Prune()
     pack: Pack = Pack()

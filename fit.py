@@ -29,7 +29,7 @@ from infra.paths import find_path
 from infra.rules import all_rules
 from infra.weights import Shape, read_shape
 from memory import FILLED, Machine, choices, choose_settings, find_device
-from methods.kinds import Gae, GroupPreference, Preference
+from methods.kinds import Gae, is_preference
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 
@@ -166,7 +166,7 @@ def step_seconds(cfg: Config, shape: Shape, card: Card, ranks: int) -> tuple[dic
     row = row_seconds(work, card, shape, cfg, ranks)
     passes = rows * cfg.update.minibatches * cfg.update.epochs
     scored = counts.has_reference(cfg) + (cfg.update.minibatches > 1 and cfg.loss.old_logp == "recompute")
-    scored += cfg.update.epochs * isinstance(cfg.advantage, Preference | GroupPreference)
+    scored += cfg.update.epochs * is_preference(cfg.advantage)
     steps = cfg.update.minibatches * cfg.update.epochs
     # Clipping reads and writes gradients; AdamW reads four numbers of a weight and writes three.
     stepping = 40 * counts.trained(shape, cfg.model.lora) / ranks / (MEMORY * card.bandwidth)
@@ -186,7 +186,7 @@ def rollout_seconds(cfg: Config, shape: Shape, card: Card, ranks: int) -> float:
     roll, element, size = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize, counts.parameters(shape)
     engines = ranks / (roll.tensor_parallel if roll.engine == "vllm" else 1)
     spread = ranks / engines
-    asked = roll.prompts_per_step * roll.group_size / engines
+    asked = roll.prompts_per_step * getattr(cfg.labels, "most", roll.group_size) / engines
     busy = min(roll.slots * spread, asked)
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
     read = size * element + busy * (prompt + completion / 2) * token + 2 * 24 * busy * shape.vocab_size

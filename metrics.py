@@ -49,7 +49,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
     ended = [s for s in samples if not s.pending]
     ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     tokens = sum(s.fresh for s in samples)
-    counts = optpo.metrics(rolled.groups) | {
+    counts = {
         "rollout/rounds": len(rolled.sizes),
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
@@ -61,6 +61,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
         "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
     }
+    counts |= optpo.metrics(rolled.groups)
     if samples:
         counts["rollout/entropy"] = -sum(sum(s.logp[s.start:]) for s in samples) / tokens
     if comparable(reward_NG).any() and reward_NG.shape[1] > 1:

@@ -42,8 +42,7 @@ from infra.paths import user_path
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
-from methods import preference, soft_value
-from methods.kinds import KeepAll, WholeCompletions
+from methods import kinds, preference, soft_value
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock, decisions
 from records import Batch, Pruned, Rolled, Turn, lengths
@@ -173,7 +172,7 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     """Compute the gradient of a whole batch before the policy has moved, [P]."""
     weighed = minibatch(learner, batch, list(range(batch.offered)))
     prepared = [prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
-    if preference.is_one(learner.advantage):
+    if kinds.is_preference(learner.advantage):
         prepared, _ = preference.compare(learner, weighed, prepared)
     pass_minibatch(learner, learner.policy, weighed, prepared, partial(add_gradient, learner, unmoved=True))
     mine = torch.cat([dist.local(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
@@ -330,7 +329,7 @@ def described(cfg: Config) -> str:
     for section in (cfg.prune.completions, cfg.prune.tokens):
         settings = asdict(section)
         named += [settings.pop("kind"), *(f"{key}={value}" for key, value in settings.items())]
-    named = named[:-1] if cfg.prune.tokens == WholeCompletions() else named
+    named = named[:-1] if cfg.prune.tokens == kinds.WholeCompletions() else named
     return f"{' '.join(named)}, loss.count={cfg.loss.count}" + ", truncated" * cfg.prune.truncated
 
 
@@ -380,7 +379,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     with as_it_was(folder, step, own) as run:
         rolled = roll_again(run, line)
         run.engine.sleep()
-        everything = replace(own.prune, completions=KeepAll(), tokens=WholeCompletions())
+        everything = replace(own.prune, completions=kinds.KeepAll(), tokens=kinds.WholeCompletions())
         configs = {"full batch": replace(own, prune=everything),
                    "the run's": own} | ({"--set": given} if given != own else {})
         arms = [Arm.of(name, run, cfg, rolled, line["seed"]) for name, cfg in configs.items()]

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import ConfigError, Reward
+from config import OF_ANSWER, ConfigError, Reward
 from methods import custom_reward
 from records import Problem, Prompt
 from verify.answer import number
@@ -140,7 +140,7 @@ def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cf
             values |= dict(zip(cfg.functions, returned, strict=True))
             notes |= {"timed_out": notes["timed_out"] or ended == TIME, "died": ended not in (None, TIME)}
         if not c.gold:
-            values["accuracy"] = notes["unparsed"] = math.nan
+            notes |= dict.fromkeys((*OF_ANSWER, "unparsed"), math.nan)
         scores.append([float((values | notes)[name]) for name in names])
     return scores
 

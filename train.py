@@ -131,7 +131,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
-    history, sampler = stand_ins.of(cfg, task.source, history, sampler)
+    history, sampler = stand_ins.put_in(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
         decided = preflight.lengthen_rows(cfg, decided, learner)
@@ -185,7 +185,8 @@ def load(cfg: Config) -> data.Task:
     sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
     problems = data.load_problems(settings.train, settings.dir, True, settings.columns,
                                   cfg.reward.needs_answers and cfg.labels.kind == "gold")
-    problems = data.without_overlap(problems, [p for s in sets for p in s.problems])[:settings.limit]
+    held_out = [p for s in sets for p in s.problems] if cfg.labels.kind == "gold" else []  # others read none
+    problems = data.without_overlap(problems, held_out)[:settings.limit]
     graded = cfg.labels.kind == "votes" or answered(problems, settings.train)
     if graded and cfg.labels.kind == "gold":
         name_unreadable(settings.train, {p.id: p.answer for p in problems})

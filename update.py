@@ -11,7 +11,7 @@ import torch
 from infra import dist
 from learner import Learner, NotFinite, descend, learning_rate
 from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
-from methods import critic, nat, preference, soft_value
+from methods import critic, kinds, nat, preference, soft_value
 from methods.smaller_rows import pass_minibatch
 from metrics import Clock, PassSums
 from pack import Minibatch
@@ -42,7 +42,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
     with clock.phase("update"):
         for epoch in range(settings.epochs):
             for i, weighed in enumerate(batches):
-                if preference.is_one(learner.advantage):
+                if kinds.is_preference(learner.advantage):
                     prepared[i], compared = preference.compare(learner, weighed, prepared[i])
                     pairs.append(compared)
                 gradient = partial(add_gradient, learner, unmoved=not norms)

@@ -24,15 +24,15 @@ FIXED = "labels.threshold=1e30"  # a lead that is never reached
 GOLD = ["labels={kind: gold}"]
 # task -> its config, its settings, and the levels of its problems
 TASKS = {"toy": ("optpo_toy.yaml", ["steps=20", "eval.every=10"], None),
-         "levels 3 and 4": ("optpo_hard.yaml", [], ("3", "4")),
-         "levels 4 and 5": ("optpo_hard.yaml", [], ("4", "5"))}
+         "levels 3 and 4": ("optpo_hard.yaml", [], (3, 4)),
+         "levels 4 and 5": ("optpo_hard.yaml", [], (4, 5))}
 ARMS = {"votes": [], "fixed": [FIXED], "gold": GOLD}
 PARTS = 4  # of a run, whose means are told
 
 
-def of_levels(out: Path, name: str, levels: tuple[str, ...]) -> Path:
+def of_levels(out: Path, name: str, levels: tuple[int, ...]) -> Path:
     """Write the problems of some levels to a file of their own."""
-    path = out / f"{Path(name).stem}_{''.join(levels)}.jsonl"
+    path = out / f"{Path(name).stem}_{''.join(map(str, levels))}.jsonl"
     lines = (ROOT / name).read_text().splitlines(keepends=True)
     path.write_text("".join(line for line in lines if json.loads(line)["level"] in levels))
     return path

@@ -55,9 +55,9 @@ def rolled_out(folder: Path) -> list[int]:
 
 def curve(folder: Path, counts: list[int]) -> list[float]:
     """Read a run's held-out accuracy at these numbers of prompts rolled out."""
-    done = rolled_out(folder)
+    prompts = rolled_out(folder)
     lines = runfolder.read(folder / "metrics.jsonl")
-    evaluated = [done[line["step"]] for line in lines if "eval/hard_test/accuracy" in line]
+    evaluated = [prompts[line["step"]] for line in lines if "eval/hard_test/accuracy" in line]
     return np.interp(counts, evaluated, accuracies(folder, "hard_test")).tolist()
 
 
@@ -82,7 +82,7 @@ def chances(folder: Path, step: int) -> dict[str, float]:
     return first
 
 
-def found(folder: Path, step: int) -> tuple[float, float, float]:
+def precision_and_recall(folder: Path, step: int) -> tuple[float, float, float]:
     """Compute the precision and recall of a run's filter after a step, and the share that it keeps."""
     label, chance = labels(folder, step), chances(folder, step)
     both = sum(prob * label[name] for name, prob in chance.items())
@@ -108,15 +108,16 @@ def main() -> None:
     total = min(rolled_out(folder)[-1] for several in folders.values() for folder in several)
     counts = [total * i // 3 for i in range(4)]
     figures = {arm: {"accuracy": [curve(folder, counts) for folder in several],
-                     "found": [[found(folder, step) for step in CHECKED] for folder in several],
+                     "filter": [[precision_and_recall(of, step) for step in CHECKED] for of in several],
                      "seconds": [cpu_seconds(folder) for folder in several]}
                for arm, several in tqdm(folders.items(), "labels")}
     rows = [[arm, *(with_interval([run[i] for run in of["accuracy"]]) for i in range(len(counts))),
-             f"{mean(of['seconds']):.0f}"] for arm, of in figures.items()]
+             f"{mean(of['seconds']):.0f}"]
+            for arm, of in figures.items()]
     print(*table(["filter", *(f"{count:,} prompts" for count in counts), "CPU seconds"], rows), "", sep="\n")
     head = [f"{what}, step {step}" for step in CHECKED for what in ("precision", "recall", "kept")]
-    rows = [[arm, *(with_interval([run[i][k] for run in of["found"]]) for i in range(len(CHECKED))
-                    for k in range(3))] for arm, of in figures.items()]
+    rows = [[arm, *(with_interval([run[i][k] for run in of["filter"]])
+                    for i in range(len(CHECKED)) for k in range(3))] for arm, of in figures.items()]
     print(*table(["filter", *head], rows), "", sep="\n")
     print(json.dumps({"bench": "prompt_filters", "prompts": counts, "arms": figures}))
 

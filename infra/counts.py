@@ -10,7 +10,7 @@ import torch
 
 from config import Config, Lora
 from infra.weights import Shape
-from methods.kinds import Gae, GroupPreference, Preference
+from methods.kinds import Gae, is_preference
 
 Parts = dict[str, float]  # bytes by name
 
@@ -169,7 +169,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 def has_reference(cfg: Config) -> bool:
     """Tell whether the loss needs the initial policy beside the one that is trained."""
     return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or
-                isinstance(cfg.advantage, Preference | GroupPreference))
+                is_preference(cfg.advantage))
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:

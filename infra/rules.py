@@ -1,4 +1,4 @@
-"""What settings ask of one another. Bounds of a single setting stand beside it in config.py.
+"""What settings ask of one another. Bounds of a single setting stand beside it.
 
 A rule is a setting, whether it is as it must be, and how it must be; config.load makes an error of one that
 is broken.

@@ -72,7 +72,7 @@ def make_head(features: int, seed: int) -> nn.Sequential:
     return head
 
 
-def measured(rolled: Rolled) -> list[tuple[Group, float]]:
+def graded_groups(rolled: Rolled) -> list[tuple[Group, float]]:
     """Return the groups of which a completion was graded, with their shares of right answers."""
     share_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
     return [(group, share) for group, share in zip(rolled.groups, share_N, strict=True)
@@ -82,12 +82,12 @@ def measured(rolled: Rolled) -> list[tuple[Group, float]]:
 class FilteredHistory(PromptHistory):
     """The history of prompts, of which only those within the band come up.
 
-    The same on every rank, since it is computed from records that all ranks hold.
+    Every rank trains the estimator, on records that all of them hold.
     """
 
     def __init__(self, history: PromptHistory, source: Path):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
-        self.steps, self.outside = 0, 0         # done; prompts that a draw has found outside the band
+        self.steps, self.outside = 0, 0         # done; prompts in a row that were outside the band
         self.newest: dict[str, float] = {}      # share of right answers in a prompt's newest group
         self.row = {prompt.id: k for k, prompt in enumerate(self.prompts)}
         if self.pruning.estimate == "head":
@@ -98,8 +98,8 @@ class FilteredHistory(PromptHistory):
     def draw(self, count: int) -> list[Turn]:
         """Take turns until `count` prompts are kept.
 
-        Where the band holds too few of the data, prompts are taken as they come once as many as there are
-        were outside, so that a run goes on when its problems have become easy.
+        Once as many prompts in a row as there are were outside the band, others are taken as they come, so
+        that a run goes on when its problems have become easy.
         """
         self.outside = 0
         turns = super().draw(count)
@@ -114,9 +114,11 @@ class FilteredHistory(PromptHistory):
         everyone = torch.ones(len(prompts), dtype=torch.float64)
         if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
             return everyone
-        estimate_K = self.estimates(prompts)
+        # Rank 0's on all: a machine may round otherwise, and all must keep the same prompts.
+        estimate_K, = dist.gather([self.estimates(prompts)] if dist.rank() == 0 else [])
         outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan is not
-        self.outside += int(outside_K.sum())
+        behind_last_inside = int(outside_K.flip(0).long().cumprod(0).sum())
+        self.outside = behind_last_inside + self.outside * bool(outside_K.all())
         return everyone.masked_fill(outside_K, self.pruning.explore)
 
     @torch.no_grad()
@@ -133,12 +135,12 @@ class FilteredHistory(PromptHistory):
     def record(self, rolled: Rolled) -> None:
         """Remember the shares of right answers."""
         super().record(rolled)
-        self.newest |= {group.prompt.id: share for group, share in measured(rolled)}
+        self.newest |= {group.prompt.id: share for group, share in graded_groups(rolled)}
 
     def adapt(self, rolled: Rolled) -> None:
         """Take the estimator's one step of this step, on the prompts that were rolled out."""
         self.steps += 1
-        known = measured(rolled)
+        known = graded_groups(rolled)
         if self.pruning.estimate == "history" or not known:
             return
         confidences = [[sum(sample.logp) / sample.length for sample in group.samples] for group, _ in known]

@@ -105,6 +105,11 @@ Advantage = (GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
              | Preference | GroupPreference)
 
 
+def is_preference(advantage: Advantage) -> bool:
+    """Tell whether the advantage is that of a preference loss (methods/preference.py)."""
+    return isinstance(advantage, Preference | GroupPreference)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KeepAll:
     """Train on every completion."""
@@ -210,7 +215,7 @@ class Depo:
     low: ZeroToOne = 0.15          # of the share of right answers that is estimated, from here ...
     high: ZeroToOne = 0.85         # ... up to here a prompt is rolled out
     warmup_steps: CountOrZero = 100  # first steps, in which every prompt is
-    explore: ZeroToOne = 0.0       # chance of a rollout outside; 0 as released: it is never measured again
+    explore: ZeroToOne = 0.0       # chance of a rollout outside; 0 as released: it may never come again
     lr: Positive = 2e-4            # of the network's AdamW
 
 

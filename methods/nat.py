@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-import config
+from methods import kinds
 from records import Group
 
 Tokens = list[list[Tensor]]  # of each completion, [N][G]: the weights of those tokens that are trained on
@@ -30,7 +30,7 @@ def kept_prob(length: int, whole: float, least: int) -> Tensor:
     return whole + (1 - whole) * (behind_L / (length - least + 1)).clamp(max=1)
 
 
-def draw_cuts(groups: list[Group], settings: config.Tokens, seed: int) -> Tokens | None:
+def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> Tokens | None:
     """Draw a cut of every completion; returns the weights of the tokens before it, or None without cuts."""
     if settings.kind == "none" or not groups:
         return None

@@ -8,8 +8,9 @@ is labels.threshold or more, which is a lead of `lead_needed` votes, or until th
 leader is the prompt's label: rewards are agreement with it. All votes count for the label; the first
 rollout.group_size completions are trained on, so every group is whole.
 
-A label of the data is read for the metrics alone, and need not be there. `VotingSampler` stands in for the
-sampler; the loop is the same. What the paper leaves open (p0, p1, the threshold, chunks) are settings.
+A label of the data is read for the metrics alone, and need not be there; a reward function of the user's
+own gets the whole row, with the answer in it. `VotingSampler` stands in for the sampler; the loop is the
+same. What the paper leaves open (p0, p1, the threshold, chunks) are settings.
 
 Dimension key:  N groups.
 """
@@ -25,8 +26,10 @@ from infra import dist
 from methods.kinds import Votes
 from records import Group, Rewards, Sample, Turn
 from verify.extract import extract, until_end
-from verify.grade import same_answer
+from verify.grade import first_equal
 from verify.statistics import spelling
+
+CLASSES = 4  # those with most votes are compared with a new spelling: a pair may take the verifier seconds
 
 Ballot = list[str | None]  # what each completion votes for: the first answer of its class; None: for none
 
@@ -43,23 +46,23 @@ def lead(ballot: Ballot) -> tuple[str | None, int]:
     return first[0], first[1] - second[1]
 
 
-def classify(ballot: Ballot, answers: Sequence[str | None], same: Callable[[str, str], bool]) -> Ballot:
-    """Add votes for answers to a ballot: for the first class of the same spelling, or else of an answer that
-    is the `same`, or else for a class of its own. An answer that is None votes for none."""
-    classes = {spelling(answer): answer for answer in reversed(ballot) if answer}
-    added: Ballot = []
+def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], str | None]) -> Ballot:
+    """Let answers vote: for the class of the same spelling, or else for one of the CLASSES with most votes so
+    far that is `equal`, or else for a class of their own. An answer that is None votes for none."""
+    class_of: dict[str, str] = {}  # by spelling
+    ballot: Ballot = []
     for answer in answers:
         key = spelling(answer)
-        if key and key not in classes:
-            representatives = list(dict.fromkeys(filter(None, [*ballot, *added])))
-            classes[key] = next((known for known in representatives if same(known, answer)), answer)
-        added.append(classes[key] if key else None)
-    return [*ballot, *added]
+        if key and key not in class_of:
+            leaders = [known for known, _ in Counter(filter(None, ballot)).most_common(CLASSES)]
+            class_of[key] = equal(leaders, answer) or answer
+        ballot.append(class_of[key] if key else None)
+    return ballot
 
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """How a prompt's label was found. Of its completions, a group has the first."""
+    """A prompt's label and the completions that voted for it, of which a group has the first."""
 
     label: str | None       # None where no completion has an answer
     lead: int               # votes over those of the runner-up
@@ -81,17 +84,17 @@ class VotingSampler:
         groups, needed = self.sampler.rollout(turns), lead_needed(self.settings)
         kept = [turn for turn in turns if turn.kept]
         samples = [list(group.samples) for group in groups]
-        ballots: list[Ballot] = self.count([[] for _ in kept], [group.samples for group in groups])
+        ballots = self.vote(samples)
         while undecided := [n for n, ballot in enumerate(ballots)
                             if lead(ballot)[1] < needed and len(ballot) < self.settings.most]:
-            added = self.more([kept[n] for n in undecided], [len(ballots[n]) for n in undecided])
-            counted = self.count([ballots[n] for n in undecided], added)
-            for n, new, ballot in zip(undecided, added, counted, strict=True):
+            added = self.sample_more([kept[n] for n in undecided], [len(samples[n]) for n in undecided])
+            for n, new in zip(undecided, added, strict=True):
                 samples[n] += new
+            for n, ballot in zip(undecided, self.vote([samples[n] for n in undecided]), strict=True):
                 ballots[n] = ballot
         return self.labelled(groups, ballots, samples)
 
-    def more(self, turns: list[Turn], so_far: list[int]) -> list[list[Sample]]:
+    def sample_more(self, turns: list[Turn], so_far: list[int]) -> list[list[Sample]]:
         """Sample up to `chunk` more completions of each prompt, those that a larger group would have."""
         wanted = [(turn, g) for turn, first in zip(turns, so_far, strict=True)
                   for g in range(first, min(first + self.settings.chunk, self.settings.most))]
@@ -103,12 +106,11 @@ class VotingSampler:
             by_turn[turn].append(sample)
         return [by_turn[turn] for turn in turns]
 
-    def count(self, ballots: list[Ballot], added: Sequence[Sequence[Sample]]) -> list[Ballot]:
-        """Add the votes of new completions to the ballots; each rank reads those of its `local_slice`."""
+    def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
+        """Read the votes of each prompt's completions; each rank reads those of its `local_slice`."""
         decode = self.sampler.tokenizer.decode
-        mine = [classify(ballot, [extract(until_end(decode(sample.ids))) for sample in samples], same_answer)
-                for ballot, samples in dist.local_slice(list(zip(ballots, added, strict=True)))]
-        return dist.gather(mine)
+        return dist.gather([classify([extract(until_end(decode(s.ids))) for s in of_prompt], first_equal)
+                            for of_prompt in dist.local_slice(samples)])
 
     def labelled(self, groups: list[Group], ballots: list[Ballot], samples: list[list[Sample]],
                  ) -> list[Group]:
@@ -129,7 +131,7 @@ def vote_of(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
     label, ahead = lead(ballot)
     gold, right = group.prompt.answer, {}
     if gold:
-        right = {answer: same_answer(gold, answer) for answer in set(filter(None, ballot))}
+        right = {answer: bool(first_equal([gold], answer)) for answer in set(filter(None, ballot))}
     trained = ballot[:len(group.samples)]
     share = sum(right.get(answer, False) for answer in trained) / len(trained) if gold else None
     return Vote(label, ahead, len(samples), sum(sample.length for sample in samples),
@@ -137,7 +139,8 @@ def vote_of(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
 
 
 def metrics(groups: list[Group]) -> dict[str, float]:
-    """Compute means over the groups of a step that were voted on; without votes nothing."""
+    """Compute means over the groups of a step that were voted on, and the tokens of all completions that
+    voted, which were all sampled; without votes nothing."""
     votes = [group.vote for group in groups if group.vote]
     if not votes:
         return {}
@@ -145,5 +148,5 @@ def metrics(groups: list[Group]) -> dict[str, float]:
              "votes/lead": [vote.lead for vote in votes],
              "votes/label_accuracy": [vote.label_right for vote in votes if vote.label_right is not None],
              "votes/accuracy": [vote.accuracy for vote in votes if vote.accuracy is not None]}
-    return {"votes/tokens": sum(vote.tokens for vote in votes),
+    return {"rollout/tokens": sum(vote.tokens for vote in votes),
             **{name: sum(values) / len(values) for name, values in means.items() if values}}

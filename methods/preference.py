@@ -24,13 +24,8 @@ from torch import Tensor
 
 from infra import dist
 from loss import segment_sum
-from methods.kinds import Advantage, GroupPreference, Preference
+from methods.kinds import Preference
 from records import PreparedRow
-
-
-def is_one(advantage: Advantage) -> bool:
-    """Tell whether the advantage is that of a preference loss."""
-    return isinstance(advantage, Preference | GroupPreference)
 
 
 def chosen_of(reward_NG: Tensor, pairs: str) -> Tensor:
@@ -99,7 +94,7 @@ def compare(learner: Any, minibatch: Any, prepared: list[PreparedRow],
     else:
         adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
         chosen_NGG = chosen_of(reward_NG, "all")
-    compared = [replace(given, adv_C=spread(adv_NG, given)) for given in prepared]
+    compared = [replace(given, adv_C=over_tokens(adv_NG, given)) for given in prepared]
     margin = (ratio_NG[:, :, None] - ratio_NG[:, None, :])[chosen_NGG]
     return compared, {"pairs": len(margin), "margin": margin.sum().item(), "right": (margin > 0).sum().item()}
 
@@ -117,7 +112,7 @@ def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> 
     return torch.stack(dist.gather_rows(mine_NG)).sum(dim=0)
 
 
-def spread(adv_NG: Tensor, given: PreparedRow) -> Tensor:
+def over_tokens(adv_NG: Tensor, given: PreparedRow) -> Tensor:
     """Lay advantages out over the tokens of a row, [C]."""
     adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members])
     return adv_S.to(given.adv_C)[given.row.segment_C]

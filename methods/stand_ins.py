@@ -8,8 +8,8 @@ from history import PromptHistory
 from methods import depo, optpo, window
 
 
-def of(cfg: Config, source: Path, history: PromptHistory, sampler: Sampler,
-       ) -> tuple[PromptHistory, Sampler | optpo.VotingSampler | window.WindowSampler]:
+def put_in(cfg: Config, source: Path, history: PromptHistory, sampler: Sampler,
+           ) -> tuple[PromptHistory, Sampler | optpo.VotingSampler | window.WindowSampler]:
     """Return the history and the sampler of a run by its config; `source` is the folder of the model."""
     if cfg.prune.prompts.kind == "depo":
         history = depo.FilteredHistory(history, source)

@@ -296,12 +296,15 @@ PRUNED = {
 # A group's completions lie on several ranks, and prompts are skipped.
 PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limit=6"]
 PRUNED["dgpo"] = ["data.limit=6", "model.lora.rank=2"]
+# Some prompts lie outside the band, and some are decided by their first completions.
+PRUNED["depo"] = ["prune.prompts.warmup_steps=1", "prune.prompts.low=0.495", "prune.prompts.lr=0.1", "data.limit=12"]
+PRUNED["optpo"] = ["labels.most=12", "rollout.group_size=4", "data.limit=6"]
 PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "critic.lr=1e-2"]
 
 
 def pruned_config(name: str, out, *settings: str) -> config.Config:
     own = name.split("-")[0]
-    base = own if own in ("tppo", "madpo", "dgpo") else "cppo"
+    base = own if own in ("tppo", "madpo", "dgpo", "depo", "optpo") else "cppo"
     return toy_config(out, *settings, *PRUNED[name], name=f"{base}_toy.yaml")
 
 
@@ -331,9 +334,11 @@ def resumed(cfg: config.Config) -> Gradient:
     return weights(train.train(cfg, resume="always"))
 
 
+GO_ON = (("tppo", 2, 3), ("greso", 2, 3), ("tppo-lora", 2, 3), ("madpo", 1, 2), ("depo", 1, 2), ("optpo", 2, 1))
+
+
 @pytest.mark.parametrize(("name", "before", "after"), [
-    ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("tppo", 2, 3), ("greso", 2, 3),
-                                                                        ("tppo-lora", 2, 3), ("madpo", 1, 2)))])
+    ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in GO_ON)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
     cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"

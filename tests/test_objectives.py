@@ -21,7 +21,7 @@ import update
 from advantage import advantage
 from config import Config
 from learner import Learner
-from methods import preference, soft_value
+from methods import kinds, preference, soft_value
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Rewards, Sample
@@ -247,7 +247,7 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     weighed = update.minibatch(learner, batch, places)
     scored = [update.prepare_row(learner, row, extra_pass=True) for row in learner.rows(weighed)]
     nudge(learner.policy, moved)
-    if preference.is_one(learner.advantage):
+    if kinds.is_preference(learner.advantage):
         scored, _ = preference.compare(learner, weighed, scored)
     sums = PassSums(learner.pack, learner.policy.quadratic)
     for row in scored:

@@ -19,7 +19,7 @@ from history import PromptHistory
 from infra import runfolder
 from methods import optpo
 from methods.kinds import Votes
-from verify.grade import same_answer
+from verify.grade import first_equal
 
 
 @pytest.mark.parametrize("settings", [Votes(), Votes(right=0.5, other=0.3), Votes(right=0.9, other=0.1, threshold=9),
@@ -53,12 +53,20 @@ def test_the_leader_is_who_has_most_votes_and_of_equals_the_first(ballot, leader
 
 def test_equal_answers_are_one_class_by_number_spelling_and_the_verifier():
     given = [r"\frac{1}{2}", "0.5", None, "7", r"x+1", "1/2", "1+x", "07", "", r"$7$"]
-    assert optpo.classify([], given, same_answer) == [r"\frac{1}{2}", r"\frac{1}{2}", None, "7", "x+1", r"\frac{1}{2}",
-                                                      "x+1", "7", None, "7"]
-    # In chunks as at once.
-    for cut in range(len(given)):
-        first = optpo.classify([], given[:cut], same_answer)
-        assert optpo.classify(first, given[cut:], same_answer) == optpo.classify([], given, same_answer)
+    ballot = [r"\frac{1}{2}", r"\frac{1}{2}", None, "7", "x+1", r"\frac{1}{2}", "x+1", "7", None, "7"]
+    assert optpo.classify(given, first_equal) == ballot
+    for count in range(len(given)):  # more completions change no vote
+        assert optpo.classify(given[:count], first_equal) == ballot[:count]
+
+
+def test_a_spelling_is_compared_once_and_with_few_classes():
+    """A pair may take the verifier seconds."""
+    asked = []
+    given = ["a", "a", "b", "c", "d", "e", "e", "f", "f"]
+    ballot = optpo.classify(given, lambda leaders, answer: asked.append((leaders, answer)))
+    assert ballot == given
+    assert asked == [([], "a"), (["a"], "b"), (["a", "b"], "c"), (["a", "b", "c"], "d"), (["a", "b", "c", "d"], "e"),
+                     (["a", "e", "b", "c"], "f")]
 
 
 def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
@@ -72,7 +80,7 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     nobody = optpo.vote_of(group, [None] * 4, samples)
     assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
     groups = [replace(group, vote=v) for v in (vote, unlabelled, nobody)]
-    assert optpo.metrics(groups) == {"votes/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
+    assert optpo.metrics(groups) == {"rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
                                      "votes/label_accuracy": 0, "votes/accuracy": 0.25}
     assert optpo.metrics([group]) == {} == optpo.metrics([])
     assert "votes/accuracy" not in optpo.metrics([replace(group, vote=unlabelled)])
@@ -113,6 +121,21 @@ def test_sampling_stops_where_brute_force_does(sampled):
     assert len(set(stops)) > 2
 
 
+def test_the_tokens_of_all_who_vote_are_counted(tmp_path):
+    train.train(toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml"))
+    line, = (line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    assert line["votes/completions"] > 8 and line["rollout/tokens"] > 1.05 * line["rollout/length"] * 8 * 4
+
+
+def test_a_model_may_learn_from_what_it_is_evaluated_on(tmp_path):
+    """Test-time training: with labels that would be an error."""
+    cfg = toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml")
+    same = [f"data.train={cfg.data.eval}", "labels.most=8"]
+    assert len(train.load(toy_config(tmp_path / "run", *same, name="optpo_toy.yaml")).prompts) == 6
+    with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
+        train.load(toy_config(tmp_path / "run", same[0], name="grpo_toy.yaml"))
+
+
 def test_rewards_are_agreement_with_the_label(sampled):
     voting, groups, _ = sampled
     reward_NG = voting.score(groups).components["accuracy"]
@@ -147,10 +170,11 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
     assert [line["votes/lead"] for line in logs["none"]] == [line["votes/lead"] for line in logs["right"]]
 
 
-def test_a_prompt_without_an_answer_has_no_reward(tmp_path, monkeypatch):
+@pytest.mark.parametrize("reward", [{}, {"wrong": -1}, {"tag_exact": 1, "tag_number": 1}])
+def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch):
     """Nobody's completions mark one: there is no label, so no gradient, and the run goes on."""
     monkeypatch.setattr(optpo, "extract", lambda text: None)
-    cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", name="optpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", f"reward={reward}", name="optpo_toy.yaml")
     policy = train.train(cfg)
     line, = (line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
     assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 8

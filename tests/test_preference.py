@@ -13,7 +13,6 @@ from test_objectives import gradient_of, learner_on
 import config
 import train
 from advantage import advantage
-from collect import Selection
 from config import ConfigError
 from infra import runfolder
 from learner import has_reference
@@ -160,15 +159,6 @@ def test_metrics_are_left_out_where_there_are_no_pairs():
 def test_what_a_preference_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         config.load("odpo_toy.yaml", changes)
-
-
-def test_a_completion_of_no_advantage_at_the_reference_has_one_later():
-    """It has won as many pairs as it has lost, by other margins: nobody may take it for one without a gradient."""
-    adv_NG = preference.of_pairs(torch.zeros(1, 3), torch.tensor([[0.0, 0.5, 1.0]]), Preference())
-    later_NG = preference.of_pairs(torch.tensor([[0.0, 1.0, 9.0]]), torch.tensor([[0.0, 0.5, 1.0]]), Preference())
-    assert adv_NG[0, 1] == 0 != later_NG[0, 1]
-    assert {name: Selection.of(config.load(f"{name}_toy.yaml")).inert for name in ("odpo", "dgpo", "grpo")} == {
-        "odpo": False, "dgpo": True, "grpo": True}
 
 
 def test_a_preference_has_a_reference_and_room_for_it():

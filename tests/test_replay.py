@@ -31,9 +31,10 @@ RUNS = {
                                   "prune.completions={kind: topk, keep: 3}", "loss.count=kept"]),
     "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
     "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
+    "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
 }
-FAST = ("cppo", "dppo", "lora")
+FAST = ("cppo", "dppo", "lora", "pairs")
 
 
 def run_config(name: str, out: Path, *settings: str) -> config.Config:

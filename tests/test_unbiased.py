@@ -64,7 +64,7 @@ class Step:
         learner.policy.zero_grad()
         weighed = update.minibatch(learner, batch, places)
         prepared = [update.prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
-        if preference.is_one(learner.advantage):
+        if kinds.is_preference(learner.advantage):
             prepared, _ = preference.compare(learner, weighed, prepared)
         for scored in prepared:
             scored = replace(scored, old_logp_C=scored.ref_logp_C)

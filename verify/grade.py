@@ -202,9 +202,10 @@ def finish_verdict(verdict: str | Call) -> str:
         return "unparsed"
 
 
-def same_answer(gold: str, answer: str) -> bool:
-    """Tell whether an answer equals another, as `grade` has it."""
-    return finish_verdict(begin_verdict(gold, answer)) == "right"
+def first_equal(golds: list[str], answer: str) -> str | None:
+    """Return the first that an answer equals, as `grade` has it; the workers take them in parallel."""
+    verdicts = [finish_verdict(verdict) for verdict in [begin_verdict(gold, answer) for gold in golds]]
+    return next((gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict == "right"), None)
 
 
 def last_number_equal(gold: str, text: str) -> bool:
