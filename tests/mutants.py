@@ -50,7 +50,6 @@ MUTANTS = [
     ("reward", "dict.fromkeys((*OF_ANSWER, \"unparsed\"), math.nan)", "{\"accuracy\": math.nan}", "optpo"),
     ("metrics", "    counts |= optpo.metrics(rolled.groups)\n", "    counts = optpo.metrics(rolled.groups) | counts\n",
      "optpo"),
-    ("methods/optpo", "        return dist.gather([classify(", "        return ([classify(", "invariance"),
     ("replay", "if kinds.is_preference(learner.advantage):", "if False:", "replay"),
     ("methods/depo", " + self.outside * bool(outside_K.all())", "", "depo"),
     ("methods/optpo", 'answer=vote.label or "")', "answer=group.prompt.answer)", "optpo"),

@@ -323,7 +323,8 @@ def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(nam
                 torch.testing.assert_close(other[key], expected, rtol=0, atol=1e-9, msg=key)
         assert step_metrics(tmp_path / f"{ranks}") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-9, abs=1e-12)
         decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", f"{ranks}")]
-        assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (name == "dppo")
+        assert decisions[0] == decisions[1] and ('"weight": 0.0' in decisions[0]) == (
+            name in ("dppo", "madpo", "depo"))
     before = weights(load(TOY, torch.float64))
     moved = {key: p - before.get(key, 0.0) for key, p in alone.items() if not key.endswith("lora_A")}
     assert max(p.abs().max() for p in moved.values()) > 1e-5
@@ -358,6 +359,15 @@ def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, t
     for ranks in (2, 4):
         for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
             assert_same(alone, other, rtol=1e-5)
+
+
+def test_pairs_that_lie_on_several_ranks_have_the_same_gradient(rolled, tiny, tmp_path):
+    """Rows of weight 0, which keep a rank in step, hold completions once more."""
+    cfg = objective("madpo", tmp_path / "run", f"model.path={tiny}", "pack.capacity=176")
+    alone = gradient(cfg, *rolled)
+    for ranks in (2, 3):
+        for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
+            assert_same(alone, other, rtol=1e-10)
 
 
 def trained_by_each(cfgs: dict[str, config.Config]) -> dict[str, Gradient]:

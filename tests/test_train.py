@@ -255,6 +255,7 @@ GSM8K = [
 
 
 SMALLER = {"vapo_math": ["critic.pretrain_steps=1"], "dapo_math": ["reward.overlong_tokens=8"],
+           "depo_math": ["reward.overlong_tokens=8"],
            "dppo_listed_math": ["pack.budget=3000"], "tppo_math": ["critic.pretrain_steps=1", "rollout.window=10"]}
 
 
