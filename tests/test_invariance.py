@@ -362,11 +362,17 @@ def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, t
 
 
 def test_pairs_that_lie_on_several_ranks_have_the_same_gradient(rolled, tiny, tmp_path):
-    """Rows of weight 0, which keep a rank in step, hold completions once more."""
+    """A pair alone leaves one of 3 ranks without a row: one of weight 0 keeps it in step, and holds a completion that
+    another rank has too."""
     cfg = objective("madpo", tmp_path / "run", f"model.path={tiny}", "pack.capacity=176")
-    alone = gradient(cfg, *rolled)
-    for ranks in (2, 3):
-        for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
+    groups, adv_NG = rolled
+    n = int(adv_NG.abs().sum(dim=1).argmax())
+    best, worst = int(adv_NG[n].argmax()), int(adv_NG[n].argmin())
+    two = replace(groups[n], samples=(groups[n].samples[best], groups[n].samples[worst]))
+    pair = [two], adv_NG[n:n + 1, [best, worst]]
+    for ranks, given in ((2, rolled), (3, pair)):
+        alone = gradient(cfg, *given)
+        for other in on_ranks(ranks, tmp_path, gradient, cfg, *given):
             assert_same(alone, other, rtol=1e-10)
 
 
