@@ -46,15 +46,14 @@ def with_interval(line: dict) -> str:
 
 
 def row(name: str, several: list[list[dict]]) -> str:
-    """Write a method's row of the table: accuracy before and, seed by seed, after; length; seconds."""
+    """Write a method's row of the table: accuracy before and, seed by seed, after, and length."""
     before = evaluations(several[0])[0]
     lasts = [evaluations(lines)[-1] for lines in several]
-    seconds = [line["time/step"] for lines in several for line in lines if "time/step" in line]
     low, high = min(line["eval/test/low"] for line in lasts), before["eval/test/high"]
     after = "".join(f"{with_interval(line):>22}" for line in lasts)
     length = mean(line["eval/test/length"] for line in lasts)
     return (f"{name:<28} {with_interval(before):>22}{after} {lasts[0]['step']:>6} {length:>7.1f} "
-            f"{sum(seconds) / len(several):>8.0f} {'yes' if low > high else 'no':>7}")
+            f"{'yes' if low > high else 'no':>7}")
 
 
 def curve(name: str, lines: list[dict]) -> str:
@@ -93,7 +92,7 @@ def show(results: dict[str, list[list[dict]]]) -> None:
     """Print the table, and below it the curves of the critics."""
     seeds = len(next(iter(results.values())))
     after = "".join(f"{f'after, seed {seed}':>22}" for seed in range(seeds))
-    print(f"{'method':<28} {'before':>22}{after} {'steps':>6} {'tokens':>7} {'seconds':>8} {'learns':>7}")
+    print(f"{'method':<28} {'before':>22}{after} {'steps':>6} {'tokens':>7} {'learns':>7}")
     for name, several in results.items():
         print(row(name, several))
     print("\nexplained variance of the critic, after step")
