@@ -298,7 +298,8 @@ Rule = tuple[str, bool, str]  # a setting, whether it is as it must be, and how 
 def made(flat: dict[str, Any], choice: str) -> bool:
     """Tell whether a config makes a choice: "loss.per=token or sum" (either), "loss.tis_cap" (not null)."""
     key, named, values = choice.partition("=")
-    return str(flat.get(key)) in re.split(", | or ", values) if named else flat.get(key) is not None
+    value = "null" if flat.get(key) is None else str(flat[key])
+    return value in re.split(", | or ", values) if named else value != "null"
 
 
 def table_rules(cfg: Any, serves: dict[str, list[str]], asks: dict[str, list[tuple]]) -> Iterator[Rule]:

@@ -16,18 +16,15 @@ the problems that come up again. A filter that keeps everything has the base rat
 
 import argparse
 import json
-import subprocess
-import sys
 from itertools import accumulate
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from testbed import table
+from testbed import answered, table
 from tqdm import tqdm
 from training import ROOT, accuracies, cpu_seconds, train_once
 
-import config
 from infra import runfolder
 from page.evaluations import count_right
 from verify.statistics import half_width
@@ -63,13 +60,7 @@ def curve(folder: Path, counts: list[int]) -> list[float]:
 
 def labels(folder: Path, step: int) -> dict[str, bool]:
     """Tell of every training problem whether a group of its own, at this checkpoint, is informative."""
-    cfg, path = config.load("grpo_hard.yaml"), folder / f"answers_{step:06d}.json"
-    if not path.is_file():
-        command = [sys.executable, "eval.py", "--model", str(folder / "checkpoints" / f"step_{step:06d}"),
-                   "--data", cfg.data.train, "--temperature", str(cfg.rollout.temperature), "--n", str(GROUP),
-                   "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(path)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
-    result, = json.loads(path.read_text())["results"].values()
+    result = answered(folder / "checkpoints" / f"step_{step:06d}", folder / f"answers_{step:06d}.json", GROUP)
     return {problem["id"]: 0 < count_right(problem) < GROUP for problem in result["problems"]}
 
 

@@ -44,12 +44,12 @@ def train(out: Path, method: str, seed: int) -> Path:
                       f"checkpoint.every={half}", "checkpoint.keep=all")
 
 
-def answered(model: Path, out: Path) -> dict:
-    """Answer every training problem ANSWERS times, unless that was done; return the result of eval.py."""
+def answered(model: Path, out: Path, answers: int) -> dict:
+    """Answer every training problem so many times, unless that was done; return the result of eval.py."""
     cfg = config.load("grpo_hard.yaml")
     if not out.is_file():
         command = [sys.executable, "eval.py", "--model", str(model), "--data", cfg.data.train,
-                   "--temperature", str(cfg.rollout.temperature), "--n", str(ANSWERS),
+                   "--temperature", str(cfg.rollout.temperature), "--n", str(answers),
                    "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out)]
         subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
     result, = json.loads(out.read_text())["results"].values()
@@ -153,7 +153,7 @@ def main() -> None:
     checkpoints = runs[0][2] / "checkpoints"
     models = {"start": ROOT / cfg.model.path, "middle": checkpoints / f"step_{cfg.steps // 2:06d}",
               "end": checkpoints / f"step_{cfg.steps:06d}"}
-    results = {when: answered(model, out / f"{when}.json") for when, model in tqdm(models.items())}
+    results = {when: answered(model, out / f"{when}.json", ANSWERS) for when, model in tqdm(models.items())}
     draw(results, ROOT / "assets" / "testbed.png")
     first = {method: folder for method, seed, folder in runs if seed == 0}
     for lines in (run_table(runs), level_table(results), fate_table(first)):

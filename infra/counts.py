@@ -168,8 +168,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 def has_reference(cfg: Config) -> bool:
     """Tell whether the loss needs the initial policy beside the one that is trained."""
-    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or
-                is_preference(cfg.advantage))
+    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or is_preference(cfg.advantage))
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:

@@ -47,7 +47,10 @@ ASKS = {
         ("loss.per", "sum", "only then is its gradient that of the preference loss"),
         ("prune.completions.kind", "none", "a pair with one of its two dropped cannot be made up for"),
         ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
+        ("loss.tis_cap", "null", "it is no mean over the engine's samples"),
+        ("loss.mask_ratio", "null", "it is no mean over the engine's samples"),
     ],
+    "labels.kind=votes": [("rollout.window", "null", "unfinished answers do not vote")],
     "advantage.kind=decoupled": [
         ("rollout.until", "offered", "its scale is that of one round"),
         ("prune.prompts.kind", "none", "its scale would be that of the prompts that are rolled out")],
@@ -177,7 +180,6 @@ def label_rules(cfg: Any) -> Iterator[Rule]:
            "which are sampled of every prompt")
     yield ("advantage.kind", cfg.advantage.kind != "soft_value",
            "another than soft_value with labels.kind=votes: V* is estimated from the answers of the data")
-    yield "rollout.window", roll.window is None, "null with labels.kind=votes: unfinished answers do not vote"
     yield ("labels.kind", cfg.reward.needs_answers,
            "gold where no component of the reward compares with an answer")
 
@@ -204,10 +206,6 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
     yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
            "0 with rollout.window: a step has only the last window of an answer that is right")
-    paired = cfg.advantage.kind in ("preference", "group_preference")
-    for name in ("tis_cap", "mask_ratio"):
-        yield (f"loss.{name}", not paired or getattr(loss, name) is None,
-               f"null with advantage.kind={cfg.advantage.kind}: it is no mean over the engine's samples")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
     yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
            "above 1 + loss.clip_high, or null")

@@ -88,7 +88,7 @@ class FilteredHistory(PromptHistory):
     def __init__(self, history: PromptHistory, source: Path):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
         self.steps, self.outside = 0, 0         # done; prompts in a row that were outside the band
-        self.newest: dict[str, float] = {}      # share of right answers in a prompt's newest group
+        self.newest: dict[str, float] = {}      # estimate: history; right answers in a prompt's newest group
         self.row = {prompt.id: k for k, prompt in enumerate(self.prompts)}
         if self.pruning.estimate == "head":
             self.feature_KD = mean_embeddings(source, self.prompts)
@@ -132,15 +132,13 @@ class FilteredHistory(PromptHistory):
     def logits(self, ids: list[str]) -> Tensor:
         return self.head(self.feature_KD[[self.row[i] for i in ids]].double())
 
-    def record(self, rolled: Rolled) -> None:
-        """Remember the shares of right answers."""
-        super().record(rolled)
-        self.newest |= {group.prompt.id: share for group, share in graded_groups(rolled)}
-
     def adapt(self, rolled: Rolled) -> None:
-        """Take the estimator's one step of this step, on the prompts that were rolled out."""
+        """Take the estimator's one step of this step, on the prompts that were rolled out, or remember their
+        shares of right answers."""
         self.steps += 1
         known = graded_groups(rolled)
+        if self.pruning.estimate == "history":
+            self.newest |= {group.prompt.id: share for group, share in known}
         if self.pruning.estimate == "history" or not known:
             return
         confidences = [[sum(sample.logp) / sample.length for sample in group.samples] for group, _ in known]

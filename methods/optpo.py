@@ -69,7 +69,7 @@ class Vote:
     completions: int
     tokens: int
     label_right: bool | None     # by the data's own label, where there is one; for the metrics
-    accuracy: float | None       # share of the trained completions that are right by it
+    accuracy: float | None       # share of the group's completions that are right by it
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,8 +132,8 @@ def vote_of(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
     gold, right = group.prompt.answer, {}
     if gold:
         right = {answer: bool(first_equal([gold], answer)) for answer in set(filter(None, ballot))}
-    trained = ballot[:len(group.samples)]
-    share = sum(right.get(answer, False) for answer in trained) / len(trained) if gold else None
+    of_group = ballot[:len(group.samples)]
+    share = sum(right.get(answer, False) for answer in of_group) / len(of_group) if gold else None
     return Vote(label, ahead, len(samples), sum(sample.length for sample in samples),
                 right.get(label, False) if gold else None, share)
 

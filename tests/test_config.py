@@ -399,13 +399,16 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     demands = [f"{key}={allowed}" for asked in rules.ASKS.values() for key, allowed, _ in asked]
     for choice in [*rules.SERVES, *rules.ASKS, *demands]:
         key, _, values = choice.partition("=")
-        assert {word for word in re.split(", | or ", values) if word} <= set(words[key]), choice
+        null = {"null"} if type(None) in words[key] else set()
+        assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
     assert {entry.partition(":")[0] for served in rules.SERVES.values() for entry in served} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(config.Critic)}
     assert set(rules.SERVES["advantage.kind=gae"]) == critic
     assert settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip")
     assert not settings.made({"loss.trust": "clip"}, "loss.trust=clamp or clip_sequence")
     assert settings.made({"rollout.window": 4}, "rollout.window") and not settings.made({}, "rollout.window")
+    assert settings.made({"loss.tis_cap": None}, "loss.tis_cap=null")
+    assert not settings.made({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
 
 
 def test_settings_knows_no_project_file_and_numbers_have_the_bounds_that_their_type_says():
