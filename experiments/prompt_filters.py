@@ -23,7 +23,7 @@ from statistics import mean
 import numpy as np
 from testbed import answered, table
 from tqdm import tqdm
-from training import ROOT, accuracies, cpu_seconds, train_once
+from training import ROOT, accuracies, train_once
 
 from infra import runfolder
 from page.evaluations import count_right
@@ -99,13 +99,11 @@ def main() -> None:
     total = min(rolled_out(folder)[-1] for several in folders.values() for folder in several)
     counts = [total * i // 3 for i in range(4)]
     figures = {arm: {"accuracy": [curve(folder, counts) for folder in several],
-                     "filter": [[precision_and_recall(of, step) for step in CHECKED] for of in several],
-                     "seconds": [cpu_seconds(folder) for folder in several]}
+                     "filter": [[precision_and_recall(of, step) for step in CHECKED] for of in several]}
                for arm, several in tqdm(folders.items(), "labels")}
-    rows = [[arm, *(with_interval([run[i] for run in of["accuracy"]]) for i in range(len(counts))),
-             f"{mean(of['seconds']):.0f}"]
+    rows = [[arm, *(with_interval([run[i] for run in of["accuracy"]]) for i in range(len(counts)))]
             for arm, of in figures.items()]
-    print(*table(["filter", *(f"{count:,} prompts" for count in counts), "CPU seconds"], rows), "", sep="\n")
+    print(*table(["filter", *(f"{count:,} prompts" for count in counts)], rows), "", sep="\n")
     head = [f"{what}, step {step}" for step in CHECKED for what in ("precision", "recall", "kept")]
     rows = [[arm, *(with_interval([run[i][k] for run in of["filter"]])
                     for i in range(len(CHECKED)) for k in range(3))] for arm, of in figures.items()]
