@@ -27,9 +27,10 @@ from config import ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import dist
 from infra.checkpoint import origin, policy_files
+from infra.digests import hash_files, sha256
 from infra.flags import arguments, check_arguments, data_of
 from infra.paths import user_path
-from infra.results import Store, hash_files, places, read_result, require_same, sha256, write_result
+from infra.results import Store, places, read_result, require_same, write_result
 from infra.rows import answered
 from infra.runfolder import COPIES, changed_files, note
 from infra.signals import exit_status

@@ -29,10 +29,11 @@ import torch.distributed.checkpoint as dcp
 from shapes import write_config
 
 from config import Optim
-from infra import checkpoint, dist
-from infra.checkpoint import Checkpoints, Role
+from infra import checkpoint, digests, dist
+from infra.checkpoint import Checkpoints, Role, find
 from learner import adam
 from model import Decoder, empty_model, sdpa_padded
+from records import Segments
 
 CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4
 # Key in the JSON line -> row of the table
@@ -58,7 +59,7 @@ def in_training(folder: str) -> tuple[Decoder, torch.optim.Optimizer]:
 def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: int) -> None:
     position_T, ids_T = torch.arange(TOKENS), torch.arange(TOKENS) % 100
     for i in range(passes + steps):
-        attend = sdpa_padded(torch.tensor([0, TOKENS]), TOKENS)
+        attend = sdpa_padded(Segments.plain([TOKENS]))
         (-model(ids_T, position_T, attend, position_T, ids_T, 1.0).mean()).backward()
         if i >= passes:
             optimizer.step()
@@ -99,7 +100,7 @@ def save(rank: int, ranks: int, folder: str, rounds: int) -> None:
     if rank == 0:
         sizes = {
             "torch.save": (out / "plain.pt").stat().st_size,
-            "Checkpoints": sum(checkpoint.sizes(checkpoint.newest(out)).values()),
+            "Checkpoints": sum(size for size, _ in digests.listed(find(out)[0]).values()),
         }
         parameters = sum(p.numel() for p in role[0].parameters())
         saved = {"seconds": by_way, "bytes": sizes, "parameters": parameters}
@@ -135,7 +136,7 @@ def load(rank: int, ranks: int, folder: str, rounds: int) -> None:
     """Load some rounds on one of the ranks; rank 0 writes loaded<ranks>.json."""
     join(rank, ranks, folder)
     checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, {"policy": in_training(folder)}, CPU)
-    seconds = [timed(checkpoints.load) for _ in range(rounds)]
+    seconds = [timed(lambda: checkpoints.load(find(checkpoints.folder)[0])) for _ in range(rounds)]
     if rank == 0:
         (Path(folder) / f"loaded{ranks}.json").write_text(json.dumps(seconds))
     dist.close()

@@ -2,7 +2,7 @@
 
     checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
     checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, history of prompts
-    checkpoints/step_000123/files.json  every file above with its size
+    checkpoints/step_000123/files.json  every file above with its size and its digest (infra/digests.py)
     checkpoints/latest                  name of the newest
 
 A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is
@@ -11,8 +11,8 @@ place.
 """
 
 import io
-import json
 import os
+import re
 import shutil
 import sys
 from collections.abc import Iterator
@@ -29,12 +29,13 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
-from infra import dist
+from infra import digests, dist
 from infra.paths import user_path
 from infra.runfolder import Resume
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
+STEP = re.compile(r"step_\d{6,}")
 
 
 class Checkpoints:
@@ -78,13 +79,19 @@ class Checkpoints:
                 upload.result()
             if dist.rank() == 0:
                 (fresh / "extra.pt").write_bytes(extra)
-                publish(fresh, self.keep)
+            written = digests.of_rank(fresh, dist.rank())
+            by_rank = dist.gather([written], next(iter(self.groups.values())))  # which the saves have left
+            if dist.rank() == 0:
+                publish(fresh, self.keep, {name: value for own in by_rank for name, value in own.items()})
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
             reason = next(iter(failures.values()))[0] if failures else error
             free = shutil.disk_usage(self.folder).free / 2**20  # torch's writer may hide what it met
-            raise ConfigError(f"{fresh} could not be written, with {free:,.0f} MiB free there: {reason}; the "
-                              "checkpoint before it is whole: make room and go on with --resume") from error
+            before = "the checkpoint before it is whole: make room and go on with --resume"
+            if not step_folders(self.folder):
+                before = "there is none before it: make room and begin again with --resume auto"
+            raise ConfigError(f"{fresh} could not be written, with {free:,.0f} MiB free there: {reason}; "
+                              f"{before}") from error
 
     def wait_for_copies(self) -> None:
         """Wait until the weights may change. Raises ConfigError when an earlier save has failed."""
@@ -140,16 +147,23 @@ def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
 def find(folder: Path) -> tuple[Path, dict] | None:
     """Find the newest whole checkpoint and read what it holds beside tensors; None where there is none.
 
-    Newest is what `latest` names, or one before it when that is not whole. Collective. Raises ConfigError
-    when none is.
+    Newest is what `latest` names, or one before it when that is not whole: every rank reads its part of each
+    that is tried. Collective. Raises ConfigError when none is: such a run must not silently begin anew.
     """
-    chosen = []
-    if dist.rank() == 0:  # which decides for all
+    if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
-        chosen = [newest(folder)]
-    path, = dist.gather(chosen)
-    return path and (path, torch.load(path / "extra.pt", weights_only=True))
+    wrong = []
+    for path in dist.gather(newest_first(folder) if dist.rank() == 0 else []):
+        if not (damage := digests.damage(path)):
+            return path, torch.load(path / "extra.pt", weights_only=True)
+        wrong.append(damage)
+        if dist.rank() == 0:
+            print(f"{path} is not whole: {damage}", file=sys.stderr)
+    if wrong:
+        raise ConfigError(f"{folder} has checkpoints, but none is whole (of the newest {wrong[0]}); restore "
+                          "that file, or begin another run with --set out=...")
+    return None
 
 
 def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
@@ -163,15 +177,15 @@ def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[s
     return by_kind
 
 
-def publish(fresh: Path, keep: Keep) -> None:
+def publish(fresh: Path, keep: Keep, files: digests.Files) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
     for role in (path for path in fresh.iterdir() if path.is_dir()):
-        files = len(list(role.glob("*.distcp")))
-        if files < dist.world_size():
-            raise OSError(f"{role} has files of {files} of {dist.world_size()} ranks; all machines must "
+        parts = len(list(role.glob("*.distcp")))
+        if parts < dist.world_size():
+            raise OSError(f"{role} has files of {parts} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
-    (fresh / "files.json").write_text(json.dumps(sizes(fresh)))
+    (fresh / "files.json").write_text(digests.listing(files))
     for path in (fresh / "extra.pt", fresh / "files.json"):
         flush(path)
     # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
@@ -192,52 +206,35 @@ def flush(path: Path) -> None:
         os.fsync(file.fileno())
 
 
-def sizes(path: Path) -> dict[str, int]:
-    """Return the bytes of each file of a checkpoint."""
-    return {str(file.relative_to(path)): file.stat().st_size
-            for file in sorted(path.rglob("*")) if file.is_file() and file.name != "files.json"}
-
-
 def step_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if path.suffix == "")
+    return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
 
 
 def replayable(run: Path, last: int) -> list[int]:
     """List the steps of a run up to `last` whose policy is at hand: the first, and those after a whole
     checkpoint."""
-    whole = [int(path.name[len("step_"):]) for path in step_folders(run / "checkpoints") if is_complete(path)]
+    whole = [int(path.name[len("step_"):]) for path in step_folders(run / "checkpoints")
+             if not digests.cut_off(path)]
     return [step for step in (1, *(done + 1 for done in whole)) if step <= last]
 
 
-def is_complete(path: Path) -> bool:
-    """Tell whether every file is there, as long as it was written."""
-    listed = path / "files.json"
-    return listed.is_file() and json.loads(listed.read_text()) == sizes(path)
-
-
-def newest(folder: Path) -> Path | None:
-    """Find the checkpoint that `latest` names, or the newest whole one before it; None where nothing was ever
-    saved.
-
-    Raises ConfigError where there are some, and none is whole: such a run must not silently begin anew.
-    """
+def newest_first(folder: Path) -> list[Path]:
+    """List the checkpoint that `latest` names and those before it: all, where it names none."""
     pointer = folder / "latest"
-    named = pointer.read_text() if pointer.is_file() else None
-    for path in reversed(step_folders(folder)):
-        if named is None or path.name <= named:
-            if is_complete(path):
-                return path
-            print(f"{path} is not whole: files are missing or cut off", file=sys.stderr)
-    if step_folders(folder):
-        raise ConfigError(f"{folder} has checkpoints, but none is whole{f' up to {named}' if named else ''}; "
-                          "restore the missing files, or begin another run with --set out=...")
-    return None
+    named = pointer.read_text(errors="replace") if pointer.is_file() else ""
+    steps = list(reversed(step_folders(folder)))
+    before = [path for path in steps if path.name <= named]
+    return before if STEP.fullmatch(named) else steps
 
 
 def require_whole(step: Path) -> None:
-    """Raise ConfigError for what is not a whole checkpoint."""
-    if not is_complete(step):
-        raise ConfigError(f"{step} is not a whole checkpoint: files are missing or cut off")
+    """Raise ConfigError where a file of a checkpoint is missing or cut off, or extra.pt is damaged."""
+    refuse(step, digests.cut_off(step) or digests.changed(step, ["extra.pt"]))
+
+
+def refuse(step: Path, damage: str) -> None:
+    if damage:
+        raise ConfigError(f"{step} is not a whole checkpoint: {damage}; restore that file, or take another")
 
 
 def is_checkpoint(path: Path) -> bool:
@@ -273,10 +270,12 @@ def policy_files(path: str) -> list[Path]:
 
 @torch.no_grad()
 def with_policy(path: str, model: nn.Module) -> nn.Module:
-    """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it."""
+    """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it.
+    Collective. Raises ConfigError."""
     step, dtype = user_path(path), next(model.parameters()).dtype
     if not is_checkpoint(step):
         return model
+    refuse(step, digests.damage(step, "policy/"))
     stored = dcp.FileSystemReader(step / "policy").read_metadata().state_dict_metadata
     wide, = {t.properties.dtype for name, t in stored.items() if name.startswith("weights.")}
     load_tensors(step / "policy", tensors(model.to(wide), None))

@@ -6,10 +6,8 @@
 The head identifies a result. Responses of another head are never mixed in.
 """
 
-import hashlib
 import json
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from config import ConfigError
@@ -84,22 +82,6 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
         yield f"{path} was {old!r} and is {new!r}"
-
-
-def sha256(*values: object) -> str:
-    """Hash values that json can write, and cells that it cannot as texts."""
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
-
-
-def hash_files(paths: list[Path]) -> str:
-    """Hash the names and contents of files, of all at once: a hash keeps one core busy."""
-    def contents(path: Path) -> str:
-        with path.open("rb") as file:
-            return hashlib.file_digest(file, "sha256").hexdigest()
-
-    with ThreadPoolExecutor() as threads:
-        hashes = list(threads.map(contents, paths))
-    return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
 
 
 def read_result(path: Path) -> dict:

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import beside_tensors, with_policy
-from infra.results import hash_files
+from infra.digests import hash_files
 from infra.weights import differing, export, hf_name, load_weights, named_weights, read_tensors, weight_files
 from model import Decoder, empty_model, load_model
 from settings import read_json

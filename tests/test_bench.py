@@ -228,3 +228,13 @@ def test_flop_count_what_tokens_meet():
     lora.adapt(policy, Lora(rank=3), torch.bfloat16)
     blocks = 2 * (4 * 128 + 6 * 3 * 58) - 2 * (32 + 3 * 3 * 4)
     assert gpu.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
+
+
+@pytest.mark.slow
+def test_the_bench_of_checkpoints_measures_saves_and_loads():
+    command = [sys.executable, "bench/checkpoint.py", "--shape", "1M", "--ranks", "1", "--rounds", "1"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert all(min(times) > 0 for key, times in measured["seconds"].items() if key != "lost")
+    assert measured["bytes"]["Checkpoints"] > 12 * measured["parameters"] and set(measured["load"]) == {"1", "2"}

@@ -1,9 +1,12 @@
 """Saved on some ranks and loaded on others, bit for bit; whatever dies on the way, a whole checkpoint is there."""
 
 import json
+import random
+import re
 import shutil
 import subprocess
 import sys
+from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -15,7 +18,7 @@ import data
 import learner
 import train
 from config import ConfigError
-from infra import checkpoint, dist
+from infra import checkpoint, digests, dist
 from infra.checkpoint import Checkpoints, find
 from infra.weights import export, read_shape
 from model import Decoder
@@ -133,13 +136,18 @@ def test_only_the_newest_checkpoints_stay(role, tmp_path):
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
     saved(tmp_path, role, 2, keep=1)  # by a run that has gone back; what comes after is its past
     assert sorted(p.name for p in tmp_path.iterdir()) == ["latest", "step_000002", "step_000003"]
-    assert checkpoint.newest(tmp_path).name == "step_000002"
+    assert find(tmp_path)[0].name == "step_000002"
     saved(tmp_path, role, 4, 5, keep="all")
     assert len(checkpoint.step_folders(tmp_path)) == 4
 
 
-@pytest.mark.parametrize("damage", ["unfinished", "cut off", "missing", "no list"])
-def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(damage, role, tmp_path, capsys):
+@pytest.mark.parametrize(("damage", "said"), [
+    ("unfinished", ""), ("cut off", r"policy/__0_0.distcp has \d+ bytes of \d+"),
+    ("missing", r"policy/__0_0.distcp has no bytes of \d+"),
+    ("no list", "files.json, which lists the files, is missing"),
+    ("unreadable", "policy/.metadata cannot be read: .*Is a directory")])
+def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(damage, said, role, tmp_path, capsys,
+                                                                              monkeypatch):
     checkpoints = saved(tmp_path, role, 1, 2)
     newest = tmp_path / "step_000002"
     part = newest / "policy" / "__0_0.distcp"
@@ -149,19 +157,83 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
         part.write_bytes(part.read_bytes()[:-1])
     elif damage == "missing":
         part.unlink()
-    else:
+    elif damage == "no list":
         (newest / "files.json").unlink()
+    else:
+        contents = digests.contents
+        monkeypatch.setattr(digests, "contents", lambda path: contents(
+            path.parent if path == newest / "policy" / ".metadata" else path))
     assert go_on(checkpoints)["step"] == 1
-    assert ("step_000002 is not whole" in capsys.readouterr().err) == (damage != "unfinished")
+    assert bool(re.search(f"step_000002 is not whole: {said}", capsys.readouterr().err)) == (damage != "unfinished")
     assert not list(tmp_path.glob("*.unfinished"))
+    monkeypatch.undo()
     assert go_on(saved(tmp_path, role, 2))["step"] == 2
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
+def test_no_flipped_byte_and_no_lost_end_of_any_file_is_loaded(adapter, role, tmp_path, capsys):
+    """500 times each, in every file of the newest; the one before is loaded, and what is wrong is said."""
+    role = sharded("model.lora.rank=3") if adapter else role
+    checkpoints, rng, named = saved(tmp_path, role, 1, 2), random.Random(0), Counter()
+    newest = tmp_path / "step_000002"
+    files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
+    for _ in range(500):
+        path = rng.choice(files)
+        whole = path.read_bytes()
+        at = rng.randrange(len(whole))
+        flipped = whole[:at] + bytes([whole[at] ^ rng.randrange(1, 256)]) + whole[at + 1:]
+        path.write_bytes(rng.choice((flipped, whole[:at])))
+        assert find(checkpoints.folder)[1]["step"] == 1
+        path.write_bytes(whole)
+        named[path] += f"step_000002 is not whole: {path.relative_to(newest)}" in capsys.readouterr().err
+    assert set(named) == set(files) and named.total() == 500
+    assert go_on(checkpoints)["step"] == 2
+
+
+def test_each_rank_reads_its_part_of_a_checkpoint_and_all_take_the_one_before(tmp_path):
+    on_ranks(2, tmp_path, save_on_ranks, tmp_path / "saved")
+    shutil.copytree(tmp_path / "saved" / "step_000007", tmp_path / "saved" / "step_000009")
+    (tmp_path / "saved" / "latest").write_text("step_000009")
+    part = tmp_path / "saved" / "step_000009" / "policy" / "__1_0.distcp"
+    part.write_bytes(part.read_bytes()[:-1] + b"?")
+    (tmp_path / "again").mkdir()
+    for ranks in (1, 2, 3):
+        said = on_ranks(ranks, tmp_path / "again", read_on_ranks, tmp_path / "saved")
+        assert {name for name, _ in said} == {"step_000007"}
+        mine = [{"__0_0.distcp", ".metadata"}, {"__1_0.distcp"}, set()]
+        read = [names - {"extra.pt"} for _, names in said]
+        assert read == (mine[:ranks] if ranks > 1 else [mine[0] | mine[1]])
+
+
+def read_on_ranks(folder) -> list:
+    """The checkpoint that is taken, and the files of it that this rank has read."""
+    read, contents = set(), digests.contents
+    digests.contents = lambda path: read.add(path) or contents(path)
+    path, _ = find(folder)
+    digests.contents = contents
+    return [path.name, {file.name for file in read if file.is_relative_to(path)}]
+
+
+def test_files_that_others_leave_in_a_checkpoint_do_not_count(role, tmp_path):
+    checkpoints = saved(tmp_path, role, 1)
+    for name in (".DS_Store", "policy/.nfs0001"):
+        (tmp_path / "step_000001" / name).write_text("?")
+    (tmp_path / "step_000002 (copy)").mkdir()
+    assert go_on(checkpoints)["step"] == 1
+
+
+@pytest.mark.parametrize("pointer", [b"", b"\xff\x00", b"step_0000"])
+def test_a_pointer_that_names_nothing_leaves_the_newest(pointer, role, tmp_path):
+    checkpoints = saved(tmp_path, role, 1, 2)
+    (tmp_path / "latest").write_bytes(pointer)
+    assert go_on(checkpoints)["step"] == 2
 
 
 @pytest.mark.parametrize("before", ["the pointer", "the list"])
 def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(before, role, tmp_path, monkeypatch):
     """`latest` is replaced last but for the removal of old checkpoints, which are there until then."""
     checkpoints = saved(tmp_path, role, 1, keep=1)
-    target = {"the pointer": (checkpoint.os, "replace"), "the list": (checkpoint, "sizes")}[before]
+    target = {"the pointer": (checkpoint.os, "replace"), "the list": (digests, "listing")}[before]
 
     def die(*_):
         raise OSError(28, "No space left on device")
@@ -179,14 +251,25 @@ def test_checkpoints_none_of_which_is_whole_are_not_begun_again(role, tmp_path):
     checkpoints = saved(tmp_path, role, 1, 2)
     for step in (1, 2):
         (tmp_path / f"step_{step:06d}" / "extra.pt").unlink()
-    with pytest.raises(ConfigError, match="has checkpoints, but none is whole up to step_000002; restore the missing"):
+    with pytest.raises(ConfigError, match="has checkpoints, but none is whole .of the newest "
+                                          r"extra.pt has no bytes of \d+.; restore that file"):
         go_on(checkpoints)
 
 
-def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatch):
-    monkeypatch.setattr(dist, "world_size", lambda: 2)
-    with pytest.raises(ConfigError, match="has files of 1 of 2 ranks; all machines must share `out`"):
+def test_a_first_save_on_a_full_disk_says_that_there_is_none_before(role, tmp_path, monkeypatch):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(checkpoint, "publish", full)
+    with pytest.raises(ConfigError, match="No space left.*there is none before it.*--resume auto"):
         saved(tmp_path, role, 1)
+
+
+def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatch):
+    saved(tmp_path, role, 1)
+    monkeypatch.setattr(dist, "world_size", lambda: 2)
+    with pytest.raises(OSError, match="has files of 1 of 2 ranks; all machines must share `out`"):
+        checkpoint.publish(tmp_path / "step_000001", 1, {})
 
 
 def test_a_save_on_its_way_is_written_before_a_run_ends_by_an_error(role, tmp_path):
@@ -196,7 +279,7 @@ def test_a_save_on_its_way_is_written_before_a_run_ends_by_an_error(role, tmp_pa
         written = checkpoints.written
         checkpoints.written = SimpleNamespace(result=lambda: waited.append(written.result()))
         raise RuntimeError
-    assert waited and checkpoint.newest(tmp_path).name == "step_000001"
+    assert waited and find(tmp_path)[0].name == "step_000001"
 
 
 def test_a_first_checkpoint_without_its_pointer_counts(role, tmp_path):

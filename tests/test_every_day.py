@@ -250,9 +250,13 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     step = tmp_path / "one/checkpoints/step_000007"
     with pytest.raises(ConfigError, match=f"{step} is a checkpoint, not a Hugging Face folder; .*python learner.py"):
         find_model(str(step))
+    part = step / "policy" / "__0_0.distcp"
+    part.write_bytes(b"?" + part.read_bytes()[1:])
+    assert command(evaluation, "--model", step, *given) == 2
+    assert f"{step} is not a whole checkpoint: policy/__0_0.distcp is not as it was" in capsys.readouterr().err
     (step / "files.json").unlink()
     assert command(evaluation, "--model", step, *given) == 2
-    assert f"{step} is not a whole checkpoint" in capsys.readouterr().err
+    assert f"{step} is not a whole checkpoint: files.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])

@@ -43,7 +43,8 @@ IMPORTS = {
     "infra.signals": {"config", "infra.dist"},
     "infra.weights": {"config", "infra.dist", "infra.paths", "settings"},
     "infra.counts": {"config", "infra.weights", "methods.kinds"},
-    "infra.checkpoint": {"config", "infra.dist", "infra.paths", "infra.runfolder"},
+    "infra.digests": {"infra.dist"},
+    "infra.checkpoint": {"config", "infra.digests", "infra.dist", "infra.paths", "infra.runfolder"},
     "infra.runfolder": {"config", "infra.tracking"},
     "infra.tracking": {"config", "records"},
     "infra.show": {"config", "infra.rules", "settings"},
@@ -89,7 +90,7 @@ IMPORTS = {
                       "verify.statistics"},
     "metrics": {"advantage", "infra.dist", "loss", "methods.optpo", "methods.smaller_rows", "pack", "records"},
     "methods.entropy": {"model"},
-    "methods.lora": {"config", "infra.checkpoint", "infra.dist", "infra.results", "infra.weights", "model", "settings"},
+    "methods.lora": {"config", "infra.checkpoint", "infra.digests", "infra.dist", "infra.weights", "model", "settings"},
     "learner": {"config", "infra.checkpoint", "infra.counts", "infra.dist", "infra.paths", "infra.runfolder",
                 "infra.signals", "infra.weights", "methods.entropy", "methods.kinds", "methods.lora",
                 "methods.smaller_rows", "model", "pack", "records"},
@@ -113,9 +114,10 @@ IMPORTS = {
     "page.evaluations": {"config", "infra.results", "verify.statistics"},
     "report": {"config", "infra.checkpoint", "infra.paths", "infra.runfolder", "infra.signals", "page.charts",
                "page.compare", "page.pruning", "page.runs", "page.summary", "page.texts"},
-    "eval": {"config", "data", "infra.checkpoint", "infra.dist", "infra.flags", "infra.paths", "infra.results",
-             "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory", "methods.custom_reward",
-             "methods.lora", "page.evaluations", "records", "reward", "rollout", "verify.grade", "verify.statistics"},
+    "eval": {"config", "data", "infra.checkpoint", "infra.digests", "infra.dist", "infra.flags", "infra.paths",
+             "infra.results", "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory",
+             "methods.custom_reward", "methods.lora", "page.evaluations", "records", "reward", "rollout",
+             "verify.grade", "verify.statistics"},
     "train": {"advantage", "collect", "config", "data", "eval", "fit", "history", "infra.checkpoint", "infra.dist",
               "infra.rows", "infra.runfolder", "infra.show", "infra.signals", "infra.tracking", "infra.weights",
               "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora", "methods.soft_value",
@@ -181,7 +183,7 @@ def test_the_house_keeps_its_budgets():
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1040
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1310
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2680
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2760
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40
