@@ -6,7 +6,7 @@ an answer behind "####" in the solution, or in its last \\boxed{}.
 """
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError
@@ -160,3 +160,4 @@ class Task:
     prompts: list[Prompt]       # the same, rendered; fewer where data.drop_longer left some out
     sets: list                  # eval.Set of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of all this (infra/digests.py)

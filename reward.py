@@ -177,7 +177,6 @@ def main() -> int:
     killed = sum(graded["verdict"] == "timed_out" for graded in grades)
     print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took the verifier more than "
           f"{VERIFY_SECONDS:g} s, and count as wrong")
-
     return 0
 
 

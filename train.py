@@ -27,7 +27,7 @@ from collect import Sampler, Selection, choose, lacks, middle, shortage
 from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import dist, runfolder, tracking
+from infra import digests, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest
 from infra.rows import answered
 from infra.runfolder import Resume
@@ -57,7 +57,7 @@ class Run:
     history: PromptHistory
     checkpoints: Checkpoints
     log: runfolder.Log
-    base: dict[str, str]                   # hashes of what an adapter is trained on (methods/lora.py)
+    inputs: dict[str, str]                 # hashes of data, tokenizer and weights
     first: int                             # the step to begin with
 
 
@@ -123,11 +123,12 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     path, saved = find_newest(resume, folder / "checkpoints")
+    inputs = task.inputs | lora.base_of(cfg.model.lora, task.source)
     if path is not None:
         runfolder.require_same_files(folder, files)
+        digests.require_same(path, saved["inputs"], inputs)
     decided = memory.decide(cfg, task.source, saved["config"])
     learner, engine = set_up(decided, task)
-    base = lora.base_of(cfg.model.lora, task.source)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy = middle(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
@@ -139,12 +140,11 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, resume, learner.device, memory.choices(cfg, decided), files)
     else:
-        lora.require_base(path, saved, base)
         checkpoints.load(path)
         history.restore(saved["history"])
         log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
-    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, base, saved["step"])
+    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, inputs, saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     return run
 
@@ -163,17 +163,16 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
     clock, results, tokenizer = Clock(), {}, run.task.tokenizer
-    if not run.task.sets:
-        return
     for s in run.task.sets:
         results[s.name] = evaluate(run.engine, tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
-    run.log.evaluated(step, results, clock.metrics()["time/step"])
+    if results:
+        run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
 def written_beside(run: Run, asked: Config) -> dict:
     """Return what a checkpoint holds beside tensors."""
     settings = memory.to_save(run.cfg, run.learner.pack.capacity, asked)
-    return {"config": settings, "history": run.history.state(), "base": run.base}
+    return {"config": settings, "history": run.history.state(), "inputs": run.inputs}
 
 
 def load(cfg: Config) -> data.Task:
@@ -193,7 +192,8 @@ def load(cfg: Config) -> data.Task:
     custom_reward.try_out(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(problems, tokenizer, settings.system_prompt, longest, settings.drop_longer)
     # What is evaluated on by no longer than eval.limit is left out of training all the same.
-    return data.Task(source, tokenizer, problems, prompts, [s.first(cfg.eval.limit) for s in sets], graded)
+    return data.Task(source, tokenizer, problems, prompts, [s.first(cfg.eval.limit) for s in sets], graded,
+                     digests.inputs_of(source, prompts, {s.name: s.prompts for s in sets}))
 
 
 def due(every: int, step: int, last: int) -> bool:

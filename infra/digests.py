@@ -1,4 +1,4 @@
-"""Tell whether files are what they were: those of a checkpoint, by the list that lies beside them.
+"""Tell whether files are what they were: what a run began with, and a checkpoint's, by the list beside them.
 
     files.json   {"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}
 
@@ -12,7 +12,9 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from config import ConfigError
 from infra import dist
+from records import Prompt
 
 Files = dict[str, list]  # name -> [bytes, sha256]
 
@@ -33,6 +35,28 @@ def hash_files(paths: list[Path]) -> str:
     with ThreadPoolExecutor() as threads:
         hashes = list(threads.map(contents, paths))
     return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
+
+
+# ---- what a run began with
+
+def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:
+    """Identify by setting what the steps of a run depend on beside its settings and the weights."""
+    named = {"data.train": prompts} | {f"data.eval ({name})": asked for name, asked in sets.items()}
+    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja"))
+    inputs = {"model.path": f"json and jinja files of sha256 {hash_files(texts)[:16]}"}
+    for setting, asked in named.items():
+        digest = sha256([(prompt.id, prompt.ids, prompt.answer, prompt.row) for prompt in asked])
+        inputs[setting] = f"{len(asked)} prompts of sha256 {digest[:16]}"
+    return inputs
+
+
+def require_same(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
+    """Raise ConfigError where a checkpoint was trained on other weights, data or tokenizers than these."""
+    for setting, found in here.items():
+        if began.get(setting) != found:
+            raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
+                              f"there are now {found}; bring the former back, or begin another run with "
+                              "--set out=...")
 
 
 # ---- the files of a checkpoint

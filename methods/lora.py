@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import beside_tensors, with_policy
-from infra.digests import hash_files
+from infra.digests import hash_files, require_same
 from infra.weights import differing, export, hf_name, load_weights, named_weights, read_tensors, weight_files
 from model import Decoder, empty_model, load_model
 from settings import read_json
@@ -200,29 +200,18 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
         shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the library keeps it from all but its owner
 
 
-# ---- the base that an adapter belongs to
+# ---- the weights that a run begins with, or that an adapter belongs to
 
 def hash_of(files: list[Path]) -> str:
     """Identify weights by their files, which rank 0 reads. Collective. No hash is kept on disk, where it
     could outlive what it is of."""
-    return "".join(dist.gather([hash_files(files)] if dist.rank() == 0 else []))
+    return "weights of sha256 " + "".join(dist.gather([hash_files(files)[:16]] if dist.rank() == 0 else []))
 
 
 def base_of(settings: Lora, source: Path) -> dict[str, str]:
-    """Identify by setting the frozen weights of an adapter and those that it began with; {} without one."""
-    if settings.rank is None:
-        return {}
+    """Identify the weights that a run begins with, those of the model and those of an adapter."""
     began = {"model.lora.path": hash_of([Path(settings.path) / WEIGHTS])} if settings.path else {}
-    return {"model.path": hash_of(weight_files(source))} | began
-
-
-def require_base(step: Path, saved: dict, here: dict[str, str]) -> None:
-    """Raise ConfigError where a checkpoint's adapter was trained on other weights than these."""
-    for setting, found in here.items():
-        if saved["base"].get(setting) != found:
-            raise ConfigError(f"{step} was trained on weights at {setting}={saved['config'][setting]} of "
-                              f"sha256 {saved['base'].get(setting)}, and those there now have {found}; bring "
-                              "the former back, or begin another run with --set out=...")
+    return {"model.path (weights)": hash_of(weight_files(source))} | began
 
 
 def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
@@ -230,11 +219,11 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     with an adapter is at least float32, of a base as its run had it: it is rounded when it has been merged.
     Raises ConfigError."""
     saved = beside_tensors(path)
-    if not saved.get("base"):
+    if not saved or saved["config"]["model.lora.rank"] is None:
         return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
     flat = saved["config"]
     settings = Lora(*(flat[f"model.lora.{name}"] for name in ("rank", "alpha", "targets")))
-    require_base(path, saved, base_of(settings, folder))
+    require_same(path, saved["inputs"], base_of(settings, folder))
     model = empty_model(folder, torch.promote_types(dtype, torch.float32))
     adapt(model, settings, model.norm.weight.dtype)
     load_weights(model.to_empty(device="cpu"), folder)

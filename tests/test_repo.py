@@ -43,7 +43,7 @@ IMPORTS = {
     "infra.signals": {"config", "infra.dist"},
     "infra.weights": {"config", "infra.dist", "infra.paths", "settings"},
     "infra.counts": {"config", "infra.weights", "methods.kinds"},
-    "infra.digests": {"infra.dist"},
+    "infra.digests": {"config", "infra.dist", "records"},
     "infra.checkpoint": {"config", "infra.digests", "infra.dist", "infra.paths", "infra.runfolder"},
     "infra.runfolder": {"config", "infra.tracking"},
     "infra.tracking": {"config", "records"},
@@ -118,11 +118,11 @@ IMPORTS = {
              "infra.results", "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory",
              "methods.custom_reward", "methods.lora", "page.evaluations", "records", "reward", "rollout",
              "verify.grade", "verify.statistics"},
-    "train": {"advantage", "collect", "config", "data", "eval", "fit", "history", "infra.checkpoint", "infra.dist",
-              "infra.rows", "infra.runfolder", "infra.show", "infra.signals", "infra.tracking", "infra.weights",
-              "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora", "methods.soft_value",
-              "methods.stand_ins", "metrics", "model", "page.summary", "preflight", "records", "rollout", "update",
-              "verify.grade"},
+    "train": {"advantage", "collect", "config", "data", "eval", "fit", "history", "infra.checkpoint", "infra.digests",
+              "infra.dist", "infra.rows", "infra.runfolder", "infra.show", "infra.signals", "infra.tracking",
+              "infra.weights", "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora",
+              "methods.soft_value", "methods.stand_ins", "metrics", "model", "page.summary", "preflight", "records",
+              "rollout", "update", "verify.grade"},
     "replay": {"advantage", "collect", "config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder",
                "infra.signals", "learner", "memory", "methods.kinds", "methods.preference", "methods.smaller_rows",
                "methods.soft_value", "metrics", "records", "train", "update"},
@@ -183,7 +183,7 @@ def test_the_house_keeps_its_budgets():
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1040
     assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1310
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2760
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2800
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40

@@ -1,0 +1,65 @@
+"""Nothing goes wrong in silence: other inputs than a run began with, and weights or rows that are no numbers."""
+
+import json
+import shutil
+
+import pytest
+from conftest import ROOT, TOY, toy_config, weights
+
+import train
+from config import ConfigError
+
+SHORT = ["steps=1", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
+
+
+# ---- a run goes on with what it began with
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A run of one step in a folder of its own, with its model and data."""
+    folder = tmp_path_factory.mktemp("begun")
+    shutil.copytree(TOY, folder / "model")
+    for name in ("train", "test"):
+        lines = (ROOT / "toy" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:12]))
+    train.train(going(folder))
+    return folder
+
+
+def going(folder, *settings: str):
+    return toy_config(folder / "run", *SHORT, f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
+                      f"data.eval={folder / 'test.jsonl'}", *settings)
+
+
+def in_another_order(text: str) -> str:
+    return "".join(reversed(text.splitlines(keepends=True)))
+
+
+def with_one_more_word(text: str) -> str:
+    return json.dumps(json.loads(text) | {"one_more": 1})
+
+
+@pytest.mark.parametrize(("name", "change", "setting"), [
+    ("train.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
+    ("train.jsonl", lambda text: text[:text.rindex("{")], "12 prompts .* at data.train, where there are now 11"),
+    ("test.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.eval .test., where"),
+    ("model/generation_config.json", with_one_more_word, r"json and jinja files of sha256 \w{16} at model.path, where"),
+    ("model/tokenizer_config.json", with_one_more_word, "json and jinja files .* at model.path, where"),
+])
+def test_a_run_that_finds_other_inputs_does_not_go_on(name, change, setting, begun):
+    path = begun / name
+    before = path.read_text()
+    path.write_text(change(before))
+    try:
+        with pytest.raises(ConfigError, match=f"step_000001 was trained with {setting}.*or begin another run"):
+            train.train(going(begun, "steps=2"), resume="always")
+    finally:
+        path.write_text(before)
+
+
+def test_a_run_goes_on_from_copies_and_with_less_to_evaluate_on(begun, tmp_path):
+    shutil.copytree(begun / "run", tmp_path / "run")
+    cfg = toy_config(tmp_path / "run", *SHORT, f"model.path={begun / 'model'}", f"data.train={begun / 'train.jsonl'}",
+                     f"data.eval={begun / 'test.jsonl'}", "steps=2", "eval.limit=3")
+    went_on = weights(train.train(cfg, resume="always"))
+    assert went_on.keys() and json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "finished"
