@@ -21,7 +21,7 @@ from config import Config, Loss, Model, Optim, Update
 from infra import dist
 from infra.checkpoint import Role, origin, require_whole
 from infra.counts import has_reference
-from infra.paths import user_path
+from infra.paths import require_new, user_path
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
@@ -162,8 +162,7 @@ def roles(learner: Learner) -> dict[str, Role]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description="A checkpoint as a Hugging Face folder, for eval.py or vLLM.")
+    parser = argparse.ArgumentParser(description="A checkpoint as a Hugging Face folder for eval.py or vLLM.")
     parser.add_argument("checkpoint", type=user_path, help="runs/NAME/checkpoints/step_000123")
     parser.add_argument("--out", type=user_path, required=True, help="the folder to write")
     args = parser.parse_args()
@@ -171,7 +170,8 @@ def main() -> int:
 
 
 def export_checkpoint(step: Path, out: Path) -> None:
-    """Write the policy of a checkpoint as Hugging Face folders. Raises ConfigError."""
+    """Write the policy of a checkpoint as Hugging Face folders, which are new. Raises ConfigError."""
+    require_new(out, "--out")
     require_whole(step)
     source = find_model(origin(step))
     dist.init("cpu")

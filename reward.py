@@ -170,7 +170,7 @@ def main() -> int:
     seconds = time.perf_counter() - start
     counts = count_outcomes(cases, grades)
     print(f"{'category':<24} {'cases':>6} {'accuracy':>9} {'false positives':>16} {'false negatives':>16}")
-    for name, outcomes in counts.items():
+    for name, outcomes in counts:
         fraction_right = (outcomes["true positive"] + outcomes["true negative"]) / outcomes.total()
         print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
               f"{outcomes['false negative']:>16}")

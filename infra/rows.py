@@ -3,6 +3,7 @@
 import csv
 import difflib
 import json
+import math
 import re
 import sys
 from collections.abc import Iterator
@@ -145,7 +146,8 @@ def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        if value is not None:
+        nan = isinstance(value, float) and math.isnan(value)  # how pandas writes an empty cell of numbers
+        if value is not None and not nan:
             return value
     return None
 

@@ -168,7 +168,8 @@ def differing(expected: dict[str, tuple], found: dict[str, tuple]) -> list[str]:
 def load_weights(model: nn.Module, folder: Path) -> None:
     """Fill a decoder, whole or sharded, from a folder.
 
-    Raises ConfigError when a tensor is missing, left over or of another shape than config.json says.
+    Raises ConfigError when a tensor is missing, left over, of another shape than config.json says or
+    not finite.
     """
     tensors = read_tensors(weight_files(folder))
     if model.shape.tied:
@@ -181,6 +182,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                           f"{name}: file has {stored.get(name, 'nothing')}, config.json implies "
                           f"{expected.get(name, 'nothing')}")
     for name, p in named_weights(model):
+        if not tensors[name].is_floating_point() or not tensors[name].isfinite().all():
+            raise ConfigError(f"{folder}: {name}, of {tensors[name].dtype}, has infinite or quantized values "
+                              "or nan, which are no weights; take a model without")
         p.copy_(dist.sharded_like(tensors[name], p))
 
 

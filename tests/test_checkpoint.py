@@ -320,7 +320,10 @@ def test_a_checkpoint_becomes_a_hugging_face_folder(settings, tmp_path, monkeypa
         of_run = tmp_path / "run" / "hf_adapter" / name
         assert (tmp_path / "hf_adapter" / name).read_bytes() == of_run.read_bytes()
     assert (tmp_path / "hf_adapter").exists() == (tmp_path / "run" / "hf_adapter").exists() == bool(settings)
-    (path / "extra.pt").unlink()
     monkeypatch.setattr(sys, "argv", command)
     monkeypatch.setattr(dist, "close", lambda: None)
+    assert learner.main() == 2
+    assert f"--out {tmp_path / 'hf'} is a file, or a folder with something in it" in capsys.readouterr().err
+    (path / "extra.pt").unlink()
+    monkeypatch.setattr(sys, "argv", [*command[:-1], str(tmp_path / "new")])
     assert learner.main() == 2 and "is not a whole checkpoint" in capsys.readouterr().err

@@ -1,13 +1,22 @@
 """Nothing goes wrong in silence: other inputs than a run began with, and weights or rows that are no numbers."""
 
 import json
+import math
 import shutil
+import sys
 
+import pyarrow.parquet
 import pytest
+import torch
 from conftest import ROOT, TOY, toy_config, weights
+from safetensors.torch import load_file, save_file
 
+import eval as evaluation
 import train
 from config import ConfigError
+from data import load_problems
+from infra import dist
+from verify.cases import count_outcomes
 
 SHORT = ["steps=1", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
 
@@ -63,3 +72,37 @@ def test_a_run_goes_on_from_copies_and_with_less_to_evaluate_on(begun, tmp_path)
                      f"data.eval={begun / 'test.jsonl'}", "steps=2", "eval.limit=3")
     went_on = weights(train.train(cfg, resume="always"))
     assert went_on.keys() and json.loads((tmp_path / "run" / "state.json").read_text())["state"] == "finished"
+
+
+# ---- what is no number
+
+@pytest.mark.parametrize("spoilt", [lambda t: t.mul(torch.nan), lambda t: t.masked_fill(t == t.max(), torch.inf),
+                                    lambda t: t.mul(100).to(torch.int8)], ids=["nan", "inf", "int8"])
+def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, monkeypatch, capsys):
+    model = shutil.copytree(TOY, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: spoilt(tensors[name])}, model / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(model), "--data", str(ROOT / "toy" / "test.jsonl")])
+    monkeypatch.setattr(dist, "close", lambda: None)
+    assert evaluation.main() == 2
+    assert f"error: {model}: {name}, of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_an_answer_that_is_not_a_number_is_an_empty_cell(name, tmp_path):
+    """As pandas writes one where the others of its column are numbers."""
+    rows, path = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}], tmp_path / name
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "NaN" in path.read_text()
+    with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
+        load_problems(str(path))
+
+
+def test_a_category_called_total_is_one_of_the_categories():
+    cases = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
+    counts = count_outcomes(cases, [{"verdict": "right", "answer": "1"}] * 2)
+    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]

@@ -33,19 +33,17 @@ def read_case(line: str, place: str) -> dict:
     return case
 
 
-def count_outcomes(cases: list[dict], grades: list[dict]) -> dict[str, Counter]:
-    """Count true and false positives and negatives by category and in total, and print each false one."""
+def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Counter]]:
+    """Count true and false positives and negatives by category and, last, in total; print each false one."""
     counts: dict[str, Counter] = {}
     for case, graded in zip(cases, grades, strict=True):
         right = graded["verdict"] == "right"
         outcome = ("true " if case["correct"] == right else "false ") + ("positive" if right else "negative")
-        for name in (case.get("category", "all"), "total"):
-            counts.setdefault(name, Counter())[outcome] += 1
+        counts.setdefault(case.get("category", "all"), Counter())[outcome] += 1
         if case["correct"] != right:
             print(f"{outcome}: {case.get('category', '')}: gold {shorten(case['gold'])!r}, answer "
                   f"{shorten(graded['answer'] or '')!r}, judged {graded['verdict']}")
-    counts["total"] = counts.pop("total")  # to the end
-    return counts
+    return [*counts.items(), ("total", sum(counts.values(), Counter()))]
 
 
 def shorten(text: str, width: int = 60) -> str:
