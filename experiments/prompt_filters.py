@@ -36,6 +36,7 @@ ARMS = {
     "depo": ["prune.prompts={kind: depo, warmup_steps: 30, lr: 1e-2}"],
     "depo, explore 0.2": ["prune.prompts={kind: depo, warmup_steps: 30, lr: 1e-2, explore: 0.2}"],
     "history": ["prune.prompts={kind: depo, estimate: history, warmup_steps: 30}"],
+    "history, explore 0.2": ["prune.prompts={kind: depo, estimate: history, warmup_steps: 30, explore: 0.2}"],
     "greso": ["prune.prompts={kind: greso}"],
     "dppo": ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "steps=180"],
 }

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import stat
 import sys
 from collections.abc import Callable
 from time import monotonic
@@ -19,7 +20,8 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 class Stop:
-    """SIGTERM or Ctrl-C asks the run to finish its step, save and end; a second one ends it at once.
+    """SIGTERM, Ctrl-C or the end of its terminal (SIGHUP, unless nohup has it ignored) asks the run to finish
+    its step, save and end; a second signal ends it at once.
 
     torchrun passes on a Ctrl-C that the terminal has sent to its workers already, so what follows within a
     second is still the first.
@@ -27,16 +29,26 @@ class Stop:
 
     def __init__(self):
         self.signal, self.since = 0, 0.0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.ask)
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:
+                signal.signal(number, self.ask)
 
     def ask(self, number: int, frame: object) -> None:
+        if number == signal.SIGHUP:
+            leave_terminal()
         if not self.signal:
             self.signal, self.since = number, monotonic()
             print("stopping after this step, with a checkpoint; a second signal stops at once",
                   file=sys.stderr)
         elif monotonic() > self.since + 1:
             raise KeyboardInterrupt
+
+
+def leave_terminal() -> None:
+    """Write no more to a terminal: one that is closed makes an error of every line."""
+    for stream in (sys.stdout, sys.stderr):
+        if stat.S_ISCHR(os.fstat(stream.fileno()).st_mode):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def asked_to_stop(stop: Stop | None) -> bool:

@@ -3,8 +3,10 @@
 import json
 import math
 import os
+import pty
 import re
 import resource
+import select
 import shutil
 import signal
 import subprocess
@@ -414,6 +416,39 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
     assert runfolder.state_of(tmp_path / "cut") == {"state": "finished"}
 
 
+def test_a_run_whose_terminal_is_closed_finishes_its_step_and_saves(tmp_path):
+    """As when ssh loses its connection: what it writes from then on goes nowhere."""
+    (tmp_path / "run.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=3", *SHORT)))
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        os.execv(sys.executable, [sys.executable, "-c", PAUSING, "--config", str(tmp_path / "run.yaml")])
+    said, status = b"", 0
+    while not os.WIFSTOPPED(status):
+        if select.select([terminal], [], [], 0.1)[0]:
+            said += os.read(terminal, 10_000)
+        ended, status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)
+        assert not ended or os.WIFSTOPPED(status), said.decode()
+    os.close(terminal)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 130
+    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
+    assert runfolder.state_of(tmp_path / "run") == {"state": "stopped"}
+
+
+def test_a_signal_that_is_ignored_stays_so(monkeypatch):
+    """nohup ignores SIGHUP, so that a run goes on when its terminal is closed."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    try:
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop = signals.Stop()
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.signal
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch, unchecked):
     cfg = toy_config(tmp_path / "run", "steps=1", "checkpoint.every=1", *SHORT)
     states = []
@@ -472,7 +507,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys,
 def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capsys):
     now = [0.0]
     monkeypatch.setattr(signals, "monotonic", lambda: now[0])
-    before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
     try:
         stop = signals.Stop()
         for number, now[0] in ((signal.SIGINT, 5.0), (signal.SIGTERM, 5.5)):
@@ -484,7 +519,7 @@ def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monke
     except KeyboardInterrupt:
         pytest.fail("the echo of a signal ended the run")
     finally:
-        for number, handler in zip((signal.SIGTERM, signal.SIGINT), before, strict=True):
+        for number, handler in before.items():
             signal.signal(number, handler)
 
 

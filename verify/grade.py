@@ -15,10 +15,11 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
+from multiprocessing import forkserver
 from multiprocessing.synchronize import Event
 from pathlib import Path
 
-from pebble import ProcessExpired, ProcessPool
+from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from config import ConfigError
 from verify.answer import equal, number, readable, same_numbers
@@ -28,6 +29,8 @@ VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
 PATIENCE = 10            # times VERIFY_SECONDS by the clock, for a function that waits instead of computing
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
 RESTARTS = 10            # of a call whose workers die before it is known which of them had it
 SHOWN = 10               # ids that a warning names
 
@@ -67,7 +70,13 @@ def workers(limits: Limits) -> ProcessPool:
     # A process that had to be killed is replaced by a fork of one that has imported what takes long.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
-    started = context.Event()
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    try:  # so that a signal to the whole process group does not end what starts the workers
+        started = context.Event()
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # the event's helper process has lifted it
+        forkserver.ensure_running()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
     pool = ProcessPool(max_workers=limits.workers, context=context, initializer=prepare_worker,
                        initargs=(started, limits.size))
     pool.started = started
@@ -76,8 +85,12 @@ def workers(limits: Limits) -> ProcessPool:
 
 def prepare_worker(started: Event, size: int) -> None:
     """Allow this worker so many bytes more than it has: CUDA's libraries alone take much. What it prints goes
-    to stderr, since stdout is the program's own."""
+    to stderr, since stdout is the program's own. Signals that end the program do not end it: the call in it
+    would count as one that has died, and what stops the program is the program's to decide."""
     started.set()
+    for ending in ENDING:
+        signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not handed on to what a function starts
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
     os.dup2(2, 1)
