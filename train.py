@@ -28,7 +28,7 @@ from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import digests, dist, runfolder, tracking
-from infra.checkpoint import Checkpoints, find_newest
+from infra.checkpoint import Checkpoints, find_newest, save_plainly
 from infra.rows import answered
 from infra.runfolder import Resume
 from infra.show import resolved
@@ -264,7 +264,7 @@ def command(args: argparse.Namespace) -> int | None:
     except NotFinite as error:
         path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
         if dist.rank() == 0:
-            torch.save(error.records, path)
+            save_plainly(error.records, path)
             print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest "
                   "checkpoint", file=sys.stderr)
         return 1

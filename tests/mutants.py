@@ -245,6 +245,7 @@ MUTANTS = [
     ("verify/cases", "sum(counts.values(), Counter())", "counts.pop('total', Counter())", "silence"),
     ("infra/digests", 'if path.suffix in (".json", ".jinja"))', 'if path.suffix == ".jinja")', "silence"),
     ("train", "{s.name: s.prompts for s in sets}", "{}", "silence"),
+    ("infra/checkpoint", "value.tolist() if isinstance(value, array) else value", "value", "train"),
     ("infra/checkpoint", "[path for path in steps if path.name <= named]", "steps", "checkpoint"),
     ("infra/checkpoint", "before if STEP.fullmatch(named) else steps", "before", "checkpoint"),
     ("infra/checkpoint", "if STEP.fullmatch(path.name))", ")", "checkpoint"),

@@ -371,8 +371,8 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
 
     monkeypatch.setitem(loss.TRUST, "clip", spoil)
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 1
-    batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=False)
-    assert len(batch.groups) == 4 and batch.adv_NG.shape == (4, 8)
+    batch = torch.load(tmp_path / "run" / "not_finite_step_000002.pt", weights_only=True)
+    assert len(batch["groups"]) == 4 and batch["adv_NG"].shape == (4, 8)
     assert runfolder.state_of(tmp_path / "run") == {
         "state": "failed", "error": "NotFinite: the loss in step 2 is not finite"}
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
