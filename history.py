@@ -4,7 +4,7 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 """
 
 import math
-from dataclasses import astuple, dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -27,8 +27,7 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
-@dataclass(frozen=True, slots=True)
-class Visit:
+class Visit(NamedTuple):
     """The newest rollout of a prompt, from all of its completions, and how often it was easy or skipped."""
 
     epoch: int
@@ -81,7 +80,7 @@ class PromptHistory:
                 else:
                     turns.append(Turn(prompt, epoch, prob, weight=0.0))
                     if visit := self.visits.get(prompt.id):
-                        self.visits[prompt.id] = replace(visit, skipped=visit.skipped + 1)
+                        self.visits[prompt.id] = visit._replace(skipped=visit.skipped + 1)
             missing = count - sum(turn.kept for turn in turns) if refills else 0
         return turns
 
@@ -135,9 +134,9 @@ class PromptHistory:
             self.explore = greso.adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
-        """Return plain values for a checkpoint."""
+        """Return plain values for a checkpoint, which later steps leave as they are."""
         return {"place": self.place, "explore": self.explore,
-                "visits": {prompt_id: astuple(visit) for prompt_id, visit in self.visits.items()}}
+                "visits": {prompt_id: tuple(visit) for prompt_id, visit in self.visits.items()}}
 
     def restore(self, state: dict) -> None:
         self.place, self.explore = state["place"], state["explore"]

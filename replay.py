@@ -127,7 +127,7 @@ def roll_again(run: Run, line: dict) -> Rolled:
     table, by_id = None, {prompt.id: prompt for prompt in run.task.prompts}
     if run.cfg.advantage.kind == "soft_value":
         table = soft_value.estimate_table(run.sampler, run.task.prompts, run.cfg.advantage, Path(run.cfg.out),
-                                          sampled=True, stopping=bool)
+                                          sampled=True)
     if missing := [prompt["id"] for prompt in line["prompts"] if prompt["id"] not in by_id]:
         raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {missing[0]}")
     turns = [Turn(by_id[p["id"]], p["epoch"], p["prob"], p["weight"], p.get("copy", 0))

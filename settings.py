@@ -9,6 +9,7 @@ import json
 import math
 import os
 import re
+import reprlib
 import types
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
@@ -19,6 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 
 UNIONS = (Union, types.UnionType)
+SHORT = reprlib.Repr()  # of a value in an error: a few lines of yaml can stand for gigabytes
+SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
 
 class ConfigError(ValueError):
@@ -73,7 +76,7 @@ class Loader(yaml.SafeLoader):
 def parse(text: str | bytes, source: str | Path) -> Any:
     try:
         return yaml.load(text, Loader)
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a number of 5,000 digits
         raise ConfigError(f"{source} is not valid yaml: {' '.join(str(error).split())}") from None
 
 
@@ -84,12 +87,17 @@ def read(path: Path) -> dict[str, Any]:
     return raw
 
 
+def parse_json(text: str | bytes, place: str | Path, remedy: str) -> Any:
+    """Read JSON of whatever origin. Raises ConfigError."""
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:  # of other bytes than UTF-8 and of 5,000 digits too
+        raise ConfigError(f"{place}: not valid JSON ({error}); {remedy}") from None
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of a model folder. Raises ConfigError."""
-    try:
-        found = json.loads(path.read_text())
-    except ValueError as error:
-        raise ConfigError(f"{path} is not valid JSON: {error}; download it again") from None
+    found = parse_json(path.read_bytes(), path, "download it again")
     if not isinstance(found, dict):
         raise ConfigError(f"{path} holds no JSON object; download it again")
     return found
@@ -98,12 +106,13 @@ def read_json(path: Path) -> dict[str, Any]:
 def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Path:
     """Find a config file in `folder`, or else in `shipped`."""
     name = os.path.expanduser(name)
-    path = next((path for path in (folder / name, shipped / name) if path.is_file()), None)
+    path = next((path for path in (folder / name, shipped / name) if os.path.isfile(path)), None)
     if path is None:
         names = sorted(path.name for path in shipped.glob("*.yaml"))
         near = difflib.get_close_matches(Path(name).name, names, n=1)
         advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(names)}."
-        raise ConfigError(f"config '{name}'{whose} not found, neither as given nor in {shipped}. {advice}")
+        raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped}. "
+                          f"{advice}")
     return path
 
 
@@ -245,7 +254,7 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
                 return number
     elif type(value) is kind or kind is Any:
         return value
-    raise ConfigError(f"{path}={value!r} must be {describe(kind)}{or_word}")
+    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind)}{or_word}")
 
 
 def with_word(kind: Any) -> tuple[Any, str | None, str]:

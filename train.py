@@ -32,7 +32,7 @@ from infra.checkpoint import Checkpoints, find_newest, save_plainly
 from infra.rows import answered
 from infra.runfolder import Resume
 from infra.show import resolved
-from infra.signals import Stop, asked_to_stop, exit_status
+from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, roles
 from methods import critic, custom_reward, lora, soft_value, stand_ins
@@ -64,12 +64,13 @@ class Run:
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
     """Run a config to its end and return the trained model, sharded over the ranks.
 
-    Raises ConfigError for what the user can mend, KeyboardInterrupt after a `stop`, and NotFinite.
+    Raises ConfigError for what the user can mend, Stopped after a `stop`, and NotFinite.
     """
     run, selection = prepare(cfg, resume), Selection.of(cfg)
+    stop_engine(run.engine, stop, alone=cfg.rollout.tensor_parallel == 1)
     learner, engine, sampler, history = run.learner, run.engine, run.sampler, run.history
     with run.log.running(run.cfg), run.checkpoints.finished():
-        table = before_steps(run, stop)
+        table = before_steps(run)
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
             while count := lacks(rolled, selection, seed):  # once; again where rollout.until refills
@@ -98,14 +99,13 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             run.log.warn(step + 1, shortage(rolled, batch, selection))
             if step == 0:
                 run.log.warn(step + 1, critic.too_short(batch, learner))
+            run.checkpoints.reach(step + 1, written_beside(run, cfg))
             if due(cfg.eval.every, step + 1, cfg.steps):
                 evaluate_sets(run, cfg.eval, step + 1)
-            stopping = asked_to_stop(stop)
-            if stopping or due(cfg.checkpoint.every, step + 1, cfg.steps):
-                run.checkpoints.save(step + 1, written_beside(run, cfg))
-            if stopping and step + 1 < cfg.steps:
-                run.checkpoints.wait()
-                raise KeyboardInterrupt
+            if due(cfg.checkpoint.every, step + 1, cfg.steps):
+                run.checkpoints.save()
+            if asked_to_stop(stop) and step + 1 < cfg.steps:
+                raise Stopped
         lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer.own_template)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
@@ -149,14 +149,16 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     return run
 
 
-def before_steps(run: Run, stop: Stop | None) -> soft_value.Table | None:
-    """Evaluate before the first step, and estimate the table of advantage.kind=soft_value."""
-    if run.first == 0:
-        evaluate_sets(run, run.cfg.eval, step=0)
-    if run.cfg.advantage.kind != "soft_value":
+def before_steps(run: Run) -> soft_value.Table | None:
+    """Evaluate where that is due and was not done, and estimate the table of advantage.kind=soft_value."""
+    cfg = run.cfg
+    done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # not where a stop came in the midst of it
+    if not done and (run.first == 0 or due(cfg.eval.every, run.first, cfg.steps)):
+        evaluate_sets(run, cfg.eval, run.first)
+    if cfg.advantage.kind != "soft_value":
         return None
-    return soft_value.estimate_table(run.sampler, run.task.prompts, run.cfg.advantage, Path(run.cfg.out),
-                                     run.first > 0, partial(asked_to_stop, stop))
+    return soft_value.estimate_table(run.sampler, run.task.prompts, cfg.advantage, Path(cfg.out),
+                                     sampled=run.first > 0)
 
 
 def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:

@@ -87,8 +87,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 def prepare_row(learner: Learner, row: Row, extra_pass: bool) -> PreparedRow:
     """Run a row through the reference, a critic and, in an `extra_pass`, the policy before the update."""
     return PreparedRow(
-        row,
-        adv_C=critic.advantages(learner, row) if learner.critic else row.adv_C,
+        row, adv_C=critic.advantages(learner, row) if learner.critic else row.adv_C,
         ref_logp_C=learner.log_probs(learner.reference, row) if learner.reference else None,
         old_logp_C=learner.log_probs(learner.policy, row) if extra_pass else None)
 

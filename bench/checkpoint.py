@@ -120,7 +120,8 @@ def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, 
     without_save = timed(lambda: work(*role, PASSES, STEPS))
 
     def in_the_background() -> None:
-        checkpoints.save(step, {})
+        checkpoints.reach(step, {})
+        checkpoints.save()
         work(*role, PASSES, 0)
         checkpoints.wait_for_copies()
         work(*role, 0, STEPS)

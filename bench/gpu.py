@@ -29,7 +29,7 @@ from pathlib import Path
 from statistics import median
 from threading import Thread
 from time import perf_counter
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import TYPE_CHECKING
 from unittest.mock import patch
 
@@ -106,7 +106,7 @@ def stand_in() -> list[str]:
     missing = [name for name in ("pebble", "math_verify") if importlib.util.find_spec(name) is None]
     if "pebble" in missing:
         module = sys.modules["pebble"] = ModuleType("pebble")
-        module.ProcessPool, module.ProcessExpired = NoWorkers, TimeoutError
+        module.ProcessPool, module.ProcessExpired, module.CONSTS = NoWorkers, TimeoutError, SimpleNamespace()
     if missing:
         from infra import runfolder  # a run asks each of its libraries for its version
 

@@ -34,6 +34,7 @@ from config import ConfigError
 from infra import digests, dist
 from infra.paths import user_path
 from infra.runfolder import Resume
+from infra.signals import Stopped
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
@@ -53,13 +54,20 @@ class Checkpoints:
         self.worker = ThreadPoolExecutor(1)
         self.copied: list[Future] = []
         self.written: Future | None = None
+        self.unsaved: tuple[int, dict] | None = None  # the newest step that was done, until it is saved
         self.seconds = 0.0  # that training has stood still for saves since it was last asked
 
-    def save(self, step: int, extra: dict) -> None:
-        """Begin to save. The weights must not change before `wait_for_copies`; the copies are written
-        meanwhile."""
+    def reach(self, step: int, extra: dict) -> None:
+        """Note that a step is done, and what its checkpoint holds beside tensors: `save` writes it, if only
+        at a stop."""
+        self.unsaved = (step, extra)
+
+    def save(self) -> None:
+        """Begin to save the step reached. The weights must not change before `wait_for_copies`; the copies
+        are written meanwhile."""
         with self.standing_still():
             self.wait()
+            (step, extra), self.unsaved = self.unsaved, None
             fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
                 torch.save({"step": step} | extra, extra_file)
@@ -112,9 +120,15 @@ class Checkpoints:
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Finish a save that is under way before the run ends, by whatever but a second signal."""
+        """Finish a save that is under way before the run ends, by whatever but a second signal; save first
+        where a stop has ended it."""
         try:
             yield
+        except Stopped:
+            if self.unsaved:
+                self.save()
+            self.wait()
+            raise
         except Exception:
             with suppress(ConfigError):
                 self.wait()

@@ -12,8 +12,9 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
+from infra.lines import append, read, replace, rewrite
 from infra.paths import matching, short_names
-from infra.runfolder import append, read, rewrite
+from settings import parse_json
 
 
 class Store:
@@ -59,6 +60,8 @@ def places(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]
     paths = [*dict.fromkeys(path for text in models for path in matching(text, "--model"))]
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out: folder {out.parent} not found; create it first")
+    if out and len(paths) < 2 and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name the file in it that the result is to be")
     if len(paths) < 2 or not out:
         return [(str(path), out) for path in paths] or [("", out)]
     if out.is_file() or out.suffix == ".json":
@@ -88,18 +91,14 @@ def read_result(path: Path) -> dict:
     """Read a result. Raises ConfigError where there is none."""
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
-    try:
-        result = json.loads(path.read_text())
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{path} is not valid JSON ({error})") from None
-    complete = isinstance(result, dict) and {"head", "results"} <= result.keys() and "sets" in result["head"]
-    if not complete:
+    result = parse_json(path.read_bytes(), path, "bring it back, or evaluate again")
+    heads = [result.get("head"), result.get("results")] if isinstance(result, dict) else [None]
+    complete = all(isinstance(part, dict) for part in heads) and "sets" in heads[0]
+    if not complete or not all(isinstance(of, dict) and of.get("problems") for of in heads[1].values()):
         raise ConfigError(f"{path} is not a result of eval.py --out")
     return result
 
 
 def write_result(path: Path, result: dict) -> None:
     """Write a result, whole or not at all."""
-    fresh = path.with_name(f"{path.name}.unfinished")
-    fresh.write_text(json.dumps(result, indent=1) + "\n")
-    fresh.replace(path)
+    replace(path, json.dumps(result, indent=1) + "\n")

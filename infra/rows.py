@@ -12,6 +12,7 @@ from pathlib import Path
 from config import ConfigError
 from infra.paths import REPOSITORY, find_path
 from records import Problem
+from settings import parse_json
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)
 SETS = {
@@ -34,17 +35,18 @@ ROLES = ("system", "user", "assistant")
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
     """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} is not UTF-8 text ({error}); convert it") from None
     # Not splitlines(): it also cuts at U+2028 and the like, which stand inside real questions.
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
+            row = parse_json(line, f"{path}:{number}", "each line must be one object")
             try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise ConfigError(f"{path}:{number}: not valid JSON ({error}); "
-                                  "each line must be one object") from None
+                json.dumps(row, ensure_ascii=False).encode()
+            except UnicodeEncodeError as error:
+                raise ConfigError(f"{path}:{number}: half of a character ({error}), which no text can have; "
+                                  "mend or remove the line") from None
             yield f"{path}:{number}", row
 
 
@@ -146,8 +148,8 @@ def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        nan = isinstance(value, float) and math.isnan(value)  # how pandas writes an empty cell of numbers
-        if value is not None and not nan:
+        empty = isinstance(value, float) and not math.isfinite(value)  # nan, as pandas writes one of numbers
+        if value is not None and not empty:
             return value
     return None
 

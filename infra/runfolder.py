@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
+from infra.lines import append, read, replace, rewrite
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -276,9 +277,9 @@ class Log:
             (self.folder / COPIES[setting]).unlink(missing_ok=True)
             if text is not None:
                 (self.folder / COPIES[setting]).write_text(text)
-        stored.write_text(config.dump(cfg))
+        replace(stored, config.dump(cfg))
         ran_on = environment(device) | {"chosen": chosen}
-        (self.folder / "env.json").write_text(json.dumps(ran_on, indent=1) + "\n")
+        replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
 
     def resume(self, step: int, cfg: Config) -> None:
         """Forget what was logged after `step`, the checkpoint's: the resumed run does it again.
@@ -293,9 +294,7 @@ class Log:
             self.say(f"going on from step {step} with {', '.join(changed.values())}")
             if not kept.exists():  # else nothing between the two is left
                 shutil.copyfile(stored, kept)
-            fresh = stored.with_name("config.yaml.unfinished")
-            fresh.write_text(config.dump(cfg))
-            fresh.replace(stored)
+            replace(stored, config.dump(cfg))
         for name in LOGS:
             kept = [line for line in read(self.folder / name) if line["step"] <= step]
             rewrite(self.folder / name, kept)
@@ -330,7 +329,7 @@ class Log:
         if self.folder is not None and cfg.log.wandb is not None:
             path = self.folder / "env.json"
             ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())  # the run there, for good
-            path.write_text(json.dumps(ran_on, indent=1) + "\n")
+            replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
@@ -365,6 +364,10 @@ class Log:
         if self.tracker is not None:
             self.tracker.log(line)
         self.unlogged = {}
+
+    def has_evaluated(self, step: int) -> bool:
+        """Tell whether the scores of a step were logged; False on a rank that logs nothing."""
+        return self.folder is not None and step in evaluations(self.folder)
 
     def evaluated(self, step: int, results: dict[str, dict], seconds: float) -> None:
         """Log the scores of every set in one line."""
@@ -432,29 +435,3 @@ def note(text: str) -> None:
     """Print a line of progress where stderr is no terminal, which would show a bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)
-
-
-def read(path: Path) -> list[dict]:
-    """Read the lines of a log. A last line without its end was torn by a dying process and is left out."""
-    text = path.read_text().rpartition("\n")[0] if path.is_file() else ""
-    return [json.loads(line) for line in text.split("\n")] if text else []
-
-
-def append(path: Path, *lines: dict) -> None:
-    """Append lines to a log."""
-    with path.open("a") as file:
-        file.write("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def rewrite(path: Path, lines: list[dict]) -> None:
-    """Replace a log at once."""
-    fresh = path.with_name(f"{path.name}.unfinished")
-    fresh.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    fresh.replace(path)
-
-
-def mended(path: Path) -> list[dict]:
-    """Read a log, and cut off a torn last line so that it can be appended to."""
-    lines = read(path)
-    rewrite(path, lines)
-    return lines

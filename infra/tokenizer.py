@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError, Data
 from infra.stops import Stops
+from infra.weights import read_shape
 from settings import read_json
 
 GIVEN = ("messages", "add_generation_prompt")  # what a template gets at any rate, beside special tokens
@@ -28,17 +29,18 @@ class Tokenizer:
     def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = ()):
         path = require_file(folder / "tokenizer.json", "the tokenizer")
         try:
-            self.rust = RustTokenizer.from_str(path.read_text())
+            self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
         require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
-        tokens = {key: value["content"] if isinstance(value, dict) else value
+        tokens = {key: value.get("content") if isinstance(value, dict) else value
                   for key, value in settings.items() if key.endswith("_token")}
         self.special = {key: value for key, value in tokens.items() if isinstance(value, str)}
         special = {text: self.rust.token_to_id(text) for text in stop if self.is_special(text)}
         ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
         self.eos_ids = ends | frozenset(special.values())
+        self.folder, self.size = folder, read_shape(folder).vocab_size
         texts = tuple(text for text in stop if text not in special)
         self.stops = Stops(texts, self.rust.decode_batch) if texts else None
         self.plain = data.prompt if data else None
@@ -63,7 +65,7 @@ class Tokenizer:
         environment, where = chat_environment(), path if path.is_file() else folder
         try:
             self.template = environment.from_string(self.source)
-        except jinja2.TemplateError as error:
+        except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"{where}: the chat template is not valid: {error}") from None
         # jinja passes over arguments that a template does not read.
         names = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
@@ -115,7 +117,11 @@ class Tokenizer:
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """Tokenize texts. Special tokens are added to plain prompts alone: a template has written them."""
         encoded = self.rust.encode_batch(texts, add_special_tokens=self.template is None)
-        return [tuple(e.ids) for e in encoded]
+        ids = [tuple(e.ids) for e in encoded]
+        if (highest := max(map(max, filter(None, ids)), default=0)) >= self.size:
+            raise ConfigError(f"the tokenizer of {self.folder} makes token {highest} of a prompt, and there "
+                              f"are {self.size} in the model; take the tokenizer that belongs to it")
+        return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Decode tokens, by default without special ones, the EOS among them."""
@@ -131,10 +137,16 @@ def require_file(path: Path, what: str) -> Path:
 def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     """Collect every id that ends a completion, from all files: one that is missed does not end any."""
     ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
+    tokens = read_shape(folder).vocab_size
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         eos = read_json(path).get("eos_token_id") if path.is_file() else None
-        ids.update([] if eos is None else [eos] if isinstance(eos, int) else eos)
+        listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
+        for number in listed:
+            if type(number) is not int or not 0 <= number < tokens:
+                raise ConfigError(f"{path}: eos_token_id={eos!r} must be one or several of the {tokens} "
+                                  "tokens of the model; mend it, or download it again")
+        ids.update(listed)
     if not ids:
         raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
     return frozenset(ids)

@@ -2,25 +2,25 @@
 
 import shutil
 from collections.abc import Iterator
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
 from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
-from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
 from infra.paths import find_path
-from settings import read_json
+from settings import Count, CountOrZero, Positive, PositiveOrZero, build, read_json
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
-REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-            "rms_norm_eps", "max_position_embeddings")
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def find_model(path: str) -> Path:
@@ -31,6 +31,8 @@ def find_model(path: str) -> Path:
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
                           f"python learner.py {path} --out DIR")
     if folder.is_dir():
+        if any((folder / name).is_file() for name in WEIGHT_FILES):
+            check_sizes(folder)
         return folder
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
@@ -61,6 +63,51 @@ class Shape:
     dtype: torch.dtype    # of the weights on disk; exports keep it
 
 
+@dataclass(frozen=True, slots=True)
+class ConfigFile:
+    """What is read of a config.json, in Hugging Face's names; nothing else in one decides anything here."""
+
+    vocab_size: Count
+    hidden_size: Count
+    intermediate_size: Count
+    num_hidden_layers: Count
+    num_attention_heads: Count
+    rms_norm_eps: PositiveOrZero
+    max_position_embeddings: Count
+    num_key_value_heads: Count | None = None
+    head_dim: Count | None = None
+    tie_word_embeddings: bool | None = None
+    attention_bias: bool | None = None
+    mlp_bias: bool | None = None
+    hidden_act: str = "silu"
+    use_sliding_window: bool | None = None
+    max_window_layers: CountOrZero | None = None
+    layer_types: list[str] | None = None
+    rope_theta: Positive | None = None
+    rope_scaling: dict[str, Any] | None = None
+    rope_parameters: dict[str, Any] | None = None  # transformers 5 has both in here
+    torch_dtype: Dtype | None = None
+    dtype: Dtype | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Llama3:
+    """How Llama 3 stretches its rotary angles."""
+
+    factor: Positive
+    low_freq_factor: Positive
+    high_freq_factor: Positive
+    original_max_position_embeddings: Count
+
+
+def typed(section: type, raw: dict, path: Path) -> Any:
+    """Take what a section has from the json of a model. Raises ConfigError for a value of another type."""
+    try:
+        return build(section, {f.name: raw[f.name] for f in fields(section) if f.name in raw})
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
+
+
 def read_shape(folder: Path) -> Shape:
     """Read config.json. Raises ConfigError for what is missing or not computed by this decoder."""
     path = Path(folder) / "config.json"
@@ -71,43 +118,43 @@ def read_shape(folder: Path) -> Shape:
     if kind not in MODEL_TYPES:
         raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of "
                           f"{', '.join(MODEL_TYPES)}")
-    rope = raw.get("rope_parameters") or {}  # transformers 5 moved rope_theta and rope_scaling in here
-    scaling = raw.get("rope_scaling") or rope
+    rope = raw.get("rope_parameters")
+    if isinstance(rope, dict) and "rope_theta" in rope:
+        raw |= {"rope_theta": rope["rope_theta"]}
+    said = typed(ConfigFile, raw, path)
+    scaling = said.rope_scaling or said.rope_parameters or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    layers = raw.get("layer_types") or (
-        ["sliding_attention"] if raw.get("max_window_layers", 0) < raw.get("num_hidden_layers", 0) else [])
-    unsupported = {
-        f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
-        f"hidden_act={raw.get('hidden_act')!r}": raw.get("hidden_act", "silu") != "silu",
-        "sliding-window attention": bool(raw.get("use_sliding_window")) and "sliding_attention" in layers,
-        "mlp_bias=true": bool(raw.get("mlp_bias")),
-    }
-    for what, present in unsupported.items():
-        if present:
+    some = (said.max_window_layers or 0) < said.num_hidden_layers
+    slides = "sliding_attention" in (said.layer_types or ["sliding_attention"] * some)
+    dtype = said.dtype or said.torch_dtype or "float32"
+    heads, kv_heads = said.num_attention_heads, said.num_key_value_heads or said.num_attention_heads
+    head_dim = said.head_dim or said.hidden_size // heads
+    for what, unsupported in {
+            f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
+            f"hidden_act={said.hidden_act!r}": said.hidden_act != "silu",
+            "sliding-window attention": said.use_sliding_window and slides,
+            "mlp_bias=true": said.mlp_bias,
+            f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
+            f"num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads},": heads % kv_heads,
+    }.items():
+        if unsupported:
             raise ConfigError(f"{path}: {what} is not supported; use a checkpoint without it")
-    missing = [key for key in REQUIRED if key not in raw]
-    if missing:
-        raise ConfigError(f"{path} lacks {', '.join(missing)}; download it again")
-    dtype = raw.get("dtype") or raw.get("torch_dtype") or "float32"
-    if dtype not in ("float32", "bfloat16", "float16"):
-        raise ConfigError(f"{path}: dtype={dtype!r} must be float32, bfloat16 or float16")
-    bias = bool(raw.get("attention_bias", False))
     return Shape(
-        vocab_size=raw["vocab_size"],
-        hidden_size=raw["hidden_size"],
-        intermediate_size=raw["intermediate_size"],
-        layers=raw["num_hidden_layers"],
-        heads=raw["num_attention_heads"],
-        kv_heads=raw.get("num_key_value_heads") or raw["num_attention_heads"],
-        head_dim=raw.get("head_dim") or raw["hidden_size"] // raw["num_attention_heads"],
-        norm_eps=raw["rms_norm_eps"],
-        tied=raw.get("tie_word_embeddings", False),
-        qkv_bias=bias or kind == "qwen2",
-        out_bias=bias and kind != "qwen2",
+        vocab_size=said.vocab_size,
+        hidden_size=said.hidden_size,
+        intermediate_size=said.intermediate_size,
+        layers=said.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        norm_eps=said.rms_norm_eps,
+        tied=bool(said.tie_word_embeddings),
+        qkv_bias=bool(said.attention_bias) or kind == "qwen2",
+        out_bias=bool(said.attention_bias) and kind != "qwen2",
         qk_norm=kind == "qwen3",
-        max_positions=raw["max_position_embeddings"],
-        rope_theta=float(rope.get("rope_theta") or raw.get("rope_theta") or 10_000.0),
-        rope_scaling=scaling if rope_type == "llama3" else None,
+        max_positions=said.max_position_embeddings,
+        rope_theta=said.rope_theta or 10_000.0,
+        rope_scaling=asdict(typed(Llama3, scaling, path)) if rope_type == "llama3" else None,
         dtype=getattr(torch, dtype),
     )
 
@@ -132,19 +179,52 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield hf_name(name), p
 
 
+@dataclass(frozen=True, slots=True)
+class Index:
+    weight_map: dict[str, str]  # name of a tensor -> file beside the index
+
+
+def check_sizes(folder: Path) -> None:
+    """Raise ConfigError where the weights' files, of which the heads are read, are of other sizes than
+    config.json says: memory for these might not be there, or for days."""
+    shape, sizes = read_shape(folder), {}
+    for path in weight_files(folder):
+        with opened(path) as file:
+            sizes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+    layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
+    inner, first = shape.head_dim * shape.heads, "model.layers.0."
+    expected = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+                f"{first}mlp.up_proj.weight": (shape.intermediate_size, shape.hidden_size),
+                f"{first}self_attn.q_proj.weight": (inner, shape.hidden_size)}
+    for name, size in expected.items():
+        if sizes.get(name) != size or layers != shape.layers:
+            raise ConfigError(f"{folder}: weights do not match config.json: they have {layers} layers and "
+                              f"{sizes.get(name)} for {name}, where it says {shape.layers} and {size}")
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[Any]:
+    """Open a safetensors file. Raises ConfigError."""
+    try:
+        with safe_open(path, "pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise ConfigError(f"{path} cannot be read ({error}); download or write it again") from None
+
+
 def weight_files(folder: Path) -> list[Path]:
     """List the weights of a folder: one safetensors file, or the shards that its index names. Raises
     ConfigError."""
     index, single = (Path(folder) / name for name in WEIGHT_FILES)
     if index.is_file():
-        shards = sorted(set(read_json(index)["weight_map"].values()))
+        shards = sorted(set(typed(Index, read_json(index), index).weight_map.values()))
     elif single.is_file():
         shards = [single.name]
     else:
         raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
     for shard in shards:
-        if not (Path(folder) / shard).is_file():
-            raise ConfigError(f"{index} names {shard}, which is missing; download it again")
+        if Path(shard).name != shard or not (Path(folder) / shard).is_file():
+            raise ConfigError(f"{index} names {shard}, which is missing there; download it again")
     return [Path(folder) / shard for shard in shards]
 
 
@@ -152,10 +232,8 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     """Read all tensors of safetensors files. Raises ConfigError."""
     tensors: dict[str, Tensor] = {}
     for path in files:
-        try:
-            tensors |= load_file(path)
-        except SafetensorError as error:
-            raise ConfigError(f"{path} cannot be read ({error}); download or write it again") from None
+        with opened(path) as file:
+            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
 
 

@@ -15,6 +15,7 @@ Dimension key:  K prompts of the data,  M of them in one step,  D features,  H h
 
 import math
 import sys
+from copy import deepcopy
 from pathlib import Path
 
 import torch
@@ -150,10 +151,11 @@ class FilteredHistory(PromptHistory):
         self.optimizer.zero_grad()
 
     def state(self) -> dict:
-        state = super().state() | {"steps": self.steps, "newest": self.newest}
+        state = super().state() | {"steps": self.steps, "newest": dict(self.newest)}
         if self.pruning.estimate == "history":
             return state
-        return state | {"head": self.head.state_dict(), "optimizer": self.optimizer.state_dict()}
+        return state | {"head": deepcopy(self.head.state_dict()),
+                        "optimizer": deepcopy(self.optimizer.state_dict())}
 
     def restore(self, state: dict) -> None:
         super().restore(state)

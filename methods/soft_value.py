@@ -9,7 +9,6 @@ C completion tokens of one packed row.
 """
 
 import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,6 +19,7 @@ from tqdm import tqdm
 from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
+from infra.lines import append, mended
 from loss import segment_sum
 from methods.kinds import SoftValue
 from records import Group, Prompt, Rewards
@@ -61,15 +61,15 @@ def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tenso
 
 
 def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,
-                   stopping: Callable[[], bool]) -> Table:
+                   ) -> Table:
     """Estimate V* of all prompts by the policy that the engine holds, the initial one.
 
-    Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted
-    (KeyboardInterrupt, when `stopping`) goes on with the missing ones. Where all were `sampled` before, since
+    Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted goes on
+    with the missing ones. Where all were `sampled` before, since
     the run has taken steps, they are only read. Raises ConfigError where some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
-    lines, = dist.gather([runfolder.mended(path)] if dist.rank() == 0 else [])
+    lines, = dist.gather([mended(path)] if dist.rank() == 0 else [])
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:
@@ -79,15 +79,13 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
     chunk = max(1, ROUNDS_OF_SLOTS * sampler.sampling.slots * dist.world_size() // settings.samples)
     hidden = True if dist.rank() > 0 else None  # None: unless there is a terminal
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
-        if stopping():
-            raise KeyboardInterrupt
         asked = missing[start:start + chunk]
         if dist.rank() == 0:
             runfolder.note(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
         for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
             rewards_by_id[prompt.id] = rewards
             if dist.rank() == 0:
-                runfolder.append(path, {"id": prompt.id, "rewards": rewards})
+                append(path, {"id": prompt.id, "rewards": rewards})
     table_NK = torch.tensor([rewards_by_id[prompt.id] for prompt in prompts], dtype=torch.float64)
     values = soft_value(table_NK, settings.beta).tolist()  # nan where no sample has a reward
     if unknown := [prompt.id for prompt, value in zip(prompts, values, strict=True) if math.isnan(value)]:

@@ -56,7 +56,8 @@ def role(tiny):
 def saved(folder, role, *steps: int, keep: int = 2) -> Checkpoints:
     checkpoints = Checkpoints(folder, keep, {"policy": role}, CPU)
     for step in steps:
-        checkpoints.save(step, {"name": f"extra of {step}"})
+        checkpoints.reach(step, {"name": f"extra of {step}"})
+        checkpoints.save()
     checkpoints.wait()
     return checkpoints
 
@@ -117,7 +118,8 @@ def test_a_save_holds_the_weights_of_its_moment(role, tmp_path):
     """Training goes on as soon as they are copied, while the copies are still being written."""
     before = [weights(role[0]), moments(*role)]
     checkpoints = Checkpoints(tmp_path, 1, {"policy": role}, CPU)
-    checkpoints.save(1, {})
+    checkpoints.reach(1, {})
+    checkpoints.save()
     waited = []
     checkpoints.copied.append(SimpleNamespace(result=lambda: waited.append(True)))
     checkpoints.wait_for_copies()
@@ -275,7 +277,8 @@ def test_parts_that_lie_on_another_machine_are_missed(role, tmp_path, monkeypatc
 def test_a_save_on_its_way_is_written_before_a_run_ends_by_an_error(role, tmp_path):
     checkpoints, waited = Checkpoints(tmp_path, 1, {"policy": role}, CPU), []
     with pytest.raises(RuntimeError), checkpoints.finished():
-        checkpoints.save(1, {})
+        checkpoints.reach(1, {})
+        checkpoints.save()
         written = checkpoints.written
         checkpoints.written = SimpleNamespace(result=lambda: waited.append(written.result()))
         raise RuntimeError

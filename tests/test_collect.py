@@ -3,6 +3,7 @@
 import json
 import math
 from dataclasses import replace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -21,6 +22,7 @@ from collect import Sampler, Selection, choose, lacks
 from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
+from infra.signals import Stopped
 from methods import greso, nat, soft_value
 from metrics import Clock
 from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
@@ -309,8 +311,8 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     script = Script(prompts)
     sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
 
-    def table(stop: bool = False, sampled: bool = False) -> dict[str, float]:
-        return soft_value.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled, lambda: stop).values
+    def table(sampled: bool = False) -> dict[str, float]:
+        return soft_value.estimate_table(sampler, prompts, cfg.advantage, tmp_path, sampled).values
 
     whole = table()
     assert ["".join(kinds) for kinds in script.rounds] == ["ei", "hi", "ie"]
@@ -320,8 +322,10 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:4]) + lines[4][:9])
     script.rounds = []
-    with pytest.raises(KeyboardInterrupt):
-        table(stop=True)
+    with monkeypatch.context() as patch, pytest.raises(Stopped):
+        patch.setattr(script, "generate", Mock(side_effect=Stopped))
+        table()
+    assert file.read_text() == "".join(lines[:4])
     with pytest.raises(ConfigError, match=r"soft_values.jsonl lacks 2 of 6 prompts, which only the initial policy"):
         table(sampled=True)
     assert script.rounds == []

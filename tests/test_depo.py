@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 from conftest import TOY, as_rolled, make_groups
+from safetensors.torch import load_file
 from torch import nn
 
 import config
 import data
 from config import ConfigError
 from history import PromptHistory
-from infra.weights import load_file
 from methods import depo
 from methods.kinds import Depo
 from records import Prompt, Rolled

@@ -377,7 +377,7 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
     (["--rescore", "no.json"], "result file no.json not found"),
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
-    (["--compare", "README.md", "README.md"], "README.md is not valid JSON"),
+    (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--top-p", "0"], "--top-p must be in (0, 1]"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),

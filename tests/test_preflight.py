@@ -150,8 +150,10 @@ def test_a_template_that_closes_answers_with_another_token_is_seen(tmp_path):
     assert failing(toy_config(tmp_path / "run", f"model.path={folder}")) == ["ends of an answer"]
     edit(folder, "generation_config.json", eos_token_id=[0, 2])
     assert failing(toy_config(tmp_path / "run", f"model.path={folder}")) == []
-    edit(folder, "generation_config.json", eos_token_id=[0, 2, 477])  # beyond the vocabulary
-    assert failing(toy_config(tmp_path / "run", f"model.path={folder}")) == ["ends of an answer"]
+    added = json.loads((folder / "tokenizer.json").read_text())["added_tokens"]
+    edit(folder, "tokenizer.json", added_tokens=[*added, added[-1] | {"id": 477, "content": "<|beyond|>"}])
+    beyond = toy_config(tmp_path / "run", f"model.path={folder}", "rollout.stop=['<|beyond|>']")
+    assert failing(beyond) == ["ends of an answer"]
 
 
 def test_a_template_that_does_not_open_the_answer_is_seen(tmp_path):

@@ -15,7 +15,7 @@ import eval as evaluation
 import train
 from config import ConfigError
 from data import load_problems
-from infra import dist
+from infra import dist, lines
 from verify.cases import count_outcomes
 
 SHORT = ["steps=1", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
@@ -106,3 +106,37 @@ def test_a_category_called_total_is_one_of_the_categories():
     cases = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
     counts = count_outcomes(cases, [{"verdict": "right", "answer": "1"}] * 2)
     assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
+
+
+# ---- files that a dying process or machine has left
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "rew', b'{"step": 3, "rew\n', b"\0\0\0\0\n\0\0", b"\n", b"[1]\n",
+                                  b'{"step": "\xff"}\n'])
+def test_what_is_torn_at_the_end_of_a_log_is_left_out(torn, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert lines.read(path) == lines.mended(path) == [{"step": 1}, {"step": 2}]
+    lines.append(path, {"step": 3})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("torn", [b"\0\0", b"{", b"[1]"])
+def test_a_line_that_is_torn_in_the_middle_is_named(torn, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn + b'\n{"step": 3}\n')
+    with pytest.raises(ConfigError, match=f"{path}:2 is no JSON object, though lines behind it are"):
+        lines.read(path)
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
+    """A surrogate cannot be written: as on a full disk, the write fails when it has begun."""
+    path = tmp_path / "config.yaml"
+    path.write_text("steps: 1")
+    with pytest.raises(UnicodeEncodeError):
+        lines.replace(path, "steps: 2\ud800")
+    assert path.read_text() == "steps: 1"
+
+
+def test_a_run_whose_folder_is_removed_says_so(tmp_path):
+    with pytest.raises(ConfigError, match=f"{tmp_path / 'run'} is gone, though a run was writing there"):
+        lines.append(tmp_path / "run" / "metrics.jsonl", {"step": 1})

@@ -132,22 +132,28 @@ train.preflight.run_checks = lambda *given: []
         assert 0 < line["mismatch/masked"] < 1 and line["mismatch/weight_mean"] < 1
 
 
-def test_an_engine_that_fails_in_the_middle_of_a_step_leaves_a_run_to_resume(tmp_path):
+@pytest.mark.parametrize(("how", "status", "says"), [
+    ("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"]),
+    ("signal.raise_signal(signal.SIGTERM)", 130, ["stopping: samples under way are dropped", "interrupted; --resume"]),
+], ids=["failed", "stopped"])
+def test_an_engine_that_fails_or_is_stopped_in_the_middle_of_a_step_leaves_a_run_to_resume(how, status, says, tmp_path):
     settings = ["steps=4", "checkpoint.every=2", "rollout.prompts_per_step=4"]
     whole = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'whole'}"))
     assert whole.returncode == 0, whole.stderr
-    done = run(*after("""
+    done = run(*after(f"""
+import signal
 generate, calls = rollout_vllm.VLLMEngine.generate, []
 def failing(self, *arguments, **named):
     calls.append(self)
     if len(calls) == 7:  # two of the preflight, one evaluation, then the fourth step
-        self.llm.llm_engine.step = lambda: 1 / 0
+        step, tokens = self.llm.llm_engine.step, iter(range(5))
+        self.llm.llm_engine.step = lambda: {how} if next(tokens, None) is None else step()
     return generate(self, *arguments, **named)
 rollout_vllm.VLLMEngine.generate = failing
 """, f"out={tmp_path / 'cut'}", *settings))
-    assert done.returncode == 1
-    assert "vLLM failed while sampling: division by zero" in done.stderr and "--resume auto goes on from" in done.stderr
-    assert len(steps_of(tmp_path / "cut")) == 3
+    assert done.returncode == status and all(text in done.stderr for text in says), done.stderr
+    newest = (tmp_path / "cut" / "checkpoints" / "latest").read_text()
+    assert len(steps_of(tmp_path / "cut")) == 3 and newest == ("step_000002" if status == 1 else "step_000003")
     resumed = run(sys.executable, "train.py", *toy(*settings, f"out={tmp_path / 'cut'}"), "--resume")
     assert resumed.returncode == 0, resumed.stderr
     steps, whole_steps = steps_of(tmp_path / "cut"), steps_of(tmp_path / "whole")

@@ -1,10 +1,10 @@
 """Judge the verifier on labelled cases: how often it is right, and where it is not."""
 
-import json
 from collections import Counter
 from pathlib import Path
 
 from config import ConfigError
+from settings import parse_json
 
 CASE = {"gold": str, "completion": str, "correct": bool}
 
@@ -14,7 +14,7 @@ def read_cases(path: Path) -> list[dict]:
     if not path.is_file():
         raise ConfigError(f"--cases: file {path} not found")
     cases = []
-    for i, line in enumerate(path.read_text(encoding="utf-8").split("\n"), start=1):
+    for i, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             cases.append(read_case(line, f"{path}:{i}"))
     if not cases:
@@ -22,14 +22,13 @@ def read_cases(path: Path) -> list[dict]:
     return cases
 
 
-def read_case(line: str, place: str) -> dict:
-    try:
-        case = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ConfigError(f"{place}: not valid JSON ({error})") from None
+def read_case(line: bytes, place: str) -> dict:
+    case = parse_json(line, place, "each line must be one case")
     for key, kind in CASE.items():
         if not isinstance(case, dict) or not isinstance(case.get(key), kind):
             raise ConfigError(f"{place}: a case needs {key!r}, a {kind.__name__}")
+    if not isinstance(case.get("category", ""), str):
+        raise ConfigError(f"{place}: the category of a case must be a text, not {case['category']!r}")
     return case
 
 

@@ -1,0 +1,168 @@
+"""Inputs that nobody meant: each ends in one line that names the file, the key and what to do."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import TOY
+
+import config
+import data
+from config import ConfigError
+from infra import results, weights
+from infra.tokenizer import Tokenizer
+from model import load_model
+from verify import cases
+
+LIMIT = 1500  # characters of a line: a value that is longer is shortened
+
+
+def said_by(function, *given) -> str:
+    with pytest.raises(ConfigError) as raised:
+        function(*given)
+    said = str(raised.value)
+    assert "\n" not in said and len(said) < LIMIT, said
+    return said
+
+
+# ---- model folders
+
+def use(folder: Path) -> None:
+    """Load a model and its tokenizer as training does, and render a prompt."""
+    source = weights.find_model(str(folder))
+    tokenizer = Tokenizer(source)
+    load_model(source, torch.float32, torch.device("cpu"))
+    tokenizer.encode([tokenizer.render("1+1", None)])
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return shutil.copytree(TOY, tmp_path / "model")
+
+
+@pytest.mark.parametrize(("change", "message"), [
+    ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+    ({"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
+    ({"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
+    ({"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
+    ({"hidden_size": None}, "hidden_size=None must be a whole number"),
+    ({"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
+    ({"vocab_size": True}, "vocab_size=True must be a whole number"),
+    ({"hidden_size": 10**9}, r"weights do not match config.json: they have 4 layers and .*, 1000000000\)"),
+    ({"intermediate_size": 10**12}, "weights do not match config.json"),
+    ({"num_hidden_layers": 10**9}, "weights do not match config.json: they have 4 layers .* it says 1000000000 and"),
+    ({"vocab_size": 100}, "weights do not match config.json"), ({"head_dim": 3}, "a head_dim of 3, which is odd"),
+    ({"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
+    ({"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
+    ({"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"), ({"rope_scaling": [1]}, "rope_scaling="),
+    ({"rope_parameters": [1]}, "rope_parameters="), ({"layer_types": 3}, "layer_types=3 must be a list"),
+    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),
+    ({"torch_dtype": [1]}, "torch_dtype="), ({"model_type": ["qwen2"]}, "model_type="),
+    ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a finite number"),
+    ({"max_position_embeddings": "x"}, "max_position_embeddings='x' must be a whole number"),
+    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+    ({"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
+])
+def test_a_config_of_a_model_that_says_nonsense_is_named(change, message, model):
+    path = model / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | change))
+    assert re.search(message, said := said_by(use, model)) and str(model) in said, said
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("model.safetensors", b"", "cannot be read .header too small|cannot be read"),
+    ("model.safetensors", b"garbage" * 100, "model.safetensors cannot be read"),
+    ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
+    ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
+    ("model.safetensors.index.json", b"[]", "holds no JSON object"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
+    ("model.safetensors.index.json", b'{"weight_map": [1]}', "weight_map=.* must be a mapping"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": "../model/model.safetensors"}}', "names ../.* missing"),
+    ("config.json", b"[]", "holds no JSON object"), ("config.json", b"\xff{}", "config.json: not valid JSON"),
+    ("config.json", b"[" * 100_000, "config.json: not valid JSON"),
+    ("tokenizer_config.json", b"[]", "holds no JSON object"),
+    ("tokenizer.json", b"[]", "is not a tokenizer"), ("tokenizer.json", b"\xff", "is not a tokenizer"),
+    ("generation_config.json", b'{"eos_token_id": "a"}', "eos_token_id='a' must be one or several of the 477 tokens"),
+    ("generation_config.json", b'{"eos_token_id": [[1]]}', "eos_token_id=.* must be one"),
+    ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one"),
+    ("generation_config.json", b'{"eos_token_id": 1.5}', "eos_token_id=1.5 must be one"),
+])
+def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
+    path = model / name
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2] if content is None else content)
+    assert re.search(message, said := said_by(use, model)) and name in said, said
+
+
+@pytest.mark.parametrize("template", ["{{1/0}}", "{{1+'a'}}", "{% for i in range(10**9) %}{% endfor %}",
+                                      "{% macro f() %}{{f()}}{% endmacro %}{{f()}}", "{% include 'a' %}",
+                                      "{% import 'a' as b %}"])
+def test_a_chat_template_that_fails_says_how(template, model):
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    assert "the chat template fails: " in said_by(use, model)
+
+
+# ---- rows, configs, results and cases
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
+    (b'{"question": "\\ud800", "answer": "1"}', "half of a character"),
+    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "half of a character"),
+    (b"[" * 100_000, "not valid JSON .maximum recursion"),
+    (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
+])
+def test_a_row_that_is_none_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "1"}\n' + line + b"\n")
+    assert re.search(f"{path}:2: {message}", said_by(data.load_problems, str(path)))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\n')
+    assert [problem.answer for problem in data.load_problems(str(path))] == ["1"]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (b"# \xe9\n", "is not valid yaml: unacceptable character"),
+    (b"a: " + b"[" * 20_000, "is not valid yaml: maximum recursion"),
+    (b"steps: " + b"1" * 5000, "is not valid yaml: Exceeds the limit"),
+    (b"base: grpo_toy.yaml\nsteps: [" + b"xxxxxxxxxx, " * 1000 + b"]\n", r"steps=\[.*\.\.\.\] must be a whole"),
+])
+def test_a_config_that_is_hostile_is_named(text, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text)
+    assert re.search(message, said_by(config.load, path))
+
+
+def test_a_value_that_stands_for_gigabytes_is_shortened(tmp_path):
+    """Ten lists, each of nine of the one before it."""
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+    (tmp_path / "run.yaml").write_text(f"base: grpo_toy.yaml\nseed: [{', '.join(lists)}]\n")
+    assert re.search(r"seed=\[.*\.\.\.\] must be a whole number", said_by(config.load, tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize("content", [
+    b'{"head": null, "results": {}}', b'{"head": {"sets": {}}, "results": {"a": {}}}', b"[]", b"\xff\xfe{",
+    b'{"head": {"sets": {}}, "results": []}'])
+def test_what_is_no_result_is_named(content, tmp_path):
+    path = tmp_path / "result.json"
+    path.write_bytes(content)
+    assert str(path) in said_by(results.read_result, path)
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b"\xff\xfe{", "not valid JSON"),
+    (b'{"gold": "1", "completion": "1", "correct": true, "category": [1]}', "must be a text"),
+    (b'{"x": ' + b"1" * 5001 + b"}", "not valid JSON")])
+def test_a_case_that_is_none_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_bytes(line)
+    assert re.search(f"{path}:1: .*{message}", said_by(cases.read_cases, path))
+
+
+def test_an_evaluation_is_not_written_over_a_folder(tmp_path):
+    assert "is a folder; name the file" in said_by(results.places, ["model"], tmp_path)

@@ -1,0 +1,201 @@
+"""Runs that are asked to stop: by a signal, in whatever they are doing, and when their terminal is closed."""
+
+import errno
+import os
+import pty
+import select
+import signal
+import sys
+from contextlib import contextmanager
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+from conftest import ROOT, toy_config, weights
+from test_invariance import on_ranks
+from test_train import PAUSING, RESUMED, SHORT, without_times
+
+import config
+import preflight
+import rollout
+import train
+from infra import dist, runfolder, signals
+from infra.signals import Stopped
+
+ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+@contextmanager
+def own_signals():
+    before = {number: signal.getsignal(number) for number in ENDING}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+# ---- while it samples
+
+def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool, int]:
+    """Train until the nth rollout or evaluation, in the midst of which one rank gets SIGTERM; returns whether that was
+    the end, and how many tokens the rank sampled after it."""
+    start, draw = train.start_engine, rollout.sample_tokens
+    calls, since = {"rollout": 0, "evaluation": 0}, [-1]
+
+    def counted(kind, spec):
+        engine = start(kind, spec)
+        generate = engine.generate
+
+        def counting(prompts, seeds, limits, *rest, **settings):
+            calls["rollout" if isinstance(limits, list) else "evaluation"] += 1
+            return generate(prompts, seeds, limits, *rest, **settings)
+
+        engine.generate = counting
+        return engine
+
+    def asked(*given):
+        since[0] += since[0] >= 0
+        if calls[what] == nth and dist.rank() == rank and since[0] < 0:
+            since[0] = 0
+            signal.raise_signal(signal.SIGTERM)
+        return draw(*given)
+
+    with (own_signals(), patch.object(train, "start_engine", counted), patch.object(rollout, "sample_tokens", asked),
+          patch.object(preflight, "run_checks", lambda *given: [])):
+        try:
+            train.train(cfg, stop=signals.Stop())
+        except Stopped:
+            return True, since[0]
+    return False, since[0]
+
+
+def gone_on(cfg: config.Config) -> dict[str, torch.Tensor]:
+    with patch.object(preflight, "run_checks", lambda *given: []):
+        return weights(train.train(cfg, resume="auto"))
+
+
+CASES = [("cppo", "rollout"), ("cppo", "evaluation"), ("greso", "rollout"), ("tppo", "rollout"), ("depo", "rollout"),
+         ("prompt_history", "rollout")]
+
+
+@pytest.mark.parametrize(("name", "what"), [
+    pytest.param(*case, marks=() if case[0] in ("cppo", "greso") else pytest.mark.slow) for case in CASES])
+def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
+    """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
+    base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"
+    more = RESUMED.get(name, ["data.limit=12", "prune.prompts.warmup_steps=1"])
+    cfg = toy_config(tmp_path / "whole", "steps=4", "eval.every=1", *SHORT, *more, name=base)
+    whole, cut = gone_on(cfg), replace(cfg, out=str(tmp_path / "cut"))
+    nth = 4 if (name, what) != ("cppo", "evaluation") else 3  # of five with the one before the first step
+    assert stopped_in(cut, what, nth, rank=0) == (True, 0)
+    done = runfolder.read(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
+    assert 0 < done < 4 and (tmp_path / "cut" / "checkpoints" / "latest").read_text() == f"step_{done:06d}"
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
+    resumed = gone_on(cut)
+    assert all(torch.equal(resumed[key], p) for key, p in whole.items())
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    for log in ["samples.jsonl", "decisions.jsonl", *(f"eval_{step:06d}.jsonl" for step in range(5))]:
+        assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
+
+
+@pytest.mark.parametrize("what", ["rollout", pytest.param("evaluation", marks=pytest.mark.slow)])
+def test_a_signal_to_one_rank_stops_all_at_the_same_place(what, tmp_path):
+    cfg = toy_config(tmp_path / "whole", "steps=3", "eval.every=1", *SHORT)
+    for stage in range(3):
+        (tmp_path / f"{stage}").mkdir()
+    whole, cut = on_ranks(2, tmp_path / "0", gone_on, cfg)[0], replace(cfg, out=str(tmp_path / "cut"))
+    ended = on_ranks(2, tmp_path / "1", stopped_in, cut, what, 3, 1)
+    assert [stopped for stopped, _ in ended] == [True, True] and ended[1] == (True, 0)
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
+    resumed = on_ranks(2, tmp_path / "2", gone_on, cut)[0]
+    assert all(torch.equal(resumed[key], p) for key, p in whole.items())
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+
+
+def test_before_the_first_step_is_done_there_is_nothing_to_save(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=2", *SHORT)
+    assert stopped_in(cfg, "evaluation", 1, rank=0) == (True, 0)
+    assert not (tmp_path / "run" / "checkpoints").exists()
+    gone_on(cfg)
+    assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
+
+
+def test_what_is_sampled_in_lock_step_comes_to_its_end():
+    """No rank leaves the others alone in it, and the next does not begin on one alone."""
+    engine, done = type("Engine", (), {})(), []
+
+    def generate():
+        signal.raise_signal(signal.SIGTERM)
+        done.append(True)
+
+    engine.generate = generate
+    with own_signals():
+        signals.stop_engine(engine, signals.Stop(), alone=False)
+        for count in (1, 2):
+            with pytest.raises(Stopped):
+                engine.generate()
+            assert len(done) == count
+
+
+# ---- signals
+
+def test_a_signal_that_is_ignored_stays_so():
+    """nohup ignores SIGHUP, so that a run goes on when its terminal is closed."""
+    with own_signals():
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        stop = signals.Stop()
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.signal
+
+
+def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monkeypatch, capfd):
+    now = [0.0]
+    monkeypatch.setattr(signals, "monotonic", lambda: now[0])
+    with own_signals():
+        stop = signals.Stop()
+        for number, now[0] in ((signal.SIGINT, 5.0), (signal.SIGTERM, 5.5)):
+            signal.raise_signal(number)  # an error, if either raised
+        assert stop.signal == signal.SIGINT and "a second signal stops at once" in capfd.readouterr().err
+        now[0] = 6.5
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGTERM)
+
+
+# ---- terminals
+
+@pytest.mark.parametrize("ignored", [False, True], ids=["ends it", "is ignored"])
+def test_a_run_outlives_its_terminal(ignored, tmp_path):
+    """As when ssh loses its connection, whose signal may arrive after the next line is written, or never, in a job
+    that the shell has disowned: what is written from then on goes nowhere."""
+    (tmp_path / "run.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=3", *SHORT)))
+    child, terminal = pty.fork()
+    if not child:
+        os.chdir(ROOT)
+        if ignored:
+            signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        os.execv(sys.executable, [sys.executable, "-c", PAUSING, "--config", str(tmp_path / "run.yaml")])
+    said, status = b"", 0
+    while not os.WIFSTOPPED(status):
+        if select.select([terminal], [], [], 0.1)[0]:
+            said += os.read(terminal, 10_000)
+        ended, status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)
+        assert not ended or os.WIFSTOPPED(status), said.decode()
+    os.close(terminal)
+    os.kill(child, signal.SIGCONT)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if ignored else 130)
+    if not ignored:
+        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
+    assert runfolder.state_of(tmp_path / "run") == {"state": "finished" if ignored else "stopped"}
+
+
+def test_only_a_terminal_that_is_gone_may_lose_what_is_written():
+    ours, theirs = pty.openpty()
+    terminal = signals.Terminal(theirs, "w")
+    assert terminal.write(b"seen") == 4 and os.read(ours, 10) == b"seen"
+    os.close(ours)
+    assert terminal.write(b"not seen") == 8
+    with signals.Terminal("/dev/full", "w") as full, pytest.raises(OSError, match="space") as error:
+        full.write(b"x")
+    assert error.value.errno == errno.ENOSPC
