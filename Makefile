@@ -15,6 +15,8 @@ test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, 
 	$(VENV)/python -m pytest -m slow
 	$(VENV)/python tests/survive.py --kills 3
 	$(VENV)/python tests/survive.py --kills 2 --set model.lora.rank=4
+	$(VENV)/python tests/survive.py --kills 6 --ranks 1 --signals
+	$(VENV)/python tests/fuzz.py --mutants 2000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model.
 define vllm_tests

@@ -15,6 +15,7 @@ Dimension key:  N problems.
 import argparse
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from importlib.metadata import version
@@ -269,20 +270,24 @@ def identify(held_out: Set) -> dict:
     return {"count": len(data), "data": sha256(data), "prompts": sha256(prompts)}
 
 
+def counted(result: dict, sizes: list[int] | None = None) -> dict:
+    """Summarise the responses of a result anew."""
+    results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
+               for name, old in result["results"].items()}
+    return {"head": result["head"], "results": results}
+
+
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
-    results = {}
-    for name, old in result["results"].items():
-        if "accuracy" not in old:
-            results[name] = old
-            continue
-        pairs = [(p["gold"], r["text"]) for p in old["problems"] for r in p["responses"]]
-        grades = iter(grade(pairs))
-        problems = []
-        for problem in old["problems"]:
-            problems.append(problem | {"responses": [r | next(grades) for r in problem["responses"]]})
-        results[name] = summarise(problems, sizes or list(map(int, old["pass"])), old.get("reward_range"))
-    return {"head": result["head"] | {"verifier": verifier_version()}, "results": results}
+    result = deepcopy(result)
+    for problems in (old["problems"] for old in result["results"].values()):
+        responses = [(p["gold"], response) for p in problems for response in p["responses"]]
+        if "verdict" in responses[0][1]:
+            for (_, response), found in zip(responses, grade([(gold, r["text"]) for gold, r in responses]),
+                                            strict=True):
+                response |= found
+    result["head"]["verifier"] = verifier_version()
+    return counted(result, sizes)
 
 
 # ---- the command
@@ -356,9 +361,7 @@ def run(args: argparse.Namespace) -> dict:
         if stored:
             require_same(args.out, stored["head"], head)
             print(f"{args.out} is complete; nothing is sampled again", file=sys.stderr)
-            results = {name: summarise(old["problems"], args.k, old.get("reward_range"))
-                       for name, old in stored["results"].items()}
-            return {"head": head, "results": results}
+            return counted(stored | {"head": head}, args.k)
         store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size())
     engine = engine_of(args, spec)
     engine.sync(load_policy(args.model, spec.folder, spec.dtype))
@@ -376,7 +379,7 @@ def run(args: argparse.Namespace) -> dict:
 def show(args: argparse.Namespace) -> None:
     """Do what the arguments ask for and print the table, or that of each model."""
     if args.compare:
-        print(comparison_table(*map(read_result, args.compare)))
+        print(comparison_table(*(counted(read_result(path)) for path in args.compare)))
         return
     files = places(args.model or [], args.out)
     for args.model, args.out in files:

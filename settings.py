@@ -253,6 +253,8 @@ def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
             if math.isfinite(number):
                 return number
     elif type(value) is kind or kind is Any:
+        if kind is int and abs(value) >= 2**63:
+            raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
         return value
     raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind)}{or_word}")
 

@@ -1,13 +1,15 @@
 """Read and write the files of a run so that what was whole stays whole, whatever dies: JSON lines."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 from config import ConfigError
 
 
-def read(path: Path) -> list[dict]:
-    """Read the lines of a log; [] where there is none.
+def read(path: Path, require: Callable[[dict, str], None] | None = None) -> list[dict]:
+    """Read the lines of a log; [] where there is none. Each has what its reader must `require`
+    (infra/formats.py).
 
     What a dying process or machine has torn at the end is left out: a last line without its end, and lines
     behind the last whole one. Raises ConfigError for a broken line that whole ones follow.
@@ -24,6 +26,8 @@ def read(path: Path) -> list[dict]:
             raise ConfigError(f"{path}:{broken} is no JSON object, though lines behind it are: the file was "
                               "damaged; bring it back, or remove that line and do without what it held")
         if isinstance(found, dict):
+            if require:
+                require(found, f"{path}:{number}")
             lines.append(found)
         else:
             broken = broken or number

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
+from infra.formats import DAMAGED, RESPONSE, TEXT, answered, numbers, require
 from infra.lines import append, read, replace, rewrite
 from infra.paths import matching, short_names
 from settings import parse_json
@@ -30,7 +31,9 @@ class Store:
         require_same(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         for line in lines:
+            require(line, str(self.path), {"set": TEXT, "response": (dict,)})
             response = line["response"]
+            require(response, str(self.path), RESPONSE | {"id": TEXT, "k": (int,)})
             self.responses_of(line["set"])[response["id"], response["k"]] = response
 
     def open(self, head: dict) -> list[dict]:
@@ -91,12 +94,28 @@ def read_result(path: Path) -> dict:
     """Read a result. Raises ConfigError where there is none."""
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
-    result = parse_json(path.read_bytes(), path, "bring it back, or evaluate again")
-    heads = [result.get("head"), result.get("results")] if isinstance(result, dict) else [None]
-    complete = all(isinstance(part, dict) for part in heads) and "sets" in heads[0]
-    if not complete or not all(isinstance(of, dict) and of.get("problems") for of in heads[1].values()):
-        raise ConfigError(f"{path} is not a result of eval.py --out")
+    result = parse_json(path.read_bytes(), path, DAMAGED)
+    head, results = (result.get(key) if isinstance(result, dict) else None for key in ("head", "results"))
+    sets = head.get("sets") if isinstance(head, dict) else None
+    if not isinstance(sets, dict) or not isinstance(results, dict) or not results.keys() <= sets.keys():
+        raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
+    for name, of in results.items():
+        require_answers(of, f"{path}: results.{name}")
     return result
+
+
+def require_answers(of: dict, place: str) -> None:
+    """Raise ConfigError where a set's problems or their responses lack something, or are not all alike."""
+    require(of, place, {"problems": (list,)})
+    alike = set()
+    for i, problem in enumerate(of["problems"]):
+        answered(problem, f"{place}.problems[{i}]")
+        first = problem["responses"][0]
+        alike.add((len(problem["responses"]), "verdict" in first, "reward" in first))
+    if len(alike) != 1:
+        raise ConfigError(f"{place}: problems must be some, with as many responses, graded alike; {DAMAGED}")
+    if of.get("reward_range") and len(numbers(of["reward_range"], place, "reward_range")) != 2:
+        raise ConfigError(f"{place}: reward_range must be two numbers; {DAMAGED}")
 
 
 def write_result(path: Path, result: dict) -> None:

@@ -32,6 +32,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
+from infra import formats
 from infra.lines import append, read, replace, rewrite
 from infra.tracking import Tracker
 
@@ -87,7 +88,7 @@ def claim(cfg: Config, resume: Resume) -> Path:
 
 def has_a_step(folder: Path) -> bool:
     """Tell whether a run has done a step, of which something would be lost."""
-    logged = any(line["step"] > 0 for line in read(folder / "metrics.jsonl"))
+    logged = any(line["step"] > 0 for line in read(folder / "metrics.jsonl", formats.stepped))
     return logged or any((folder / "checkpoints").glob("step_*"))
 
 
@@ -184,7 +185,7 @@ def state_of(folder: Path) -> dict:
     one that failed. One that died had no time to say so."""
     if is_locked(folder):
         return {"state": "running"}
-    lines = read(folder / "state.json")
+    lines = read(folder / "state.json", formats.ended)
     return lines[0] if lines else {"state": "died"}
 
 
@@ -296,7 +297,8 @@ class Log:
                 shutil.copyfile(stored, kept)
             replace(stored, config.dump(cfg))
         for name in LOGS:
-            kept = [line for line in read(self.folder / name) if line["step"] <= step]
+            kept = [line for line in read(self.folder / name, formats.stepped)
+                    if line["step"] <= step]
             rewrite(self.folder / name, kept)
 
     def forget_later(self, evaluated_after: int) -> None:

@@ -13,7 +13,7 @@ from tokenizers import Tokenizer as RustTokenizer
 from config import ConfigError, Data
 from infra.stops import Stops
 from infra.weights import read_shape
-from settings import read_json
+from settings import SHORT, read_json
 
 GIVEN = ("messages", "add_generation_prompt")  # what a template gets at any rate, beside special tokens
 
@@ -144,8 +144,8 @@ def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
         listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
         for number in listed:
             if type(number) is not int or not 0 <= number < tokens:
-                raise ConfigError(f"{path}: eos_token_id={eos!r} must be one or several of the {tokens} "
-                                  "tokens of the model; mend it, or download it again")
+                raise ConfigError(f"{path}: eos_token_id={SHORT.repr(eos)} must be one or several of the "
+                                  f"{tokens} tokens of the model; mend it, or download it again")
         ids.update(listed)
     if not ids:
         raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")

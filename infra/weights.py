@@ -272,15 +272,28 @@ def export(model: nn.Module, source: Path, folder: Path, template: str | None = 
 
     All ranks of a sharded model must call it; rank 0 writes.
     """
+    with replaced(folder) as fresh:
+        if dist.rank() == 0:
+            for path in Path(source).iterdir():
+                copied = path.suffix in (".json", ".jinja", ".txt", ".model")
+                if path.is_file() and copied and path.name not in WEIGHT_FILES:
+                    shutil.copyfile(path, fresh / path.name)
+            if template:
+                (fresh / "chat_template.jinja").write_text(template)
+        save_weights(model, fresh)
+
+
+@contextmanager
+def replaced(folder: Path) -> Iterator[Path]:
+    """Give a folder to write in, which takes the place of another once it is whole. Rank 0 does both."""
+    fresh = folder.with_name(f"{folder.name}.unfinished")
     if dist.rank() == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-        for path in Path(source).iterdir():
-            copied = path.suffix in (".json", ".jinja", ".txt", ".model") and path.name not in WEIGHT_FILES
-            if path.is_file() and copied:
-                shutil.copyfile(path, folder / path.name)
-        if template:
-            (folder / "chat_template.jinja").write_text(template)
-    save_weights(model, folder)
+        shutil.rmtree(fresh, ignore_errors=True)
+        fresh.mkdir(parents=True)
+    yield fresh
+    if dist.rank() == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        fresh.rename(folder)
 
 
 def save_weights(model: nn.Module, folder: Path) -> None:

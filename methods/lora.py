@@ -30,7 +30,16 @@ from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import beside_tensors, with_policy
 from infra.digests import hash_files, require_same
-from infra.weights import differing, export, hf_name, load_weights, named_weights, read_tensors, weight_files
+from infra.weights import (
+    differing,
+    export,
+    hf_name,
+    load_weights,
+    named_weights,
+    read_tensors,
+    replaced,
+    weight_files,
+)
 from model import Decoder, empty_model, load_model
 from settings import read_json
 
@@ -190,14 +199,14 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
                 tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
     if tensors:
         settings = layer.settings
-        folder.mkdir(parents=True, exist_ok=True)
         targets = [name.rpartition(".")[2] for name in TARGETS[settings.targets]]
         said = PLAIN | {"r": settings.rank, "lora_alpha": settings.alpha, "target_modules": targets,
                         "task_type": "CAUSAL_LM", "lora_dropout": 0.0, "inference_mode": True,
                         "base_model_name_or_path": base}
-        (folder / CONFIG).write_text(json.dumps(said, indent=1) + "\n")
-        save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
-        shutil.copymode(folder / CONFIG, folder / WEIGHTS)  # the library keeps it from all but its owner
+        with replaced(folder) as fresh:
+            (fresh / CONFIG).write_text(json.dumps(said, indent=1) + "\n")
+            save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
+            shutil.copymode(fresh / CONFIG, fresh / WEIGHTS)  # the library keeps it from all but its owner
 
 
 # ---- the weights that a run begins with, or that an adapter belongs to

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 
-from infra import runfolder
+from infra import formats, runfolder
 from page.charts import COLOURS, Chart, draw, thinned
 from page.compare import amount
 from page.runs import LoggedRun
@@ -15,7 +15,7 @@ RIGHT, WRONG = COLOURS[2], COLOURS[1]
 
 def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     """Say in numbers and draw what pruning kept. Empty before the first step."""
-    decided = runfolder.read(run.folder / "decisions.jsonl")
+    decided = runfolder.read(run.folder / "decisions.jsonl", formats.decided)
     if not decided:
         return [], []
     right, wrong = kept_by_difficulty(decided)

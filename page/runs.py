@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError
-from infra import runfolder
+from infra import formats, runfolder
 from infra.show import as_yaml
 from page.summary import Score, is_evaluation
 from settings import read
@@ -51,7 +51,8 @@ class LoggedRun:
     @cached_property
     def samples(self) -> list[dict]:
         """Read samples.jsonl. Lines of versions that kept no completions one by one are left out."""
-        return [line for line in runfolder.read(self.folder / "samples.jsonl") if "completions" in line]
+        return [line for line in runfolder.read(self.folder / "samples.jsonl", formats.sampled)
+                if "completions" in line]
 
     @property
     def steps_done(self) -> int:
@@ -103,7 +104,7 @@ def read_run(folder: Path) -> LoggedRun:
         raise ConfigError(f"{path}: steps={total!r} must be a whole number; give folders of train.py")
     comparable = {key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)}
     return LoggedRun(folder, settings.get("seed", 0), total, comparable, runfolder.state_of(folder),
-                     runfolder.read(folder / "metrics.jsonl"))
+                     runfolder.read(folder / "metrics.jsonl", formats.measured))
 
 
 def flatten(settings: dict, path: str = "") -> dict[str, Any]:

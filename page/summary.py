@@ -5,6 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from infra.formats import measured
 from infra.paths import REPOSITORY
 from infra.runfolder import SCORES, read, score_text
 
@@ -45,7 +46,7 @@ def scores_of(lines: list[dict]) -> list[Score]:
 
 def summary(folder: Path) -> str:
     """Tabulate scores before and after with 95% intervals, and seconds by phase; name the next commands."""
-    lines = read(folder / "metrics.jsonl")
+    lines = read(folder / "metrics.jsonl", measured)
     evals = [line for line in lines if is_evaluation(line)]
     first, last = (evals[0], evals[-1]) if evals else ({}, {})  # data.eval=null
     after = f"after {lines[-1]['step']} steps"

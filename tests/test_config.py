@@ -38,6 +38,7 @@ def good(tmp_path):
     (["qqq=4"], "unknown key 'qqq'. Valid keys: out, steps, model"),
     (["prune.kind=topk"], "unknown key 'prune.kind'. Valid keys: prune.completions"),
     (["steps=many"], "steps='many' must be a whole number"),
+    (["steps=1" + "0" * 400], r"steps=10+\.\.\.0+ must be below 2\*\*63"),
     (["steps=2.5"], "steps=2.5 must be a whole number"),
     (["steps=true"], "steps=True must be a whole number"),
     (["optim.lr=fast"], "optim.lr='fast' must be a finite number"),

@@ -46,13 +46,14 @@ IMPORTS = {
     "infra.digests": {"config", "infra.dist", "records"},
     "infra.checkpoint": {"config", "infra.digests", "infra.dist", "infra.paths", "infra.runfolder", "infra.signals"},
     "infra.lines": {"config"},
-    "infra.runfolder": {"config", "infra.lines", "infra.tracking"},
+    "infra.formats": {"config", "settings"},
+    "infra.runfolder": {"config", "infra.formats", "infra.lines", "infra.tracking"},
     "infra.tracking": {"config", "records"},
     "infra.show": {"config", "infra.rules", "settings"},
     "infra.rows": {"config", "infra.paths", "records", "settings"},
     "infra.tokenizer": {"config", "infra.stops", "infra.weights", "settings"},
     "infra.flags": {"config", "infra.paths", "infra.rules", "settings"},
-    "infra.results": {"config", "infra.dist", "infra.lines", "infra.paths", "settings"},
+    "infra.results": {"config", "infra.dist", "infra.formats", "infra.lines", "infra.paths", "settings"},
     "verify.spelling": set(),
     "verify.answer": {"verify.spelling"},
     "verify.extract": set(),
@@ -107,12 +108,12 @@ IMPORTS = {
                   "model", "pack", "records", "rollout", "verify.extract", "verify.grade"},
     "fit": {"config", "infra.counts", "infra.dist", "infra.paths", "infra.rules", "infra.weights", "memory",
             "methods.kinds", "settings"},
-    "page.summary": {"infra.paths", "infra.runfolder"},
-    "page.runs": {"config", "infra.runfolder", "infra.show", "page.summary", "settings"},
+    "page.summary": {"infra.formats", "infra.paths", "infra.runfolder"},
+    "page.runs": {"config", "infra.formats", "infra.runfolder", "infra.show", "page.summary", "settings"},
     "page.compare": {"page.runs", "page.summary", "verify.statistics"},
     "page.charts": {"page.compare", "page.runs", "page.summary", "verify.statistics"},
-    "page.pruning": {"infra.runfolder", "page.charts", "page.compare", "page.runs"},
-    "page.texts": {"infra.runfolder", "page.evaluations"},
+    "page.pruning": {"infra.formats", "infra.runfolder", "page.charts", "page.compare", "page.runs"},
+    "page.texts": {"infra.formats", "infra.runfolder", "page.evaluations"},
     "page.evaluations": {"config", "infra.results", "verify.statistics"},
     "report": {"config", "infra.checkpoint", "infra.paths", "infra.runfolder", "infra.signals", "page.charts",
                "page.compare", "page.pruning", "page.runs", "page.summary", "page.texts"},
@@ -125,9 +126,9 @@ IMPORTS = {
               "infra.weights", "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora",
               "methods.soft_value", "methods.stand_ins", "metrics", "model", "page.summary", "preflight", "records",
               "rollout", "update", "verify.grade"},
-    "replay": {"advantage", "collect", "config", "infra.checkpoint", "infra.dist", "infra.paths", "infra.runfolder",
-               "infra.signals", "learner", "memory", "methods.kinds", "methods.preference", "methods.smaller_rows",
-               "methods.soft_value", "metrics", "records", "train", "update"},
+    "replay": {"advantage", "collect", "config", "infra.checkpoint", "infra.dist", "infra.formats", "infra.paths",
+               "infra.runfolder", "infra.signals", "learner", "memory", "methods.kinds", "methods.preference",
+               "methods.smaller_rows", "methods.soft_value", "metrics", "records", "train", "update"},
 }
 # Of lines: what a plain GRPO run reads, and what else has to be learnt at one go.
 GRPO = ("train", "data", "history", "rollout", "reward", "advantage", "prune", "pack", "loss", "update", "model",
@@ -167,8 +168,8 @@ def test_no_import_points_back():
         done += free
     for folder, allowed in (("verify", {"config", "settings"}),
                             ("infra", {"config", "methods.kinds", "records", "settings"}),
-                            ("page", {"config", "infra.paths", "infra.results", "infra.runfolder", "infra.show",
-                                      "settings", "verify.statistics"})):
+                            ("page", {"config", "infra.formats", "infra.paths", "infra.results", "infra.runfolder",
+                                      "infra.show", "settings", "verify.statistics"})):
         for name in (name for name in FILES if name.startswith(f"{folder}.")):
             assert {module for module in IMPORTS[name] if not module.startswith(f"{folder}.")} <= allowed, name
     scripts = {path.stem for path in OTHERS}
@@ -185,8 +186,8 @@ def test_the_house_keeps_its_budgets():
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1050
-    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1325
-    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 2990
+    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1335
+    assert lines(*(name for name in FILES if name.startswith("infra."))) <= 3125
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
     assert len(TEXTS["CONTRIBUTING.md"].splitlines()) <= 40

@@ -6,6 +6,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
 from conftest import ROOT, verdict
@@ -140,6 +141,20 @@ def test_a_worker_that_dies_is_replaced():
     grading.begin_verdict.cache_clear()
     assert verdict("b+1", "1+b") == "right"
     assert grading.Call(os.getpid).result() != before
+
+
+def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
+    """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
+    grading.Call(os.getpid).result()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        worker, pool = grading.Call(os.getpid).result(), grading.POOLS[grading.Call(os.getpid).limits]
+        os.kill(worker, 9)
+        waiting = [grading.Call(os.getpid) for _ in range(3)]
+        pool.stop()
+        assert worker not in [call.result() for call in waiting]
+        assert grading.Call(os.getpid).result() and grading.POOLS[waiting[0].limits] is not pool
+    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files
 
 
 def allocate(gibibytes: int) -> int:

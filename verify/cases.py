@@ -4,7 +4,7 @@ from collections import Counter
 from pathlib import Path
 
 from config import ConfigError
-from settings import parse_json
+from settings import SHORT, parse_json
 
 CASE = {"gold": str, "completion": str, "correct": bool}
 
@@ -28,7 +28,8 @@ def read_case(line: bytes, place: str) -> dict:
         if not isinstance(case, dict) or not isinstance(case.get(key), kind):
             raise ConfigError(f"{place}: a case needs {key!r}, a {kind.__name__}")
     if not isinstance(case.get("category", ""), str):
-        raise ConfigError(f"{place}: the category of a case must be a text, not {case['category']!r}")
+        raise ConfigError(f"{place}: the category of a case must be a text, not "
+                          f"{SHORT.repr(case['category'])}")
     return case
 
 

@@ -13,6 +13,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable, Iterable
+from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
@@ -31,6 +32,7 @@ PATIENCE = 10            # times VERIFY_SECONDS by the clock, for a function tha
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
+LOOK = 1.0               # seconds between two looks whether the workers of a call are still there
 RESTARTS = 10            # of a call whose workers die before it is known which of them had it
 SHOWN = 10               # ids that a warning names
 
@@ -128,7 +130,9 @@ class Call:
         try:
             self.schedule()
         except RuntimeError:  # an idle worker was killed from outside, and pebble gives up on the whole pool
-            POOLS.pop(self.limits).stop()
+            pool = POOLS.pop(self.limits)
+            pool.stop()
+            pool.join()  # else its threads and semaphores stay
             self.schedule()
 
     def schedule(self) -> None:
@@ -139,8 +143,17 @@ class Call:
     def result(self) -> object:
         """Return what the function returns. Raises OverLimit, what the function raises, and ConfigError where
         no worker lives long enough to take the call."""
+        try:
+            return self.awaited()
+        finally:
+            self.pool = None  # a verdict is remembered for longer than a pool lives
+
+    def awaited(self) -> object:
         for _ in range(RESTARTS):
             try:
+                while not wait([self.future], LOOK).done:
+                    if not self.pool.active:  # and so forgets what it was asked
+                        raise BrokenProcessPool
                 return self.future.result()
             except ProcessExpired as error:
                 how = f"signal {-error.exitcode}" if error.exitcode < 0 else "an exit of its own"
@@ -148,7 +161,7 @@ class Call:
             except (TimeoutError, MemoryError) as error:
                 raise OverLimit(MEMORY if isinstance(error, MemoryError) else TIME) from error
             except BrokenProcessPool:  # a worker has died, and it is not known of which call
-                if not self.pool.started.is_set():
+                if self.pool and not self.pool.started.is_set():
                     main = getattr(sys.modules["__main__"], "__file__", "the main program")
                     raise ConfigError(f"no process of the {self.limits.purpose} lives to take a call: each "
                                       f"imports {main}, which must run what it runs under "
