@@ -13,9 +13,8 @@ test: .venv/dev      ## the suite, without whole training runs
 
 test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, and killed runs are the same runs
 	$(VENV)/python -m pytest -m slow
-	$(VENV)/python tests/survive.py --kills 3
-	$(VENV)/python tests/survive.py --kills 2 --set model.lora.rank=4
-	$(VENV)/python tests/survive.py --kills 6 --ranks 1 --signals
+	$(VENV)/python tests/survive.py --kills 6 --signals
+	$(VENV)/python tests/survive.py --kills 2 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/fuzz.py --mutants 2000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model.

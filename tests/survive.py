@@ -50,7 +50,7 @@ def start(out: Path, ranks: int, steps: int, more: list[str], stderr: int | IO =
     words = [word for setting in (*SETTINGS, *more, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
     command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "dppo_toy.yaml", *words]
     return subprocess.Popen([*command, "--resume", "auto"], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
-                            stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1"})
+                            stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"})
 
 
 def finish(out: Path, ranks: int, steps: int, more: list[str]) -> None:
@@ -148,7 +148,8 @@ def main() -> None:
     parser.add_argument("--signals", action="store_true", help="other signals too, to other processes")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     args = parser.parse_args()
-    rng, steps = random.Random(args.seed), 8 * args.kills
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would go on, as they should
+    rng, steps = random.Random(args.seed), 6 * args.kills
     more = [*["checkpoint.every=3"] * args.signals, *args.set]
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
@@ -162,9 +163,14 @@ def main() -> None:
                     process = start(cut, ranks, steps, more, said)
                     if not interrupt(process, cut, phase, number, target, rng.uniform(0, 1.0)):
                         break
-                    status = process.wait(PATIENCE)  # an error where the signal does not end it
+                    with suppress(subprocess.TimeoutExpired):
+                        process.wait(PATIENCE)
+                    if hung := process.poll() is None:
+                        process.send_signal(signal.SIGABRT)  # so that it says where it hangs
+                    status = process.wait()
                     said.seek(0)
                     text = said.read()
+                assert not hung, f"{signal.Signals(number).name} to {target} in {phase}: {text}"
                 assert ranks > 1 or status in (130, -signal.SIGKILL) and "Traceback" not in text, (status, text)
                 done[f"{signal.Signals(number).name} to {target if ranks > 1 else 'it'} in {phase}"] += 1
             assert done.total() == args.kills, f"the run came to its end after {done.total()} of all kills"

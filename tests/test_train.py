@@ -488,7 +488,7 @@ def test_a_step_on_cuda(dtype, offload, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "ranks"), [("cppo_toy", 1), ("cppo_toy", 2), ("lora_toy", 1)])
+@pytest.mark.parametrize(("name", "ranks"), [("cppo_toy", 2), ("lora_toy", 1)])
 def test_cppo_learns_to_reason(name, ranks, tmp_path):
     """The promise of the README: at least 40 points on held-out problems, 95% intervals apart, longer answers."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
