@@ -100,6 +100,7 @@ def read_result(path: Path) -> dict:
     if not isinstance(sets, dict) or not isinstance(results, dict) or not results.keys() <= sets.keys():
         raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
     for name, of in results.items():
+        require(sets[name], f"{path}: head.sets.{name}", {"data": TEXT})
         require_answers(of, f"{path}: results.{name}")
     return result
 

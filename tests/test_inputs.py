@@ -12,7 +12,7 @@ from conftest import TOY
 import config
 import data
 from config import ConfigError
-from infra import results, weights
+from infra import formats, lines, results, weights
 from infra.tokenizer import Tokenizer
 from model import load_model
 from verify import cases
@@ -166,3 +166,47 @@ def test_a_case_that_is_none_is_named_by_its_line(line, message, tmp_path):
 
 def test_an_evaluation_is_not_written_over_a_folder(tmp_path):
     assert "is a folder; name the file" in said_by(results.places, ["model"], tmp_path)
+
+
+# ---- logs
+
+GROUP = {"step": 1, "id": "a", "prompt": "p", "gold": None}
+PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4"}
+
+
+@pytest.mark.parametrize(("require", "line", "message"), [
+    (formats.ended, {"state": 3}, "state is 3 and must be str"),
+    (formats.stepped, {"step": "1"}, "step is '1' and must be int"),
+    (formats.measured, {"loss": 1.0}, "step is missing and must be int"),
+    (formats.measured, {"step": 1, "loss": "1"}, "loss is '1' and must be int or float or NoneType"),
+    (formats.sampled, GROUP | {"completions": [3]}, r"completions\[0\]: text is missing and must be str"),
+    (formats.evaluated, PROBLEM | {"responses": []}, r"responses\[0\] is None and must be dict"),
+    (formats.evaluated, PROBLEM | {"responses": [{"text": "x"}]}, r"responses\[0\]: reward is missing"),
+    (formats.evaluated, PROBLEM | {"responses": [{"text": "x", "verdict": "right"}, {"text": "x"}]},
+     r"responses\[1\]: verdict is missing"),
+    (formats.decided, {"step": 1, "prompts": [{"right": [1, 0], "completion_weight": [1.0]}]},
+     r"prompts\[0\] has 1 weights and not as many rewards"),
+    (formats.decided, {"step": 1, "prompts": [{"right": [1, "a"]}]}, r"right\[1\] is 'a' and must be int or float"),
+])
+def test_a_line_of_a_log_that_lacks_something_is_named(require, line, message, tmp_path):
+    path = tmp_path / "log.jsonl"
+    lines.append(path, line)
+    said = said_by(lines.read, path, require)
+    assert re.search(message, said) and said.startswith(f"{path}:1: ") and "bring it back, or do without" in said, said
+
+
+def test_a_result_whose_problems_are_not_alike_is_named(tmp_path):
+    def write(*counts: int, of: dict | None = None, **more) -> Path:
+        response = {"id": "a", "k": 0, "tokens": 1, "finished": True, "text": "x", "reward": 0.5}
+        problems = [{"id": "a", "gold": None, "responses": [response] * count} for count in counts]
+        path = tmp_path / "result.json"
+        sets = {"few": {"data": "0"} if of is None else of}
+        path.write_text(json.dumps({"head": {"sets": sets}, "results": {"few": {"problems": problems} | more}}))
+        return path
+
+    results.read_result(write(2, 2, reward_range=[0, 1]))
+    for path in (write(2, 1), write(), write(0)):
+        assert "results.few" in said_by(results.read_result, path)
+        assert "bring it back" in said_by(results.read_result, path)
+    assert "head.sets.few: data is missing" in said_by(results.read_result, write(1, of={}))
+    assert "reward_range must be two numbers" in said_by(results.read_result, write(1, reward_range=[1]))
