@@ -8,11 +8,12 @@ demo: .venv/run      ## train the toy model with CPPO, print accuracy before and
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
 	$(VENV)/python report.py $$out
 
+# Two at a time: the next test is imported and set up while one waits for its processes.
 test: .venv/dev      ## the suite, without whole training runs
-	$(VENV)/python -m pytest
+	$(VENV)/python -m pytest -n 2 --dist worksteal
 
 test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, and killed runs are the same runs
-	$(VENV)/python -m pytest -m slow
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
 	$(VENV)/python tests/survive.py --kills 6 --signals
 	$(VENV)/python tests/survive.py --kills 2 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/fuzz.py --mutants 2000

@@ -311,8 +311,9 @@ def check(bench: Bench) -> None:
 def learning(bench: Bench) -> None:
     """Train the toy by CPPO. It must learn, and the engine's log-probs must stay the trainer's."""
     out, steps = bench.folder.with_name("run"), bench.sizes.steps
-    train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "model.dtype=bfloat16",
-                                              "rollout.engine=torch", "checkpoint.every=0"]))
+    train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "rollout.engine=torch",
+                                              f"model.dtype={'bfloat16' if bench.cuda else 'float32'}",
+                                              "checkpoint.every=0"]))
     lines = runfolder.read(out / "metrics.jsonl")
     evals = [line for line in lines if summary.is_evaluation(line)]
     first, last = evals[0], evals[-1]

@@ -12,6 +12,7 @@ from torch.overrides import TorchFunctionMode
 
 import config
 import model as decoder
+import preflight
 from infra import dist
 from infra.weights import save_weights
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
@@ -54,6 +55,12 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+@pytest.fixture(autouse=True)
+def unchecked(monkeypatch):
+    """Runs without the checks before them, which take as long and on which they do not depend (test_preflight.py)."""
+    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -107,13 +114,14 @@ def nudge(model: torch.nn.Module, size: float) -> None:
 
 
 def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
-    """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8, evaluated on 6 problems."""
+    """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8 from 256 problems, evaluated on
+    6."""
     few = out.parent / "few.jsonl"
     few.parent.mkdir(parents=True, exist_ok=True)
     few.write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:6]))
     return config.load(name, [
         f"model.path={TOY}", f"out={out}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
-        "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
+        "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
         "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", *overrides])
 
 

@@ -21,7 +21,7 @@ import tempfile
 from collections import Counter
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic, time
+from time import monotonic, sleep, time
 from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
@@ -119,6 +119,7 @@ def interrupt(process: subprocess.Popen, out: Path, phase: str, number: int, tar
                 with suppress(ProcessLookupError):
                     os.kill(pid, number)
             return True
+        sleep(0.002)  # a loop without a pause would take the CPU of a rank
     return False
 
 

@@ -165,7 +165,7 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
      r"steps \(2 there, 9 now\): optim.schedule=cosine has spread its rate over the steps there; resume with"),
     ([], ["steps=1"], r"other settings: steps \(2 there, 1 now\); resume with"),
     ([], ["eval.every=1", "optim.lr=1", "steps=9"], r"other settings: optim.lr \(0.0001 there, 1.0 now\); resume with"),
-    ([], ["data.limit=2"], r"other settings: data.limit \(None there, 2 now\); resume with")], ids=str)
+    ([], ["data.limit=2"], r"other settings: data.limit \(256 there, 2 now\); resume with")], ids=str)
 def test_what_the_steps_done_depend_on_may_not_change(there, now, message, tmp_path):
     folder = begun(tmp_path / "run", toy_config(tmp_path / "run", *there), 0, 1)
     for resume in ("always", "auto"):

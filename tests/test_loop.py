@@ -12,7 +12,6 @@ from test_objectives import learner_on
 import data
 import memory
 import model as decoder
-import preflight
 import rollout
 import train
 import update
@@ -180,7 +179,6 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
         return [Sample(ids, (-1.0,) * len(ids), True) for ids in tokenizer.encode(texts)]
 
     monkeypatch.setattr(rollout.TorchEngine, "generate", spy)
-    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     train.train(cfg)
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
@@ -202,7 +200,6 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
 
 def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
     set_up, true_update, engines, asleep = train.set_up, train.update, [], []
-    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
     monkeypatch.setattr(train, "update", lambda *given: asleep.append(
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
@@ -212,7 +209,6 @@ def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
 
 def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
     offers = []
-    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
     monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
     for name, seed in (("one", 0), ("again", 0), ("other", 1)):
         train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token",

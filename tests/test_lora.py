@@ -240,9 +240,8 @@ def short(out: Path, base: Path, *changes: str):
                       "eval.max_new_tokens=8", *changes)
 
 
-def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path, monkeypatch):
+def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
     """Neither training nor evaluation takes a base that was changed under its name."""
-    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
     base, run = shutil.copytree(tiny, tmp_path / "base"), tmp_path / "run"
     train.train(short(run, base, "steps=1"))
     tensors = load_file(base / "model.safetensors")
@@ -257,9 +256,8 @@ def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path, monkeypatch):
     train.train(short(run, base, "steps=2"), resume="always")
 
 
-def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path, monkeypatch):
+def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
     """To which a KL is taken. An evaluation does not need it."""
-    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
     written_by_peft(tiny, tmp_path / "adapter", r=2, lora_alpha=32)
     settings = [f"model.lora.path={tmp_path / 'adapter'}", "loss.kl=0.1"]
     train.train(short(tmp_path / "run", tiny, "steps=1", *settings))

@@ -37,6 +37,11 @@ def failing(cfg) -> list[str]:
     return [c.name for c in checks if not c.passed]
 
 
+@pytest.fixture(autouse=True)
+def unchecked():
+    """Runs have their checks here."""
+
+
 @pytest.fixture
 def cfg(tmp_path):
     return toy_config(tmp_path / "run", "rollout.temperature=0.7", "model.dtype=float32", "eval.max_new_tokens=8")

@@ -13,7 +13,7 @@ from conftest import ROOT, TOY, as_batch, make_groups, nudge, toy_config, weight
 from shortage import LESS, short_of_memory
 from test_critic import fit, rolled_out
 from test_objectives import learner_on
-from test_train import SHORT, main, unchecked, without_times
+from test_train import SHORT, main, without_times
 
 import config
 import memory
@@ -25,7 +25,6 @@ from methods.smaller_rows import Packing
 from metrics import Clock
 from prune import keep_all
 
-__all__ = ["unchecked"]
 ALL = ["prune.completions={kind: none}", "loss.count=all"]  # so that rows are long
 LENGTHS = [[30, 9, 25, 12], [14, 21, 7, 28], [26, 6, 32, 13], [9, 22, 14, 35]]
 
@@ -129,7 +128,7 @@ def test_a_capacity_is_halved_until_it_is_below_the_row_that_was_tried_and_never
         Packing(1000, None, least=10, halved=3).halve(1000, LESS)
 
 
-def test_after_three_halvings_a_run_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, unchecked, capsys):
+def test_after_three_halvings_a_run_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, capsys):
     """Memory runs out in the second step, in every row, whatever its length."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, "rollout.prompts_per_step=8", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
@@ -151,7 +150,7 @@ def test_after_three_halvings_a_run_ends_with_status_2_and_a_whole_checkpoint(tm
 
 
 @pytest.mark.parametrize("asked", ["1024", "auto"])
-def test_a_run_goes_on_with_the_capacity_that_it_had_come_to(asked, tmp_path, monkeypatch, capsys, unchecked):
+def test_a_run_goes_on_with_the_capacity_that_it_had_come_to(asked, tmp_path, monkeypatch, capsys):
     """Memory runs out in the second of four steps; what goes on from there is the same byte for byte."""
     cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=1", "checkpoint.keep=all",
                      f"pack.capacity={asked}", *SHORT)
@@ -182,7 +181,7 @@ def test_a_run_goes_on_with_the_capacity_that_it_had_come_to(asked, tmp_path, mo
     assert decided.pack.capacity == 2048
 
 
-def test_rows_left_to_auto_give_the_parameters_of_rows_set_by_hand(tmp_path, unchecked):
+def test_rows_left_to_auto_give_the_parameters_of_rows_set_by_hand(tmp_path):
     """Two whole steps of two epochs of two mini-batches in float64, with a KL."""
     found = {}
     for capacity in ("auto", "176", "300"):

@@ -41,12 +41,6 @@ def change(cfg: config.Config, **sections) -> config.Config:
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 
-@pytest.fixture
-def unchecked(monkeypatch):
-    """Runs without their preflight, which they do not depend on (test_preflight.py)."""
-    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
-
-
 def main(monkeypatch, *arguments: str | Path) -> int:
     """Status of train.py with these arguments, in this process, whose group and signals are not the run's."""
     monkeypatch.setattr(sys, "argv", ["train.py", *map(str, arguments)])
@@ -109,7 +103,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
-def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, unchecked, capsys):
+def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, capsys):
     """On a machine whose memory had room for 3 slots, and where blocks had to be recomputed; then on this one."""
     cfg = toy_config(tmp_path / "run", "checkpoint.every=1", "model.dtype=auto", *SHORT)
     with monkeypatch.context() as patch:
@@ -131,7 +125,7 @@ def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp
     assert engines[0].slots == 3 and "checkpoint_blocks=selective" in capsys.readouterr().out
 
 
-def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch, unchecked):
+def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
     order = []
     for owner, name in ((train.Checkpoints, "save"), (train.Checkpoints, "wait_for_copies"), (train, "update")):
         true = getattr(owner, name)
@@ -209,7 +203,7 @@ def test_the_learning_rate_is_a_pure_function_of_the_step(tmp_path):
     assert [learning_rate(step, cosine.optim, 10) for step in range(10)] == pytest.approx(expected)
 
 
-def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path, unchecked):
+def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tmp_path):
     """Far below Adam's eps of 1e-8 a step is proportional to the gradient, so a clipped one hardly moves the policy."""
     before = weights(load(TOY, torch.float64))
     moved = []
@@ -339,7 +333,7 @@ def test_config_not_found_is_one_line_and_status_2():
     assert "Did you mean 'cppo_toy.yaml'?" in done.stderr
 
 
-def test_resume_refuses_other_settings_and_names_them(tmp_path, unchecked):
+def test_resume_refuses_other_settings_and_names_them(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", *SHORT)
     train.train(cfg)
     both = r"other settings: seed \(0 there, 3 now\), rollout.group_size \(8 there, 9 now\)|" \
@@ -357,7 +351,7 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path, unchecked):
     assert without_times(tmp_path / "run") == before and not (tmp_path / "run" / "eval_000009.jsonl").exists()
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch, unchecked):
+def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch):
     """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
     cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
@@ -388,7 +382,7 @@ sys.exit(train.main())
 """
 
 
-def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_the_same(tmp_path, unchecked):
+def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_the_same(tmp_path):
     """A process of its own, which pauses in its first step: there it holds the folder, and gets the signal."""
     whole = toy_config(tmp_path / "whole", "steps=3", *SHORT)
     cut = replace(whole, out=str(tmp_path / "cut"))
@@ -414,7 +408,7 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
     assert runfolder.state_of(tmp_path / "cut") == {"state": "finished"}
 
 
-def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch, unchecked):
+def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch):
     cfg = toy_config(tmp_path / "run", "steps=1", "checkpoint.every=1", *SHORT)
     states = []
     monkeypatch.setattr(train.lora, "export_both", lambda *given: states.append(runfolder.state_of(tmp_path / "run")))
@@ -457,7 +451,7 @@ def test_a_full_disk_is_one_line_and_nothing_is_lost(tmp_path, monkeypatch):
     assert without_times(tmp_path / "run") == without_times(tmp_path / "whole")
 
 
-def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys, unchecked):
+def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys):
     (tmp_path / "test.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=1", *SHORT)))
 
     def full(self, name, line):
