@@ -2,6 +2,7 @@
 
 import errno
 import io
+import multiprocessing
 import os
 import signal
 import sys
@@ -104,10 +105,10 @@ def outlive_terminal() -> None:
 
 def exit_status(program: Callable[[], int | None], remedy: str = "start it again") -> int:
     """Run a program to its exit status: its own or 0, 2 after what the user can mend, 130 after a signal,
-    141 where nobody reads its output any more.
-
-    `remedy` says what goes on with work that was stopped.
+    141 where nobody reads its output any more. `remedy` says what goes on with work that was stopped.
     """
+    if getattr(multiprocessing.current_process(), "_inheriting", False):
+        sys.exit(1)  # a worker of the verifier, and its import of the main program has come here
     outlive_terminal()
     try:
         status = program() or 0

@@ -328,6 +328,19 @@ def test_a_program_without_a_main_guard_is_told_so(tmp_path):
                      done.stderr)
 
 
+def test_so_is_one_that_trains(tmp_path):
+    """And no worker trains, as one rank more that waits for ever."""
+    done = run_program(tmp_path, f"import os\nfrom infra import signals\n"
+                                 f"def train():\n"
+                                 f"    open(f'{tmp_path}/{{os.getpid()}}.trained', 'w')\n"
+                                 f"    print(grade({EXPRESSIONS})[0]['verdict'])\n"
+                                 f"signals.exit_status(train)")
+    assert len(list(tmp_path.glob("*.trained"))) == 1
+    assert done.returncode == 0 and done.stdout == ""
+    assert re.fullmatch(r"error: no process of the verifier lives .* imports .*program.py, .*`if __name__ == .*\n",
+                        done.stderr)
+
+
 def test_a_program_with_one_is_not(tmp_path):
     done = run_program(tmp_path, f"if __name__ == '__main__':\n    print(grade({EXPRESSIONS})[0]['verdict'])")
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
