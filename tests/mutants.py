@@ -253,7 +253,7 @@ MUTANTS = [
     ("infra/signals", "if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:", "if True:", "stop"),
     ("infra/weights", "if not tensors[name].is_floating_point() or", "if", "silence"),
     ("infra/weights", "or not tensors[name].isfinite().all():", "or False:", "silence"),
-    ("infra/rows", "isinstance(value, float) and math.isnan(value)", "False", "silence"),
+    ("infra/rows", "isinstance(value, float) and not math.isfinite(value)", "False", "silence"),
     ("infra/paths", "or any(folder.iterdir())", "", "checkpoint"),
     ("verify/cases", "sum(counts.values(), Counter())", "counts.pop('total', Counter())", "silence"),
     ("infra/digests", 'if path.suffix in (".json", ".jinja"))', 'if path.suffix == ".jinja")', "silence"),
