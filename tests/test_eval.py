@@ -175,7 +175,7 @@ def written(path, *rights: str, other: str = "") -> str:
     problems = [{"id": str(i), "gold": "1", "responses": [{
         "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
         "lenient": True, "last_number": True}]} for i, right in enumerate(rights)]
-    path.write_text(json.dumps({"head": {"sets": {"few": {"data": other}}},
+    path.write_text(json.dumps({"head": {"sets": {"few": {"data": other, "count": len(rights)}}},
                                 "results": {"few": evaluation.summarise(problems)}}))
     return str(path)
 
