@@ -109,8 +109,8 @@ def test_a_chat_template_that_fails_says_how(template, model):
 
 @pytest.mark.parametrize(("line", "message"), [
     (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
-    (b'{"question": "\\ud800", "answer": "1"}', "surrogates not allowed"),
-    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "surrogates not allowed"),
+    (b'{"question": "\\ud800", "answer": "1"}', "not valid JSON .*surrogates not allowed"),
+    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "not valid JSON .*surrogates not allowed"),
     (b"[" * 100_000, "not valid JSON .maximum recursion"),
     (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
 ])
