@@ -12,20 +12,16 @@ experiments/redraw.py computes the same numbers, and draws the figures, from wha
 
 import argparse
 import json
-import sys
 from pathlib import Path
 from statistics import mean
 
-from measures import COSTS, Curve, area_and_end, curve, difference, holm, least
-from stored import RECIPE, RESULTS, ROOT, Run, keep, records
+from measures import COSTS, area_and_end, cpu_share, curve, difference, holm, least
+from rates import VALIDATION, best_rate, rate_table, tune, validated
+from stored import RECIPE, RESULTS, Record, Run, keep, records
 from testbed import table
 from tqdm import tqdm
 
 import config
-
-sys.path.append(str(ROOT / "toy"))
-
-import hard  # noqa: E402
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
@@ -54,11 +50,10 @@ OTHERS = {
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }
 EVALUATED = "eval.every=15"
-GRID, FACTOR, EXTENSIONS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), 2, 2
-TUNING_SEEDS = (100, 101)
+GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
 SEEDS, SOME_SEEDS = range(5), range(3)
-VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, always the same
-Areas = dict[str, list[float]]  # learning rate -> the area of each tuning run
+PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
+Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
 
 
 def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
@@ -67,120 +62,64 @@ def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
     return Run(name, (*settings, EVALUATED), rate, seed, family, data)
 
 
-def write_validation() -> None:
-    """Write 600 problems that are none of training, test, or (above level 1) pre-training."""
-    train, test = hard.splits()
-    seen = {numbers for line, numbers in hard.pretraining() if line["level"] > 1}
-    lines = hard.distinct(600, seed=4, taboo=seen | train.keys() | test.keys())
-    rows = [{"id": f"hard/validation/{i}", **line} for i, line in enumerate(lines.values())]
-    path = ROOT / VALIDATION
-    path.parent.mkdir(exist_ok=True)
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+def validation_arm(name: str, rate: str, seed: int) -> Run:
+    return arm(name, rate, seed, VALIDATION)
 
 
-# ---- learning rates
-
-def validated(results: Path) -> dict[str, Areas]:
-    """Read the areas over steps of the tuning runs that are kept, {family: {rate: [seed]}}."""
-    found: dict[str, Areas] = {}
-    for record in records(results):
-        about = record.about
-        if about["split"] == "validation" and about["family"] in SIX:
-            of, total = curve(record), about["settings"]["steps"]
-            areas = found.setdefault(about["family"], {}).setdefault(about["rate"], [])
-            areas.append(area_and_end(of, "steps", total)[0])
-    return found
+def shipped_rate() -> str:
+    """Write the config's rate as people do, 1e-4."""
+    return f"{config.load(RECIPE).optim.lr:.0e}".replace("e-0", "e-")
 
 
-def best_rate(areas: Areas) -> str | None:
-    """Choose a rate, once every one of the grid has all of its seeds; None before."""
-    whole = {rate: mean(of) for rate, of in areas.items() if len(of) == len(TUNING_SEEDS)}
-    return max(whole, key=whole.get) if len(whole) >= len(GRID) else None
-
-
-def is_inside(rate: str, areas: Areas) -> bool:
-    return min(map(float, areas)) < float(rate) < max(map(float, areas))
-
-
-def beyond(rate: str, areas: Areas) -> str:
-    """Name the rate next to the best, an end of what was tried, outside."""
-    factor = FACTOR if float(rate) == max(map(float, areas)) else 1 / FACTOR
-    return f"{float(rate) * factor:.3g}"
-
-
-def tune(results: Path, bar: tqdm) -> None:
-    """Run every one of the six at each rate of the grid, and beyond it where the best is an end of it."""
-    write_validation()
-    for seed in TUNING_SEEDS:
-        for name in SIX:
-            for rate in GRID:
-                kept(arm(name, rate, seed, VALIDATION), results, bar)
-    for name in SIX:
-        for _ in range(EXTENSIONS):
-            areas = validated(results)[name]
-            best = best_rate(areas)
-            if not is_inside(best, areas):
-                for seed in TUNING_SEEDS:
-                    kept(arm(name, beyond(best, areas), seed, VALIDATION), results, bar)
-
-
-def kept(run: Run, results: Path, bar: tqdm) -> None:
-    bar.set_description(run.name)
-    keep(run, results)
-    bar.update()
+def chosen(results: Path) -> dict[str, str | None]:
+    """Name the rate that the validation split has chosen for each of the six; None where runs are missing."""
+    areas = validated(results)
+    return {name: best_rate(areas.get(name, {}), len(GRID), len(TUNING_SEEDS)) for name in SIX}
 
 
 def rates(results: Path) -> dict[str, str]:
     """Name the rate of each of the six: the chosen one, or the config's."""
-    shipped = f"{config.load(RECIPE).optim.lr:.0e}".replace("e-0", "e-")
-    found = validated(results)
-    return {name: best_rate(found.get(name, {})) or shipped for name in SIX}
+    return {name: rate or shipped_rate() for name, rate in chosen(results).items()}
 
 
-def rate_table(results: Path) -> list[str]:
-    """Tabulate the areas on the validation split, and mark the best of each method."""
-    rows = []
-    for name, areas in validated(results).items():
-        best = best_rate(areas)
-        cells = [f"{rate}: {mean(of):.2f}{' *' if rate == best else ''}"
-                 for rate, of in sorted(areas.items(), key=lambda item: float(item[0]))]
-        where = "not known yet"
-        if best is not None:
-            where = "inside" if is_inside(best, areas) else "an end of the grid"
-        rows.append([name, ", ".join(cells), where])
-    return table(["method", "learning rate: area on the validation split", "the best is"], rows)
-
-
-# ---- the comparison
-
-def curves(results: Path, names: list[str], seeds: range) -> dict[str, dict[int, Curve]]:
-    """Read the curves of arms at their families' rates, {arm: {seed: curve}}, of the runs there are."""
-    chosen, found = rates(results), {name: {} for name in names}
+def parts(results: Path) -> dict[str, Arms]:
+    """Sort what is kept: the six and their relatives at their rates, and the runs that chose these."""
+    rate_of = rates(results)
+    found: dict[str, Arms] = {"six": {name: {} for name in SIX}, "others": {}, "validation": {}}
+    found["others"] = {name: {} for name in ("grpo", *OTHERS)}
     for record in records(results):
-        about = record.about
-        if (about["arm"] in found and about["split"] == "test" and about["seed"] in seeds
-                and about["rate"] == chosen[about["family"]]):
-            found[about["arm"]][about["seed"]] = curve(record)
-    return {name: of for name, of in found.items() if of}
+        name, family, rate, seed, split = (record.about[key] for key in
+                                           ("arm", "family", "rate", "seed", "split"))
+        if family in SIX and split == "validation":
+            found["validation"].setdefault(f"{name}, {rate}", {})[seed] = record
+        elif family in SIX and rate == rate_of[family]:
+            for part, seeds in (("six", SEEDS), ("others", SOME_SEEDS)):
+                if name in found[part] and seed in seeds:
+                    found[part][name][seed] = record
+    for part, arms in found.items():
+        found[part] = {name: by_seed for name, by_seed in arms.items() if by_seed}
+    return {part: arms for part, arms in found.items() if arms}
 
 
-def compared(found: dict[str, dict[int, Curve]], family: int) -> dict:
+def compared(arms: Arms) -> dict:
     """Compute the areas and ends of arms at each cost, and their differences to GRPO, paired by seed.
 
     Returns {cost: {"budget", "arms": {arm: {"area" and "end": {"mean", "runs", "difference", "low", "high",
     "p" (Holm's over the arms of this column)}}}}}. GRPO has no difference, nor has an arm with fewer than two
-    seeds. Intervals are at 1 - 0.05 / family.
+    seeds. Intervals are at 1 - 0.05 / (arms less GRPO).
     """
-    numbers = {}
+    curves, numbers = {}, {}
+    for name, by_seed in arms.items():
+        curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
     for cost in COSTS:
-        budget = least([of for by_seed in found.values() for of in by_seed.values()], cost)
+        budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
         values = {name: {seed: area_and_end(of, cost, budget) for seed, of in by_seed.items()}
-                  for name, by_seed in found.items()}
-        arms = {name: {} for name in values}
+                  for name, by_seed in curves.items()}
+        figures = {name: {} for name in values}
         for place, figure in enumerate(("area", "end")):
-            for name, cell in column(values, place, family).items():
-                arms[name][figure] = cell
-        numbers[cost] = {"budget": budget, "arms": arms}
+            for name, cell in column(values, place, len(values) - 1).items():
+                figures[name][figure] = cell
+        numbers[cost] = {"budget": budget, "arms": figures}
     return numbers
 
 
@@ -217,48 +156,36 @@ def comparison_table(numbers: dict, figure: str) -> list[str]:
     return table([f"{figure}, %", "runs", *head], rows)
 
 
-def cost_table(results: Path, names: list[str], seeds: range) -> list[str]:
+def cost_table(arms: Arms) -> list[str]:
     """Tabulate what a whole run has spent, and its CPU seconds by phase, means over the seeds."""
-    chosen, rows = rates(results), []
-    phases = ("rollout", "reward", "score", "update", "sync", "step", "eval")
-    for name in names:
-        of_arm = [record for record in records(results) if record.about["arm"] == name
-                  and record.about["split"] == "test" and record.about["seed"] in seeds
-                  and record.about["rate"] == chosen[record.about["family"]]]
-        if of_arm:
-            spent = [f"{mean(curve(r).spent[cost][-1] for r in of_arm):,.0f}" for cost in list(COSTS)[:3]]
-            seconds = [f"{mean(phase_seconds(r.lines, phase) * cpu_share(r.about) for r in of_arm):.1f}"
-                       for phase in phases]
-            whole = f"{mean(r.about['cpu_seconds'] for r in of_arm):.0f}"
-            rows.append([name, *spent, *seconds, whole])
-    return table(["method", *list(COSTS)[:3], *(f"{phase} s" for phase in phases), "whole run, CPU s"], rows)
+    rows, tokens = [], list(COSTS)[:3]
+    for name, by_seed in arms.items():
+        runs = list(by_seed.values())
+        spent = [f"{mean(curve(run).spent[cost][-1] for run in runs):,.0f}" for cost in tokens]
+        seconds = [f"{mean(phase_seconds(run, phase) for run in runs):.1f}" for phase in PHASES]
+        rows.append([name, *spent, *seconds, f"{mean(run.about['cpu_seconds'] for run in runs):.0f}"])
+    return table(["method", *tokens, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
 
 
-def phase_seconds(lines: list[dict], phase: str) -> float:
-    return sum(line.get(f"time/{phase}", 0.0) for line in lines)
-
-
-def cpu_share(about: dict) -> float:
-    return about["cpu_seconds"] / about["wall_seconds"]
-
-
-def summed_up(results: Path) -> dict:
-    """Compute every number of the comparison from what is kept: rates, the six, and their relatives."""
-    parts = {"six": (curves(results, list(SIX), SEEDS), len(SIX) - 1),
-             "others": (curves(results, ["grpo", *OTHERS], SOME_SEEDS), len(OTHERS))}
-    numbers = {part: compared(found, family) for part, (found, family) in parts.items() if found}
-    return {"rates": rates(results)} | numbers
+def phase_seconds(run: Record, phase: str) -> float:
+    return sum(line.get(f"time/{phase}", 0.0) for line in run.lines) * cpu_share(run)
 
 
 def report(results: Path) -> None:
-    numbers = summed_up(results)
-    print(*rate_table(results), "", sep="\n")
-    for part in [part for part in numbers if part != "rates"]:
-        print(f"The {part} at equal cost, and the difference to GRPO\n")
-        for figure in ("area", "end"):
-            print(*comparison_table(numbers[part], figure), "", sep="\n")
-    print(*cost_table(results, [*SIX, *OTHERS], SOME_SEEDS), "", sep="\n")
-    print(json.dumps({"bench": "compare"} | numbers))
+    """Print the tables of all that is kept, and write down for redraw.py which runs they are of."""
+    found = parts(results)
+    files = {part: {name: [record.file for record in by_seed.values()] for name, by_seed in arms.items()}
+             for part, arms in found.items()}
+    (results / "parts.json").write_text(json.dumps(files, indent=1) + "\n")
+    numbers = {part: compared(arms) for part, arms in found.items()}
+    print(*rate_table(validated(results), chosen(results)), "", sep="\n")
+    for part in ("six", "others"):
+        if part in numbers:
+            print(f"The {part} at equal cost, and the difference to GRPO\n")
+            for figure in ("area", "end"):
+                print(*comparison_table(numbers[part], figure), "", sep="\n")
+            print(*cost_table(found[part]), "", sep="\n")
+    print(json.dumps({"bench": "compare", "rates": rates(results)} | numbers))
 
 
 def main() -> None:
@@ -270,14 +197,14 @@ def main() -> None:
     results = args.results.resolve()
     with tqdm(unit="run") as bar:
         if args.full:
-            tune(results, bar)
-        chosen = rates(results)
+            tune(validation_arm, dict.fromkeys(SIX, GRID), TUNING_SEEDS, results, bar)
+        rate_of = rates(results)
         for seed in SEEDS if args.full else SOME_SEEDS:
             for name in SIX:
-                kept(arm(name, chosen[name], seed), results, bar)
+                keep(arm(name, rate_of[name], seed), results, bar)
         for seed in SOME_SEEDS if args.full else ():
             for name, (family, _) in OTHERS.items():
-                kept(arm(name, chosen[family], seed), results, bar)
+                keep(arm(name, rate_of[family], seed), results, bar)
     report(results)
 
 

@@ -33,15 +33,19 @@ class Difference:
     p: float
 
 
+def cpu_share(record: Record) -> float:
+    """Return CPU seconds over wall seconds, of a whole run."""
+    return record.about["cpu_seconds"] / record.about["wall_seconds"]
+
+
 def curve(record: Record) -> Curve:
-    """Read a run's curve. Its wall seconds count by the share of CPU seconds in all of the run's seconds."""
-    share = record.about["cpu_seconds"] / record.about["wall_seconds"]
+    """Read a run's curve. Seconds are those of its steps on the wall, times the share of CPU seconds."""
     evaluated = [(line["step"], line["accuracy"]) for line in record.lines if "accuracy" in line]
     steps = [line for line in record.lines if "accuracy" not in line]
     spent = {}
     for cost, key in COSTS.items():
         of_steps = [1 if key is None else line.get(key, 0) for line in steps]
-        total = np.cumsum([0, *of_steps]) * (share if cost == "seconds" else 1)
+        total = np.cumsum([0, *of_steps]) * (cpu_share(record) if cost == "seconds" else 1)
         spent[cost] = np.array([total[step] for step, _ in evaluated], dtype=float)
     return Curve(spent, 100 * np.array([accuracy for _, accuracy in evaluated]))
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
 
+from tqdm import tqdm
 from training import ROOT, cpu_seconds, train_once
 
 import config
@@ -59,6 +60,7 @@ class Run:
 class Record:
     """What is kept of a run."""
 
+    file: str
     about: dict
     lines: list[dict]
 
@@ -82,8 +84,10 @@ def is_kept(run: Run, results: Path) -> bool:
     return all(then[key] == now[key] for key in then.keys() & now.keys())
 
 
-def keep(run: Run, results: Path) -> None:
+def keep(run: Run, results: Path, bar: tqdm) -> None:
     """Train a run and keep what it measured, unless that is there. One that was cut off starts anew."""
+    bar.set_description(run.name)
+    bar.update()
     if is_kept(run, results):
         return
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
@@ -128,7 +132,7 @@ def write(lines: list[dict], path: Path) -> None:
 
 def read(path: Path) -> Record:
     about, *lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
-    return Record(about, lines)
+    return Record(path.name, about, lines)
 
 
 def records(results: Path) -> Iterator[Record]:
