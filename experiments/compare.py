@@ -12,6 +12,7 @@ experiments/redraw.py computes the same numbers, and draws the figures, from wha
 
 import argparse
 import json
+import signal
 from pathlib import Path
 from statistics import mean
 
@@ -77,14 +78,14 @@ def chosen(results: Path) -> dict[str, str | None]:
     return {name: best_rate(areas.get(name, {}), len(GRID), len(TUNING_SEEDS)) for name in SIX}
 
 
-def rates(results: Path) -> dict[str, str]:
+def rates_of_six(results: Path) -> dict[str, str]:
     """Name the rate of each of the six: the chosen one, or the config's."""
     return {name: rate or shipped_rate() for name, rate in chosen(results).items()}
 
 
 def parts(results: Path) -> dict[str, Arms]:
     """Sort what is kept: the six and their relatives at their rates, and the runs that chose these."""
-    rate_of = rates(results)
+    rate_of = rates_of_six(results)
     found: dict[str, Arms] = {"six": {name: {} for name in SIX}, "others": {}, "validation": {}}
     found["others"] = {name: {} for name in ("grpo", *OTHERS)}
     for record in records(results):
@@ -185,7 +186,7 @@ def report(results: Path) -> None:
             for figure in ("area", "end"):
                 print(*comparison_table(numbers[part], figure), "", sep="\n")
             print(*cost_table(found[part]), "", sep="\n")
-    print(json.dumps({"bench": "compare", "rates": rates(results)} | numbers))
+    print(json.dumps({"bench": "compare", "rates": rates_of_six(results)} | numbers))
 
 
 def main() -> None:
@@ -195,10 +196,11 @@ def main() -> None:
     parser.add_argument("--results", type=Path, default=RESULTS)
     args = parser.parse_args()
     results = args.results.resolve()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way ends as well
     with tqdm(unit="run") as bar:
         if args.full:
             tune(validation_arm, dict.fromkeys(SIX, GRID), TUNING_SEEDS, results, bar)
-        rate_of = rates(results)
+        rate_of = rates_of_six(results)
         for seed in SEEDS if args.full else SOME_SEEDS:
             for name in SIX:
                 keep(arm(name, rate_of[name], seed), results, bar)

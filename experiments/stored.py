@@ -86,11 +86,11 @@ def is_kept(run: Run, results: Path) -> bool:
 
 def keep(run: Run, results: Path, bar: tqdm) -> None:
     """Train a run and keep what it measured, unless that is there. One that was cut off starts anew."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
     bar.set_description(run.name)
     bar.update()
     if is_kept(run, results):
         return
-    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
     folder = ROOT / "runs" / "measured" / run.name
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
