@@ -1,4 +1,4 @@
-"""Compute the comparison's numbers, and draw it, from what is kept alone: redraw.py RESULTS FIGURE"""
+"""Compute the comparison's numbers, and draw it, from what is kept alone: redraw.py RESULTS FIGURES"""
 import gzip
 import json
 import sys
@@ -9,15 +9,16 @@ import numpy as np
 
 COSTS = {"steps": "", "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
-
 def load(path):
     run, *lines = map(json.loads, gzip.decompress(path.read_bytes()).splitlines())
     tests = [line for line in lines if "accuracy" in line]
     run["accuracy"] = 100 * np.array([test["accuracy"] for test in tests])
+    share = run["cpu_seconds"] / run["wall_seconds"]
     for cost, key in COSTS.items():  # a step is one step; without one of the other keys it spent none
         spent = np.cumsum([0.0, *(line.get(key, cost == "steps") for line in lines if line not in tests)])
-        run[cost] = spent[[test["step"] for test in tests]]
-    run["seconds"] *= run["cpu_seconds"] / run["wall_seconds"]
+        run[cost] = spent[[test["step"] for test in tests]] * (share if cost == "seconds" else 1)
+    run["spent"] = {key: sum(line.get(key, 0) for line in lines) * (share if key.startswith("time/") else 1)
+                    for key in lines[0] | lines[1]}
     return run
 
 def area(run, cost, low, high):
@@ -42,19 +43,18 @@ def column(runs, cost, start, family):  # {arm: [mean, and the difference to GRP
         cells[arm] += [*tests[arm][:3], largest]
     return {"budget": most, **cells}
 
-def main(results, figure):  # parts.json says which runs are compared: {part: {arm: [file]}}
-    runs = {part: {arm: [load(results / name) for name in names] for arm, names in of_part.items()}
-            for part, of_part in json.loads((results / "parts.json").read_text()).items()}
-    numbers = {part: {f"{kind}, {cost}": column(of_part, cost, start, len(of_part) - 1) for cost in COSTS
-                      for kind, start in (("area", 0.0), ("end", 0.75))} for part, of_part in runs.items()}
-    plot, panels = plt.subplots(1, 4, figsize=(13, 3.4), sharey=True, layout="constrained")
-    for axes, cost in zip(panels, COSTS, strict=True):
-        for arm, of in runs["six"].items():
-            axes.plot(*(np.mean([run[key] for run in of], axis=0) for key in (cost, "accuracy")), label=arm)
-        axes.set_xlabel(cost)
-    panels[0].legend(fontsize=7)
-    plot.savefig(figure, dpi=110, metadata={"Software": None})
-    print(json.dumps(numbers, default=float))
-
+def main(results, figures):  # parts.json says which runs are compared: {part: {arm: [file]}}
+    for part, arms in json.loads((results / "parts.json").read_text()).items():
+        runs = {arm: [load(results / name) for name in names] for arm, names in arms.items()}
+        numbers = {f"{kind}, {cost}": column(runs, cost, start, len(runs) - 1)
+                   for cost in COSTS for kind, start in (("area", 0.0), ("end", 0.75))}
+        numbers["spent"] = {arm: [run["spent"] for run in of] for arm, of in runs.items()}
+        print(json.dumps({"part": part} | numbers, default=float))
+        for axes, cost in zip(plt.subplots(1, 4, figsize=(13, 3.4), sharey=True)[1], COSTS, strict=True):
+            for arm, of in runs.items():
+                axes.plot(*(np.mean([run[key] for run in of], 0) for key in (cost, "accuracy")), label=arm)
+            axes.set_xlabel(cost)
+        plt.legend(fontsize=7)
+        plt.savefig(figures / f"compare_{part}.png", dpi=99, bbox_inches="tight", metadata={"Software": None})
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))

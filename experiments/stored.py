@@ -104,7 +104,8 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
 def describe(run: Run, folder: Path) -> dict:
     """Say what ran, where and when."""
     ran_on = json.loads((folder / "env.json").read_text())
-    changed = " with changes" if ran_on["diff"] else ""
+    diff = [line for line in (ran_on["diff"] or "").splitlines() if line.startswith("diff --git ")]
+    changed = " with changes" if any("experiments/results/" not in line for line in diff) else ""
     machine = (f"{os.cpu_count()} {platform.machine()} cores, {ran_on['device']}, "
                f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
     return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,

@@ -66,7 +66,7 @@ def test_every_claim_gets_its_rows(results, capsys):
 def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
     second_E, accuracy_E = np.array([0.0, 10.0, 20.0]), np.array([40.0, 50.0, 45.0])
     assert claims.seconds_to(45, second_E, accuracy_E) == 5
-    assert claims.seconds_to(40, second_E, accuracy_E) == 0
+    assert claims.seconds_to(39, second_E, accuracy_E) == 0
     assert claims.seconds_to(51, second_E, accuracy_E) == math.inf
     for name, gain in (("slow", 0.2), ("fast", 0.4)):
         for seed in range(3):

@@ -60,10 +60,10 @@ def test_the_script_of_60_lines_computes_every_number_that_the_comparison_prints
     compare.report(results)
     printed = capsys.readouterr().out.splitlines()
     numbers = json.loads(printed[-1])
-    figure = tmp_path / "accuracy.png"
-    again = subprocess.run([sys.executable, str(SCRIPT), str(results), str(figure)], capture_output=True, text=True)
+    again = subprocess.run([sys.executable, str(SCRIPT), str(results), str(tmp_path)], capture_output=True, text=True)
     assert again.returncode == 0, again.stderr
-    redrawn, compared = json.loads(again.stdout), 0
+    redrawn = {line["part"]: line for line in map(json.loads, again.stdout.splitlines())}
+    compared = 0
     for part in ("six", "others", "validation"):
         for cost, of in numbers[part].items():
             for kind in ("area", "end"):
@@ -75,7 +75,15 @@ def test_the_script_of_60_lines_computes_every_number_that_the_comparison_prints
                     assert cell == pytest.approx([x for x in figures if x is not None], abs=1e-7), (part, cost, name)
                     compared += len(cell)
     assert compared > 8 * (5 * 6 - 4 + 5 * 9 - 4)
-    assert figure.stat().st_size > 10_000
+    arms = compare.parts(results)
+    for part in ("six", "others"):
+        assert (tmp_path / f"compare_{part}.png").stat().st_size > 10_000
+        rows = [line.split(" | ") for line in compare.cost_table(arms[part])[2:]]
+        for name, of in redrawn[part]["spent"].items():
+            row, = (row for row in rows if row[0] == f"| {name}")
+            spent = {key: np.mean([run.get(key, 0.0) for run in of]) for key in of[0]}
+            assert row[2:4] == [f"{spent['rollout/tokens']:,.0f}", f"{spent['train/tokens']:,.0f}"]
+            assert row[4] == f"{spent['time/rollout']:.1f}" and row[9] == f"{spent['time/step']:.1f}"
     assert len([line for line in printed if line.startswith("| nat |")]) == 3  # area, end and cost
 
 
@@ -91,7 +99,8 @@ def test_the_script_imports_nothing_of_ours_and_has_60_lines():
 def test_numbers_of_the_comparison_by_hand(results):
     arms = compare.parts(results)["six"]
     assert list(arms) == list(compare.SIX) and set(arms["cppo"]) == set(range(5))
-    assert {of.about["rate"] for of in arms["grpo"].values()} == {"5e-5"}
+    for name, rate in (("grpo", "5e-5"), ("cppo", "1e-4")):
+        assert {of.about["rate"] for of in arms[name].values()} == {rate}
     numbers = compare.compared(arms)
     assert numbers["steps"]["budget"] == 30
     assert numbers["trained tokens"]["budget"] == min(30 * (4000 - 200 * i) for i in range(6))
