@@ -144,6 +144,27 @@ def test_a_rate_is_chosen_once_all_runs_are_there_and_the_grid_grows_at_its_end(
     assert rates.beyond("5e-5", {"5e-5": [], "1e-4": []}) == "2.5e-05"
 
 
+@pytest.mark.parametrize("full", [False, True])
+def test_seeds_go_round_the_six_first_and_a_part_is_18_runs(tmp_path, monkeypatch, full):
+    made = []
+
+    def train(run: Run, results: Path, bar: tqdm) -> None:
+        made.append((run.split, run.arm, run.rate, run.seed))
+        make(results, run, 0.2 if run.rate == "5e-5" else 0.1)
+
+    for module in (compare, rates):
+        monkeypatch.setattr(module, "keep", train)
+    monkeypatch.setattr(rates, "write_validation", lambda: None)
+    monkeypatch.setattr(sys, "argv", ["compare.py", "--results", str(tmp_path), *(["--full"] if full else [])])
+    compare.main()
+    tuning = [run for run in made if run[0] == "validation"]
+    assert len(tuning) == (48 if full else 0) and made[:len(tuning)] == tuning
+    rest, rate = made[len(tuning):], "5e-5" if full else "1e-4"
+    six = [("test", name, rate, seed) for seed in range(5 if full else 3) for name in compare.SIX]
+    others = [("test", name, rate, seed) for seed in range(3 if full else 0) for name in compare.OTHERS]
+    assert rest == six + others
+
+
 def fake_training(folder: Path, name: str, *settings: str) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "eval/hard_test/accuracy": 0.4, "eval/hard_test/lenient": 0.5, "time/eval": 1.0},
