@@ -879,6 +879,15 @@ MUTANTS = [
     ("toy/hard", "taboo=seen | test.keys()", "taboo=seen", "toy"),
     ("toy/hard", "total += step", "total -= step", "toy"),
     ("experiments/testbed", 'len(prompt["right"]): "all right"', '1: "all right"', "toy"),
+    ("experiments/stored", "then[key] == now[key]", "True", "compare"),
+    ("experiments/measures", "(len(p) - rank) * p[i]", "len(p) * p[i]", "compare"),
+    ("experiments/measures", "area(x_E, of.accuracy_E, LAST * budget, budget)", "of.accuracy_E[-1]", "compare"),
+    ("experiments/measures", 'cpu_share(record) if cost == "seconds" else 1', "1", "compare"),
+    ("experiments/rates", "len(whole) >= rates", "whole", "compare"),
+    ("experiments/compare", "rate == rate_of[family]", "family", "compare"),
+    ("experiments/redraw", '(len(tests) - rank)', "len(tests)", "compare"),
+    ("experiments/claims", "if i == 0:", "if i < 0:", "claims"),
+    ("experiments/claim_runs", "steps // EVALUATIONS", "EVALUATIONS", "claims"),
 ]
 
 
