@@ -172,6 +172,7 @@ denials: 2 | 2\text{ is not a solution} | 2\text{ (or 3)}
 text lists: \text{Monday}, \text{Friday} | \text{Monday} | \text{Monday}, \text{Sunday}
 records: x=1,y=2,x=3,y=4 | x=1,y=4,x=3,y=2
 letters: a<b | a<c | b<a
+chains: f(2)<f(1)<f(4) | f(2)<f(3)<f(4) | f(2)<f(1)
 both: x>-1 \text{ and } x<3 | x>-1 \text{ or } x<3 | x>3
 money: \$5 | 5\text{ cents} | \$50 | £5 | €5
 scales: 30^\circ C | 30^\circ F | 31

@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import get_args, get_type_hints
 from xml.etree import ElementTree
 
+import mutants
 import pytest
 from conftest import ROOT, toy_config
 
@@ -237,6 +238,12 @@ def sections(cls, prefix=""):
 def leaves(cls=config.Config) -> set[str]:
     return {prefix + name for prefix, section in sections(cls) for name, hint in get_type_hints(section).items()
             if not any(map(is_dataclass, get_args(hint) or (hint,)))}
+
+
+def test_every_mutant_has_its_line():
+    """One that has lost it would stop tests/mutants.py, which is run by hand."""
+    lost = [(name, old) for name, old, _, _ in mutants.MUTANTS if (ROOT / f"{name}.py").read_text().count(old) != 1]
+    assert not lost
 
 
 def test_settings_are_few():

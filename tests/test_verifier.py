@@ -5,6 +5,7 @@ tests/answers.jsonl was written before the code that it judges; tests/respelling
 
 import json
 import random
+import re
 from fractions import Fraction
 
 import pytest
@@ -28,6 +29,15 @@ def test_labelled_answers(category):
     wrong = [(case["gold"], case["completion"], case["correct"]) for case in chosen
              if (judged(case["gold"], extract(case["completion"])) is True) != case["correct"]]
     assert not wrong
+
+
+CONVENTIONS = re.findall(r"\| `(.+)` \| `(.+)` \| (right|wrong) \|\n", (ROOT / "docs" / "evaluation.md").read_text())
+
+
+@pytest.mark.parametrize(("gold", "answer", "said"), CONVENTIONS)
+def test_the_conventions_are_as_the_page_has_them(gold, answer, said):
+    assert len(CONVENTIONS) > 30
+    assert verdict(gold, answer) == said
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.what)
@@ -132,6 +142,13 @@ def test_gold_answers_are_right_in_ten_spellings():
     assert len(rewritten) % len(cases.SPELLINGS) == 0 and len(cases.SPELLINGS) == 10
     for gold, way, completion in rewritten:
         assert judged(gold, extract(completion)) is True, (gold, way)
+
+
+def test_gold_answers_that_are_wrong_against_themselves_are_named():
+    said = cases.check_golds(["5", "5", "no mathematics \\at all{"]).splitlines()
+    assert "ways, that are right against themselves" in said[0] and said[0].endswith("of 20") and len(said) > 1
+    assert all(line.startswith("not 'no mathematics") for line in said[1:])
+    assert cases.check_golds(["5"]).endswith("100.0% of 10")
 
 
 def test_math_verifys_own_verdict_and_reading():
