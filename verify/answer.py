@@ -346,8 +346,10 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     loose = set(answer_signs) == {"="} and bool(LOOSE.fullmatch(b[0]))
     if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs):
         return same(a[-1], b[-1], compare)
-    if gold_named and answer_named and (value := same_name((a[0], a[-1]), (b[0], b[-1]))) is not None:
-        return same(a[-1], value, compare)
+    if gold_named and answer_named:
+        value = same_name((a[0], a[-1]), (b[0], b[-1]))
+        if value is not None or "(" in a[0] + b[0]:
+            return value is not None and same(a[-1], value, compare)
     if not gold_signs and set(answer_signs) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
         return same(gold, b[-1], compare)
     if len(gold_signs) == len(answer_signs) > 1 and same_chains(gold, answer, compare):
