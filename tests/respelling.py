@@ -1,6 +1,6 @@
 """Random values in random spellings, of which sympy knows whether they are equal.
 
-    python tests/respelling.py [--pairs 100000] [--seed 0]
+    python tests/respelling.py [--pairs 100000] [--changed 1000] [--seed 0]
 
 A value is a tree; `spelled` writes it in one of many ways, with other orders, operators, brackets and sizes. `changed`
 changes one thing in it: a sign or another operation, a number, a letter, a function, or what it is taken of.
@@ -19,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from verify import algebra  # noqa: E402
 from verify.answer import equal  # noqa: E402
+from verify.grade import last_number_equal  # noqa: E402
 
 LETTERS = ("x", "y", "a", "t", r"\theta", r"\lambda", "x_1")
 FUNCTIONS = {r"\sin": sympy.sin, r"\cos": sympy.cos, r"\tan": sympy.tan, r"\ln": sympy.log, r"\exp": sympy.exp}
@@ -150,6 +151,20 @@ def are_equal(one: sympy.Expr, other: sympy.Expr) -> bool | None:
     return True if compared else None
 
 
+def changed_pair(rng: random.Random) -> tuple[str, str]:
+    """Make a gold answer and one that is wrong by one thing."""
+    while True:
+        tree = random_tree(rng)
+        other = changed(tree, rng)
+        if are_equal(value(tree), value(other)) is False:
+            return spelled(tree, rng), spelled(other, rng)
+
+
+def accepted(gold: str, answer: str) -> bool:
+    """Whether an answer passes for right by strict or by lenient grading."""
+    return judged(gold, answer) is True or last_number_equal(gold, rf"so it is \boxed{{{answer}}}")
+
+
 def judged(gold: str, answer: str) -> bool | str:
     """Whether we find two answers equal, in this process."""
     try:
@@ -161,6 +176,7 @@ def judged(gold: str, answer: str) -> bool | str:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100_000)
+    parser.add_argument("--changed", type=int, default=1000, help="right answers with one thing changed")
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, counts = random.Random(args.seed), Counter()
@@ -174,8 +190,12 @@ def main() -> int:
         counts[f"{'equal' if truth else 'different'}, judged {'so' if agrees else 'otherwise'}"] += 1
         if not agrees:
             tqdm.write(f"{gold}  |  {answer}  |  equal: {truth}, judged {judged(gold, answer)}")
+    wrong = [changed_pair(rng) for _ in range(args.changed)]
+    counts["changed, judged so"] = sum(not accepted(*pair) for pair in wrong)
+    counts["changed, judged otherwise"] = args.changed - counts["changed, judged so"]
+    tqdm.write("\n".join(f"{gold}  |  {answer}  |  accepted" for gold, answer in wrong if accepted(gold, answer)))
     print(dict(counts))
-    return any("otherwise" in what for what in counts)
+    return any(count for what, count in counts.items() if "otherwise" in what)
 
 
 if __name__ == "__main__":
