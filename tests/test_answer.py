@@ -125,6 +125,10 @@ decorated: 5 | \color{red}{5} | \large 5 | 5\ | \textcolor{blue}{5} | =5 | 5\che
 foreign: (1,2) | （1，2） | (1，2)
 spelled bases: 43_5 | (43)_5 | 43_{\text{five}} | 43 \text{ base } 5
 physics: mgh | ghm | m g h
+inverses: f^{-1}(x)=\frac{x-1}{2} | y=\frac{x-1}{2} | \frac{x-1}{2}
+events: P(X>2)=\frac14 | \frac14 | 0.25
+grades: 12 | 12th | 12th grade | \text{12th}
+indices of sums: \sum_{i=1}^n i^2 | \frac{n(n+1)(2n+1)}{6} | \sum_{k=1}^{n} k^2
 """
 DIFFERENT = r"""
 numbers: 12 | 21 | -12 | 12.5 | 1.2 | 120 | 012345
@@ -172,6 +176,8 @@ denials: 2 | 2\text{ is not a solution} | 2\text{ (or 3)}
 text lists: \text{Monday}, \text{Friday} | \text{Monday} | \text{Monday}, \text{Sunday}
 records: x=1,y=2,x=3,y=4 | x=1,y=4,x=3,y=2
 letters: a<b | a<c | b<a
+events: P(X>2)=\frac14 | P(X<2)=\frac14 | P(X>3)=\frac14
+inverses: 2 | x^{-1}=2 | f^{-1}=3
 chains: f(2)<f(1)<f(4) | f(2)<f(3)<f(4) | f(2)<f(1)
 both: x>-1 \text{ and } x<3 | x>-1 \text{ or } x<3 | x>3
 money: \$5 | 5\text{ cents} | \$50 | £5 | €5

@@ -21,11 +21,12 @@ Compare = Callable[[str, str], bool]
 
 OPENING, CLOSING = "([{", ")]}"
 SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
+INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
     r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|[A-Za-z]{4,}|"
-    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:\([A-Za-z0-9,]*\))?|\([a-zA-Z](?:,[a-zA-Z])*\)|"
-    r"\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
-CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT})\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters only
+    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
+    r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
+CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
 KNOWN = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
 # What may also stand on the left of an answer where the gold one has no name:
 # f(-1), |z|, [ABC], \overline{AB}, \cos\theta, m+n.
@@ -36,7 +37,8 @@ LOOSE = re.compile(
 VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
 # What an inequality can be for: x, f(x), \sin x.
 RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")
-RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})")  # but in \sum_{k=1}
+# But not within \sum_{k=1} or P(X=2).
+RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})(?![^()\[]*\))")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 SETS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pb]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"

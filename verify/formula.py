@@ -58,6 +58,7 @@ class Reader:
             end = match.end()
         self.place = 0
         self.bars = 0  # open |
+        self.indices: set[str] = set()  # of sums, where i is no constant
 
     @property
     def token(self) -> str:
@@ -154,7 +155,7 @@ class Reader:
             return self.function(token)
         if token in SERIES:
             return self.series(SERIES[token])
-        if token in CONSTANTS and self.token != "_":
+        if token in CONSTANTS and self.token != "_" and token not in self.indices:
             return CONSTANTS[token]
         if token in ("\\frac", "\\binom"):
             top, bottom = self.braced(), self.braced()
@@ -217,12 +218,16 @@ class Reader:
         r"""Read \sum_{k=a}^{b} with the product behind it, and add it up."""
         self.take("_")
         self.take("{")
-        index = self.symbol(self.take())
+        name = self.take()
+        index = self.symbol(name)
         self.take("=")
         first = self.sum()
         self.take("}")
-        last = self.exponent()
-        return kind(self.product(), (index, first, last)).doit()
+        last, outer = self.exponent(), self.indices
+        self.indices = outer | {name}
+        body = self.product()
+        self.indices = outer
+        return kind(body, (index, first, last)).doit()
 
 
 def read(text: str) -> sympy.Expr:

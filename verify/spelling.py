@@ -121,7 +121,7 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
     ("micro", r'\\mu\s*"(\w)"', r'"u\1"', r'5\mu "m"', '5"um"'),
     ("ohm", r"\\Omega\s*$", '"ohm"', r"5\Omega", '5"ohm"'),
     ("ordinals",
-     r'^([\s{]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"))',
+     r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),
     # relations, operators, sets
     ("at most", command("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
