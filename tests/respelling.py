@@ -8,8 +8,10 @@ changes one thing in it: a sign or another operation, a number, a letter, a func
 
 import argparse
 import random
+import signal
 import sys
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 import sympy
@@ -23,6 +25,7 @@ from verify.grade import last_number_equal  # noqa: E402
 
 LETTERS = ("x", "y", "a", "t", r"\theta", r"\lambda", "x_1")
 FUNCTIONS = {r"\sin": sympy.sin, r"\cos": sympy.cos, r"\tan": sympy.tan, r"\ln": sympy.log, r"\exp": sympy.exp}
+SECONDS = 10  # by the clock for one pair, in main
 TIMES = (r"\cdot", r"\times", "*")
 Tree = tuple  # ("number", 3), ("letter", "x"), ("sum", tree, tree), ("product", ...), ("power", tree, 2), ...
 
@@ -173,6 +176,21 @@ def judged(gold: str, answer: str) -> bool | str:
         return type(error).__name__
 
 
+def too_long(number: int, frame: object) -> None:
+    raise TimeoutError
+
+
+def within(seconds: int, function: Callable, *args: object) -> object:
+    """Call a function; None where it takes longer."""
+    signal.alarm(seconds)
+    try:
+        return function(*args)
+    except TimeoutError:
+        return None
+    finally:
+        signal.alarm(0)
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pairs", type=int, default=100_000)
@@ -180,16 +198,17 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     args = parser.parse_args()
     rng, counts = random.Random(args.seed), Counter()
+    signal.signal(signal.SIGALRM, too_long)
     for _ in tqdm(range(args.pairs), unit="pair"):
         gold, answer, one, other = pair(rng)
-        truth = are_equal(one, other)
+        truth = within(SECONDS, are_equal, one, other)
         if truth is None:
             counts["sympy cannot judge"] += 1
             continue
-        agrees = judged(gold, answer) == truth
-        counts[f"{'equal' if truth else 'different'}, judged {'so' if agrees else 'otherwise'}"] += 1
-        if not agrees:
-            tqdm.write(f"{gold}  |  {answer}  |  equal: {truth}, judged {judged(gold, answer)}")
+        verdict = within(SECONDS, judged, gold, answer)
+        counts[f"{'equal' if truth else 'different'}, judged {'so' if verdict == truth else 'otherwise'}"] += 1
+        if verdict != truth:
+            tqdm.write(f"{gold}  |  {answer}  |  equal: {truth}, judged {verdict}")
     wrong = [changed_pair(rng) for _ in range(args.changed)]
     counts["changed, judged so"] = sum(not accepted(*pair) for pair in wrong)
     counts["changed, judged otherwise"] = args.changed - counts["changed, judged so"]

@@ -190,7 +190,7 @@ def test_the_house_keeps_its_budgets():
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
     assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1051
-    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1835
+    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1840
     assert lines(*(name for name in FILES if name.startswith("infra."))) <= 3125
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
