@@ -4,15 +4,14 @@
 
 | level | steps |
 |---|---|
-| 1 | one, + or -, up to 20 |
-| 2 | one, + or -, up to 50 |
+| 1 | one, + or - 2 to 5, up to 25 |
+| 2 | one, + or - 6 to 20, up to 50 |
 | 3 | one, a product of 2 to 12 and 2 to 15 |
-| 4 | two, each + or -, up to 20 |
-| 5 | two, a product of 2 to 6 and 2 to 10, and then + or - |
+| 4 | two, each + or - 2 to 5, up to 25 |
+| 5 | two, a product of 2 to 6 and 2 to 10, and then + or - 2 to 5 |
 
 The same seed makes the same problems. No two problems of all sets together have the same arithmetic, whatever
-words stand around it. A question is a list of messages: two solved examples, of which no number is read by
-the answer, and the problem.
+words stand around it. A question is a list of messages: two solved examples as turns, and the problem.
 """
 
 import argparse
@@ -24,26 +23,27 @@ from pathlib import Path
 NAMES = "Amir Bella Chen Dora Emil Fay Greta Hamid Iris Jamal Kira Lars Maya Nils Olga Pavel".split()
 ITEMS = "apples balls buttons cakes candles cups flowers keys lemons nuts pencils plates ribbons".split()
 HOLDERS = "bag basket box crate drawer jar shelf tray".split()
-STARTS = ("{name} has {n} {items}.", "There are {n} {items} on the table of {name}.",
-          "In the morning {name} counts {n} {items}.", "{name} begins with {n} {items}.")
-FILLS = ("{name} fills {k} {holders} with {n} {items} each.",
-         "{name} owns {k} {holders}, and each {holder} holds {n} {items}.",
-         "There are {n} {items} in each {holder}, and {name} has {k} {holders}.")
-GAINS = ("{name} buys {n} more.", "{other} gives {name} {n} more.", "Then {n} more are added.",
-         "{name} finds another {n}.", "A friend brings {n} extra ones.")
-LOSSES = ("{name} gives away {n}.", "{other} takes {n} of them.", "Then {n} are sold.", "{name} loses {n}.",
-          "After that {n} get broken.")
-ASKS = ("How many {items} does {name} have now?", "How many {items} are there now?",
-        "What is the number of {items} now?")
-TOTALS = ("How many {items} does {name} have in all?", "How many {items} are there altogether?",
-          "What is the total number of {items}?")
+STARTS = ("{name} has {n} {items}.", "{name} starts with {n} {items}.",
+          "In the morning {name} has {n} {items}.")
+FILLS = ("{name} has {k} {holders} with {n} {items} each.",
+         "{name} fills {k} {holders} with {n} {items} each.",
+         "{name} owns {k} {holders}, and each {holder} holds {n} {items}.")
+GAINS = ("{name} buys {n} more {items}.", "{other} gives {name} {n} more {items}.",
+         "Then {name} finds {n} more {items}.")
+LOSSES = ("{name} gives {n} {items} to {other}.", "{name} loses {n} {items}.",
+          "Then {name} sells {n} {items}.")
+NOW = ("How many {items} does {name} have now?", "How many {items} does {name} have in the end?")
+LEFT = ("How many {items} does {name} have left?", "How many {items} are left?")
+TOTALS = ("How many {items} does {name} have in all?", "How many {items} does {name} have altogether?")
 # (question, solution) of the turns before each problem.
 EXAMPLES = (
-    ("Rosa has 4 pens. She gets 3 more. How many pens does Rosa have now?", r"4 + 3 = 7, so \boxed{7}."),
-    ("Otto fills 3 bags with 5 stones each. Then 2 are lost. How many stones are there now?",
-     r"3 * 5 = 15. 15 - 2 = 13, so \boxed{13}."),
+    ("Rosa has 4 pens. Rosa buys 3 more pens. How many pens does Rosa have now?",
+     r"4 + 3 = 7, so \boxed{7}."),
+    ("Rosa has 9 pens. Rosa loses 3 pens. How many pens does Rosa have left?",
+     r"9 - 3 = 6, so \boxed{6}."),
 )
-SIZES = {"train": 64, "validation": 16, "test": 60}  # problems of each level
+SMALL, LARGE = range(2, 6), range(6, 21)  # changes; so no problem of one step is in two levels
+SIZES = {"train": 72, "validation": 16, "test": 60}  # problems of each level
 SEED = 0
 
 
@@ -66,20 +66,20 @@ def draw(level: int, rng: random.Random) -> Arithmetic:
         return Arithmetic(rng.randint(2, 15), rng.randint(2, 12))
     if level == 5:
         each, groups = rng.randint(2, 10), rng.randint(2, 6)
-        return Arithmetic(each, groups, (change(each * groups, each * groups + 20, rng),))
-    most = {1: 20, 2: 50, 4: 20}[level]
+        return Arithmetic(each, groups, (change(each * groups, SMALL, 65, rng),))
+    sizes, most = (LARGE, 50) if level == 2 else (SMALL, 25)
     total = start = rng.randint(3, most - 2)
     changes = []
     for _ in range(2 if level == 4 else 1):
-        changes.append(change(total, most, rng))
+        changes.append(change(total, sizes, most, rng))
         total += changes[-1]
     return Arithmetic(start, changes=tuple(changes))
 
 
-def change(total: int, most: int, rng: random.Random) -> int:
-    """Draw a change of at least 2 that leaves 1 to `most`; + and - are equally likely where both can be."""
-    losses = range(-min(total - 1, 20), -1)
-    gains = range(2, min(most - total, 20) + 1)
+def change(total: int, sizes: range, most: int, rng: random.Random) -> int:
+    """Draw a change of one of `sizes` that leaves 1 to `most`; + and - are as likely where both can be."""
+    losses = [-size for size in sizes if total - size >= 1]
+    gains = [size for size in sizes if total + size <= most]
     return rng.choice(rng.choice([signed for signed in (losses, gains) if signed]))
 
 
@@ -93,7 +93,7 @@ def worded(arithmetic: Arithmetic, rng: random.Random) -> str:
     sentences = [rng.choice(first).format(n=arithmetic.start, k=arithmetic.groups, **words)]
     for signed in arithmetic.changes:
         sentences.append(rng.choice(GAINS if signed > 0 else LOSSES).format(n=abs(signed), **words))
-    last = ASKS if arithmetic.changes else TOTALS
+    last = TOTALS if not arithmetic.changes else NOW if arithmetic.changes[-1] > 0 else LEFT
     return " ".join([*sentences, rng.choice(last).format(**words)])
 
 
