@@ -13,6 +13,8 @@ chosen.
 
 import argparse
 import json
+import operator
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -39,6 +41,8 @@ METHODS = {
 }
 READINGS = {"accuracy": lambda response: response["verdict"] == "right",
             "last number": lambda response: response["last_number"]}
+EQUATION = re.compile(r"(\d+) ([-+*]) (\d+) = (\d+)")
+SIGNS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 PHASES = ("start", "eval", "rollout", "reward", "update", "sync", "checkpoint")
 SHOWN = 120  # characters of a sample
 
@@ -120,16 +124,27 @@ def cost_table(folders: dict[str, Path]) -> list[str]:
     return table(["seconds", *PHASES, "tokens generated", "tokens trained on"], rows)
 
 
+def equations(problems: list[dict]) -> list[tuple[str, bool]]:
+    """List the equations that answers hold: the sign of each, and whether it is true."""
+    texts = [problem["responses"][0]["text"] for problem in problems]
+    written = [match for text in texts for match in EQUATION.findall(text)]
+    return [(sign, SIGNS[sign](int(a), int(b)) == int(total)) for a, sign, b, total in written]
+
+
 def form_table(results: dict[str, list[dict]]) -> list[str]:
-    """Write how answers look: their length, and how many are cut off or hold no marked answer."""
+    """Write how answers look: their length, how many are cut off or hold a marked answer; which signs their
+    equations have, and how many equations are true whether or not the problem asks for them."""
     rows = []
     for name, problems in results.items():
         responses = [problem["responses"][0] for problem in problems]
         tokens = mean(response["tokens"] for response in responses)
         cut = mean(not response["finished"] for response in responses)
         marked = mean(response["verdict"] != "unparsed" for response in responses)
-        rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}"])
-    return table(["form", "tokens", "cut off", "with a marked answer"], rows)
+        written = equations(problems)
+        signs = " ".join(f"{sum(s == sign for s, _ in written)}{sign}" for sign in SIGNS)
+        true = f"{mean(holds for _, holds in written):.1%}" if written else "-"
+        rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}", signs, true])
+    return table(["form", "tokens", "cut off", "with a marked answer", "equations", "of them true"], rows)
 
 
 def samples(results: dict[str, list[dict]]) -> list[str]:

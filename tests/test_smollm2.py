@@ -318,5 +318,12 @@ def test_the_tables_tell_both_readings_by_level():
         "| CPPO | 75.0% [30, 95] | 100.0% [34, 100] | 50.0% [9, 91] |"]
     of = smollm2.differences(results)["CPPO"]
     assert of["accuracy"]["difference"] == 0.75 and of["last number"]["difference"] == -0.25
-    assert smollm2.form_table(results)[2:] == ["| before | 10.0 | 0.0% | 0.0% |", "| CPPO | 10.0 | 0.0% | 75.0% |"]
+    assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0+ 0- 0* | - |"
     assert "    CPPO: 'T0' (right)" in smollm2.samples(results)
+
+
+def test_equations_are_read_with_their_signs_and_computed():
+    problem = answers([(True, True)])[0]
+    problem["responses"][0]["text"] = "3 * 5 = 15. 15 - 2 = 12, so 4 + 3 = 7"
+    assert smollm2.equations([problem]) == [("*", True), ("-", False), ("+", True)]
+    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 1+ 1- 1* | 66.7% |"
