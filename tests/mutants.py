@@ -882,7 +882,7 @@ MUTANTS = [
     ("experiments/gguf_model", "swapaxes(1, 2).reshape", "reshape", "smollm2"),
     ("experiments/gguf_model", "said.get(f\"{of_query}_kv\", said[of_query])", "said[of_query]", "smollm2"),
     ("experiments/gguf_model", "Digits(individual_digits=True)", "Digits()", "smollm2"),
-    ("experiments/gguf_model", "special=True, normalized", "special=False, normalized", "smollm2"),
+    ("experiments/gguf_model", "if kind == SPECIAL]", "if kind == SPECIAL and False]", "smollm2"),
     ("experiments/word_problems", "while (arithmetic := draw(level, rng)) in taken:",
      "while (arithmetic := draw(level, rng)) in ():", "smollm2"),
     ("experiments/word_problems", "GAINS if signed > 0 else LOSSES", "LOSSES if signed > 0 else GAINS", "smollm2"),
