@@ -43,7 +43,7 @@ test-page: .venv/dev ## the report in a real browser (Debian: apt-get install ch
 lint: .venv/dev
 	$(VENV)/ruff check .
 
-compare: .venv/run   ## GRPO, CPPO, GRESO, dynamic sampling, DPPO and PPS on the toy, 5 seeds each, on equal terms
+compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results; 18 new ones at most
 	$(VENV)/python experiments/compare.py
 
 real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO, accuracy before and after (an hour)

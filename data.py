@@ -13,6 +13,7 @@ from config import ConfigError
 from infra.rows import READERS, SETS, cell, columns_of, file_of, messages_of, no_column, read_hub
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
+from settings import SHORT
 from verify.extract import last_boxed
 
 # Marks of rows that nobody should train on, and why.
@@ -99,7 +100,7 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
         if not isinstance(value, str) or not (value.strip() or may_be_empty):
             without = "" if needs_answer else ", or go without: data.columns={answer: null}"
             column = f" (column {columns.get(key)!r})" * (key in columns)
-            raise ConfigError(f"{place}: {key!r}{column} must be a non-empty text, not {value!r}; "
+            raise ConfigError(f"{place}: {key!r}{column} must be a non-empty text, not {SHORT.repr(value)}; "
                               f"mend or remove the line{without}")
     own_id, level, subject = (cell(row, key, columns) for key in ("id", "level", "subject"))
     level, subject = (None if x is None else str(x).removeprefix("Level ") for x in (level, subject))

@@ -4,6 +4,7 @@
     python eval.py --model DIR_or_name --protocol NAME          # as a paper does it; see PROTOCOLS
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
     python eval.py --rescore results.json                       # grade the same responses again
+    python eval.py --rescore results.json --also math-verify    # and its verdicts beside ours
     python eval.py --compare a.json b.json                      # paired: difference, interval, McNemar's test
 
 train.py calls the same functions. With --out the responses are kept as they come, and an interrupted
@@ -43,6 +44,7 @@ from page.evaluations import comparison_table, count_right, mean_reward, results
 from records import EngineSpec, Problem, Prompt, Rewards, plain
 from reward import measured, score, span
 from rollout import Engine, start_engine
+from verify import also
 from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
 
@@ -290,6 +292,20 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     return counted(result, sizes)
 
 
+def with_math_verify(results: dict[str, dict]) -> dict[str, dict]:
+    """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
+    results = deepcopy(results)
+    for result in results.values():
+        responses = [(p["gold"], response) for p in result["problems"] for response in p["responses"]]
+        if "verdict" not in responses[0][1]:
+            continue
+        judged = also.math_verify([(gold, response["text"]) for gold, response in responses])
+        for (_, response), (right, read) in zip(responses, judged, strict=True):
+            response["math_verify"] = {"right": right, "read": read}
+        result["math_verify"] = mean(right for right, _ in judged)
+    return results
+
+
 # ---- the command
 
 def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[Set]:
@@ -387,7 +403,8 @@ def show(args: argparse.Namespace) -> None:
         if args.rescore and args.out:
             write_result(args.out, result)
         if args.rescore or dist.rank() == 0:
-            print(*[args.model] * (len(files) > 1), results_table(result["results"]), sep="\n", flush=True)
+            results = with_math_verify(result["results"]) if args.also else result["results"]
+            print(*[args.model] * (len(files) > 1), results_table(results), sep="\n", flush=True)
 
 
 def main() -> int:

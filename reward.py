@@ -18,10 +18,10 @@ from pathlib import Path
 from config import OF_ANSWER, ConfigError, Reward
 from methods import custom_reward
 from records import Problem, Prompt
-from verify.answer import number
-from verify.cases import count_outcomes, read_cases
+from verify.cases import check_golds, count_outcomes, read_cases
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
 from verify.grade import TIME, VERIFY_SECONDS, grade
+from verify.number import number
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,8 +158,7 @@ def span(weights: dict[str, float]) -> tuple[float, float]:
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--cases", type=Path, required=True,
-                        help="labelled completions, one JSON object per line")
+    parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
     try:
         cases = read_cases(parser.parse_args().cases)
     except ConfigError as error:
@@ -175,8 +174,8 @@ def main() -> int:
         print(f"{name:<24} {outcomes.total():>6} {fraction_right:>9.1%} {outcomes['false positive']:>16} "
               f"{outcomes['false negative']:>16}")
     killed = sum(graded["verdict"] == "timed_out" for graded in grades)
-    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took the verifier more than "
-          f"{VERIFY_SECONDS:g} s, and count as wrong")
+    print(f"{len(cases)} cases in {seconds:.1f} s; {killed} took more than {VERIFY_SECONDS:g} s: wrong")
+    print(check_golds([case["gold"] for case in cases]))
     return 0
 
 

@@ -90,7 +90,8 @@ def read(path: Path) -> dict[str, Any]:
 def parse_json(text: str | bytes, place: str | Path, remedy: str) -> Any:
     """Read JSON of whatever origin. Raises ConfigError."""
     try:
-        return json.loads(text)
+        json.dumps(value := json.loads(text), ensure_ascii=False).encode()  # half a character is none
+        return value
     except (ValueError, RecursionError) as error:  # of other bytes than UTF-8 and of 5,000 digits too
         raise ConfigError(f"{place}: not valid JSON ({error}); {remedy}") from None
 

@@ -2,11 +2,11 @@
 
     python bench/grade.py [--cases FILE.jsonl] [--hostile 100000]
 
-The pairs are made here: gold answers of seven kinds, each with one of its spellings or another value,
-other ones in every round, so no cache helps. Both verifiers take the same completions in turns, in 5
-rounds. math-verify runs in this process with its own time-outs, as its documentation has it, and reads
-the completion itself. The hostile texts are random pieces of mathematics and constructed ones; none may
-end this process, or take it longer than the time-out allows.
+The pairs are made here: gold answers of seven kinds, and of eight that need algebra, each with one of its
+spellings or another value, other ones in every round, so no cache helps. Both verifiers take the same
+completions in turns, in 5 rounds. math-verify runs in this process with its own time-outs, as its
+documentation has it, and reads the completion itself. The hostile texts are random pieces of mathematics and
+constructed ones; none may end this process, or take it longer than the time-out allows.
 """
 
 import argparse
@@ -29,9 +29,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from verify import grade as grading
 from verify.cases import read_cases
 
-ROUNDS, PAIRS = 5, 700
+ROUNDS, PAIRS = 5, 560  # pairs that both numbers of kinds divide
 GOLDS = ("1", r"\frac{1}{2}", "(1,2)", "x^2+1", r"\text{east}", r"[0,\infty)")  # of the hostile texts
-KINDS = ("integer", "fraction", "root", "polynomial", "interval", "tuple", "text")
+MIXES = {"common": ("integer", "fraction", "root", "polynomial", "interval", "tuple", "text"),
+         "symbolic": ("rational", "trigonometric", "exponential", "line", "set", "logarithm", "inequality",
+                      "series")}
 PIECES = ("{", "}", "(", ")", "[", "]", "\\boxed{", "\\frac", "\\sqrt{", "^", "_", "\\\\", "&", "$",
           "\\text{", "\\begin{pmatrix}", "\\end{pmatrix}", ",", ";", " and ", "=", "<", "\\le", "1", "23",
           ".", "e5", "x", "\\pm", "\\cup", "\\in", ":", "%", "\x00", "\u202e", "\u200f", "π", "\\", '"',
@@ -46,8 +48,16 @@ LARGE = ("{", "}", "\\boxed{", "$", "answer is ", "<answer>", "1", "1,", "\\boxe
 def pair(kind: str, rng: random.Random) -> tuple[str, str]:
     """Make a gold answer and an answer, which is another spelling of it half of the time."""
     a, b, c = (rng.randint(2, 999) for _ in "abc")
-    d = c if rng.random() < 0.5 else c + 1
+    d, x = c if rng.random() < 0.5 else c + 1, rng.choice("xyzt")
     return {
+        "rational": (rf"\frac{{{x}^2-{a * a}}}{{{x}+{c}}}", rf"\frac{{({x}-{a})({x}+{a})}}{{{d}+{x}}}"),
+        "trigonometric": (rf"{a}\sin {x}\cos {x}+{c}", rf"\frac{{{a}}}{{2}}\sin 2{x}+{d}"),
+        "exponential": (rf"e^{{{b}{x}}}({x}+{c})", rf"({d}+{x})\cdot e^{{{b}{x}}}"),
+        "line": (rf"w={a}{x}+{c}", rf"{a}{x}-w+{d}=0"),
+        "set": (rf"\{{{x}+{a},{x}^2-{c}\}}", rf"\{{{x}^2-{d},{a}+{x}\}}"),
+        "logarithm": (rf"\sqrt{{{x}^2+{a}}}\ln({x}+{c})", rf"\ln({d}+{x})\sqrt{{{a}+{x}^2}}"),
+        "inequality": (rf"{a}{x}+{b}w\le {c}", rf"{d}\ge {b}w+{a}{x}"),
+        "series": (rf"\frac{{{a}(1-{x}^n)}}{{{c}-{x}}}", rf"\frac{{{a}({x}^n-1)}}{{{x}-{d}}}"),
         "integer": (f"{1000 * a + b}", f"{a},{b:03d}" if d == c else f"{a},{b + 1:03d}"),
         "fraction": (rf"\frac{{{a}}}{{{c}}}", rf"\dfrac{{{2 * a}}}{{{2 * d}}}"),
         "root": (rf"{a}\sqrt{{{c}}}", rf"\sqrt{{{a * a * d}}}"),
@@ -58,8 +68,8 @@ def pair(kind: str, rng: random.Random) -> tuple[str, str]:
     }[kind]
 
 
-def made(count: int, rng: random.Random) -> list[tuple[str, str]]:
-    pairs = [pair(KINDS[i % len(KINDS)], rng) for i in range(count)]
+def made(count: int, kinds: tuple[str, ...], rng: random.Random) -> list[tuple[str, str]]:
+    pairs = [pair(kinds[i % len(kinds)], rng) for i in range(count)]
     return [(gold, rf"Therefore it is $\boxed{{{text}}}$.") for gold, text in pairs]
 
 
@@ -82,17 +92,18 @@ def theirs(pairs: list[tuple[str, str]]) -> list[bool]:
 VERIFIERS: dict[str, Callable] = {"winnow": ours, "math-verify": theirs}
 
 
-def speed() -> dict:
+def speed(mix: str) -> dict:
+    kinds = MIXES[mix]
     for verifier in VERIFIERS.values():  # imports, processes
-        verifier(made(PAIRS // 10, random.Random("warm")))
+        verifier(made(PAIRS // 10, kinds, random.Random("warm")))
     rates: dict[str, list[float]] = {name: [] for name in VERIFIERS}
     for i in range(ROUNDS):
-        pairs = made(PAIRS, random.Random(i))
+        pairs = made(PAIRS, kinds, random.Random(i))
         for name in list(VERIFIERS)[::1 if i % 2 else -1]:
             start = time.perf_counter()
             VERIFIERS[name](pairs)
             rates[name].append(PAIRS / (time.perf_counter() - start))
-    print(f"{PAIRS} answers, {ROUNDS} rounds in turns, {grading.WORKERS} worker")
+    print(f"{mix}: {PAIRS} answers, {ROUNDS} rounds in turns, {grading.WORKERS} worker")
     print(f"{'verifier':<12} {'answers/s':>10} {'min - max':>16}")
     for name, measured in rates.items():
         print(f"{name:<12} {median(measured):>10,.0f} {f'{min(measured):,.0f} - {max(measured):,.0f}':>16}")
@@ -183,7 +194,7 @@ def main() -> None:
     parser.add_argument("--hostile", type=int, default=100_000, help="how many texts")
     args = parser.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    results = {"speed": speed()}
+    results = {"speed": {mix: speed(mix) for mix in MIXES}}
     if args.cases:
         results["cases"] = labelled(args.cases)
     if args.hostile:

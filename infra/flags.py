@@ -74,6 +74,7 @@ def parser(description: str) -> argparse.ArgumentParser:
     add("--device", choices=["auto", "cpu", "cuda"], default="auto")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     add("--rescore", type=user_path, help="a result: grade its responses again")
+    add("--also", choices=["math-verify"], help="its verdicts too, and where they differ from ours")
     add("--compare", type=user_path, nargs=2, help="two results on the same problems")
     return flags
 

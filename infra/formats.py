@@ -28,11 +28,12 @@ DRAWN = {"id": TEXT, "epoch": (int,), "prob": NUMBER, "weight": NUMBER}
 
 
 def require(line: Any, place: str, needed: dict[str, tuple[type, ...]]) -> None:
-    """Raise ConfigError where a line has not all that is needed, each of one of its types."""
+    """Raise ConfigError where a line has not all that is needed, of these types; integers have 64 bits."""
     for name, allowed in needed.items():
-        value = line.get(name, line) if isinstance(line, dict) else line
-        if not isinstance(value, allowed):
-            found = "is missing" if value is line else f"is {SHORT.repr(value)}"
+        missing = not isinstance(line, dict) or name not in line
+        value = None if missing else line[name]
+        if missing or not isinstance(value, allowed) or isinstance(value, int) and abs(value) >= 2**63:
+            found = "is missing" if missing else f"is {SHORT.repr(value)}"
             kinds = " or ".join(kind.__name__ for kind in allowed)
             raise ConfigError(f"{place}: {name} {found} and must be {kinds}; {DAMAGED}")
 

@@ -100,8 +100,11 @@ def read_result(path: Path) -> dict:
     if not isinstance(sets, dict) or not isinstance(results, dict) or not results.keys() <= sets.keys():
         raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
     for name, of in results.items():
-        require(sets[name], f"{path}: head.sets.{name}", {"data": TEXT})
+        require(sets[name], f"{path}: head.sets.{name}", {"data": TEXT, "count": (int,)})
         require_answers(of, f"{path}: results.{name}")
+        if len(of["problems"]) != sets[name]["count"]:
+            raise ConfigError(f"{path}: results.{name} has {len(of['problems'])} problems and its head "
+                              f"{sets[name]['count']}; {DAMAGED}")
     return result
 
 

@@ -31,7 +31,7 @@ class Tokenizer:
         try:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a tokenizer: {error}; download it again") from None
+            raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
         require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
         tokens = {key: value.get("content") if isinstance(value, dict) else value

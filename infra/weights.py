@@ -1,5 +1,6 @@
 """Hugging Face folders: find them, read their shape and weights, and write them back, whole or sharded."""
 
+import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,7 @@ from torch import Tensor, nn
 from config import ConfigError
 from infra import dist
 from infra.paths import find_path
-from settings import Count, CountOrZero, Positive, PositiveOrZero, build, read_json
+from settings import SHORT, Count, CountOrZero, Positive, PositiveOrZero, build, read_json
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
@@ -116,7 +117,7 @@ def read_shape(folder: Path) -> Shape:
     raw = read_json(path)
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ConfigError(f"{path}: model_type={kind!r} is not supported; use one of "
+        raise ConfigError(f"{path}: model_type={SHORT.repr(kind)} is not supported; use one of "
                           f"{', '.join(MODEL_TYPES)}")
     rope = raw.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
@@ -223,8 +224,8 @@ def weight_files(folder: Path) -> list[Path]:
     else:
         raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
     for shard in shards:
-        if Path(shard).name != shard or not (Path(folder) / shard).is_file():
-            raise ConfigError(f"{index} names {shard}, which is missing there; download it again")
+        if Path(shard).name != shard or not os.path.isfile(Path(folder) / shard):
+            raise ConfigError(f"{index} names {shard[:200]}, which is missing there; download it again")
     return [Path(folder) / shard for shard in shards]
 
 

@@ -13,7 +13,8 @@ from verify.statistics import mcnemar, mean, paired_interval
 
 
 def results_table(results: dict[str, dict]) -> str:
-    """Tabulate results by set, accuracies and rewards apart, and below them those by level and subject."""
+    """Tabulate results by set, accuracies and rewards apart, and below them those by level and subject; where
+    math-verify was asked, also the answers that it judges otherwise."""
     graded = {name: r for name, r in results.items() if "accuracy" in r}
     scored = {name: r for name, r in results.items() if "reward" in r}
     lines = [*accuracy_lines(graded), *reward_lines(scored)]
@@ -21,7 +22,21 @@ def results_table(results: dict[str, dict]) -> str:
         for kind, groups in r["groups"].items():
             cells = [f"{label} {figure(x)} of {x['count']}" for label, x in groups.items()]
             lines.append(f"{name} by {kind}: {', '.join(cells)}")
+        lines += disagreements(name, r)
     return "\n".join(lines)
+
+
+def disagreements(name: str, result: dict) -> list[str]:
+    """List the answers of a set on which math-verify and we differ, with both readings."""
+    lines = []
+    for problem in result["problems"] if "math_verify" in result else []:
+        for response in problem["responses"]:
+            theirs = response["math_verify"]
+            if theirs["right"] != (response["verdict"] == "right"):
+                lines.append(f"{name} {problem['id']}: {response['answer']!r} for {problem['gold']!r} is "
+                             f"{response['verdict']}; math-verify reads {theirs['read']}, "
+                             f"{'right' if theirs['right'] else 'wrong'}")
+    return lines
 
 
 def figure(x: dict) -> str:
@@ -31,13 +46,15 @@ def figure(x: dict) -> str:
 def accuracy_lines(results: dict[str, dict]) -> list[str]:
     """Tabulate graded results; empty without any."""
     lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'accuracy':>9} {'95% interval':<16} {'lenient':>8} "
-             f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"]
+             f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"
+             + f" {'math-verify':>11}" * any("math_verify" in r for r in results.values())]
     for name, r in results.items():
         n, bounds = str(r["n"]), f"[{r['low']:.1%}, {r['high']:.1%}]"
         lines.append(f"{name:<16} {r['count']:>8} {n:>3} {r['accuracy']:>9.1%} {bounds:<16} "
                      f"{r['lenient']:>8.1%} {r['last_number']:>11.1%} {r['pass'][n]:>7.1%} "
                      f"{r['majority'][n]:>7.1%} {r['length']:>8.1f} {r['truncated']:>9.1%} "
-                     f"{r['unparsed']:>9.1%}")
+                     f"{r['unparsed']:>9.1%}"
+                     + (f" {r['math_verify']:>11.1%}" if "math_verify" in r else ""))
     return lines if results else []
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import shutil
+import signal
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from infra import dist
 from infra.weights import save_weights
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
 from verify import grade as grading
+
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs of the tests would go on, as they should
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"

@@ -4,14 +4,15 @@
 
 A small toy run with a checkpoint every so many steps, and then verifications by algebra, of which every 100th
 loses its worker to a SIGKILL, in turn while that is idle and while it is at work. Resident memory (of the workers too),
-open files, threads and what lies in /dev/shm are read after every step and every 100 verifications: the median of the
-last fifth may be at most 5% above that of the second fifth (the first makes the buffers), and of all but memory no more
-at all. Of checkpoints only what the settings keep may be left.
+open files, threads and what this process has put into /dev/shm are read after every step and every 100 verifications:
+the median of the last fifth may be at most 5% above that of the second fifth (the first makes the buffers), and of all
+but memory no more at all. Of checkpoints only what the settings keep may be left.
 """
 
 import argparse
 import gc
 import os
+import re
 import signal
 import sys
 import tempfile
@@ -51,11 +52,14 @@ class Measured:
     def __init__(self):
         self.sizes: list[int] = []
         self.handles: list[int] = []
+        self.shared: set[str] = set()  # names in /dev/shm that were ever mapped here; others have theirs
 
     def read(self) -> None:
         gc.collect()  # a pool of workers that was lost is a circle
         self.sizes.append(resident())
-        self.handles.append(sum(map(len, map(os.listdir, ("/proc/self/fd", "/dev/shm")))) + threading.active_count())
+        self.shared |= set(re.findall(r"/dev/shm/([^ \n]+)", Path("/proc/self/maps").read_text()))
+        left = self.shared & set(os.listdir("/dev/shm"))
+        self.handles.append(len(os.listdir("/proc/self/fd")) + len(left) + threading.active_count())
 
     def verdict(self, what: str) -> bool:
         """Print how the last fifth compares with the second, and tell whether it may."""

@@ -170,12 +170,29 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     assert "+0.0%" in compared.stdout and compared.returncode == 0
 
 
+def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
+    """It reads the argument of a logarithm over the sign of multiplication."""
+    problems = [{"id": str(i), "gold": gold, "question": "q", "level": None, "subject": None, "responses": [{
+        "id": str(i), "k": 0, "text": rf"\boxed{{{text}}}", "tokens": 1, "finished": True}]}
+        for i, (gold, text) in enumerate([("5", "5"), (r"\ln 6", r"\ln 2 \cdot 3"), ("6", "7")])]
+    for problem in problems:
+        problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
+    result = {"few": evaluation.summarise(problems)}
+    both = evaluation.with_math_verify(result)
+    assert "math_verify" not in result["few"] and both["few"]["math_verify"] == 2 / 3
+    head, row, *differ = evaluation.results_table(both).splitlines()
+    assert head.endswith("math-verify") and row.endswith("66.7%") and row.split()[3] == "33.3%"
+    assert len(differ) == 1
+    assert differ[0].startswith(r"few 1: '\\ln 2 \\cdot 3' for '\\ln 6' is wrong; math-verify reads ")
+    assert "math-verify" not in evaluation.results_table(result)
+
+
 def written(path, *rights: str, other: str = "") -> str:
     """A result in which each problem's first answer is right or not."""
     problems = [{"id": str(i), "gold": "1", "responses": [{
         "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
         "lenient": True, "last_number": True}]} for i, right in enumerate(rights)]
-    path.write_text(json.dumps({"head": {"sets": {"few": {"data": other}}},
+    path.write_text(json.dumps({"head": {"sets": {"few": {"data": other, "count": len(rights)}}},
                                 "results": {"few": evaluation.summarise(problems)}}))
     return str(path)
 

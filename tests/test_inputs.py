@@ -109,8 +109,8 @@ def test_a_chat_template_that_fails_says_how(template, model):
 
 @pytest.mark.parametrize(("line", "message"), [
     (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
-    (b'{"question": "\\ud800", "answer": "1"}', "half of a character"),
-    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "half of a character"),
+    (b'{"question": "\\ud800", "answer": "1"}', "not valid JSON .*surrogates not allowed"),
+    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "not valid JSON .*surrogates not allowed"),
     (b"[" * 100_000, "not valid JSON .maximum recursion"),
     (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
 ])
@@ -177,6 +177,7 @@ PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4"}
 @pytest.mark.parametrize(("require", "line", "message"), [
     (formats.ended, {"state": 3}, "state is 3 and must be str"),
     (formats.stepped, {"step": "1"}, "step is '1' and must be int"),
+    (formats.stepped, {"step": 2**63}, "step is 9223372036854775808 and must be int"),
     (formats.measured, {"loss": 1.0}, "step is missing and must be int"),
     (formats.measured, {"step": 1, "loss": "1"}, "loss is '1' and must be int or float or NoneType"),
     (formats.sampled, GROUP | {"completions": [3]}, r"completions\[0\]: text is missing and must be str"),
@@ -200,7 +201,7 @@ def test_a_result_whose_problems_are_not_alike_is_named(tmp_path):
         response = {"id": "a", "k": 0, "tokens": 1, "finished": True, "text": "x", "reward": 0.5}
         problems = [{"id": "a", "gold": None, "responses": [response] * count} for count in counts]
         path = tmp_path / "result.json"
-        sets = {"few": {"data": "0"} if of is None else of}
+        sets = {"few": {"data": "0", "count": len(counts)} if of is None else of}
         path.write_text(json.dumps({"head": {"sets": sets}, "results": {"few": {"problems": problems} | more}}))
         return path
 
@@ -209,4 +210,7 @@ def test_a_result_whose_problems_are_not_alike_is_named(tmp_path):
         assert "results.few" in said_by(results.read_result, path)
         assert "bring it back" in said_by(results.read_result, path)
     assert "head.sets.few: data is missing" in said_by(results.read_result, write(1, of={}))
+    assert "head.sets.few: data is missing" in said_by(results.read_result, write(1, of="data"))
+    other = {"data": "0", "count": 3}
+    assert "few has 1 problems and its head 3" in said_by(results.read_result, write(1, of=other))
     assert "reward_range must be two numbers" in said_by(results.read_result, write(1, reward_range=[1]))

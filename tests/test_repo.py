@@ -11,6 +11,7 @@ from dataclasses import is_dataclass
 from typing import get_args, get_type_hints
 from xml.etree import ElementTree
 
+import mutants
 import pytest
 from conftest import ROOT, toy_config
 
@@ -55,12 +56,15 @@ IMPORTS = {
     "infra.flags": {"config", "infra.paths", "infra.rules", "settings"},
     "infra.results": {"config", "infra.dist", "infra.formats", "infra.lines", "infra.paths", "settings"},
     "verify.spelling": set(),
-    "verify.answer": {"verify.spelling"},
+    "verify.number": set(),
+    "verify.formula": set(),
+    "verify.answer": {"verify.number", "verify.spelling"},
     "verify.extract": set(),
-    "verify.algebra": {"verify.answer"},
-    "verify.statistics": {"verify.answer"},
-    "verify.cases": {"config", "settings"},
-    "verify.grade": {"config", "verify.algebra", "verify.answer", "verify.extract"},
+    "verify.algebra": {"verify.answer", "verify.formula", "verify.number"},
+    "verify.statistics": {"verify.number", "verify.spelling"},
+    "verify.cases": {"config", "settings", "verify.grade"},
+    "verify.grade": {"config", "verify.algebra", "verify.answer", "verify.extract", "verify.number"},
+    "verify.also": {"verify.extract", "verify.grade"},
     "advantage": {"methods.preference", "records"},
     "methods.reward_worker": {"verify.grade"},
     "methods.custom_reward": {"config", "methods.reward_worker", "records", "verify.grade"},
@@ -78,10 +82,10 @@ IMPORTS = {
     "pack": {"config", "methods.greedy_packing", "records"},
     "model": {"infra.weights", "records"},
     "memory": {"config", "infra.counts", "infra.dist", "infra.weights", "model", "records"},
-    "data": {"config", "infra.rows", "infra.tokenizer", "records", "verify.extract"},
+    "data": {"config", "infra.rows", "infra.tokenizer", "records", "settings", "verify.extract"},
     "history": {"advantage", "infra.dist", "methods.greso", "methods.kinds", "prune", "records"},
-    "reward": {"config", "methods.custom_reward", "records", "verify.answer", "verify.cases", "verify.extract",
-               "verify.grade"},
+    "reward": {"config", "methods.custom_reward", "records", "verify.cases", "verify.extract", "verify.grade",
+               "verify.number"},
     "rollout": {"infra.dist", "infra.stops", "model", "records", "rollout_vllm"},
     "rollout_vllm": {"config", "infra.counts", "infra.dist", "infra.weights", "memory", "model", "records"},
     "methods.nat": {"methods.kinds", "records"},
@@ -120,7 +124,7 @@ IMPORTS = {
     "eval": {"config", "data", "infra.checkpoint", "infra.digests", "infra.dist", "infra.flags", "infra.paths",
              "infra.results", "infra.rows", "infra.runfolder", "infra.signals", "infra.weights", "memory",
              "methods.custom_reward", "methods.lora", "page.evaluations", "records", "reward", "rollout",
-             "verify.grade", "verify.statistics"},
+             "verify.also", "verify.grade", "verify.statistics"},
     "train": {"advantage", "collect", "config", "data", "eval", "fit", "history", "infra.checkpoint", "infra.digests",
               "infra.dist", "infra.rows", "infra.runfolder", "infra.show", "infra.signals", "infra.tracking",
               "infra.weights", "learner", "memory", "methods.critic", "methods.custom_reward", "methods.lora",
@@ -185,8 +189,8 @@ def test_the_house_keeps_its_budgets():
     assert lines(*GRPO) <= 3100
     for name in FILES:
         assert lines(name) <= (250 if name.startswith("methods.") else 460), name
-    assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1050
-    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1335
+    assert lines("config", "infra.rules", "methods.kinds", "settings") <= 1051
+    assert lines(*(name for name in FILES if name.startswith("verify."))) <= 1840
     assert lines(*(name for name in FILES if name.startswith("infra."))) <= 3125
     assert len(list(ROOT.glob("*.py"))) <= 24
     assert len(TEXTS["README.md"].splitlines()) <= 200
@@ -234,6 +238,12 @@ def sections(cls, prefix=""):
 def leaves(cls=config.Config) -> set[str]:
     return {prefix + name for prefix, section in sections(cls) for name, hint in get_type_hints(section).items()
             if not any(map(is_dataclass, get_args(hint) or (hint,)))}
+
+
+def test_every_mutant_has_its_line():
+    """One that has lost it would stop tests/mutants.py, which is run by hand."""
+    lost = [(name, old) for name, old, _, _ in mutants.MUTANTS if (ROOT / f"{name}.py").read_text().count(old) != 1]
+    assert not lost
 
 
 def test_settings_are_few():

@@ -6,65 +6,103 @@ killed at any time.
 """
 
 import functools
+import itertools
 import logging
 import random
 import re
+from collections.abc import Iterator
 from fractions import Fraction
 
 import sympy
 from latex2sympy2_extended import NormalizationConfig, latex2sympy
 from latex2sympy2_extended.latex2sympy2 import ConversionConfig
 from math_verify import verify
+from sympy.core.evalf import PrecisionExhausted
 
-from verify.answer import DECIMAL, FLIPPED, RELATION, number, rounds_to
+from verify import formula
+from verify.answer import FLIPPED, RELATION
+from verify.number import DECIMAL, number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
 # Units and mixed numbers are handled before; by math-verify's way \frac{1}{m} t loses its t, and M is m.
 SPELLED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none")
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
-DIGITS, POINTS = 30, 6
+CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
+                    r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
+DIGITS, POINTS, TRIES = 30, 6, 40
 TOLERANCE = sympy.Float(10, DIGITS) ** -20
-SIZES = (0.1, 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always 6 - x
+SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always 6 - x
 
 
 @functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
 def read_formula(text: str) -> sympy.Basic:
-    """Read a formula with math-verify's parser.
+    """Read a formula, with math-verify's parser where it is of a kind that formula.py does not know.
 
     Raises whatever that and sympy raise, and ValueError where there is nothing to read.
     """
     exact = number(text)
     if exact:
         return sympy.Rational(exact[0].numerator, exact[0].denominator)
+    try:
+        return formula.read(text)
+    except formula.Unread:
+        return latex2sympy_read(text)
+
+
+def latex2sympy_read(text: str) -> sympy.Basic:
+    text = CLOSED.sub(r"\1(\2)", text)  # its argument would run over \cdot
     text = re.sub(r"(?<![A-Za-z\\])E(?![A-Za-z])", r"\\Xi ", text)  # an energy; E alone is not read
     text = re.sub(r"(?<![\w}^])(\d+)\(", r"\1\\cdot(", text)  # 3(1/2) is read as a mixed number
-    formula = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
-    if not isinstance(formula, sympy.Basic | sympy.MatrixBase):
+    read = latex2sympy(text, normalization_config=SPELLED, conversion_config=LITERAL)
+    if not isinstance(read, sympy.Basic | sympy.MatrixBase):
         raise ValueError(f"nothing to read in {text!r}")
     # The parser takes i for a letter, and decimals for binary fractions.
-    imaginary = {s: sympy.I for s in formula.free_symbols if s.name == "i"}
-    decimals = {x: sympy.Rational(str(x)) for x in formula.atoms(sympy.Float)}
-    return formula.xreplace(imaginary | decimals)
+    imaginary = {s: sympy.I for s in read.free_symbols if s.name == "i"}
+    decimals = {x: sympy.Rational(str(x)) for x in read.atoms(sympy.Float)}
+    read = read.xreplace(imaginary | decimals)
+    return read.doit() if read.has(sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product) else read
 
 
-def values_at_points(expressions: list[sympy.Expr], signed: bool) -> list[list[sympy.Expr]]:
-    """Compute expressions at random points, the same for all: positive ones, or of either sign.
+def points(symbols: list[sympy.Symbol], signed: bool) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
+    """Draw points without end, the same every time: positive ones, or of either sign.
 
-    Raises ValueError where an expression has no value.
+    Of as many as there are SIZES every symbol has every size once.
     """
-    draw, rows = random.Random(0), []
-    symbols = sorted(set().union(*(e.free_symbols for e in expressions)), key=str)
-    for _ in range(POINTS * (1 + signed)):
-        point = {}
-        for symbol in symbols:
-            size = sympy.Rational(draw.randint(1000, 9999), 3001) * sympy.Rational(str(draw.choice(SIZES)))
-            point[symbol] = size * draw.choice((-1, 1)) if signed else size
-        row = [sympy.N(e.subs(point), DIGITS, maxn=400) for e in expressions]
-        if not all(v.is_number and v.is_finite for v in row):
-            raise ValueError(f"no value of {expressions} at {point}")
-        rows.append(row)
-    return rows
+    draw = random.Random(signed)
+    while True:
+        columns = [draw.sample(SIZES, len(SIZES)) for _ in symbols]
+        for sizes in zip(*columns, strict=True) if columns else [()]:
+            values = [sympy.Rational(draw.randint(1000, 9999), 3001) * size for size in sizes]
+            yield {symbol: value * draw.choice((-1, 1)) if signed else value
+                   for symbol, value in zip(symbols, values, strict=True)}
+
+
+def value_at(expression: sympy.Expr, point: dict) -> sympy.Expr:
+    """Compute an expression to DIGITS digits; 0 where 400 digits do not tell it from 0.
+
+    Raises ValueError where it has no value.
+    """
+    try:
+        value = expression.evalf(DIGITS, subs=point, maxn=400, strict=True)
+    except PrecisionExhausted:
+        return sympy.Integer(0)
+    if not (value.is_number and value.is_finite):
+        raise ValueError(f"no value of {expression} at {point}")
+    return value
+
+
+def positive_parts(expression: sympy.Expr) -> list[sympy.Expr]:
+    """List what must be positive so that an expression is real: bases of powers that are no integers, and the
+    arguments of logarithms."""
+    bases = {p.base for p in expression.atoms(sympy.Pow) if not p.exp.is_integer}
+    return [part for part in bases | {x.args[0] for x in expression.atoms(sympy.log)} if part.free_symbols]
+
+
+def is_defined(parts: list[sympy.Expr], point: dict) -> bool:
+    """Tell whether all parts are positive at a point."""
+    values = [value_at(part, point) for part in parts]
+    return all(value.is_real and value > 0 for value in values)
 
 
 def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
@@ -81,13 +119,39 @@ def compare(gold: str, answer: str) -> bool:
     if not a.free_symbols | b.free_symbols:
         return same_constants(a, b, gold, answer)
     try:
-        positive, signed = values_at_points([a, b], signed=False), values_at_points([a, b], signed=True)
+        return same_functions(a, b)
     except ValueError:
         return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
-    # sqrt(1/n) is 1/sqrt(n) for positive n; |x| is not x, which other points tell where both are real.
-    if not all(nearly_equal(x, y) for x, y in positive):
-        return False
-    return all(nearly_equal(x, y) for x, y in signed if x.is_real and y.is_real)
+
+
+def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
+    r"""Tell whether two expressions are real at the same positive points, and equal wherever both are real.
+
+    \sqrt{1/n} is 1/\sqrt{n} for positive n, and -\ln(1/x) is \ln x where both are real; |x| is not x, which
+    points of either sign tell. Two that are not seen to be real anywhere are compared as complex numbers.
+    """
+    symbols = sorted(a.free_symbols | b.free_symbols, key=str)
+    parts = positive_parts(a), positive_parts(b)
+    compared = 0
+    for signed in (False, True):
+        wanted = compared + POINTS * (1 + signed)
+        for point in itertools.islice(points(symbols, signed), TRIES):
+            real = [is_defined(p, point) for p in parts]
+            if real[0] != real[1] and not signed:
+                return False
+            if not all(real):
+                continue
+            values = value_at(a, point), value_at(b, point)
+            if not signed or all(value.is_real for value in values):
+                if not nearly_equal(*values):
+                    return False
+                compared += 1
+            if compared == wanted:
+                break
+    if compared:
+        return True
+    complex_points = itertools.islice(points(symbols, signed=False), POINTS)
+    return all(nearly_equal(value_at(a, point), value_at(b, point)) for point in complex_points)
 
 
 def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool:
@@ -111,16 +175,20 @@ def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool
 def compare_relations(gold: str, answer: str) -> bool:
     """Tell whether two relations say the same: their differences are in one ratio at every point."""
     (gold_sign,), (answer_sign,) = RELATION.findall(gold), RELATION.findall(answer)
+    if (gold_sign in "=≠" or answer_sign in "=≠") and gold_sign != answer_sign:
+        return False
     sides = [read_formula(side) for side in RELATION.split(gold) + RELATION.split(answer)]
     if any(not isinstance(side, sympy.Expr) for side in sides):
         return False
-    rows = values_at_points([sides[0] - sides[1], sides[2] - sides[3]], signed=True)
-    if any(v == 0 for v in sum(rows, [])):
-        return False
-
-    ratio = rows[0][0] / rows[0][1]
-    if not all(nearly_equal(a, ratio * b) for a, b in rows):
-        return False
+    a, b = sides[0] - sides[1], sides[2] - sides[3]
+    symbols, ratio = sorted(a.free_symbols | b.free_symbols, key=str), None
+    for point in itertools.islice(points(symbols, signed=True), 2 * POINTS):
+        value, other = value_at(a, point), value_at(b, point)
+        if value == 0 or other == 0:
+            return False
+        ratio = sympy.N(value / other, DIGITS) if ratio is None else ratio
+        if not nearly_equal(value, sympy.N(ratio * other, DIGITS)):
+            return False
     if gold_sign in "=≠":
-        return gold_sign == answer_sign
-    return ratio.is_real and gold_sign == (answer_sign if ratio > 0 else FLIPPED.get(answer_sign))
+        return True
+    return ratio.is_real and gold_sign == (answer_sign if ratio > 0 else FLIPPED[answer_sign])

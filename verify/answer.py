@@ -1,50 +1,51 @@
 r"""Tell whether two answers are equal: one spelling for both (spelling.py), then their structure.
 
 Text in, text out; nothing is evaluated. Answers are equal when they differ in spelling alone: "x = 5" is 5,
-lists and sets have no order, tuples have one, the brackets of intervals count. A decimal is another number's
-value only where it has SIGNIFICANT digits, BEHIND of them behind the point, and all are right. `equal` takes
-two answers apart as far as structure goes, and leaves the comparison of two expressions to a function that it
-is given (algebra.py). Answers of more than LONGEST characters are compared by their spelling alone, so that
-time is bounded.
+lists and sets have no order, tuples have one, the brackets of intervals count. `equal` takes two answers
+apart as far as structure goes, leaves numbers to number.py, and the comparison of two expressions to a
+function that it is given (algebra.py). Answers of more than LONGEST characters are compared by their spelling
+alone, so that time is bounded.
 """
 
+import itertools
 import re
 from collections.abc import Callable
-from fractions import Fraction
+from string import ascii_letters
 
+from verify.number import LONGEST, THOUSANDS, number, same_numbers
 from verify.spelling import UNITS, normalise, without_unit
 
-LONGEST = 1000    # characters
 DEEPEST = 20      # brackets within brackets
 LARGEST = 40      # members of a list that are compared one by one
-SIGNIFICANT, BEHIND = 6, 4
 Compare = Callable[[str, str], bool]
 
 OPENING, CLOSING = "([{", ")]}"
 SUBSCRIPT = r"(?:_\w|_\{[^{}]*\}|')*"
+INVERSE = r"(?:\^\{?-1\}?)"
 NAME = re.compile(
     r"(?:\\?[A-Za-z]|\\[A-Za-z]+|\\?[A-Z]{2,4}|\|[A-Z]+\||m?\\(?:angle|triangle) ?[A-Z]+|[A-Za-z]{4,}|"
-    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:\([A-Za-z0-9,]*\))?|\([a-zA-Z](?:,[a-zA-Z])*\)")
+    rf"[A-Za-z]{SUBSCRIPT}:[A-Za-z]){SUBSCRIPT}(?:{INVERSE}?\([A-Za-z0-9,=<>≤≥|]*\))?"
+    r"|\([a-zA-Z](?:,[a-zA-Z])*\)|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}")
+CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])*)\)")  # f(x), of letters
+KNOWN = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
 # What may also stand on the left of an answer where the gold one has no name:
 # f(-1), |z|, [ABC], \overline{AB}, \cos\theta, m+n.
 LOOSE = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
-    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|\\frac\{[A-Za-z]+\}\{[A-Za-z]+\}|[a-zA-Z]\^\{?-1\}?|"
-    r"[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]")
-RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))")
+    r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]")
+VARIABLE = rf"(?!\\(?:pi|infty)|e)(?:[a-zA-Z]|\\[a-zA-Z]+){SUBSCRIPT}"
+# What an inequality can be for: x, f(x), \sin x.
+RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?{VARIABLE}\)?)")
+# But not within \sum_{k=1} or P(X=2).
+RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})(?![^()\[]*\))")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 SETS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
-THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pb]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-z]+\}[\])]*")
 BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
-DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
-FRACTION = re.compile(r"([0-9]+\+|[0-9]+(?=\\))?(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|"
-                      r"\(?([-+]?[0-9]*\.?[0-9]+)\)?/\(?([-+]?[0-9]+)\)?)")
-POWER_OF_TEN = re.compile(r"(?:([0-9]*\.?[0-9]+)\*)?10\^\{?([-+]?[0-9]{1,3})\}?")
-REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
+RADIANS = ("radian", "radians", "rad")
 WORDS = re.compile(r"(?i:yes|no)|(?=.*[A-Za-z]{4})(?:[A-Za-z .,']|(?<=[a-z])-(?=[a-z]{2}))+|"
                    r"\d{1,2}:\d\d[ap]m")
 
@@ -83,73 +84,6 @@ def split(x: str, at: str) -> list[str]:
     return [piece.strip() for piece in pieces if piece.strip()]
 
 
-# ---- numbers
-
-def number(x: str) -> tuple[Fraction, int] | None:
-    r"""Read a plain number: its value, and the digits behind the point of a decimal (-1: not a decimal).
-
-    Reads decimals, a/b, \frac{a}{b}, mixed numbers, a \cdot 10^{b}, repeating decimals; evaluates nothing.
-    """
-    if len(x) > LONGEST:
-        return None
-    x = x.strip()
-    if " " in x:
-        x = re.sub(r"^([-+]?\d+) (\d+/\d+)$", r"\1+\2", re.sub(r" ?\\cdot ?", r"\\cdot", x))
-    x = x.replace("\\cdot", "*")
-    if THOUSANDS.fullmatch(x):
-        x = x.replace(",", "")
-    sign, x = (-1, x[1:]) if x[:1] == "-" else (1, x.removeprefix("+"))
-    if re.fullmatch(r"[0-9]*\.?[0-9]*", x):
-        return (sign * Fraction(x), len(x.partition(".")[2]) if "." in x else -1) if x.strip(".") else None
-    value = fraction(x)
-    return None if value is None else (sign * value, -1)
-
-
-def fraction(x: str) -> Fraction | None:
-    """Read a number without a sign that is no decimal: a fraction, a power of ten, a repeating decimal."""
-    if match := FRACTION.fullmatch(x):
-        integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
-        return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
-    if match := POWER_OF_TEN.fullmatch(x):
-        return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
-    if match := REPEATING.fullmatch(x):
-        integer, fixed, cycle = match[1] or "0", match[2], match[3]
-        nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
-        return Fraction(f"{integer}.{fixed}0") + Fraction(int(cycle), nines)
-    return None
-
-
-def rounds_to(value: Fraction, decimal: str) -> bool:
-    """Tell whether a decimal of enough digits is this value, rounded or cut off."""
-    written, digits = Fraction(decimal), len(decimal.partition(".")[2])
-    digits_known = len(re.sub(r"\D", "", decimal).lstrip("0"))
-    error = abs(value - written) * 10 ** digits
-    fits = error <= Fraction(1, 2) or (error < 1 and abs(written) < abs(value))
-    exact = abs(value - written) <= abs(value) / 10**13
-    return digits_known >= SIGNIFICANT and digits >= BEHIND and (fits or exact)
-
-
-def same_numbers(gold: str, answer: str) -> bool | None:
-    """Tell whether two plain numbers are equal, None where one is no number.
-
-    What binary fractions add at the end does not matter. Of two decimals the shorter may be the longer one,
-    rounded.
-    """
-    read = number(gold), number(answer)
-    if None in read:
-        return None
-    (value, digits), (answer_value, answer_digits) = read
-    noise = min(Fraction(1, 10**6), abs(value) / 10**9)
-    if value == answer_value or max(digits, answer_digits) > 8 and abs(value - answer_value) <= noise:
-        return True
-    # Not a decimal (-1) counts as longer than any.
-    if (digits if digits >= 0 else LONGEST) <= (answer_digits if answer_digits >= 0 else LONGEST):
-        short, text, exact = digits, gold, answer_value
-    else:
-        short, text, exact = answer_digits, answer, value
-    return short > 0 and digits != answer_digits and rounds_to(exact, text.replace(",", ""))
-
-
 # ---- structure
 
 def bare(answer: str) -> tuple[str, str]:
@@ -163,7 +97,7 @@ def bare(answer: str) -> tuple[str, str]:
     answer = answer.replace('"', " ").strip().rstrip(" .,;:")
     while is_wrapped(answer):
         answer = answer[1:-1].strip()
-    answer = re.sub(r"(\\[a-zA-Z]+) (?=[a-zA-Z])", "\\1\x1f", answer)  # the one space that means something
+    answer = re.sub(r"(\\[a-zA-Z]+) +(?=[a-zA-Z])", "\\1\x1f", answer)  # the one space that means something
     return re.sub(r"(?<!\d) | (?!\d)", "", answer).replace("\x1f", " "), unit
 
 
@@ -181,21 +115,28 @@ def name_of(item: str) -> str:
 def items(x: str) -> list[str]:
     r"""List the members of a list, a set or a union; x alone where it is none.
 
-    "a \pm b" is two of them. Values of several names that come again are records: x=1, y=2, x=3, y=4 is two.
+    "a \pm b" is two of them, and {1, 2} in plain braces a list. Values of several names that come again are
+    records: x=1, y=2, x=3, y=4 is two.
     """
     x = re.sub(r"^[A-Za-z]\s*=\s*(?=\\\{)", "", x.strip().replace("\\cup", "∪"))
+    while x[:1] == "{" and closes_at_end(x):
+        x = x[1:-1].strip()
     if x[:1] == x[-1:] == '"' and x.count('"') == 2:
         x = x[1:-1]
     if x.startswith("\\{") and x.endswith("\\}") and closes_at_end(x[1:]):
         x = x[2:-2]
     elif THOUSANDS.fullmatch(x):
         return [x]
-    members = []
-    for item in records(x):
-        signs = "+-" if "\\pm" in item else "+"
+    return [member for item in records(x) for member in of_either_sign(item)]
 
-        members += [re.sub(r"\\pm\s*", sign, item) for sign in signs]
-    return members
+
+def of_either_sign(item: str) -> list[str]:
+    r"""List the values of an item with \pm: (\pm 1, \pm 2) is four tuples, each sign by itself."""
+    pieces = re.split(r"\\pm\s*", item)
+    if len(pieces) > 5:
+        return [item]
+    signed = itertools.product(*["+-"] * (len(pieces) - 1))
+    return [pieces[0] + "".join(map("".join, zip(signs, pieces[1:], strict=True))) for signs in signed]
 
 
 def records(x: str) -> list[str]:
@@ -225,22 +166,28 @@ def sides(x: str) -> tuple[list[str], list[str]]:
 
 
 def interval(x: str) -> str | None:
-    r"""Write an inequality for one letter as an interval: "-2 < x ≤ 7" is (-2,7]. None for anything else."""
+    r"""Write an inequality for one value as an interval: "-2 < x ≤ 7" is (-2,7]. None for anything else."""
     bounds, signs = sides(x)
-    letters = [bool(re.fullmatch(r"[a-zA-Z]", bound)) for bound in bounds]
-    if letters == [False, True] and signs[0] in FLIPPED:
-        bounds, signs, letters = bounds[::-1], [FLIPPED[signs[0]]], [True, False]
-    if letters == [True, False] and signs[0] in FLIPPED:
+    ranged = [bool(RANGED.fullmatch(bound)) for bound in bounds]
+    if ranged == [False, True] and signs[0] in FLIPPED:
+        bounds, signs, ranged = bounds[::-1], [FLIPPED[signs[0]]], [True, False]
+    if ranged == [True, False] and signs[0] in FLIPPED:
         if signs[0] in "<≤":
             return f"(-\\infty,{bounds[1]}{')' if signs[0] == '<' else ']'}"
         return f"{'(' if signs[0] == '>' else '['}{bounds[1]},\\infty)"
-    if len(bounds) == 3 and letters[1]:
-        if set(signs) <= set(">≥"):
-            bounds, signs = bounds[::-1], [FLIPPED[sign] for sign in reversed(signs)]
+    if len(bounds) == 3 and ranged[1]:
+        bounds, signs = ascending(bounds, signs)
         if set(signs) <= set("<≤"):
             opening, closing = "(" if signs[0] == "<" else "[", ")" if signs[1] == "<" else "]"
             return f"{opening}{bounds[0]},{bounds[2]}{closing}"
     return None
+
+
+def ascending(values: list[str], signs: list[str]) -> tuple[list[str], list[str]]:
+    """Turn a chain of relations round if it falls: 3 > a ≥ b is b ≤ a < 3."""
+    if set(signs) <= set(">≥=") and set(signs) != {"="}:
+        return values[::-1], [FLIPPED.get(sign, sign) for sign in reversed(signs)]
+    return values, signs
 
 
 def intersection(x: str) -> str:
@@ -293,6 +240,9 @@ def same(gold: str, answer: str, compare: Compare, labelled: bool = True) -> boo
     gold_items, answer_items = items(gold), items(answer)
     if len(gold_items) == len(answer_items) == 1:
         (gold, gold_unit), (answer, answer_unit) = bare(gold_items[0]), bare(answer_items[0])
+        in_radians = answer_unit in RADIANS or "\\pi" in answer and answer_unit != "degrees"
+        if gold_unit == "degrees" and in_radians:
+            return same_values(rf"\frac{{({gold})\pi}}{{180}}", answer, compare)
         if units_differ(gold_unit, answer_unit):
             return False
         gold_items, answer_items = items(gold), items(answer)
@@ -328,7 +278,8 @@ def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
     if len(gold_names) > 1 and gold_names == answer_names and len(gold) == len(answer) == len(gold_names):
         return in_order(sorted(gold, key=name_of), sorted(answer, key=name_of), compare)
     unnamed_or_tuple = not (gold_names and answer_names) or min(len(gold), len(answer)) == 1
-    if max(len(gold_names), len(answer_names)) > 1 and unnamed_or_tuple:
+    named_tuple = any(name.startswith("(") for name in gold_names | answer_names)
+    if (max(len(gold_names), len(answer_names)) > 1 or named_tuple) and unnamed_or_tuple:
         return in_order(tuple_members(gold), tuple_members(answer), compare)
     if max(len(gold), len(answer)) > LARGEST:
         return set(map(unspaced, gold)) == set(map(unspaced, answer))
@@ -350,6 +301,40 @@ def is_name(x: str) -> bool:
     return bool(NAME.fullmatch(x)) and (x[0] != "(" or letters == sorted(letters))
 
 
+def same_name(gold: tuple[str, str], answer: tuple[str, str]) -> str | None:
+    """Say what to compare a named gold value with: the answer's, its variable renamed. None: other names.
+
+    A function and a plain letter may stand for each other where both are rules for its variable, as in
+    f(x) = x^2 and y = x^2, and so may f(x) = x^2 and f(t) = t^2; not f(2) and f(3), P(A) and P(B), f and g.
+    """
+    (name, value), (other, other_value) = gold, answer
+    if name == other:
+        return other_value
+    call, other_call = CALL.fullmatch(name), CALL.fullmatch(other)
+    if call and other_call:
+        new, old = call[2].split(","), other_call[2].split(",")
+        free = not set(new) & (set(old) | letters_of(other_value)) and set(old) <= letters_of(other_value)
+        if call[1] != other_call[1] or len(new) != len(old) or not free:
+            return None
+        renamed = dict(zip(old, new, strict=True))
+        return re.sub(r"\\[a-zA-Z]+|[a-zA-Z]", lambda m: renamed.get(m[0], m[0]), other_value)
+    call, letter = (call, other) if call else (other_call, name)
+    if not call or KNOWN.fullmatch(call[1]) or not re.fullmatch("[a-zA-Z]", letter):
+        return None
+    variables = set(call[2].split(","))
+    return other_value if variables <= (letters_of(value) & letters_of(other_value)) - {letter} else None
+
+
+def letters_of(x: str) -> set[str]:
+    return set(re.sub(r"\\[a-zA-Z]+", "", x)) & set(ascii_letters)
+
+
+def same_chains(gold: str, answer: str, compare: Compare) -> bool:
+    """Compare relations in a row, such as a < b ≤ c, read from either end."""
+    (a, gold_signs), (b, answer_signs) = ascending(*sides(gold)), ascending(*sides(answer))
+    return gold_signs == answer_signs and in_order(a, b, compare)
+
+
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     """Compare two answers of which at least one is a relation; a name that the other lacks is left out."""
     (a, gold_signs), (b, answer_signs) = sides(gold), sides(answer)
@@ -361,12 +346,19 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
     gold_named = set(gold_signs) == {"="} and is_name(a[0])
     answer_named = set(answer_signs) == {"="} and is_name(b[0])
     loose = set(answer_signs) == {"="} and bool(LOOSE.fullmatch(b[0]))
-    both = gold_named and answer_named and (a[0] == b[0] or re.search(r"\w\(", a[0] + " " + b[0]))
-    if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs) or both:
+    if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs):
         return same(a[-1], b[-1], compare)
+    if gold_named and answer_named:
+        value = same_name((a[0], a[-1]), (b[0], b[-1]))
+        if value is not None or "(" in a[0] + b[0]:
+            return value is not None and same(a[-1], value, compare)
     if not gold_signs and set(answer_signs) == {"="} and compare(b[0], b[-1]):  # 6/8 = 3/4
         return same(gold, b[-1], compare)
+    if len(gold_signs) == len(answer_signs) > 1 and same_chains(gold, answer, compare):
+        return True
     left, right = interval(gold) if gold_signs else gold, interval(answer) if answer_signs else answer
+    if len(a) == len(b) == 3 and not (re.fullmatch(VARIABLE, a[1]) and re.fullmatch(VARIABLE, b[1])):
+        return False  # 0 < f(1) < 2 is another chain than 0 < f(3) < 2
     if left and right and set(gold_signs + answer_signs) - {"=", "≠"}:
         return same_values(left, right, compare)
     return len(gold_signs) == len(answer_signs) == 1 and compare(gold, answer)
@@ -383,6 +375,8 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:
         return compare(gold, answer)
+    if gold_kind.startswith("base") and not answer_kind:  # the question has named the base
+        return gold_members[0] == answer
     if gold_kind or answer_kind:
         return bool(SETS.search(gold) and SETS.search(answer)) and compare(gold, answer)
     return gold == answer or compare(gold_members[0], answer_members[0])

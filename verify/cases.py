@@ -1,11 +1,30 @@
-"""Judge the verifier on labelled cases: how often it is right, and where it is not."""
+"""Judge the verifier on labelled cases: how often it is right, and where it is not.
 
+It is judged on their gold answers too, which must be right in whatever way they are written.
+"""
+
+import re
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 
 from config import ConfigError
 from settings import SHORT, parse_json
+from verify.grade import grade
 
+# Ways to write an answer that change no value.
+SPELLINGS: dict[str, Callable[[str], str]] = {
+    "as it is": lambda gold: gold,
+    "between spaces": lambda gold: f" {gold} ",
+    "in dollars": lambda gold: f"${gold}$",
+    "in round delimiters": lambda gold: rf"\({gold}\)",
+    "in braces": lambda gold: f"{{{gold}}}",
+    "with a full stop": lambda gold: f"{gold}.",
+    "in display style": lambda gold: rf"\displaystyle {gold}",
+    "with large fractions": lambda gold: gold.replace("\\frac", "\\dfrac"),
+    "with a printed minus": lambda gold: gold.replace("-", "−"),
+    "with large brackets": lambda gold: re.sub(r"(?<!\\left)(?<!\\)\(([^()]*)\)", r"\\left(\1\\right)", gold),
+}
 CASE = {"gold": str, "completion": str, "correct": bool}
 
 
@@ -44,6 +63,23 @@ def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Cou
             print(f"{outcome}: {case.get('category', '')}: gold {shorten(case['gold'])!r}, answer "
                   f"{shorten(graded['answer'] or '')!r}, judged {graded['verdict']}")
     return [*counts.items(), ("total", sum(counts.values(), Counter()))]
+
+
+def respelled(golds: list[str]) -> list[tuple[str, str, str]]:
+    """List the ways to write each gold answer: the gold one, the way, a completion with it."""
+    return [(gold, way, rf"\boxed{{{spell(gold)}}}")
+            for gold in dict.fromkeys(golds) for way, spell in SPELLINGS.items()]
+
+
+def check_golds(golds: list[str]) -> str:
+    """Judge each gold answer against itself in every spelling; say how many are right, and which are not."""
+    rewritten = respelled(golds)
+    grades = grade([(gold, text) for gold, _, text in rewritten])
+    judged = zip(rewritten, grades, strict=True)
+    refused = [f"not {shorten(gold)!r} {way}" for (gold, way, _), x in judged if x["verdict"] != "right"]
+    share = f"{1 - len(refused) / len(rewritten):.1%} of {len(rewritten)}"
+    head = f"gold answers, each in {len(SPELLINGS)} ways, that are right against themselves: {share}"
+    return "\n".join([head, *refused])
 
 
 def shorten(text: str, width: int = 60) -> str:

@@ -148,5 +148,5 @@ def content_of(mark: re.Match, tail: str) -> str:
     if mark[0] == "<answer>":
         return tail.partition("</answer>")[0].strip() if "</answer>" in tail else ""
     if mark[0] == "####":
-        return tail.strip().partition("\n")[0].partition("</answer>")[0]
+        return tail.lstrip(": ").strip().partition("\n")[0].partition("</answer>")[0]
     return phrase(tail)

@@ -23,8 +23,9 @@ from pathlib import Path
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
 from config import ConfigError
-from verify.answer import equal, number, readable, same_numbers
+from verify.answer import equal, readable
 from verify.extract import extract, last_number, last_tag, until_end
+from verify.number import number, same_numbers
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits

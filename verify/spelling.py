@@ -7,6 +7,8 @@ equal, stands in answer.py.
 
 import re
 import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
 
 CHARACTERS = str.maketrans({
     "−": "-", "–": "-", "‑": "-", "×": r"\cdot ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ",
@@ -24,6 +26,7 @@ BRACED = r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z](?![a-zA-Z]))"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
+ORDINAL = '"?(?:st|nd|rd|th)"?'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
@@ -35,101 +38,147 @@ def with_braces(match: re.Match) -> str:
     return "\\frac" + "".join(x if x[0] == "{" else f"{{{x}}}" for x in match.groups())
 
 
-# What is written in several ways -> one of them, in this order.
-# Words in quotes are texts; ∧ and ∨ are "and" and "or".
-SPELLING = [(re.compile(pattern), new) for pattern, new in (
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What is written in several ways, and the way that is kept; an example and what the rule makes of it."""
+
+    what: str
+    pattern: re.Pattern
+    new: str | Callable[[re.Match], str]
+    before: str
+    after: str
+
+
+# In this order. A text in quotes is a text; ∧ and ∨ are "and" and "or". Each example is a test.
+RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, new, before, after in (
     # what is not there to be read
-    ("[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", ""),
-    (r"\s+", " "),
-    (r"^[\s=]+|\\? ?$", ""),
-    (command("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
-             "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), ""),
-    (r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", ""),
+    ("characters that are not shown", "[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "",
+     "1\u200b2", "12"),
+    ("white space", r"\s+", " ", "1 \n 2", "1 2"),
+    ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
+    ("boxes, sizes and fonts without an argument",
+     command("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
+             "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
+    ("colours and tags", r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", "", r"5\tag{1}", "5"),
     # money and delimiters of formulas
-    (r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"'),
-    (r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\])', lambda m: m[0].replace(",", "")),
-    (r"(?<!\\)\\[()\[\]]|\\?\$|" + command("pounds", "euro") + "|[£€₹¥]", ""),
+    ("a currency's sign", r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"',
+     r"\$5", '5 "dollars"'),
+    ("thousands before a unit", r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])',
+     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
+    ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + command("pounds", "euro") + "|[£€₹¥]", "",
+     "$x$", "x"),
     # sizes and fonts; texts in quotes
-    (r"\*\*(?=\s*$)|^\s*\*\*", ""),
-    (r"\*\*", "^"),
-    (r"\\[tdc]frac", r"\\frac"),
-    (r"\\[td]binom", r"\\binom"),
-    (command("left", "right", "[bB]igg?[lr]?") + r"\.?", ""),
-    (r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"'),
-    (r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\})*)\}", r'"\1"'),
-    (r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1"),
-    (r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ",")),
-    (r"\\mathbb\s*\{?R\}?|" + command("R") + r"|(?i:\ball real numbers\b)", r"(-\\infty,\\infty)"),
+    ("bold markdown", r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),
+    ("a power as in Python", r"\*\*", "^", "x**2", "x^2"),
+    ("sizes of fractions", r"\\[tdc]frac", r"\\frac", r"\dfrac12", r"\frac12"),
+    ("sizes of binomials", r"\\[td]binom", r"\\binom", r"\dbinom{3}{2}", r"\binom{3}{2}"),
+    ("sizes of brackets", command("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
+    ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
+     r"\text{east}", '"east"'),
+    ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\})*)\}", r'"\1"',
+     r"5 \mathrm{cm}", '5 "cm"'),
+    ("fonts", r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
+     r"\mathbf{v}", "v"),
+    ("cases", r"\\begin\{cases\}(.*)\\end\{cases\}", lambda m: m[1].replace("\\\\", ","),
+     r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
+    ("integers that an index runs over",
+     r"\s*(?:,|\(|\\q?quad)\s*[a-zA-Z]\s*\\in\s*\\mathbb\s*\{?[ZN]\}?\)?\s*$", "",
+     r"2k\pi, k \in \mathbb{Z}", r"2k\pi"),
+    ("a condition in words",
+     r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
+     "", r'f(x)=1 "for all" x > 0', "f(x)=1"),
+    ("the reals", r"\\mathbb\s*\{?R\}?|" + command("R") + r"|(?i:\ball real numbers\b)",
+     r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),
     # letters with marks, rows of matrices
-    (r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}"),
-    (r"_\{\\([a-z]+)\s*\}", r"_{\1}"),
-    (r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}"),
-    (r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\"),
-    (command("cr"), r"\\\\"),
+    ("primes", r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),
+    ("Greek indices", r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),
+    ("marks on letters", r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),
+    ("space between rows", r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
+    ("the end of a row", command("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
     # spaces, thousands, bases
-    (r"\{,\}", ","),
-    (r"\{:\}", ":"),
-    (r"(?<!\\)\\!\s*", ""),
-    (r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; "),
-    (r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " "),
-    (r" +", " "),
-    ('""', ""),
-    (r"(?<!\\)\{\s*(\d{1,3}(?:,\d{3})+)\s*\}", lambda m: "{" + m[1].replace(",", "") + "}"),
-    (r"(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])", lambda m: m[0].replace(" ", "")),
-    (r"(?<=[0-9a-z}]),(?=\d{3}_)", ""),
-    (r"\((\w+)\)_", r"\1_"),
-    (r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}"),
-    (r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}"),
+    ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
+    ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
+    ("a space backwards", r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),
+    ("wide space between numbers", r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),
+    ("space", r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
+     r"1\,m", "1 m"),
+    ("much space", r" +", " ", "1   2", "1 2"),
+    ("an empty text", '""', "", '5""', "5"),
+    ("thousands in braces", r"(?<!\\)\{\s*(\d{1,3}(?:,\d{3})+)\s*\}",
+     lambda m: "{" + m[1].replace(",", "") + "}", "{1,234}", "{1234}"),
+    ("thousands with spaces", r"(?<![\d._^\\a-zA-Z])\d{1,3}(?: \d{3})+(?![\d ])",
+     lambda m: m[0].replace(" ", ""), "1 234", "1234"),
+    ("thousands of a number in a base", r"(?<=[0-9a-z}]),(?=\d{3}_)", "", "1,101_2", "1101_2"),
+    ("brackets around a number in a base", r"\((\w+)\)_", r"\1_", "(43)_5", "43_5"),
+    ("a base in words", r'\s*"?\s*\(?\bbase\s*"?\s*(\w+)\)?"?', r"_{\1}", "43 base 5", "43_{5}"),
+    ("a base's name", r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}",
+     "43_{five}", "43_{5}"),
     # units that are signs
-    (CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"'),
-    (CIRCLE + r"\s*\.?$", '"degrees"'),
-    (CIRCLE + "|" + command("degree", "deg"), ""),
-    (r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", ""),
-    (r'\\mu\s*"(\w)"', r'"u\1"'),
-    (r"\\Omega\s*$", '"ohm"'),
+    ("degrees of temperature", CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
+    ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
+    ("degrees within a formula", CIRCLE + "|" + command("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
+    ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),
+    ("micro", r'\\mu\s*"(\w)"', r'"u\1"', r'5\mu "m"', '5"um"'),
+    ("ohm", r"\\Omega\s*$", '"ohm"', r"5\Omega", '5"ohm"'),
+    ("ordinals",
+     r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
+     r"\1", "15th", "15"),
     # relations, operators, sets
-    (command("le", "leq", "leqslant") + "|<=|=<", "≤"),
-    (command("ge", "geq", "geqslant") + "|>=|=>", "≥"),
-    (command("lt"), "<"),
-    (command("gt"), ">"),
-    (command("ne", "neq") + r"|!=|\\not\s*=", "≠"),
-    (command("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset "),
-    (command("ldots", "cdots", "dots"), r"\\ldots "),
-    (command("langle"), "("),
-    (command("rangle"), ")"),
-    (command("lbrace"), r"\\{"),
-    (command("rbrace"), r"\\}"),
-    (r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot "),
-    (command("times", "ast") + r"|\*", r"\\cdot "),
-    (command("div"), "/"),
-    (r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1"),
-    (command("mid", "vert", "lvert", "rvert"), "|"),
-    (r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"'),
-    (r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}"),
+    ("at most", command("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
+    ("at least", command("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
+    ("less", command("lt"), "<", r"x \lt 1", "x < 1"),
+    ("greater", command("gt"), ">", r"x \gt 1", "x > 1"),
+    ("other than", command("ne", "neq") + r"|!=|\\not\s*=", "≠", r"x \ne 1", "x ≠ 1"),
+    ("the empty set", command("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
+     r"\{\}", r"\emptyset "),
+    ("and so on", command("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
+    ("an opening angle", command("langle"), "(", r"\langle 1", "( 1"),
+    ("a closing angle", command("rangle"), ")", r"1\rangle", "1)"),
+    ("an opening brace", command("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
+    ("a closing brace", command("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
+    ("x as a sign before a power of ten", r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),
+    ("times", command("times", "ast") + r"|\*", r"\\cdot ", "2*3", r"2\cdot 3"),
+    ("divided", command("div"), "/", r"6\div 2", "6/ 2"),
+    ("a set by a rule", r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),
+    ("bars", command("mid", "vert", "lvert", "rvert"), "|", r"\lvert x\rvert", "| x|"),
+    ("a modulus", r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),
+    ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
+     r"{3\choose 2}", r"\binom{3}{ 2}"),
     # as programs and words have it
-    (r"\b(?:np|math|sympy)\.(?=[a-z])", ""),
-    (r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty "),
-    (r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1"),
-    (r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln "),
-    (r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}"),
-    (r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}"),
-    (r"\\frac" + ARGUMENT + ARGUMENT, with_braces),
-    (r"(?<=[{}\w])\\frac" + ARGUMENT + ARGUMENT, with_braces),  # inside the arguments of another
+    ("a module", r"\b(?:np|math|sympy)\.(?=[a-z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
+    ("functions without a backslash",
+     r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
+     "sin x", r"\sin x"),
+    ("the natural logarithm", r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),
+    ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
+    ("a root without braces", r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
+     r"\sqrt2", r"\sqrt{2}"),
+    ("a fraction without braces", r"\\frac" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
+    ("a fraction inside another", r"(?<=[{}\w])\\frac" + ARGUMENT + ARGUMENT, with_braces,
+     r"{\frac12}", r"{\frac{1}{2}}"),
     # numbers
-    (r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?![\d.a-zA-Z])", r"\1\\cdot 10^{\2}"),
-    (r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])", lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"'),
-    (r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}"),
-    (r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))", lambda m: rf"\overline{{{m[1] or m[2]}}}"),
-    (r"(\d)\.(?![\d.]|\\overline)", r"\1"),
-    (r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2"),
-    (r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m"),
+    ("e-notation", r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
+     r"\1\\cdot 10^{\2}", "2e3", r"2\cdot 10^{3}"),
+    ("a factor in words", r'(\d)\s*"?\s*(' + "|".join(FACTORS) + ")(?![a-z])",
+     lambda m: rf'{m[1]}\cdot {FACTORS[m[2]]}"', "5 million", r'5\cdot 10^{6}"'),
+    ("repeating decimals by dots", r"(\.\d*?)(\d{1,2}?)\2{2,}\s*(?:\.\.\.|\\ldots)", r"\1\\overline{\2}",
+     "0.333...", r"0.\overline{3}"),
+    ("repeating decimals", r"(?<=[\d.])\\(?:overline|bar|dot)\s*(?:\{(\d+)\}|(\d))",
+     lambda m: rf"\overline{{{m[1] or m[2]}}}", r"0.\bar3", r"0.\overline{3}"),
+    ("a point behind an integer", r"(\d)\.(?![\d.]|\\overline)", r"\1", "5.", "5"),
+    ("a ratio in words", r'(\d)\s*"?\s*to\s*"?\s*(\d)', r"\1:\2", "2 to 3", "2:3"),
+    ("half of the day", r'(?i:(\d)(\s*"?\s*)([ap])\.?\s?m\b\.?)', lambda m: f"{m[1]}{m[2]}{m[3].lower()}m",
+     "4:30 P.M.", "4:30 pm"),
     # words around the answer
-    (r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
-     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', ""),
-    (r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
-     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1"),
-    (r'"?\s?,?\s?\band\b\s?"?|' + command("land", "wedge"), "∧"),
-    (r'"?\s?,?\s?\bor\b\s?"?|' + command("lor", "vee"), "∨"),
+    ("words before the answer",
+     r'^\s*"[^"]*(?:\bis|:)\s*"|(?i:^(?:the )?(?:final )?answer(?: is|:)\s*)|'
+     r'^\s*"?\s*(?:US|USD|Rs\.?)\s*"?\s*(?=\d)', "", "Answer: 5", "5"),
+    ("articles", r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
+     r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),
+    ("and within a text", r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),
+    ("and", r'"?\s?,?\s?\band\b\s?"?|' + command("land", "wedge"), "∧", "1 and 2", "1∧2"),
+    ("or", r'"?\s?,?\s?\bor\b\s?"?|' + command("lor", "vee"), "∨", "1 or 2", "1∨2"),
 )]
 
 
@@ -138,8 +187,8 @@ def normalise(answer: str) -> str:
     answer = unicodedata.normalize("NFKC", answer.translate(CHARACTERS)).translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
-    for pattern, new in SPELLING:
-        answer = pattern.sub(new, answer)
+    for rule in RULES:
+        answer = rule.pattern.sub(rule.new, answer)
     return answer.strip().rstrip(" .,;:")
 
 

@@ -9,7 +9,8 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from verify.answer import LONGEST, normalise, number
+from verify.number import LONGEST, number
+from verify.spelling import normalise
 
 # Student's t at 97.5% for 1 to 10 degrees of freedom
 T95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)

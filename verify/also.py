@@ -1,0 +1,27 @@
+"""Ask math-verify itself, as its documentation has it, so that figures compare with published ones."""
+
+from verify.extract import until_end
+from verify.grade import Call, OverLimit
+
+
+def math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
+    """Judge pairs of a gold answer and a completion: whether it is right, and what math-verify read.
+
+    Its time-outs are left to the workers (VERIFY_SECONDS); what it does not finish is wrong.
+    """
+    calls = [Call(parse_and_verify, gold, until_end(text)) for gold, text in pairs]
+    verdicts = []
+    for call in calls:
+        try:
+            verdicts.append(call.result())
+        except OverLimit as error:
+            verdicts.append((False, str(error)))
+    return verdicts
+
+
+def parse_and_verify(gold: str, text: str) -> tuple[bool, str]:
+    from math_verify import parse, verify
+
+    gold_read, answer_read = parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None)
+    read = [str(x[0]) if x else "nothing" for x in (answer_read, gold_read)]
+    return bool(verify(gold_read, answer_read, timeout_seconds=None)), " for ".join(read)

@@ -1,0 +1,235 @@
+r"""Read a formula of the usual kinds into a sympy expression, by recursive descent. Text in, expression out.
+
+    sum      = product (("+" | "-") product)*
+    product  = signed (("\cdot" | "/" | "\bmod") signed)*      1/2x is 1/(2x), and 1/2(x+1) is (x+1)/2
+    signed   = ("+" | "-")* powers
+    powers   = power+                                          xy is a product, 2\frac{1}{3} alone is mixed
+    power    = atom "!"? ("^" exponent)?
+
+A function without brackets takes what stands beside it up to an operator or the next function:
+\ln 2x \cdot 3 is 3\ln(2x). The text has one spelling (spelling.py). What is not read here, such as limits,
+integrals, matrices and f(x), raises Unread, and algebra.py asks math-verify's parser, which takes far longer.
+"""
+
+import re
+from collections.abc import Callable
+
+import sympy
+
+TOKEN = re.compile(r" *(\\[a-zA-Z]+|\\[{}]|\d+\.?\d*|\.\d+|[a-zA-Z]|[-+*/^_!|(){}\[\],=])")
+LARGEST = 10_000  # exponents, and numbers whose factorial is computed
+GREEK = {f"\\{name}" for name in (
+    "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
+    "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell").split()}
+FUNCTIONS: dict[str, Callable] = {f"\\{name}": getattr(sympy, short) for name, short in (
+    *((name, name) for name in ("sin cos tan cot sec csc sinh cosh tanh coth exp").split()),
+    *((f"arc{name}", f"a{name}") for name in ("sin cos tan cot sec csc").split()))} | {
+    "\\ln": sympy.log, "\\log": lambda x: sympy.log(x, 10), "\\lg": lambda x: sympy.log(x, 10)}
+INVERSES = {f"\\{name}": getattr(sympy, f"a{name}")
+            for name in "sin cos tan cot sec csc sinh cosh tanh coth".split()}
+SERIES = {"\\sum": sympy.Sum, "\\prod": sympy.Product}
+PAIRS = {"(": ")", "[": "]", "{": "}", "|": "|", "\\lfloor": "\\rfloor", "\\lceil": "\\rceil"}
+AROUND: dict[str, Callable] = {"|": sympy.Abs, "\\lfloor": sympy.floor, "\\lceil": sympy.ceiling}
+CONSTANTS = {"\\pi": sympy.pi, "\\infty": sympy.oo, "e": sympy.E, "i": sympy.I}
+STOPS = {"", "+", "-", "\\cdot", "*", "/", "\\bmod", "\\mod", ")", "]", "}", "\\rfloor", "\\rceil", ",", "="}
+
+
+class Unread(ValueError):
+    """This is no formula of the usual kinds."""
+
+
+def power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
+    """Raise to a power, but compute none that would fill the memory: 9^{9^{9^9}} is only written down."""
+    large = exponent.is_Rational and abs(exponent) > LARGEST or exponent.is_number and exponent.is_Pow
+    return sympy.Pow(base, exponent, evaluate=not large)
+
+
+class Reader:
+    """The tokens of a formula, and how far they have been read."""
+
+    def __init__(self, text: str):
+        self.tokens, end = [], 0
+        text = text.rstrip()
+        while end < len(text):
+            match = TOKEN.match(text, end)
+            if not match:
+                raise Unread(f"{text[end:end + 20]!r} in {text!r}")
+            self.tokens.append(match[1])
+            end = match.end()
+        self.place = 0
+        self.bars = 0  # open |
+        self.indices: set[str] = set()  # of sums, where i is no constant
+
+    @property
+    def token(self) -> str:
+        return self.tokens[self.place] if self.place < len(self.tokens) else ""
+
+    def take(self, *expected: str) -> str:
+        token = self.token
+        if not token or expected and token not in expected:
+            raise Unread(f"{token!r} where {expected or 'more'} should be")
+        self.place += 1
+        return token
+
+    def whole(self) -> sympy.Expr:
+        expression = self.sum()
+        if self.token:
+            raise Unread(f"{self.token!r} behind a formula")
+        return expression
+
+    def sum(self) -> sympy.Expr:
+        terms = [self.product()]
+        while self.token in ("+", "-"):
+            sign = 1 if self.take() == "+" else -1
+            terms.append(sign * self.product())
+        return sympy.Add(*terms)
+
+    def product(self) -> sympy.Expr:
+        value = self.signed()
+        while self.token in ("\\cdot", "*", "/", "\\bmod", "\\mod", "("):
+            operator = "\\cdot" if self.token == "(" else self.take()
+            other = self.signed()
+            if operator == "/":
+                value = value / other
+            else:
+                value = sympy.Mod(value, other) if "mod" in operator else value * other
+        return value
+
+    def signed(self) -> sympy.Expr:
+        sign = 1
+        while self.token in ("+", "-"):
+            sign = sign if self.take() == "+" else -sign
+        return sign * self.powers()
+
+    def ends(self) -> bool:
+        return self.token in STOPS or self.token == "|" and self.bars > 0
+
+    def powers(self, in_argument: bool = False) -> sympy.Expr:
+        """Read a product without signs between its factors; in an argument it ends before a function."""
+        factors: list[sympy.Expr] = []
+        starts: list[str] = []
+        plain = False  # the only factor so far is a number without a power
+        while not (self.ends() or factors and in_argument and self.token in FUNCTIONS):
+            if starts and starts[-1][0].isdigit() and self.token[0].isdigit():
+                raise Unread("two numbers beside each other")
+            if plain and self.token == "(" and not in_argument:
+                break  # what is in brackets behind a number is multiplied by all before it
+            mixed, begun = plain and self.token == "\\frac", self.place
+            starts.append(self.token)
+            factors.append(self.power())
+            plain = len(factors) == 1 and self.place == begun + 1 and starts[0][0].isdigit()
+        if not factors:
+            raise Unread(f"{self.token!r} where a formula should be")
+        if len(factors) == 2 and mixed and factors[1].is_Rational:
+            return sympy.Add(*factors)  # a mixed number
+        return sympy.Mul(*factors)
+
+    def power(self) -> sympy.Expr:
+        base = self.atom()
+        if self.token == "!":
+            self.take()
+            base = sympy.factorial(base, evaluate=not base.is_number or base <= LARGEST)
+        if self.token == "^":
+            base = power(base, self.exponent())
+        if self.token in ("^", "!"):
+            raise Unread("a power of a power without brackets, or a factorial of either")
+        return base
+
+    def exponent(self) -> sympy.Expr:
+        self.take("^")
+        sign = -1 if self.token == "-" and self.take() else 1
+        if self.token in ("{", "(", "\\frac", "\\sqrt") or self.token in CONSTANTS or self.is_plain():
+            return sign * self.atom()
+        raise Unread(f"an exponent {self.token!r}")
+
+    def is_plain(self) -> bool:
+        return self.token[:1].isalnum() or self.token[:1] == "." or self.token in GREEK
+
+    def atom(self) -> sympy.Expr:
+        token = self.take()
+        if token[0].isdigit() or token[0] == ".":
+            return sympy.Rational(token)
+        if token in PAIRS:
+            return AROUND.get(token, lambda x: x)(self.group(token))
+        if token in FUNCTIONS:
+            return self.function(token)
+        if token in SERIES:
+            return self.series(SERIES[token])
+        if token in CONSTANTS and self.token != "_" and token not in self.indices:
+            return CONSTANTS[token]
+        if token in ("\\frac", "\\binom"):
+            top, bottom = self.braced(), self.braced()
+            return top / bottom if token == "\\frac" else sympy.binomial(top, bottom)
+        if token == "\\sqrt":
+            degree = self.group(self.take()) if self.token == "[" else sympy.Integer(2)
+            return power(self.braced(), 1 / degree)
+        if token in GREEK or token.isalpha():
+            return self.symbol(token)
+        raise Unread(f"{token!r} in a formula")
+
+    def group(self, opening: str) -> sympy.Expr:
+        bars, self.bars = self.bars, int(opening == "|")
+        value = self.sum()
+        self.take(PAIRS[opening])
+        self.bars = bars
+        return value
+
+    def braced(self) -> sympy.Expr:
+        return self.group(self.take("{"))
+
+    def symbol(self, name: str) -> sympy.Symbol:
+        """Read a letter with its index. Its name is the one that math-verify's parser gives it."""
+        name = "Xi" if name == "E" else name.lstrip("\\")
+        following = self.tokens[self.place:self.place + 3]
+        if len(following) == 3 and following[0] == "(" and following[1].isalnum() and following[2] == ")":
+            raise Unread(f"a function {name}({following[1]})")
+        if name == "d" and self.token.isalpha():
+            raise Unread("a differential")
+        if self.token != "_":
+            return sympy.Symbol(name)
+        self.take("_")
+        index = [self.take()]
+        if index[0] == "{":
+            while self.token != "}":
+                index.append(self.take())
+            self.take("}")
+            index = index[1:] if len(index) == 2 and len(index[1]) == 1 else [*index, "}"]
+        return sympy.Symbol(f"{name}_{''.join(index)}")
+
+    def function(self, name: str) -> sympy.Expr:
+        exponent, base = None, None
+        while self.token == "^" or self.token == "_" and name == "\\log":
+            if self.token == "^":
+                exponent = self.exponent()
+            else:
+                self.take()
+                base = self.atom()
+        if self.token in ("(", "["):
+            value = self.group(self.take())
+        else:
+            sign = -1 if self.token == "-" and self.take() else 1
+            value = sign * self.powers(in_argument=True)
+        if exponent == -1 and name in INVERSES:
+            return INVERSES[name](value)
+        applied = FUNCTIONS[name](value) if base is None else sympy.log(value, base)
+        return applied if exponent is None else power(applied, exponent)
+
+    def series(self, kind: type) -> sympy.Expr:
+        r"""Read \sum_{k=a}^{b} with the product behind it, and add it up."""
+        self.take("_")
+        self.take("{")
+        name = self.take()
+        index = self.symbol(name)
+        self.take("=")
+        first = self.sum()
+        self.take("}")
+        last, outer = self.exponent(), self.indices
+        self.indices = outer | {name}
+        body = self.product()
+        self.indices = outer
+        return kind(body, (index, first, last)).doit()
+
+
+def read(text: str) -> sympy.Expr:
+    """Read a formula. Raises Unread where it is of another kind, RecursionError where it is too deep."""
+    return Reader(text).whole()

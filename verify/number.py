@@ -1,0 +1,93 @@
+r"""Read plain numbers exactly, and tell whether a decimal is another number's value. Nothing is evaluated.
+
+A decimal is another number's value only where it has SIGNIFICANT digits, BEHIND of them behind the point, and
+all are right.
+"""
+
+import re
+from fractions import Fraction
+
+LONGEST = 1000    # characters
+SIGNIFICANT, BEHIND = 6, 4
+THOUSANDS = re.compile(r"[-+]?\d{1,3}(,\d{3})+(\.\d+)?")
+DECIMAL = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)")
+FRACTION = re.compile(r"([0-9]+\+|[0-9]+(?=\\))?(?:\\frac\{([-+]?[0-9]+)\}\{([-+]?[0-9]+)\}|"
+                      r"\(?([-+]?[0-9]*\.?[0-9]+)\)?/\(?([-+]?[0-9]+)\)?)")
+POWER_OF_TEN = re.compile(r"(?:([0-9]*\.?[0-9]+)\*)?10\^\{?([-+]?[0-9]{1,3})\}?")
+REPEATING = re.compile(r"([0-9]*)\.([0-9]*)\\overline\{([0-9]+)\}")
+
+
+def number(x: str) -> tuple[Fraction, int] | None:
+    r"""Read a plain number: its value, and the digits behind the point of a decimal (-1: not a decimal).
+
+    Reads decimals, a/b, \frac{a}{b}, mixed numbers, a \cdot 10^{b}, repeating decimals; evaluates nothing.
+    """
+    if len(x) > LONGEST:
+        return None
+    x = x.strip()
+    if " " in x:
+        x = re.sub(r"^([-+]?\d+) (\d+/\d+)$", r"\1+\2", re.sub(r" ?\\cdot ?", r"\\cdot", x))
+    x = x.replace("\\cdot", "*")
+    if THOUSANDS.fullmatch(x):
+        x = x.replace(",", "")
+    sign, x = (-1, x[1:]) if x[:1] == "-" else (1, x.removeprefix("+"))
+    if re.fullmatch(r"[0-9]*\.?[0-9]*", x):
+        return (sign * Fraction(x), len(x.partition(".")[2]) if "." in x else -1) if x.strip(".") else None
+    value = fraction(x)
+    return None if value is None else (sign * value, -1)
+
+
+def fraction(x: str) -> Fraction | None:
+    """Read a number without a sign that is no decimal: a fraction, a power of ten, a repeating decimal."""
+    if match := FRACTION.fullmatch(x):
+        integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
+        return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
+    if match := POWER_OF_TEN.fullmatch(x):
+        return Fraction(match[1] or 1) * Fraction(10) ** int(match[2])
+    if match := REPEATING.fullmatch(x):
+        integer, fixed, cycle = match[1] or "0", match[2], match[3]
+        nines = (10 ** len(cycle) - 1) * 10 ** len(fixed)
+        return Fraction(f"{integer}.{fixed}0") + Fraction(int(cycle), nines)
+    return None
+
+
+def written_out(x: str) -> str:
+    """Write a decimal times a negative power of ten without the power: 2.5*10^{-3} is 0.0025."""
+    match = POWER_OF_TEN.fullmatch(x.replace("\\cdot", "*").replace(" ", "").removeprefix("-"))
+    if not match or "." not in (match[1] or "") or not match[2].startswith("-"):
+        return x
+    digits, places = match[1].replace(".", ""), len(match[1].partition(".")[2]) - int(match[2])
+    digits = digits.rjust(places + 1, "0")
+    return f"{'-' * x.startswith('-')}{digits[:-places]}.{digits[-places:]}"
+
+
+def rounds_to(value: Fraction, decimal: str) -> bool:
+    """Tell whether a decimal of enough digits is this value, rounded or cut off."""
+    written, digits = Fraction(decimal), len(decimal.partition(".")[2])
+    digits_known = len(re.sub(r"\D", "", decimal).lstrip("0"))
+    error = abs(value - written) * 10 ** digits
+    fits = error <= Fraction(1, 2) or (error < 1 and abs(written) < abs(value))
+    exact = abs(value - written) <= abs(value) / 10**13
+    return digits_known >= SIGNIFICANT and digits >= BEHIND and (fits or exact)
+
+
+def same_numbers(gold: str, answer: str) -> bool | None:
+    """Tell whether two plain numbers are equal, None where one is no number.
+
+    What binary fractions add at the end does not matter. Of two decimals the shorter may be the longer one,
+    rounded.
+    """
+    gold, answer = written_out(gold), written_out(answer)
+    read = number(gold), number(answer)
+    if None in read:
+        return None
+    (value, digits), (answer_value, answer_digits) = read
+    noise = min(Fraction(1, 10**6), abs(value) / 10**9)
+    if value == answer_value or max(digits, answer_digits) > 8 and abs(value - answer_value) <= noise:
+        return True
+    # Not a decimal (-1) counts as longer than any.
+    if (digits if digits >= 0 else LONGEST) <= (answer_digits if answer_digits >= 0 else LONGEST):
+        short, text, exact = digits, gold, answer_value
+    else:
+        short, text, exact = answer_digits, answer, value
+    return short > 0 and digits != answer_digits and rounds_to(exact, text.replace(",", ""))
