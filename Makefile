@@ -2,7 +2,7 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu test-peers test-page lint toy compare bench-peers
+.PHONY: demo test test-slow test-vllm test-gpu test-peers test-page lint toy compare real bench-peers
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -46,6 +46,9 @@ lint: .venv/dev
 compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results; 18 new ones at most
 	$(VENV)/python experiments/compare.py
 
+real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO, accuracy before and after (an hour)
+	$(VENV)/python experiments/smollm2.py
+
 bench-peers: .venv-peers/ready ## seconds of a step beside TRL's GRPOTrainer, phase by phase
 	.venv-peers/bin/python bench/peers.py
 
@@ -77,6 +80,11 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 .venv-peers/ready: requirements-peers.txt requirements.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet -r requirements-peers.txt
+	touch $@
+
+# Without dependencies, as the file says.
+.venv/real: .venv/run requirements-real.txt
+	$(VENV)/pip install --quiet --no-deps -r requirements-real.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt

@@ -22,15 +22,17 @@ TUNING_SEED = 100  # of the runs that choose a learning rate
 VALIDATION = 500   # problems at the end of the toy's training set that they are evaluated on
 
 
-def train_once(out: Path, name: str, *settings: str) -> Path:
-    """Train, unless a finished run of the same settings is there. One that was cut off starts anew."""
+def train_once(out: Path, name: str, *settings: str, resume: bool = False) -> Path:
+    """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
+    `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
     unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
     if unchanged and (out / "finished").is_file():
         return out
-    shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "train.py", "--config", name]
+    if not (resume and unchanged):
+        shutil.rmtree(out, ignore_errors=True)
+    command = [sys.executable, "train.py", "--config", name, *["--resume", "auto"] * resume]
     for setting in settings:
         command += ["--set", setting]
     before = children_seconds()

@@ -908,6 +908,16 @@ MUTANTS = [
     ("experiments/redraw", '(len(tests) - rank)', "len(tests)", "compare"),
     ("experiments/claims", "if i == 0:", "if i < 0:", "claims"),
     ("experiments/claim_runs", "steps // EVALUATIONS", "EVALUATIONS", "claims"),
+    ("experiments/gguf_model", "swapaxes(1, 2).reshape", "reshape", "smollm2"),
+    ("experiments/gguf_model", "said.get(f\"{of_query}_kv\", said[of_query])", "said[of_query]", "smollm2"),
+    ("experiments/gguf_model", "Digits(individual_digits=True)", "Digits()", "smollm2"),
+    ("experiments/gguf_model", "if kind == SPECIAL]", "if kind == SPECIAL and False]", "smollm2"),
+    ("experiments/word_problems", "while (arithmetic := draw(level, rng)) in taken:",
+     "while (arithmetic := draw(level, rng)) in ():", "smollm2"),
+    ("experiments/word_problems", "GAINS if signed > 0 else LOSSES", "LOSSES if signed > 0 else GAINS", "smollm2"),
+    ("experiments/smollm2_reward", "plain(boxes[-1]) == gold", "plain(boxes[0]) == gold", "smollm2"),
+    ("experiments/smollm2", 'shares(results[name], reading) - shares(results[before], reading)',
+     'shares(results[before], reading) - shares(results[name], reading)', "smollm2"),
 ]
 
 
