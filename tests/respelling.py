@@ -138,17 +138,19 @@ def pair(rng: random.Random) -> tuple[str, str, sympy.Expr, sympy.Expr]:
 
 
 def are_equal(one: sympy.Expr, other: sympy.Expr) -> bool | None:
-    """Whether two values are equal for positive letters, by 40 digits of sympy's at points where both are real; None
-    where there are none."""
+    """Whether two values are equal for positive letters, by 60 digits of sympy's at points where both are real; None
+    where there are none, and for a division by zero."""
+    if one.has(sympy.zoo, sympy.nan, sympy.oo) or other.has(sympy.zoo, sympy.nan, sympy.oo):
+        return None
     if one == other:
         return True
     rng, letters, compared = random.Random(1), sorted(one.free_symbols | other.free_symbols, key=str), 0
     for _ in range(8):
         point = {letter: sympy.Rational(rng.randint(100, 2999), 1009) for letter in letters}
-        values = [x.evalf(40, subs=point, maxn=200) for x in (one, other)]
+        values = [x.evalf(60, subs=point, maxn=200) for x in (one, other)]
         if not all(v.is_real and v.is_finite and abs(v) < 10**60 for v in values):
             continue
-        if abs(values[0] - values[1]) > sympy.Float(10) ** -30 * (1 + abs(values[0])):
+        if abs(values[0] - values[1]) > sympy.Float(10) ** -50 * max(map(abs, values)):
             return False
         compared += 1
     return True if compared else None

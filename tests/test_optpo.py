@@ -89,7 +89,7 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
 @pytest.fixture(scope="module")
 def sampled(tmp_path_factory):
     """Eight prompts of the toy as OptPO samples them, and in groups as large as it may go."""
-    cfg = toy_config(tmp_path_factory.mktemp("sampled") / "run", "labels.most=17", "labels.chunk=3",
+    cfg = toy_config(tmp_path_factory.mktemp("sampled") / "run", "labels.most=16", "labels.chunk=3",
                      "rollout.group_size=5", name="optpo_toy.yaml")
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
@@ -98,7 +98,7 @@ def sampled(tmp_path_factory):
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     turns = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)
     voting = optpo.VotingSampler(sampler, cfg.labels)
-    most = replace(sampler, sampling=replace(cfg.rollout, group_size=17)).rollout(turns)
+    most = replace(sampler, sampling=replace(cfg.rollout, group_size=16)).rollout(turns)
     return voting, voting.rollout(turns), most
 
 
@@ -108,7 +108,7 @@ def test_sampling_stops_where_brute_force_does(sampled):
     stops = []
     for group, large in zip(groups, most, strict=True):
         answers = [optpo.extract(voting.sampler.tokenizer.decode(s.ids)) for s in large.samples]
-        for count in (5, 8, 11, 14, 17):
+        for count in (5, 8, 11, 14, 16):
             votes = [answers[:count].count(answer) for answer in set(answers[:count]) - {None}]
             ahead = max(votes, default=0) - max(sorted(votes)[:-1], default=0)
             if ahead >= 2:

@@ -30,8 +30,8 @@ SPELLED = NormalizationConfig(
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
                     r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
-DIGITS, POINTS, TRIES = 30, 6, 40
-TOLERANCE = sympy.Float(10, DIGITS) ** -20
+DIGITS, POINTS, TRIES = 50, 6, 40
+TOLERANCE = sympy.Float(10, DIGITS) ** -40  # e^{64} + x is not e^{64} - x
 SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always 6 - x
 
 
