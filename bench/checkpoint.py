@@ -97,10 +97,11 @@ def save(rank: int, ranks: int, folder: str, rounds: int) -> None:
         if step > 0:  # the first makes the buffers
             for way, seconds in measured.items():
                 by_way[way].append(seconds)
+    newest, _ = find(out)
     if rank == 0:
         sizes = {
             "torch.save": (out / "plain.pt").stat().st_size,
-            "Checkpoints": sum(size for size, _ in digests.listed(find(out)[0]).values()),
+            "Checkpoints": sum(size for size, _ in digests.listed(newest).values()),
         }
         parameters = sum(p.numel() for p in role[0].parameters())
         saved = {"seconds": by_way, "bytes": sizes, "parameters": parameters}
