@@ -53,7 +53,8 @@ def fraction(x: str) -> Fraction | None:
 
 def written_out(x: str) -> str:
     """Write a decimal times a negative power of ten without the power: 2.5*10^{-3} is 0.0025."""
-    match = POWER_OF_TEN.fullmatch(x.replace("\\cdot", "*").replace(" ", "").removeprefix("-"))
+    plain = x.replace("\\cdot", "*").replace(" ", "").removeprefix("-") if len(x) <= LONGEST else ""
+    match = POWER_OF_TEN.fullmatch(plain)
     if not match or "." not in (match[1] or "") or not match[2].startswith("-"):
         return x
     digits, places = match[1].replace(".", ""), len(match[1].partition(".")[2]) - int(match[2])
