@@ -892,7 +892,7 @@ MUTANTS = [
     ("verify/formula", "and following[2] == \")\":", "and False:", "verifier"),
     ("verify/answer", "free = not set(new) & (set(old) | letters_of(other_value)) and", "free =", "verifier"),
     ("verify/answer", "call[1] != other_call[1] or", "", "verifier"),
-    ("verify/answer", "return False  # 0 < f(1)", "pass  # 0 < f(1)", "answer"),
+    ("verify/answer", "return False  # 0 < f(x)", "pass  # 0 < f(x)", "answer"),
     ("verify/answer", "if gold_unit == \"degrees\" and in_radians:", "if False:", "verifier"),
     ("verify/answer", "if gold_kind.startswith(\"base\") and not answer_kind:", "if False:", "verifier"),
     ("verify/answer", "[\"+-\"] * (len(pieces) - 1)", "[\"+\"] * (len(pieces) - 1)", "answer"),

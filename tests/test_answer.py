@@ -179,6 +179,8 @@ letters: a<b | a<c | b<a
 events: P(X>2)=\frac14 | P(X<2)=\frac14 | P(X>3)=\frac14
 inverses: 2 | x^{-1}=2 | f^{-1}=3
 chains: f(2)<f(1)<f(4) | f(2)<f(3)<f(4) | f(2)<f(1)
+ranges: 0<f(x)<1 | 0<g(x)<1 | 0<f(x)<2
+rules: f(x)=x+1 | g(t)=t+1 | f(t)=t+2
 both: x>-1 \text{ and } x<3 | x>-1 \text{ or } x<3 | x>3
 money: \$5 | 5\text{ cents} | \$50 | £5 | €5
 scales: 30^\circ C | 30^\circ F | 31

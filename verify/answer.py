@@ -358,7 +358,7 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
         return True
     left, right = interval(gold) if gold_signs else gold, interval(answer) if answer_signs else answer
     if len(a) == len(b) == 3 and not (re.fullmatch(VARIABLE, a[1]) and re.fullmatch(VARIABLE, b[1])):
-        return False  # 0 < f(1) < 2 is another chain than 0 < f(3) < 2
+        return False  # 0 < f(x) < 2 is another chain than 0 < g(x) < 2
     if left and right and set(gold_signs + answer_signs) - {"=", "≠"}:
         return same_values(left, right, compare)
     return len(gold_signs) == len(answer_signs) == 1 and compare(gold, answer)
