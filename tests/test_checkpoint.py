@@ -91,7 +91,7 @@ def gathered_on_ranks() -> list:
     return [(half.dtype == torch.bfloat16 and torch.equal(half, p.bfloat16()), p.dtype) for half, p in pairs]
 
 
-@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_weights_are_cast_before_they_travel_and_arrive_whole(ranks, tmp_path):
     """On 3 ranks too, by which no size of the toy's can be divided."""
     assert on_ranks(ranks, tmp_path, gathered_on_ranks) == [[(True, torch.float32)] * len(weights(load(TOY)))] * ranks
@@ -306,7 +306,8 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
         go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU))
 
 
-@pytest.mark.parametrize("settings", [[], ["model.lora.rank=2", "optim.lr=1e-2"]], ids=["full", "lora"])
+@pytest.mark.parametrize("settings", [
+    [], pytest.param(["model.lora.rank=2", "optim.lr=1e-2"], marks=pytest.mark.slow)], ids=["full", "lora"])
 def test_a_checkpoint_becomes_a_hugging_face_folder(settings, tmp_path, monkeypatch, capsys):
     few = ["steps=1", "model.dtype=float32", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
     policy = train.train(toy_config(tmp_path / "run", *few, *settings))

@@ -328,6 +328,7 @@ def test_a_program_without_a_main_guard_is_told_so(tmp_path):
                      done.stderr)
 
 
+@pytest.mark.slow
 def test_so_is_one_that_trains(tmp_path):
     """And no worker trains, as one rank more that waits for ever."""
     done = run_program(tmp_path, f"import os\nfrom infra import signals\n"

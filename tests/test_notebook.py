@@ -4,6 +4,7 @@ import re
 import subprocess
 import sys
 
+import pytest
 from conftest import ROOT
 
 PAGE = (ROOT / "docs" / "notebook.md").read_text()
@@ -15,6 +16,7 @@ def rows(text: str) -> list[tuple[float, ...]]:
     return [tuple(map(float, found.groups())) for found in map(ROW.fullmatch, text.splitlines()) if found]
 
 
+@pytest.mark.slow
 def test_the_page_runs_and_prints_what_it_shows(tmp_path):
     code = "\n".join(re.findall(r"```python\n(.*?)```", PAGE, re.DOTALL))
     assert code.count('"/path/to/winnow"') == 1

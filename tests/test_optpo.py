@@ -145,6 +145,7 @@ def test_rewards_are_agreement_with_the_label(sampled):
     assert 0 < reward_NG.mean() < 1
 
 
+@pytest.mark.slow
 def test_no_label_of_the_training_data_is_read(tmp_path):
     """Without them, and with wrong ones, every weight and decision is the same bit for bit."""
     few = (ROOT / "toy" / "train.jsonl").read_text().splitlines()[:16]

@@ -69,6 +69,7 @@ def half_of_each(samples: list[dict], decisions: list[dict]) -> None:
     assert len(places) > 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("recipe", "check"), list(zip(RECIPES, (medians, half_of_each), strict=True)),
                          ids=["advantage", "pruner"])
 def test_a_recipe_applies_trains_and_does_what_it_says(recipe, check, tmp_path):

@@ -34,7 +34,7 @@ RUNS = {
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
 }
-FAST = ("cppo", "dppo", "lora", "pairs")
+FAST = ("cppo", "dppo")
 
 
 def run_config(name: str, out: Path, *settings: str) -> config.Config:
@@ -122,7 +122,7 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["cppo", "dppo", pytest.param("critic", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["cppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dppo", "critic"))])
 def test_draws_by_inner_products_are_passes_of_the_training_step(name, run_of, monkeypatch, capsys):
     """With and without room for the gradients of all completions; where they do not add up, as if there were none."""
     changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all"]
@@ -270,6 +270,7 @@ def test_the_users_own_reward_is_the_one_that_the_run_began_with(tmp_path, capsy
     assert "the same bit for bit" in shown(capsys, tmp_path / "run", 1)
 
 
+@pytest.mark.slow
 def test_the_command_says_what_it_says(run_of):
     done = subprocess.run([sys.executable, "replay.py", str(run_of("cppo")), "--step", "3", "--draws", "0"], cwd=ROOT,
                           capture_output=True, text=True)
@@ -287,9 +288,9 @@ def replayed(folder: Path) -> str:
     return "\n".join(said)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "began"), [
-    ("dppo", 2), *(pytest.param(name, began, marks=pytest.mark.slow) for name, began in (
-        ("dppo", 1), ("cppo", 1), ("cppo", 2), ("lora", 1), ("lora", 2), ("critic", 2), ("window", 2)))])
+    ("dppo", 1), ("dppo", 2), ("cppo", 1), ("cppo", 2), ("lora", 1), ("lora", 2), ("critic", 2), ("window", 2)])
 def test_ranks_that_a_run_had_give_its_bits_and_others_the_same_gradient(name, began, tmp_path):
     """In float32, as runs are. In float64 where rounding comes to more than 1e-6: in the gradient of few weights (lora)
     and in the mean over several optimizer steps (dppo): Adam's first steps are as long by a gradient that is small."""

@@ -143,6 +143,7 @@ def test_a_worker_that_dies_is_replaced():
     assert grading.Call(os.getpid).result() != before
 
 
+@pytest.mark.slow
 def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
     """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
     grading.Call(os.getpid).result()

@@ -149,7 +149,7 @@ def test_after_three_halvings_a_run_ends_with_status_2_and_a_whole_checkpoint(tm
     assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
 
 
-@pytest.mark.parametrize("asked", ["1024", "auto"])
+@pytest.mark.parametrize("asked", ["1024", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_run_goes_on_with_the_capacity_that_it_had_come_to(asked, tmp_path, monkeypatch, capsys):
     """Memory runs out in the second of four steps; what goes on from there is the same byte for byte."""
     cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=1", "checkpoint.keep=all",
@@ -181,6 +181,7 @@ def test_a_run_goes_on_with_the_capacity_that_it_had_come_to(asked, tmp_path, mo
     assert decided.pack.capacity == 2048
 
 
+@pytest.mark.slow
 def test_rows_left_to_auto_give_the_parameters_of_rows_set_by_hand(tmp_path):
     """Two whole steps of two epochs of two mini-batches in float64, with a KL."""
     found = {}

@@ -81,7 +81,7 @@ CASES = [("cppo", "rollout"), ("cppo", "evaluation"), ("greso", "rollout"), ("tp
 
 
 @pytest.mark.parametrize(("name", "what"), [
-    pytest.param(*case, marks=() if case[0] in ("cppo", "greso") else pytest.mark.slow) for case in CASES])
+    pytest.param(*case, marks=() if case[0] == "cppo" else pytest.mark.slow) for case in CASES])
 def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
     """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
     base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"
@@ -165,6 +165,7 @@ def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monke
 
 # ---- terminals
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ignored", [False, True], ids=["ends it", "is ignored"])
 def test_a_run_outlives_its_terminal(ignored, tmp_path):
     """As when ssh loses its connection, whose signal may arrive after the next line is written, or never, in a job

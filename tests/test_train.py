@@ -84,7 +84,7 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "tppo", "lora") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "lora") else pytest.mark.slow)
                                   for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
