@@ -132,19 +132,39 @@ def equations(problems: list[dict]) -> list[tuple[str, bool]]:
 
 
 def form_table(results: dict[str, list[dict]]) -> list[str]:
-    """Write how answers look: their length, how many are cut off or hold a marked answer; which signs their
-    equations have, and how many equations are true whether or not the problem asks for them."""
+    """Write how answers look: their length, how many are cut off or hold a marked answer, and how many of
+    their equations are true whether or not the problem asks for them."""
     rows = []
     for name, problems in results.items():
         responses = [problem["responses"][0] for problem in problems]
         tokens = mean(response["tokens"] for response in responses)
         cut = mean(not response["finished"] for response in responses)
         marked = mean(response["verdict"] != "unparsed" for response in responses)
+        rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}",
+                     of_all([holds for _, holds in equations(problems)])])
+    return table(["form", "tokens", "cut off", "with a marked answer", "equations that are true"], rows)
+
+
+def sign_table(results: dict[str, list[dict]]) -> list[str]:
+    """Write what the reading of a problem and what computing has to do with it: of the levels of one + or -,
+    right answers by what is asked for, and true equations by the sign that was written."""
+    rows = []
+    for name, problems in results.items():
+        asked: dict[bool, list[bool]] = {True: [], False: []}
+        for problem in problems:
+            numbers = re.findall(r"\d+", problem["question"])
+            if problem["level"] in ("1", "2"):
+                right = READINGS["last number"](problem["responses"][0])
+                asked[int(problem["gold"]) > int(numbers[0])].append(right)
         written = equations(problems)
-        signs = " ".join(f"{sum(s == sign for s, _ in written)}{sign}" for sign in SIGNS)
-        true = f"{mean(holds for _, holds in written):.1%}" if written else "-"
-        rows.append([name, f"{tokens:.1f}", f"{cut:.1%}", f"{marked:.1%}", signs, true])
-    return table(["form", "tokens", "cut off", "with a marked answer", "equations", "of them true"], rows)
+        rows.append([name, of_all(asked[True]), of_all(asked[False]),
+                     *(of_all([holds for other, holds in written if other == sign]) for sign in SIGNS)])
+    return table(["levels 1 and 2", "right, asked to add", "right, asked to take away",
+                  *(f"true with {sign}" for sign in SIGNS)], rows)
+
+
+def of_all(true: list[bool]) -> str:
+    return f"{sum(true)} of {len(true)}"
 
 
 def samples(results: dict[str, list[dict]]) -> list[str]:
@@ -176,7 +196,8 @@ def experiment(out: Path, steps: int | None) -> None:
     bar.close()
     compared = differences(results)
     tables = [level_table(results, reading) for reading in READINGS]
-    tables += [difference_table(compared), form_table(results), cost_table(folders), samples(results)]
+    tables += [difference_table(compared), form_table(results), sign_table(results), cost_table(folders),
+               samples(results)]
     for lines in tables:
         print(*lines, "", sep="\n")
     print(report.write_report([folders["CPPO"]], out / "report"))

@@ -318,7 +318,7 @@ def test_the_tables_tell_both_readings_by_level():
         "| CPPO | 75.0% [30, 95] | 100.0% [34, 100] | 50.0% [9, 91] |"]
     of = smollm2.differences(results)["CPPO"]
     assert of["accuracy"]["difference"] == 0.75 and of["last number"]["difference"] == -0.25
-    assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0+ 0- 0* | - |"
+    assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0 of 0 |"
     assert "    CPPO: 'T0' (right)" in smollm2.samples(results)
 
 
@@ -326,4 +326,9 @@ def test_equations_are_read_with_their_signs_and_computed():
     problem = answers([(True, True)])[0]
     problem["responses"][0]["text"] = "3 * 5 = 15. 15 - 2 = 12, so 4 + 3 = 7"
     assert smollm2.equations([problem]) == [("*", True), ("-", False), ("+", True)]
-    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 1+ 1- 1* | 66.7% |"
+    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 2 of 3 |"
+    problem["question"], problem["gold"] = "Rosa has 4 pens. Rosa buys 3 more pens.", "7"
+    less = answers([(False, False)])[0] | {"question": "Rosa has 9 pens. Rosa loses 3 pens.", "gold": "6"}
+    product = answers([(True, True)])[0] | {"level": "3", "question": "4 boxes hold 3 pens each.", "gold": "12"}
+    assert smollm2.sign_table({"before": [problem, less, product]})[2] == (
+        "| before | 1 of 1 | 0 of 1 | 1 of 1 | 0 of 1 | 1 of 1 |")
