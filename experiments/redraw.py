@@ -37,10 +37,9 @@ def column(runs, cost, start, family):  # {arm: [mean, and the difference to GRP
     y = {arm: {run["seed"]: area(run, cost, start * most, most) for run in runs[arm]} for arm in runs}
     gaps = {arm: [y[arm][seed] - y["grpo"][seed] for seed in y[arm].keys() & y.get("grpo", {})] for arm in y}
     tests = {arm: paired(gaps[arm], family) for arm in y if arm != "grpo" and len(gaps[arm]) > 1}
-    cells, largest = {arm: [np.mean(list(y[arm].values()))] for arm in y}, 0.0
+    cells, p = {arm: [np.mean(list(y[arm].values()))] for arm in y}, 0.0
     for rank, arm in enumerate(sorted(tests, key=lambda arm: tests[arm][3])):
-        largest = max(largest, min(1.0, (len(tests) - rank) * tests[arm][3]))
-        cells[arm] += [*tests[arm][:3], largest]
+        cells[arm] += [*tests[arm][:3], p := max(p, min(1.0, (len(tests) - rank) * tests[arm][3]))]
     return {"budget": most, **cells}
 
 def main(results, figures):  # parts.json says which runs are compared: {part: {arm: [file]}}
@@ -53,8 +52,9 @@ def main(results, figures):  # parts.json says which runs are compared: {part: {
         for axes, cost in zip(plt.subplots(1, 4, figsize=(13, 3.4), sharey=True)[1], COSTS, strict=True):
             for arm, of in runs.items():
                 axes.plot(*(np.mean([run[key] for run in of], 0) for key in (cost, "accuracy")), label=arm)
-            axes.set_xlabel(cost)
+            axes.set(xlabel=cost, ylabel="held-out accuracy, %" if cost == "steps" else "")
         plt.legend(fontsize=7)
-        plt.savefig(figures / f"compare_{part}.png", dpi=99, bbox_inches="tight", metadata={"Software": None})
+        if part != "validation":  # the runs that chose rates: numbers alone
+            plt.savefig(figures / f"compare_{part}.png", bbox_inches="tight", metadata={"Software": None})
 if __name__ == "__main__":
     main(*map(Path, sys.argv[1:]))
