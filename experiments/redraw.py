@@ -49,7 +49,7 @@ def main(results, figures):  # parts.json says which runs are compared: {part: {
                    for cost in COSTS for kind, start in (("area", 0.0), ("end", 0.75))}
         numbers["spent"] = {arm: [run["spent"] for run in of] for arm, of in runs.items()}
         print(json.dumps({"part": part} | numbers, default=float))
-        for axes, cost in zip(plt.subplots(1, 4, figsize=(13, 3.4), sharey=True)[1], COSTS, strict=True):
+        for axes, cost in zip(plt.subplots(1, 4, figsize=(16, 3.4), sharey=True)[1], COSTS, strict=True):
             for arm, of in runs.items():
                 axes.plot(*(np.mean([run[key] for run in of], 0) for key in (cost, "accuracy")), label=arm)
             axes.set(xlabel=cost, ylabel="held-out accuracy, %" if cost == "steps" else "")
