@@ -164,7 +164,10 @@ def sign_table(results: dict[str, list[dict]]) -> list[str]:
 
 
 def of_all(true: list[bool]) -> str:
-    return f"{sum(true)} of {len(true)}"
+    if not true:
+        return "0 of 0"
+    low, high = wilson(true)
+    return f"{sum(true)} of {len(true)} [{100 * low:.0f}, {100 * high:.0f}]"
 
 
 def samples(results: dict[str, list[dict]]) -> list[str]:

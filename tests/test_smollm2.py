@@ -326,9 +326,9 @@ def test_equations_are_read_with_their_signs_and_computed():
     problem = answers([(True, True)])[0]
     problem["responses"][0]["text"] = "3 * 5 = 15. 15 - 2 = 12, so 4 + 3 = 7"
     assert smollm2.equations([problem]) == [("*", True), ("-", False), ("+", True)]
-    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 2 of 3 |"
+    assert smollm2.form_table({"before": [problem]})[2] == "| before | 10.0 | 0.0% | 100.0% | 2 of 3 [21, 94] |"
     problem["question"], problem["gold"] = "Rosa has 4 pens. Rosa buys 3 more pens.", "7"
     less = answers([(False, False)])[0] | {"question": "Rosa has 9 pens. Rosa loses 3 pens.", "gold": "6"}
     product = answers([(True, True)])[0] | {"level": "3", "question": "4 boxes hold 3 pens each.", "gold": "12"}
     assert smollm2.sign_table({"before": [problem, less, product]})[2] == (
-        "| before | 1 of 1 | 0 of 1 | 1 of 1 | 0 of 1 | 1 of 1 |")
+        "| before | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] | 0 of 1 [0, 79] | 1 of 1 [21, 100] |")
