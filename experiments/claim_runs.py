@@ -5,7 +5,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from compare import EVALUATED, GRID, OTHERS, SIX, SOME_SEEDS, arm, rates_of_six
+from compare import EVALUATED, GRID, OTHERS, SEEDS, SIX, SOME_SEEDS, arm, rates_of_six
 from rates import VALIDATION, best_rate, tune, validated
 from stored import ROOT, Run, keep, write
 from tqdm import tqdm
@@ -103,12 +103,13 @@ def keep_errors(results: Path) -> None:
 def run_all(results: Path, bar: tqdm) -> None:
     """Make the runs, the most important claim first."""
     best = tune(allocated_validation, grids(), TUNING_SEED, results, bar)
-    for seed in SOME_SEEDS:
+    for seed in SEEDS:
         for name in ALLOCATED:
             keep(allocated(name, best[name], seed), results, bar)
     keep_errors(results)
     rate = rates_of_six(results)["grpo"]
-    for arms in (("grpo", *PRUNED), GROUPS, DAPO, VAPO):
-        for seed in SOME_SEEDS:
+    pruned, claimed = ("grpo", *PRUNED), (GROUPS, DAPO, VAPO)
+    for arms, seeds in ((pruned, SOME_SEEDS), *((arms, SEEDS) for arms in claimed)):
+        for seed in seeds:
             for name in arms:
                 keep(at_grpos_rate(name, rate, seed), results, bar)

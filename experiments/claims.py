@@ -18,15 +18,15 @@ import numpy as np
 import redraw_errors
 from claim_runs import (
     ALLOCATED,
-    AT_GRPOS_RATE,
     DAPO,
+    GROUPS,
     PRETRAINED,
     PRUNED,
     VAPO,
     allocated_rates,
     run_all,
 )
-from compare import SOME_SEEDS, Arms, parts, rates_of_six
+from compare import SEEDS, SOME_SEEDS, Arms, parts, rates_of_six
 from measures import Difference, area, area_and_end, curve, difference, least
 from rates import rate_table, validated
 from stored import RESULTS, Record, read, records
@@ -38,14 +38,14 @@ RESAMPLES = 2000
 BySeed = dict[int, Record]
 
 
-def kept_arms(results: Path, rate_of: dict[str, str | None]) -> Arms:
-    """Read the runs on the test problems of arms at these rates."""
+def kept_arms(results: Path, rate_of: dict[str, str | None], seeds: range) -> Arms:
+    """Read the runs on the test problems of arms at these rates; an arm that lacks a seed is left out."""
     arms: Arms = {name: {} for name in rate_of}
     for record in records(results):
         name, rate, seed, split = (record.about[key] for key in ("arm", "rate", "seed", "split"))
-        if split == "test" and seed in SOME_SEEDS and rate_of.get(name) == rate:
+        if split == "test" and seed in seeds and rate_of.get(name) == rate:
             arms[name][seed] = record
-    return {name: by_seed for name, by_seed in arms.items() if len(by_seed) == len(SOME_SEEDS)}
+    return {name: by_seed for name, by_seed in arms.items() if len(by_seed) == len(seeds)}
 
 
 def of_pairs(arms: Arms) -> Arms:
@@ -156,7 +156,7 @@ def of_greso(six: Arms) -> list[list[str]]:
 
 def of_allocation(results: Path) -> list[list[str]]:
     """Compare CPPO with dynamic allocation with GRPO, by seconds of a whole run and by ends."""
-    arms, rows = kept_arms(results, allocated_rates(results)), []
+    arms, rows = kept_arms(results, allocated_rates(results), SEEDS), []
     base = arms.pop("groups-of-16", {})
     for name, by_seed in arms.items() if base else ():
         ratio = difference(log_seconds(base), log_seconds(by_seed), len(ALLOCATED) - 1)
@@ -169,14 +169,14 @@ def of_allocation(results: Path) -> list[list[str]]:
 
 
 def log_seconds(by_seed: BySeed) -> list[float]:
-    return [math.log(curve(by_seed[seed]).spent["seconds"][-1]) for seed in SOME_SEEDS]
+    return [math.log(curve(by_seed[seed]).spent["seconds"][-1]) for seed in SEEDS]
 
 
 def end_gap(these: BySeed, those: BySeed, family: int) -> Difference:
     """Compare ends by shares of a run: arms that take other numbers of steps for as many prompts."""
     ends = []
     for by_seed in (these, those):
-        curves = [curve(by_seed[seed]) for seed in SOME_SEEDS]
+        curves = [curve(by_seed[seed]) for seed in SEEDS]
         ends.append([area_and_end(of, "steps", of.spent["steps"][-1])[1] for of in curves])
     return difference(*ends, family)
 
@@ -204,13 +204,13 @@ def of_vapo(at_rate: Arms) -> list[list[str]]:
         return []
     areas = []
     for name, first in (("vapo", PRETRAINED), ("vapo-without-pretraining", 0)):
-        curves = [curve(at_rate[name][seed]) for seed in SOME_SEEDS]
+        curves = [curve(at_rate[name][seed]) for seed in SEEDS]
         areas.append([area(of.spent["steps"], of.accuracy_E, first, of.spent["steps"][-1]) for of in curves])
     return [row("VAPO needs value pretraining", "with less without, area over the policy's steps",
                 difference(*areas, 1), MARGIN)]
 
 
-def of_errors(at_rate: Arms, results: Path) -> list[list[str]]:
+def of_errors(pruned: Arms, results: Path) -> list[list[str]]:
     """Correlate the pruned gradient's error with the area, and write down of which runs, for a figure."""
     path = results / "gradient_errors.jsonl.gz"
     if not path.is_file():
@@ -220,9 +220,9 @@ def of_errors(at_rate: Arms, results: Path) -> list[list[str]]:
     drawn = {}
     for name, (_, pruner, budget) in PRUNED.items():
         errors = early[pruner, budget]
-        if name in at_rate and None not in errors:
+        if name in pruned and None not in errors:
             drawn[name] = {"error": mean(errors), "biased": pruner.startswith(("topk", "pods")),
-                           "files": [record.file for record in at_rate[name].values()]}
+                           "files": [record.file for record in pruned[name].values()]}
     if len(drawn) < 4:
         return []
     (results / "errors.json").write_text(json.dumps(drawn, indent=1) + "\n")
@@ -236,9 +236,10 @@ def report(results: Path) -> None:
     """Print the table of claims, of what is kept, and the rates that CPPO with allocation has been given."""
     found, rate = parts(results), rates_of_six(results)["grpo"]
     six, others = (of_pairs(found.get(part, {})) for part in ("six", "others"))
-    at_rate = kept_arms(results, dict.fromkeys(("grpo", *PRUNED, *AT_GRPOS_RATE), rate))
+    at_rate = kept_arms(results, dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate), SEEDS)
+    pruned = kept_arms(results, dict.fromkeys(PRUNED, rate), SOME_SEEDS)
     rows = [*of_speed(six), *of_bias(six, others), *of_greso(six), *of_allocation(results),
-            *of_errors(at_rate, results), *of_groups(at_rate), *of_dapo(at_rate), *of_vapo(at_rate)]
+            *of_errors(pruned, results), *of_groups(at_rate), *of_dapo(at_rate), *of_vapo(at_rate)]
     print(*rate_table(validated(results), allocated_rates(results)), "", sep="\n")
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
     print(json.dumps({"bench": "claims", "rows": rows}))

@@ -35,10 +35,10 @@ def results(tmp_path):
     for i, name in enumerate(claim_runs.ALLOCATED):
         for rate in claim_runs.grids()[name]:
             make(tmp_path, claim_runs.allocated_validation(name, rate, 100), 0.3 if rate == "2e-4" else 0.1)
-        for seed in compare.SOME_SEEDS:
-            make(tmp_path, claim_runs.allocated(name, "2e-4", seed), 0.2 - 0.03 * i)
+        for seed in compare.SEEDS:
+            make(tmp_path, claim_runs.allocated(name, "2e-4", seed), 0.2 - 0.02 * i)
     for i, name in enumerate(claim_runs.AT_GRPOS_RATE):
-        for seed in compare.SOME_SEEDS:
+        for seed in compare.SEEDS:
             make(tmp_path, claim_runs.at_grpos_rate(name, "1e-4", seed), 0.05 + 0.01 * i)
     errors = [{"when": "early", "arm": pruner, "budget": budget, "errors": [1 / (i + 1), 1 / (i + 2)]}
               for i, (_, pruner, budget) in enumerate(claim_runs.PRUNED.values())]
@@ -71,8 +71,9 @@ def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
     for name, gain in (("slow", 0.2), ("fast", 0.4)):
         for seed in range(3):
             make(tmp_path, stored.Run(name, (), "1e-4", seed), gain)
-    arms = claims.kept_arms(tmp_path, {"slow": "1e-4", "fast": "1e-4", "absent": "1e-4"})
+    arms = claims.kept_arms(tmp_path, {"slow": "1e-4", "fast": "1e-4", "absent": "1e-4"}, range(3))
     assert list(arms) == ["slow", "fast"]
+    assert not claims.kept_arms(tmp_path, {"slow": "1e-4"}, range(4))  # a seed is not there
     ratio, low, high, above = claims.speed_up(arms["slow"], arms["fast"], 50.0)
     assert low <= ratio <= high and 1.5 < ratio < 2.5 and above == 3
     assert claims.speed_up(arms["slow"], arms["fast"], 70.0)[0] == math.inf
@@ -115,7 +116,7 @@ def test_the_runs_come_in_the_order_of_the_claims(tmp_path, monkeypatch):
     claim_runs.run_all(tmp_path, tqdm(disable=True))
     firsts = [made.index(name) for name in ("groups-of-16", "errors", "grpo", "pps-keep1", "group-2", "dapo", "vapo")]
     assert firsts == sorted(firsts)
-    assert len(made) == 5 * 4 + 5 * 3 + 1 + 3 * (1 + 14 + 3 + 5 + 2)
+    assert len(made) == 5 * 4 + 5 * 5 + 1 + 3 * (1 + 14) + 5 * (3 + 5 + 2)
 
 
 def test_the_figure_of_errors_is_drawn_from_what_is_kept(results, tmp_path):
