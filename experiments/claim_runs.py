@@ -1,23 +1,30 @@
 """Make the runs that the papers' claims need beyond the comparison's. See claims.py."""
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 from compare import EVALUATED, GRID, OTHERS, SEEDS, SIX, SOME_SEEDS, arm, rates_of_six
-from rates import VALIDATION, best_rate, tune, validated
-from stored import ROOT, Run, keep, write
+from rates import tune
+from stored import Run, keep, write
 from tqdm import tqdm
+from training import run_script
 
 # Groups of 16: (prompts a step, completions kept of each), so that every step trains on as many and every
 # run rolls out as many prompts. CPPO prunes 50, 75, 87.5 and 93.75%.
 ALLOCATED = {"groups-of-16": (8, 16), "cppo-50": (16, 8), "cppo-75": (32, 4), "cppo-87": (64, 2),
              "cppo-94": (128, 1)}
-PROMPTS, EVALUATIONS = 1024, 8
+PROMPTS, EVALUATIONS = 1024, 8  # of a run
 HIGHER = ("1e-4", "2e-4", "4e-4", "8e-4")  # rates of the arms that take few steps
-TUNING_SEED = (100,)
+GRIDS = {name: HIGHER if prompts > 32 else (*GRID[1:], "4e-4") for name, (prompts, _) in ALLOCATED.items()}
+TUNING_SEEDS = (100,)
 KEPT = "loss.count=kept"
+# Rivals that differ from a method of the comparison in one thing alone: whose learning rate, and settings.
+CONTROLS = {
+    "topk-step": ("pps", ("prune.completions={kind: topk, keep: 2, scope: batch}", KEPT)),
+    "dppo-biased": ("dppo", ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
+                             "prune.completions={kind: bottom, drop_prob: 0.5}", KEPT)),
+    "grpo-4-prompts": ("cppo", ("rollout.prompts_per_step=4",)),  # trains on 32 in a step, as CPPO does
+}
 # Arms at GRPO's rate whose gradient's error is known: settings (none: an arm of the comparison), and the row
 # and budget of bench/prune.py.
 PRUNED = {
@@ -60,18 +67,19 @@ AT_GRPOS_RATE = {name: settings for name, (settings, _, _) in PRUNED.items() if 
 AT_GRPOS_RATE |= GROUPS | DAPO | VAPO
 
 
-def allocated(name: str, rate: str, seed: int, data: str | None = None) -> Run:
+def allocated(name: str, rate: str, seed: int) -> Run:
     """Make a run of groups of 16, of PROMPTS prompts in all."""
     prompts, kept = ALLOCATED[name]
     steps = PROMPTS // prompts
     pruning = (f"prune.completions={{kind: topk, keep: {kept}}}", "loss.count=kept") if kept < 16 else ()
     settings = ("rollout.group_size=16", f"rollout.prompts_per_step={prompts}", f"steps={steps}", *pruning,
                 f"eval.every={steps // EVALUATIONS}", f"optim.warmup_steps={steps // 32}")
-    return Run(name, settings, rate, seed, data=data)
+    return Run(name, settings, rate, seed)
 
 
-def allocated_validation(name: str, rate: str, seed: int) -> Run:
-    return allocated(name, rate, seed, VALIDATION)
+def control(name: str, rate_of: dict[str, str], seed: int) -> Run:
+    family, settings = CONTROLS[name]
+    return Run(name, (*settings, EVALUATED), rate_of[family], seed)
 
 
 def at_grpos_rate(name: str, rate: str, seed: int) -> Run:
@@ -80,36 +88,29 @@ def at_grpos_rate(name: str, rate: str, seed: int) -> Run:
     return Run(name, (*AT_GRPOS_RATE[name], EVALUATED), rate, seed)
 
 
-def grids() -> dict[str, tuple[str, ...]]:
-    return {name: HIGHER if prompts > 32 else (*GRID[1:], "4e-4") for name, (prompts, _) in ALLOCATED.items()}
-
-
-def allocated_rates(results: Path) -> dict[str, str | None]:
-    areas = validated(results)
-    return {name: best_rate(areas.get(name, {}), len(grid), 1) for name, grid in grids().items()}
-
-
 def keep_errors(results: Path) -> None:
     """Run bench/prune.py and keep its errors, unless that was done; one that was cut off starts anew."""
     path = results / "gradient_errors.jsonl.gz"
     if path.is_file():
         return
-    process = subprocess.run([sys.executable, "bench/prune.py", "--task", "hard"], cwd=ROOT, check=True,
-                             capture_output=True, text=True)
-    measured = json.loads(process.stdout.splitlines()[-1])["results"]
+    printed = run_script("bench/prune.py", "--task", "hard")
+    measured = json.loads(printed.splitlines()[-1])["results"]
     write([{"bench": "bench/prune.py --task hard"}, *measured], path)
 
 
 def run_all(results: Path, bar: tqdm) -> None:
     """Make the runs, the most important claim first."""
-    best = tune(allocated_validation, grids(), TUNING_SEED, results, bar)
+    best = tune(allocated, GRIDS, TUNING_SEEDS, results, bar)
     for seed in SEEDS:
         for name in ALLOCATED:
             keep(allocated(name, best[name], seed), results, bar)
+    rate_of = rates_of_six(results)
+    for seed in SEEDS:
+        for name in CONTROLS:
+            keep(control(name, rate_of, seed), results, bar)
     keep_errors(results)
-    rate = rates_of_six(results)["grpo"]
     pruned, claimed = ("grpo", *PRUNED), (GROUPS, DAPO, VAPO)
     for arms, seeds in ((pruned, SOME_SEEDS), *((arms, SEEDS) for arms in claimed)):
         for seed in seeds:
             for name in arms:
-                keep(at_grpos_rate(name, rate, seed), results, bar)
+                keep(at_grpos_rate(name, rate_of["grpo"], seed), results, bar)

@@ -17,7 +17,7 @@ from pathlib import Path
 from statistics import mean
 
 from measures import COSTS, area_and_end, cpu_share, curve, difference, holm, least
-from rates import VALIDATION, best_rate, rate_table, tune, validated
+from rates import best_rates, rate_table, spelled, tune, validated
 from stored import RECIPE, RESULTS, Record, Run, keep, records
 from testbed import table
 from tqdm import tqdm
@@ -52,35 +52,22 @@ OTHERS = {
 }
 EVALUATED = "eval.every=15"
 GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
+GRIDS = dict.fromkeys(SIX, GRID)
 SEEDS, SOME_SEEDS = range(5), range(3)
 PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
 Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
 
 
-def arm(name: str, rate: str, seed: int, data: str | None = None) -> Run:
+def arm(name: str, rate: str, seed: int) -> Run:
     """Make a run of the comparison."""
     family, settings = OTHERS[name] if name in OTHERS else (name, SIX[name])
-    return Run(name, (*settings, EVALUATED), rate, seed, family, data)
-
-
-def validation_arm(name: str, rate: str, seed: int) -> Run:
-    return arm(name, rate, seed, VALIDATION)
-
-
-def shipped_rate() -> str:
-    """Write the config's rate as people do, 1e-4."""
-    return f"{config.load(RECIPE).optim.lr:.0e}".replace("e-0", "e-")
-
-
-def chosen(results: Path) -> dict[str, str | None]:
-    """Name the rate that the validation split has chosen for each of the six; None where runs are missing."""
-    areas = validated(results)
-    return {name: best_rate(areas.get(name, {}), len(GRID), len(TUNING_SEEDS)) for name in SIX}
+    return Run(name, (*settings, EVALUATED), rate, seed, family)
 
 
 def rates_of_six(results: Path) -> dict[str, str]:
     """Name the rate of each of the six: the chosen one, or the config's."""
-    return {name: rate or shipped_rate() for name, rate in chosen(results).items()}
+    shipped = spelled(config.load(RECIPE).optim.lr)
+    return {name: rate or shipped for name, rate in best_rates(results, GRIDS, TUNING_SEEDS).items()}
 
 
 def parts(results: Path) -> dict[str, Arms]:
@@ -179,7 +166,7 @@ def report(results: Path) -> None:
              for part, arms in found.items()}
     (results / "parts.json").write_text(json.dumps(files, indent=1) + "\n")
     numbers = {part: compared(arms) for part, arms in found.items()}
-    print(*rate_table(validated(results), chosen(results)), "", sep="\n")
+    print(*rate_table(validated(results), best_rates(results, GRIDS, TUNING_SEEDS)), "", sep="\n")
     for part in ("six", "others"):
         if part in numbers:
             print(f"The {part} at equal cost, and the difference to GRPO\n")
@@ -199,7 +186,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way ends as well
     with tqdm(unit="run") as bar:
         if args.full:
-            tune(validation_arm, dict.fromkeys(SIX, GRID), TUNING_SEEDS, results, bar)
+            tune(arm, GRIDS, TUNING_SEEDS, results, bar)
         rate_of = rates_of_six(results)
         for seed in SEEDS if args.full else SOME_SEEDS:
             for name in SIX:

@@ -7,6 +7,7 @@ an end of the grid, the next rate by a factor of 2 is run as well, up to twice.
 import json
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
@@ -22,7 +23,8 @@ import hard  # noqa: E402
 VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, always the same
 FACTOR, EXTENSIONS = 2, 2
 Areas = dict[str, list[float]]  # learning rate -> the area of each run
-Tuned = Callable[[str, str, int], Run]  # (arm, rate, seed) -> its run on the validation split
+Grids = dict[str, tuple[str, ...]]  # arm -> its learning rates
+RunOf = Callable[[str, str, int], Run]  # (arm, rate, seed) -> its run on the test problems
 
 
 def write_validation() -> None:
@@ -57,29 +59,42 @@ def is_inside(rate: str, areas: Areas) -> bool:
     return min(map(float, areas)) < float(rate) < max(map(float, areas))
 
 
+def spelled(rate: float) -> str:
+    """Write a rate as people do, and as the names of files have it: 2.5e-5."""
+    digits, power = f"{rate:.2e}".split("e")
+    return f"{float(digits):g}e{int(power)}"
+
+
 def beyond(rate: str, areas: Areas) -> str:
     """Name the rate next to the best, an end of what was tried, outside."""
     factor = FACTOR if float(rate) == max(map(float, areas)) else 1 / FACTOR
-    return f"{float(rate) * factor:.3g}"
+    return spelled(float(rate) * factor)
 
 
-def tune(run_of: Tuned, grids: dict[str, tuple[str, ...]], seeds: tuple[int, ...], results: Path,
-         bar: tqdm) -> dict[str, str]:
+def best_rates(results: Path, grids: Grids, seeds: tuple[int, ...]) -> dict[str, str | None]:
+    """Name the rate that the validation split has chosen for each arm; None where runs are missing."""
+    areas = validated(results)
+    return {arm: best_rate(areas.get(arm, {}), len(grid), len(seeds)) for arm, grid in grids.items()}
+
+
+def tune(run_of: RunOf, grids: Grids, seeds: tuple[int, ...], results: Path, bar: tqdm) -> dict[str, str]:
     """Run every arm at each rate of its grid, and beyond where that is asked for; return the best rates."""
+    def validate(arm: str, rate: str, seed: int) -> None:
+        keep(replace(run_of(arm, rate, seed), data=VALIDATION), results, bar)
+
     write_validation()
     for seed in seeds:
         for arm, grid in grids.items():
             for rate in grid:
-                keep(run_of(arm, rate, seed), results, bar)
+                validate(arm, rate, seed)
     for arm, grid in grids.items():
         for _ in range(EXTENSIONS):
             areas = validated(results)[arm]
             best = best_rate(areas, len(grid), len(seeds))
             if not is_inside(best, areas):
                 for seed in seeds:
-                    keep(run_of(arm, beyond(best, areas), seed), results, bar)
-    areas = validated(results)
-    return {arm: best_rate(areas[arm], len(grid), len(seeds)) for arm, grid in grids.items()}
+                    validate(arm, beyond(best, areas), seed)
+    return best_rates(results, grids, seeds)
 
 
 def rate_table(areas: dict[str, Areas], best: dict[str, str | None]) -> list[str]:

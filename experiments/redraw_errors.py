@@ -14,12 +14,15 @@ import numpy as np
 from redraw import area, load
 
 
-def points(results: Path) -> tuple[np.ndarray, np.ndarray]:
+def unbiased(arms: dict[str, dict]) -> dict[str, dict]:
+    return {name: arm for name, arm in arms.items() if not arm["biased"]}
+
+
+def points(results: Path, arms: dict[str, dict]) -> tuple[np.ndarray, np.ndarray]:
     """Read logarithms of errors, [arms], and areas, [arms, seeds]."""
-    arms = json.loads((results / "errors.json").read_text()).values()
-    runs = [[load(results / name) for name in arm["files"]] for arm in arms]
+    runs = [[load(results / name) for name in arm["files"]] for arm in arms.values()]
     areas = [[area(run, "steps", 0, run["steps"][-1]) for run in of_arm] for of_arm in runs]
-    return np.log10([arm["error"] for arm in arms]), np.array(areas)
+    return np.log10([arm["error"] for arm in arms.values()]), np.array(areas)
 
 
 def correlation(error: np.ndarray, areas: np.ndarray) -> tuple[float, float, float]:
@@ -37,8 +40,9 @@ def correlation(error: np.ndarray, areas: np.ndarray) -> tuple[float, float, flo
 
 def main(results: Path, figure: Path) -> None:
     arms = json.loads((results / "errors.json").read_text())
-    error, areas = points(results)
+    error, areas = points(results, arms)
     r, low, high = correlation(error, areas)
+    alone, alone_low, alone_high = correlation(*points(results, unbiased(arms)))
     plot, axes = plt.subplots(figsize=(8, 5), layout="constrained")
     for (name, arm), x, of_arm in zip(arms.items(), 10 ** error, areas, strict=True):
         axes.plot([x] * len(of_arm), of_arm, ".", color="grey", markersize=4)
@@ -47,9 +51,11 @@ def main(results: Path, figure: Path) -> None:
     axes.set_xscale("log")
     axes.set_xlabel("squared error of the gradient over its square, after 20 steps")
     axes.set_ylabel("mean accuracy over the run, %")
-    axes.set_title(f"correlation {r:+.2f} [{low:+.2f}, {high:+.2f}]", fontsize=10)
+    axes.set_title(f"correlation {r:+.2f} [{low:+.2f}, {high:+.2f}], of the unbiased alone {alone:+.2f} "
+                   f"[{alone_low:+.2f}, {alone_high:+.2f}]", fontsize=10)
     plot.savefig(figure, dpi=110, metadata={"Software": None})
-    print(json.dumps({"correlation": [r, low, high], "arms": dict(zip(arms, error.tolist(), strict=True))}))
+    print(json.dumps({"correlation": [r, low, high], "unbiased": [alone, alone_low, alone_high],
+                      "arms": dict(zip(arms, error.tolist(), strict=True))}))
 
 
 if __name__ == "__main__":

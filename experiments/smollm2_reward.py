@@ -9,6 +9,7 @@ NUMBER = re.compile(r"\d[\d,]*(?:\.\d+)?")
 
 
 def reward(text: str, gold: str) -> float:
+    gold = plain(gold)
     boxes = re.findall(r"\\boxed\{([^{}]*)\}", text)
     if boxes and plain(boxes[-1]) == gold:
         return 1.0

@@ -10,15 +10,13 @@ epochs at a time. Final accuracies of methods are not compared here.
 
 import argparse
 import json
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from statistics import mean
 
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from training import ROOT, cpu_seconds, train_once
+from training import ROOT, cpu_seconds, run_script, train_once
 
 import config
 from infra import runfolder
@@ -48,10 +46,9 @@ def answered(model: Path, out: Path, answers: int) -> dict:
     """Answer every training problem so many times, unless that was done; return the result of eval.py."""
     cfg = config.load("grpo_hard.yaml")
     if not out.is_file():
-        command = [sys.executable, "eval.py", "--model", str(model), "--data", cfg.data.train,
+        run_script("eval.py", "--model", str(model), "--data", cfg.data.train,
                    "--temperature", str(cfg.rollout.temperature), "--n", str(answers),
-                   "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out)]
-        subprocess.run(command, cwd=ROOT, check=True, capture_output=True)
+                   "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
     return result
 

@@ -32,15 +32,21 @@ def train_once(out: Path, name: str, *settings: str, resume: bool = False) -> Pa
         return out
     if not (resume and unchanged):
         shutil.rmtree(out, ignore_errors=True)
-    command = [sys.executable, "train.py", "--config", name, *["--resume", "auto"] * resume]
+    command = ["train.py", "--config", name, *["--resume", "auto"] * resume]
     for setting in settings:
         command += ["--set", setting]
     before = children_seconds()
-    process = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    if process.returncode:
-        raise RuntimeError(f"{name} {' '.join(settings)} failed:\n{process.stderr}")
+    run_script(*command)
     (out / "finished").write_text(f"{children_seconds() - before:.1f}")
     return out
+
+
+def run_script(*command: str) -> str:
+    """Run a script of this repository, and return what it printed; RuntimeError has its errors."""
+    process = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr}")
+    return process.stdout
 
 
 def children_seconds() -> float:

@@ -5,11 +5,12 @@ import json
 import math
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from conftest import ROOT
-from test_compare import make
+from test_compare import is_as_kept, make
 from tqdm import tqdm
 
 import config
@@ -33,10 +34,14 @@ def results(tmp_path):
         for seed in compare.SEEDS:
             make(tmp_path, compare.arm(name, "1e-4", seed), 0.25 if name == "grpo" else 0.15)
     for i, name in enumerate(claim_runs.ALLOCATED):
-        for rate in claim_runs.grids()[name]:
-            make(tmp_path, claim_runs.allocated_validation(name, rate, 100), 0.3 if rate == "2e-4" else 0.1)
+        for rate in claim_runs.GRIDS[name]:
+            run = replace(claim_runs.allocated(name, rate, 100), data=rates.VALIDATION)
+            make(tmp_path, run, 0.3 if rate == "2e-4" else 0.1)
         for seed in compare.SEEDS:
             make(tmp_path, claim_runs.allocated(name, "2e-4", seed), 0.2 - 0.02 * i)
+    for name in claim_runs.CONTROLS:
+        for seed in compare.SEEDS:
+            make(tmp_path, claim_runs.control(name, dict.fromkeys(compare.SIX, "1e-4"), seed), 0.1)
     for i, name in enumerate(claim_runs.AT_GRPOS_RATE):
         for seed in compare.SEEDS:
             make(tmp_path, claim_runs.at_grpos_rate(name, "1e-4", seed), 0.05 + 0.01 * i)
@@ -53,9 +58,9 @@ def test_every_claim_gets_its_rows(results, capsys):
     rows = json.loads(line)["rows"]
     count = {name: sum(row[0].startswith(name) for row in rows)
              for name in ("dppo is", "greso is", "cppo is", "bias", "GRESO", "cppo-", "... and", "a smaller",
-                          "more completions", "DAPO", "VAPO")}
-    assert count == {"dppo is": 3, "greso is": 1, "cppo is": 1, "bias": 2, "GRESO": 2, "cppo-": 4, "... and": 4,
-                     "a smaller": 1, "more completions": 6, "DAPO": 4, "VAPO": 1}
+                          "pruning is", "more completions", "DAPO", "VAPO")}
+    assert count == {"dppo is": 3, "greso is": 1, "cppo is": 1, "bias": 4, "GRESO": 2, "cppo-": 4, "... and": 4,
+                     "a smaller": 2, "pruning is": 2, "more completions": 6, "DAPO": 4, "VAPO": 1}
     assert len([row for row in table if row.startswith("| ")]) == 7 + len(rows) + 2
     falls = [row[3] for row in rows if row[0].startswith("... and")]
     assert falls[0] != "does not" and falls[-1] == "does not"
@@ -80,8 +85,7 @@ def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
 
 
 def test_an_interval_decides_only_where_it_leaves_out_the_bound():
-    assert [claims.verdict(*ends) for ends in ((1, 2), (-2, -1), (-1, 1), (math.nan, 1))] == [
-        "holds", "does not", "cannot tell", "cannot tell"]
+    assert [claims.verdict(*ends) for ends in ((1, 2), (-2, -1), (-1, 1))] == ["holds", "does not", "cannot tell"]
     assert claims.verdict(-1.5, 1, -2) == "holds" and claims.verdict(-3, -2.5, -2) == "does not"
 
 
@@ -97,8 +101,20 @@ def test_the_arms_are_those_of_the_claims():
         assert cfg.steps // cfg.eval.every == claim_runs.EVALUATIONS
     for name in (*claim_runs.PRUNED, *claim_runs.AT_GRPOS_RATE):
         assert stored.plain_settings(claim_runs.at_grpos_rate(name, "1e-4", 0))["optim.lr"] == 1e-4
-    names = [*compare.SIX, *compare.OTHERS, *claim_runs.ALLOCATED, *claim_runs.AT_GRPOS_RATE]
+    names = [*compare.SIX, *compare.OTHERS, *claim_runs.CONTROLS, *claim_runs.ALLOCATED, *claim_runs.AT_GRPOS_RATE]
     assert len(names) == len(set(names))  # a name is a file's
+
+
+def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
+    for record in stored.records(stored.RESULTS):
+        name, rate, seed = (record.about[key] for key in ("arm", "rate", "seed"))
+        if name in claim_runs.ALLOCATED:
+            assert is_as_kept(claim_runs.allocated(name, rate, seed), record), record.file
+        elif name in claim_runs.CONTROLS:
+            assert is_as_kept(claim_runs.control(name, dict.fromkeys(compare.SIX, rate), seed), record), record.file
+        else:
+            run = claim_runs.at_grpos_rate(name, rate, seed)  # or of the comparison, whose test has the others
+            assert name in (*compare.SIX, *compare.OTHERS) or is_as_kept(run, record), record.file
 
 
 def test_the_runs_come_in_the_order_of_the_claims(tmp_path, monkeypatch):
@@ -114,9 +130,10 @@ def test_the_runs_come_in_the_order_of_the_claims(tmp_path, monkeypatch):
     monkeypatch.setattr(rates, "write_validation", lambda: None)
     monkeypatch.setattr(claim_runs, "keep_errors", lambda results: made.append("errors"))
     claim_runs.run_all(tmp_path, tqdm(disable=True))
-    firsts = [made.index(name) for name in ("groups-of-16", "errors", "grpo", "pps-keep1", "group-2", "dapo", "vapo")]
+    firsts = [made.index(name) for name in ("groups-of-16", "topk-step", "errors", "grpo", "pps-keep1", "group-2",
+                                            "dapo", "vapo")]
     assert firsts == sorted(firsts)
-    assert len(made) == 5 * 4 + 5 * 5 + 1 + 3 * (1 + 14) + 5 * (3 + 5 + 2)
+    assert len(made) == 5 * 4 + 5 * 5 + 5 * 3 + 1 + 3 * (1 + 14) + 5 * (3 + 5 + 2)
 
 
 def test_the_figure_of_errors_is_drawn_from_what_is_kept(results, tmp_path):

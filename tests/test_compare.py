@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +45,8 @@ def results(tmp_path) -> Path:
         for rate in compare.GRID:
             for seed in compare.TUNING_SEEDS:
                 better = 0.05 if (name, rate) == ("grpo", "5e-5") or (name != "grpo" and rate == "1e-4") else 0.0
-                make(tmp_path, compare.validation_arm(name, rate, seed), 0.1 + better)
+                run = replace(compare.arm(name, rate, seed), data=rates.VALIDATION)
+                make(tmp_path, run, 0.1 + better)
     for i, name in enumerate((*compare.SIX, *compare.OTHERS)):
         family = compare.OTHERS[name][0] if name in compare.OTHERS else name
         for seed in range(5 if name in compare.SIX else 2):
@@ -133,15 +135,15 @@ def test_a_rate_is_chosen_once_all_runs_are_there_and_the_grid_grows_at_its_end(
 
     monkeypatch.setattr(rates, "keep", train)
     monkeypatch.setattr(rates, "write_validation", lambda: None)
-    best = rates.tune(compare.validation_arm, {"pps": ("1e-4", "2e-4")}, (100, 101), tmp_path, tqdm(disable=True))
-    assert tried == [("1e-4", 100), ("2e-4", 100), ("1e-4", 101), ("2e-4", 101), ("0.0004", 100), ("0.0004", 101),
-                     ("0.0008", 100), ("0.0008", 101)]
-    assert best == {"pps": "0.0008"}
+    best = rates.tune(compare.arm, {"pps": ("1e-4", "2e-4")}, (100, 101), tmp_path, tqdm(disable=True))
+    assert tried == [("1e-4", 100), ("2e-4", 100), ("1e-4", 101), ("2e-4", 101), ("4e-4", 100), ("4e-4", 101),
+                     ("8e-4", 100), ("8e-4", 101)]
+    assert best == {"pps": "8e-4"}
     areas = rates.validated(tmp_path)
     assert "an end of what was tried" in rates.rate_table(areas, best)[2]
     assert rates.best_rate({"1e-4": [50.0, 52.0], "2e-4": [60.0]}, 2, 2) is None
     assert rates.is_inside("1e-4", {"5e-5": [], "1e-4": [], "2e-4": []})
-    assert rates.beyond("5e-5", {"5e-5": [], "1e-4": []}) == "2.5e-05"
+    assert rates.beyond("5e-5", {"5e-5": [], "1e-4": []}) == "2.5e-5"
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -219,9 +221,15 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
     for record in stored.records(stored.RESULTS):
         about = record.about
         if about["arm"] in compare.SIX or about["arm"] in compare.OTHERS:
-            data = rates.VALIDATION if about["split"] == "validation" else None
-            run = compare.arm(about["arm"], about["rate"], about["seed"], data)
-            assert stored.is_kept(run, stored.RESULTS), record.file
+            run = compare.arm(about["arm"], about["rate"], about["seed"])
+            assert is_as_kept(run, record), record.file
+
+
+def is_as_kept(run: Run, record: Record) -> bool:
+    """Whether a run, on the split of a record, is the one whose results this is."""
+    data = rates.VALIDATION if record.about["split"] == "validation" else None
+    run = replace(run, data=data)
+    return stored.path_of(run, stored.RESULTS).name == record.file and stored.is_kept(run, stored.RESULTS)
 
 
 @pytest.mark.slow

@@ -123,7 +123,8 @@ def evaluated(tmp_path, *arguments: str) -> tuple[dict, str]:
     return json.loads((tmp_path / "out.json").read_text()), done.stdout
 
 
-@pytest.mark.parametrize("sampled", [[], ["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"]])
+@pytest.mark.parametrize("sampled", [[], pytest.param(["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"],
+                                                      marks=pytest.mark.slow)])
 def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 40)

@@ -45,7 +45,7 @@ OF_ENTROPY = {"head, forward": 4.1, "head, backward": 9.2}
 
 def with_cases(*names: str) -> pytest.MarkDecorator:
     return pytest.mark.parametrize("case", [
-        name if name in ("7B", "lora") else pytest.param(name, marks=pytest.mark.slow) for name in names])
+        name if name == "7B" else pytest.param(name, marks=pytest.mark.slow) for name in names])
 
 
 every_case = with_cases(*CASES)

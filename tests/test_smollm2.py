@@ -288,6 +288,7 @@ def test_the_reward(text, value):
 
 def test_the_reward_reads_thousands():
     assert smollm2_reward.reward(r"\boxed{1,200}", "1200") == 1 and smollm2_reward.reward("1,200", "1200") == 0.5
+    assert smollm2_reward.reward(r"\boxed{1200}", "1,200") == 1  # as GSM8K writes it
 
 
 @pytest.mark.parametrize("method", smollm2.METHODS)

@@ -100,7 +100,8 @@ def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name
         assert (tmp_path / "cut" / log).read_text() == (tmp_path / "whole" / log).read_text()
 
 
-@pytest.mark.parametrize("what", ["rollout", pytest.param("evaluation", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("what", ["rollout", "evaluation"])
 def test_a_signal_to_one_rank_stops_all_at_the_same_place(what, tmp_path):
     cfg = toy_config(tmp_path / "whole", "steps=3", "eval.every=1", *SHORT)
     for stage in range(3):
