@@ -332,13 +332,13 @@ def commands() -> list[str]:
     """Every line of the pages' shell blocks, comments dropped and continued lines joined."""
     blocks = [block for text in TEXTS.values() for block in re.findall(r"```bash\n(.*?)```", text, re.DOTALL)]
     lines = "\n".join(blocks).replace("\\\n", " ").splitlines()
-    return [" ".join(shlex.split(line, comments=True)) for line in lines if line.split("#")[0].strip()]
+    return [shlex.join(shlex.split(line, comments=True)) for line in lines if line.split("#")[0].strip()]
 
 
 def check_command(command: str) -> None:
     """make targets are in the Makefile, scripts exist, configs load with the overrides given."""
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
-    words = command.split()
+    words = shlex.split(command)
     if words[0] == "make":
         assert set(words[1:]) <= targets, command
     for script in (word for word in words if word.endswith(".py")):
