@@ -55,13 +55,13 @@ def of_pairs(arms: Arms) -> Arms:
     return {name: by_seed for name, by_seed in arms.items() if len(by_seed) > 1}
 
 
-def gap(these: BySeed, those: BySeed, cost: str, family: int) -> Difference:
+def gap(these: BySeed, those: BySeed, cost: str, comparisons: int) -> Difference:
     """Compare the areas of two arms at a cost, paired by seed; B is the least that a run spent."""
     shared = sorted(these.keys() & those.keys())
     pairs = [(curve(these[seed]), curve(those[seed])) for seed in shared]
     budget = least([of for pair in pairs for of in pair], cost)
     values = [[area_and_end(of, cost, budget)[0] for of in pair] for pair in pairs]
-    return difference(*map(list, zip(*values, strict=True)), family)
+    return difference(*map(list, zip(*values, strict=True)), comparisons)
 
 
 def seconds_and_accuracy(by_seed: BySeed, seeds: list[int]) -> np.ndarray:
@@ -112,6 +112,11 @@ def verdict(low: float, high: float, bound: float = 0.0) -> str:
     return "holds" if low > bound else "does not" if high < bound else "cannot tell"
 
 
+def agreed(here: str, above: int, seeds: int) -> str:
+    """Let a verdict stand only where every seed alone says so; `above` of them are above the bound."""
+    return here if above == {"holds": seeds, "does not": 0}.get(here) else "cannot tell"
+
+
 def points(of: Difference) -> str:
     return f"{of.mean:+.2f} points [{of.low:+.2f}, {of.high:+.2f}]"
 
@@ -129,9 +134,7 @@ def of_speed(six: Arms) -> list[list[str]]:
     for slow, fast in pairs:
         ratio, low, high, above = speed_up(six[slow], six[fast], level)
         seeds = len(six[slow].keys() & six[fast].keys())
-        here = verdict(low, high, 1.0)
-        if above != {"holds": seeds, "does not": 0}.get(here, above):
-            here = "cannot tell"
+        here = agreed(verdict(low, high, 1.0), above, seeds)
         rows.append([f"{fast} is faster than {slow} at equal accuracy", f"seconds to {level:.1f}%",
                      f"{ratio:.2f} times [{low:.2f}, {high:.2f}], above 1 in {above} of {seeds} seeds",
                      here])
@@ -178,13 +181,13 @@ def log_seconds(by_seed: BySeed) -> list[float]:
     return [math.log(curve(by_seed[seed]).spent["seconds"][-1]) for seed in SEEDS]
 
 
-def end_gap(these: BySeed, those: BySeed, family: int) -> Difference:
+def end_gap(these: BySeed, those: BySeed, comparisons: int) -> Difference:
     """Compare ends by shares of a run: arms that take other numbers of steps for as many prompts."""
     ends = []
     for by_seed in (these, those):
         curves = [curve(by_seed[seed]) for seed in SEEDS]
         ends.append([area_and_end(of, "steps", of.spent["steps"][-1])[1] for of in curves])
-    return difference(*ends, family)
+    return difference(*ends, comparisons)
 
 
 def of_groups(at_rate: Arms) -> list[list[str]]:
@@ -229,7 +232,7 @@ def of_errors(pruned: Arms, results: Path) -> list[list[str]]:
         if name in pruned and None not in errors:
             drawn[name] = {"error": mean(errors), "biased": pruner.startswith(("topk", "pods")),
                            "files": [record.file for record in pruned[name].values()]}
-    if len(drawn) < 4:
+    if len(drawn) < 4:  # of which a correlation says nothing
         return []
     (results / "errors.json").write_text(json.dumps(drawn, indent=1) + "\n")
     rows = []

@@ -111,7 +111,8 @@ def compared(arms: Arms) -> dict:
     return numbers
 
 
-def column(values: dict[str, dict[int, tuple[float, float]]], place: int, family: int) -> dict[str, dict]:
+def column(values: dict[str, dict[int, tuple[float, float]]], place: int,
+           comparisons: int) -> dict[str, dict]:
     """Compute one figure at one cost: each arm's mean, and its difference to GRPO."""
     cells, gaps = {}, {}
     for name, by_seed in values.items():
@@ -119,7 +120,7 @@ def column(values: dict[str, dict[int, tuple[float, float]]], place: int, family
         shared = sorted(by_seed.keys() & values.get("grpo", {}).keys())
         if name != "grpo" and len(shared) > 1:
             gaps[name] = difference([by_seed[seed][place] for seed in shared],
-                                    [values["grpo"][seed][place] for seed in shared], family)
+                                    [values["grpo"][seed][place] for seed in shared], comparisons)
     corrected = holm([gap.p for gap in gaps.values()])
     for (name, gap), p in zip(gaps.items(), corrected, strict=True):
         cells[name] |= {"difference": gap.mean, "low": gap.low, "high": gap.high, "p": p}

@@ -93,11 +93,11 @@ def quantile(p: float, df: int) -> float:
     return low
 
 
-def difference(these_P: list[float], those_P: list[float], family: int) -> Difference:
-    """Compare two or more pairs; the interval is Student's at 1 - 0.05 / family."""
+def difference(these_P: list[float], those_P: list[float], comparisons: int) -> Difference:
+    """Compare two or more pairs; the interval is Student's at 1 - 0.05 / comparisons."""
     gap_P = np.array(these_P) - np.array(those_P)
     error, df = gap_P.std(ddof=1) / len(gap_P) ** 0.5, len(gap_P) - 1
-    middle, half = float(gap_P.mean()), float(quantile(0.05 / family, df) * error)
+    middle, half = float(gap_P.mean()), float(quantile(0.05 / comparisons, df) * error)
     return Difference(middle, middle - half, middle + half, chance(abs(middle) / max(error, 1e-12), df))
 
 

@@ -86,6 +86,8 @@ def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
 
 def test_an_interval_decides_only_where_it_leaves_out_the_bound():
     assert [claims.verdict(*ends) for ends in ((1, 2), (-2, -1), (-1, 1))] == ["holds", "does not", "cannot tell"]
+    assert claims.agreed("holds", 3, 3) == "holds" and claims.agreed("holds", 2, 3) == "cannot tell"
+    assert claims.agreed("does not", 0, 3) == "does not" and claims.agreed("does not", 1, 3) == "cannot tell"
     assert claims.verdict(-1.5, 1, -2) == "holds" and claims.verdict(-3, -2.5, -2) == "does not"
 
 

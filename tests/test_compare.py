@@ -122,7 +122,7 @@ def test_students_law_and_holms_correction():
     assert measures.quantile(0.01, 4) == pytest.approx(4.604, abs=5e-4)
     assert measures.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     assert measures.holm([0.5, 0.9]) == [1.0, 1.0]
-    gap = measures.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], family=1)
+    gap = measures.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
     assert (gap.mean, gap.high - gap.mean) == pytest.approx((2.0, 4.3027 * 1 / 3 ** 0.5), abs=1e-3)
 
 
