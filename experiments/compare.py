@@ -81,8 +81,8 @@ def parts(results: Path) -> dict[str, Arms]:
         if family in SIX and split == "validation":
             found["validation"].setdefault(f"{name}, {rate}", {})[seed] = record
         elif family in SIX and rate == rate_of[family]:
-            for part, seeds in (("six", SEEDS), ("others", SOME_SEEDS)):
-                if name in found[part] and seed in seeds:
+            for part in ("six", "others"):
+                if name in found[part] and seed in SEEDS:
                     found[part][name][seed] = record
     for part, arms in found.items():
         found[part] = {name: by_seed for name, by_seed in arms.items() if by_seed}
@@ -192,7 +192,7 @@ def main() -> None:
         for seed in SEEDS if args.full else SOME_SEEDS:
             for name in SIX:
                 keep(arm(name, rate_of[name], seed), results, bar)
-        for seed in SOME_SEEDS if args.full else ():
+        for seed in SEEDS if args.full else ():
             for name, (family, _) in OTHERS.items():
                 keep(arm(name, rate_of[family], seed), results, bar)
     report(results)

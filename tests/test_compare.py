@@ -163,7 +163,7 @@ def test_seeds_go_round_the_six_first_and_a_part_is_18_runs(tmp_path, monkeypatc
     assert len(tuning) == (48 if full else 0) and made[:len(tuning)] == tuning
     rest, rate = made[len(tuning):], "5e-5" if full else "1e-4"
     six = [("test", name, rate, seed) for seed in range(5 if full else 3) for name in compare.SIX]
-    others = [("test", name, rate, seed) for seed in range(3 if full else 0) for name in compare.OTHERS]
+    others = [("test", name, rate, seed) for seed in range(5 if full else 0) for name in compare.OTHERS]
     assert rest == six + others
 
 
