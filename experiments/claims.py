@@ -1,6 +1,6 @@
 """Do the papers' claims hold on the testbed? Those that can be tested at this size, one by one.
 
-    python experiments/claims.py            # after compare.py --full; about three CPU hours
+    python experiments/claims.py            # after compare.py --full; about four CPU hours
     python experiments/claims.py --report   # the table alone, of what is kept
 
 docs/experiments.md has each claim, its source, and what would refute it. The bookkeeping is that of the
