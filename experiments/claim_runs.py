@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from compare import EVALUATED, GRID, OTHERS, SEEDS, SIX, SOME_SEEDS, arm, rates_of_six
+from compare import EVALUATED, GRID, LISTED, OTHERS, SEEDS, SIX, SOME_SEEDS, arm, rates_of_six
 from rates import tune
 from stored import Run, keep, write
 from tqdm import tqdm
@@ -18,11 +18,10 @@ HIGHER = ("1e-4", "2e-4", "4e-4", "8e-4")  # rates of the arms that take few ste
 GRIDS = {name: HIGHER if prompts > 32 else (*GRID[1:], "4e-4") for name, (prompts, _) in ALLOCATED.items()}
 TUNING_SEEDS = (100,)
 KEPT = "loss.count=kept"
-# Rivals that differ from a method of the comparison in one thing alone: whose learning rate, and settings.
+# Rivals nearer to a method than those of the comparison: whose learning rate, and settings.
 CONTROLS = {
-    "topk-step": ("pps", ("prune.completions={kind: topk, keep: 2, scope: batch}", KEPT)),
-    "dppo-biased": ("dppo", ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
-                             "prune.completions={kind: bottom, drop_prob: 0.5}", KEPT)),
+    "topk-step": ("pps", ("prune.completions={kind: topk, keep: 2, scope: batch}", KEPT)),  # PPS's scope
+    "dppo-biased": ("dppo", LISTED),  # does not refill
     "grpo-4-prompts": ("cppo", ("rollout.prompts_per_step=4",)),  # trains on 32 in a step, as CPPO does
 }
 # Arms at GRPO's rate whose gradient's error is known: settings (none: an arm of the comparison), and the row
@@ -71,7 +70,7 @@ def allocated(name: str, rate: str, seed: int) -> Run:
     """Make a run of groups of 16, of PROMPTS prompts in all."""
     prompts, kept = ALLOCATED[name]
     steps = PROMPTS // prompts
-    pruning = (f"prune.completions={{kind: topk, keep: {kept}}}", "loss.count=kept") if kept < 16 else ()
+    pruning = (f"prune.completions={{kind: topk, keep: {kept}}}", KEPT) if kept < 16 else ()
     settings = ("rollout.group_size=16", f"rollout.prompts_per_step={prompts}", f"steps={steps}", *pruning,
                 f"eval.every={steps // EVALUATIONS}", f"optim.warmup_steps={steps // 32}")
     return Run(name, settings, rate, seed)

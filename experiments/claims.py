@@ -28,7 +28,7 @@ from claim_runs import (
     VAPO,
     run_all,
 )
-from compare import SEEDS, SOME_SEEDS, Arms, parts, rates_of_six
+from compare import SEEDS, SOME_SEEDS, Arms, cost_table, parts, rates_of_six
 from measures import Difference, area, area_and_end, curve, difference, least
 from rates import best_rates, rate_table, validated
 from stored import RESULTS, Record, read, records
@@ -143,7 +143,8 @@ def of_speed(six: Arms) -> list[list[str]]:
 
 def of_bias(arms: Arms) -> list[list[str]]:
     """Compare what is unbiased with what is biased, at equal steps."""
-    pairs = {("dppo", "dppo-listed"): ", which refills too", ("dppo", "dppo-biased"): "",
+    pairs = {("dppo", "dppo-listed"): ", which refills too",
+             ("dppo", "dppo-biased"): ", which trains on half as many tokens",
              ("pps", "cppo"): ", which keeps 2 of each group", ("pps", "topk-step"): ""}
     return [row("bias costs accuracy", f"{unbiased} less {biased}{but}, area over steps",
                 gap(arms[unbiased], arms[biased], "steps", len(pairs)))
@@ -163,11 +164,11 @@ def of_greso(six: Arms) -> list[list[str]]:
             for name in ("dynamic-sampling", "grpo") if six.keys() >= {"greso", name}]
 
 
-def of_allocation(results: Path) -> list[list[str]]:
+def of_allocation(arms: Arms) -> list[list[str]]:
     """Compare CPPO with dynamic allocation with GRPO, by seconds of a whole run and by ends."""
-    arms, rows = kept_arms(results, best_rates(results, GRIDS, TUNING_SEEDS), SEEDS), []
-    base = arms.pop("groups-of-16", {})
-    for name, by_seed in arms.items() if base else ():
+    base, rows = arms.get("groups-of-16"), []
+    for name in [name for name in arms if name != "groups-of-16"] if base else ():
+        by_seed = arms[name]
         ratio = difference(log_seconds(base), log_seconds(by_seed), len(ALLOCATED) - 1)
         low, middle, high = (math.exp(x) for x in (ratio.low, ratio.mean, ratio.high))
         rows.append([f"{name} is faster than GRPO on as many prompts", "seconds of all steps",
@@ -245,17 +246,20 @@ def of_errors(pruned: Arms, results: Path) -> list[list[str]]:
 
 
 def report(results: Path) -> None:
-    """Print the table of claims, of what is kept, and the rates that CPPO with allocation has been given."""
+    """Print the rates that CPPO with allocation was given, the table of claims, and what the arms spent."""
     found, rate_of = parts(results), rates_of_six(results)
     six, others = (of_pairs(found.get(part, {})) for part in ("six", "others"))
+    rate_allocated = best_rates(results, GRIDS, TUNING_SEEDS)
+    allocated = kept_arms(results, rate_allocated, SEEDS)
     controls = kept_arms(results, {name: rate_of[family] for name, (family, _) in CONTROLS.items()}, SEEDS)
     at_rate = kept_arms(results, dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate_of["grpo"]), SEEDS)
     pruned = kept_arms(results, dict.fromkeys(PRUNED, rate_of["grpo"]), SOME_SEEDS)
     rows = [*of_speed(six), *of_bias(others | six | controls), *of_small_steps(six | controls),
-            *of_greso(six), *of_allocation(results), *of_errors(pruned, results), *of_groups(at_rate),
+            *of_greso(six), *of_allocation(allocated), *of_errors(pruned, results), *of_groups(at_rate),
             *of_dapo(at_rate), *of_vapo(at_rate)]
-    print(*rate_table(validated(results), best_rates(results, GRIDS, TUNING_SEEDS)), "", sep="\n")
+    print(*rate_table(validated(results), rate_allocated), "", sep="\n")
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
+    print(*cost_table(allocated | controls | at_rate), "", sep="\n")
     print(json.dumps({"bench": "claims", "rows": rows}))
 
 

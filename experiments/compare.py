@@ -26,6 +26,8 @@ import config
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
+LISTED = ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",  # as DPPO's listing drops
+          "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.count=kept")
 # Methods on the testbed: the settings that make GRPO another method. `testbed.py` has three of them.
 SIX = {
     "grpo": (),
@@ -40,9 +42,7 @@ OTHERS = {
     "cppo-released": ("cppo", ("prune.completions={kind: topk, keep: 2, scope: batch}", "loss.per=token",
                                "loss.count=kept")),
     # 3,400 tokens are half of what GRPO trains on in its first steps, each completion with its prompt
-    "dppo-listed": ("dppo", ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
-                             "prune.completions={kind: bottom, drop_prob: 0.5}", "rollout.until=full",
-                             "pack.window=32", "pack.budget=3400", "loss.count=kept")),
+    "dppo-listed": ("dppo", (*LISTED, "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
     "pps-cost": ("pps", ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),

@@ -54,8 +54,10 @@ def main(results: Path, figure: Path) -> None:
     axes.set_title(f"correlation {r:+.2f} [{low:+.2f}, {high:+.2f}], of the unbiased alone {alone:+.2f} "
                    f"[{alone_low:+.2f}, {alone_high:+.2f}]", fontsize=10)
     plot.savefig(figure, dpi=110, metadata={"Software": None})
+    drawn = {name: {"error": arm["error"], "area": mean} for (name, arm), mean
+             in zip(arms.items(), areas.mean(axis=1), strict=True)}
     print(json.dumps({"correlation": [r, low, high], "unbiased": [alone, alone_low, alone_high],
-                      "arms": dict(zip(arms, error.tolist(), strict=True))}))
+                      "arms": drawn}))
 
 
 if __name__ == "__main__":

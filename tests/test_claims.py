@@ -61,7 +61,10 @@ def test_every_claim_gets_its_rows(results, capsys):
                           "pruning is", "more completions", "DAPO", "VAPO")}
     assert count == {"dppo is": 3, "greso is": 1, "cppo is": 1, "bias": 4, "GRESO": 2, "cppo-": 4, "... and": 4,
                      "a smaller": 2, "pruning is": 2, "more completions": 6, "DAPO": 4, "VAPO": 1}
-    assert len([row for row in table if row.startswith("| ")]) == 7 + len(rows) + 2
+    spent = [*claim_runs.ALLOCATED, *claim_runs.CONTROLS, "grpo", *claim_runs.GROUPS, *claim_runs.DAPO,
+             *claim_runs.VAPO]
+    assert len([row for row in table if row.startswith("| ")]) == 7 + len(rows) + 2 + len(spent) + 2
+    assert [row.split(" | ")[0][2:] for row in table[-len(spent) - 1:-1]] == spent  # behind it an empty line
     falls = [row[3] for row in rows if row[0].startswith("... and")]
     assert falls[0] != "does not" and falls[-1] == "does not"
     assert {row[3] for row in rows} <= {"holds", "does not", "cannot tell"}

@@ -216,6 +216,13 @@ def test_the_validation_split_shares_no_problem_with_the_others(tmp_path, monkey
         assert questions.isdisjoint(json.loads(line)["question"] for line in lines)
 
 
+def is_as_kept(run: Run, record: Record) -> bool:
+    """Whether a run, on the split of a record, is the one whose results this is."""
+    data = rates.VALIDATION if record.about["split"] == "validation" else None
+    run = replace(run, data=data)
+    return stored.path_of(run, stored.RESULTS).name == record.file and stored.is_kept(run, stored.RESULTS)
+
+
 def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
     """A result whose settings have changed would be run again, and until then the tables would be of another arm."""
     for record in stored.records(stored.RESULTS):
@@ -223,13 +230,6 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
         if about["arm"] in compare.SIX or about["arm"] in compare.OTHERS:
             run = compare.arm(about["arm"], about["rate"], about["seed"])
             assert is_as_kept(run, record), record.file
-
-
-def is_as_kept(run: Run, record: Record) -> bool:
-    """Whether a run, on the split of a record, is the one whose results this is."""
-    data = rates.VALIDATION if record.about["split"] == "validation" else None
-    run = replace(run, data=data)
-    return stored.path_of(run, stored.RESULTS).name == record.file and stored.is_kept(run, stored.RESULTS)
 
 
 @pytest.mark.slow
