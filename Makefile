@@ -40,8 +40,9 @@ test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective b
 test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
 	$(VENV)/python -m pytest -m page tests/test_page.py
 
-lint: .venv/dev
+lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
 	$(VENV)/ruff check .
+	$(VENV)/python -m pytest -m house tests/test_house.py
 
 compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results; 18 new ones at most
 	$(VENV)/python experiments/compare.py

@@ -16,12 +16,12 @@ from advantage import advantage, flat
 from config import Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
-from infra import dist
-from methods import custom_reward, greso, kinds, nat, pods
-from prune import COMPLETIONS, REFILLING, Offer
+from infra import custom_reward, dist
+from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, next_round
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
 from rollout import Engine
+from settings import kinds
 
 AT_ONCE = 128  # completions that each rank sends at a time, so that little more than the result is in memory
 
@@ -136,7 +136,7 @@ def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
         if missing <= 0 or last:
             return 0
         if estimated:
-            count, last = greso.next_round(missing, 1 - informative_N.double().mean().item(), largest)
+            count, last = next_round(missing, 1 - informative_N.double().mean().item(), largest)
     return count if len(rolled.sizes) < settings.max_rounds else 0
 
 
@@ -200,9 +200,9 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     both = Pruned(pruned.keep_NG & (factor_NG > 0), pruned.weight_NG * factor_NG, pruned.prob_NG * prob_N1)
     correct_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))[kept] == 1
     if getattr(settings, "compare", "all") == "kept" and groups:
-        own_NG = advantage(pods.among_kept(rolled.rewards, kept, both.keep_NG), selection.advantage)
+        own_NG = advantage(among_kept(rolled.rewards, kept, both.keep_NG), selection.advantage)
         adv_NG = torch.where(both.keep_NG, own_NG, adv_NG)
-    tokens = nat.draw_cuts(groups, selection.prune.tokens, dist.seed_for(seed, "tokens"))
+    tokens = draw_cuts(groups, selection.prune.tokens, dist.seed_for(seed, "tokens"))
     return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed, tokens)
 
 

@@ -1,9 +1,9 @@
 """The settings: a frozen dataclass per section, with a comment beside each field as its documentation.
 
 A config file is a difference from the one that it names as `base:`, and `--set a.b=c` comes on top. A file or
-command line that names another `kind` of a section starts it empty. The kinds are those of methods/kinds.py.
-The bound of a setting is in its type; what settings ask of one another stands in infra/rules.py. settings.py
-turns yaml into all this.
+command line that names another `kind` of a section starts it empty; settings/kinds.py has the kinds. The
+bound of a setting is in its type, constraints between settings are in settings/rules.py, and
+settings/loader.py turns yaml into all this.
 """
 
 from dataclasses import asdict, dataclass, fields, replace
@@ -13,11 +13,20 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-import settings
-from infra.paths import find_path, user_path
-from infra.rules import all_rules
-from methods import kinds
-from settings import ConfigError, Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least, flatten
+from settings import kinds
+from settings import loader as settings
+from settings.loader import (
+    ConfigError,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    ZeroToOne,
+    at_least,
+    flatten,
+)
+from settings.paths import find_path, user_path
+from settings.rules import all_rules
 
 CONFIGS = Path(__file__).parent / "configs"
 OF_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # components of the reward that compare with it
@@ -26,7 +35,7 @@ Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
 @dataclass(frozen=True, slots=True)
 class Lora:
-    """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (methods/lora.py)."""
+    """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (lora.py)."""
     rank: Count | None = None      # of an adapter; null: there is none, and all weights are trained
     alpha: Positive = 32.0         # adapters count alpha / rank, so that the best rate hardly depends on rank
     targets: Literal["all", "attention", "mlp"] = "all"  # layers of each block: q, k, v, o; gate, up, down
@@ -237,6 +246,11 @@ class Config:
     update: Update = Update()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+
+
+def has_reference(cfg: Config) -> bool:
+    """Tell whether the loss needs the initial policy beside the one that is trained."""
+    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or kinds.is_preference(cfg.advantage))
 
 
 def load(name: str | Path, overrides: list[str] = ()) -> Config:

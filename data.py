@@ -13,7 +13,7 @@ from config import ConfigError
 from infra.rows import READERS, SETS, cell, columns_of, file_of, messages_of, no_column, read_hub
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
-from settings import SHORT
+from settings.loader import SHORT
 from verify.extract import last_boxed
 
 # Marks of rows that nobody should train on, and why.

@@ -27,23 +27,22 @@ import torch
 import verify
 from config import ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
-from infra import dist
+from infra import custom_reward, dist
 from infra.checkpoint import origin, policy_files
 from infra.digests import hash_files, sha256
 from infra.flags import arguments, check_arguments, data_of
-from infra.paths import user_path
 from infra.results import Store, places, read_result, require_same, write_result
 from infra.rows import answered
 from infra.runfolder import COPIES, changed_files, note
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
-from memory import choose_backend, find_device, fit_engine
-from methods import custom_reward
-from methods.lora import load_policy
+from lora import load_policy
 from page.evaluations import comparison_table, count_right, mean_reward, results_table
+from preflight.memory import choose_backend, find_device, fit_engine
 from records import EngineSpec, Problem, Prompt, Rewards, plain
 from reward import measured, score, span
 from rollout import Engine, start_engine
+from settings.paths import user_path
 from verify import also
 from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson

@@ -12,9 +12,9 @@ from torch import Tensor
 
 from advantage import comparable, flat
 from infra.dist import seed_for
-from methods import greso, kinds
-from prune import PROMPTS, REFILLING, Memory
+from prune import PROMPTS, REFILLING, Memory, adapt_p
 from records import Prompt, Rolled, Turn
+from settings import kinds
 
 
 def order(count: int, seed: int, epoch: int) -> np.ndarray:
@@ -131,7 +131,7 @@ class PromptHistory:
             value_NG = rolled.rewards.compared_NG
             marks = easy_and_hard(value_NG[comparable(value_NG)], self.middle)
             easy, hard = (x_N.double().mean().nan_to_num().item() for x_N in marks)
-            self.explore = greso.adapt_p(self.explore, easy, hard, self.pruning.target)
+            self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
         """Return plain values for a checkpoint, which later steps leave as they are."""

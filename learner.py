@@ -8,7 +8,8 @@ Dimension key:  C completion tokens of one packed row,  S completions in it.
 import argparse
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,19 +18,18 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from config import Config, Loss, Model, Optim, Update
+import lora
+from config import Config, ConfigError, Loss, Model, Optim, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Role, origin, require_whole
-from infra.counts import has_reference
-from infra.paths import require_new, user_path
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
-from methods import entropy, kinds, lora
-from methods.smaller_rows import Packing
-from model import BACKENDS, Decoder, empty_model
+from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
+from settings import kinds
+from settings.paths import require_new, user_path
 
 
 class NotFinite(Exception):
@@ -54,7 +54,7 @@ class Learner:
     advantage: kinds.Advantage  # soft_value and preferences have some that depend on the policy
     update: Update
     optim: Optim
-    pack: Packing
+    pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
     max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
     seed: int
@@ -79,19 +79,37 @@ class Learner:
         return [build_row(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
 
 
+@contextmanager
+def naming_a_shorter_row(learner: Learner, rows: list[Row]) -> Iterator[None]:
+    """Say which pack.capacity to go on with when memory runs out in the passes of these rows.
+
+    Raises ConfigError in place of torch.OutOfMemoryError.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        longest = max(len(row.ids_T) for row in rows)
+        why = str(error).partition("\n")[0]
+        raise ConfigError(
+            f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
+            f"from the newest checkpoint with --resume auto and --set pack.capacity={longest // 2} (at least "
+            "data.max_prompt_tokens + rollout.max_new_tokens), or set model.checkpoint_blocks=all or "
+            f"optim.offload=true (CUDA), or train on more ranks ({why})") from None
+
+
 def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
     """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
     dtype = getattr(torch, cfg.model.dtype)
     policy = load_sharded(cfg, source, device, dtype)
     if cfg.loss.entropy:
-        policy.elementwise = entropy.ELEMENTWISE  # which model.compile leaves as it is
+        policy.elementwise = WITH_ENTROPY  # which model.compile leaves as it is
     reference = None
     if has_reference(cfg):
         reference = (lora.Initial(policy) if cfg.model.lora.rank else
                      load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
         device, dtype, cfg.model.attention, policy, reference, optimizer=adam(policy, cfg.optim),
-        loss=cfg.loss, advantage=cfg.advantage, update=cfg.update, optim=cfg.optim, pack=Packing.of(cfg),
+        loss=cfg.loss, advantage=cfg.advantage, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
         temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
         seed=cfg.seed, steps=cfg.steps)
 

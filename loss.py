@@ -18,7 +18,6 @@ import torch
 from torch import Tensor
 
 from config import Loss
-from methods.divergence import binary_kl, total_variation
 from records import Move, PreparedRow, Pruned
 
 
@@ -83,6 +82,41 @@ def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Te
 def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor:
     """Clamp the ratio to [1 - low, 1 + high], stop no gradient: CISPO (arXiv:2506.13585). low 1: no bound."""
     return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
+
+
+GUARD = 1e-8  # added to 1 - p, as by the authors: in float32 the p of a likely token may be rounded to 1
+
+
+def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
+    """Bound how far a token's probability moves, as Divergence PPO (arXiv:2602.04879) does by binary masks.
+
+    Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence` in the advantage's
+    direction. The probability of a rare token may double, that of a frequent one may not.
+    """
+    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
+    return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
+
+
+def binary_kl(move: Move, divergence: float, cap: float) -> Tensor:
+    """Do as `total_variation`, with the binary KL(old, new) in nats in its place."""
+    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
+    others_C = (1 - old_C) * ((1 - old_C + GUARD) / (1 - new_C + GUARD)).log()
+    kl_C = old_C * (move.old_logp_C - move.logp_C.detach()) + others_C
+    return capped(move, (kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0), cap)
+
+
+def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
+    return torch.where(stopped_C, 0.0, (move.logp_C - move.old_logp_C).detach().exp().clamp(max=cap))
+
+
+def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
+    """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+
+    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
+    but logp, where adv_C is r - V* and the log-ratio is the sum over the completion.
+    """
+    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
+    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
 # loss.trust -> f, of the move and of that section of the config

@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 
 from advantage import comparable, flat
+from config import Pack
 from infra import dist
 from loss import RowLoss
-from methods import optpo
-from methods.smaller_rows import Packing
 from pack import cost
-from records import Batch, PreparedRow, Rolled, pending
+from records import Batch, Group, PreparedRow, Rolled, pending
 
 
 @dataclass(slots=True)
@@ -61,7 +60,7 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
         "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
     }
-    counts |= optpo.metrics(rolled.groups)
+    counts |= vote_metrics(rolled.groups)
     if samples:
         counts["rollout/entropy"] = -sum(sum(s.logp[s.start:]) for s in samples) / tokens
     if comparable(reward_NG).any() and reward_NG.shape[1] > 1:
@@ -77,6 +76,20 @@ def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/length": sum(s.length for s in ended) / len(ended),
         "rollout/truncated": sum(not s.finished for s in ended) / len(ended),
     }
+
+
+def vote_metrics(groups: list[Group]) -> dict[str, float]:
+    """Compute means over the groups of a step that were voted on, and the tokens of all completions that
+    voted, which were all sampled; without votes nothing."""
+    votes = [group.vote for group in groups if group.vote]
+    if not votes:
+        return {}
+    means = {"votes/completions": [vote.completions for vote in votes],
+             "votes/lead": [vote.lead for vote in votes],
+             "votes/label_accuracy": [vote.label_right for vote in votes if vote.label_right is not None],
+             "votes/accuracy": [vote.accuracy for vote in votes if vote.accuracy is not None]}
+    return {"rollout/tokens": sum(vote.tokens for vote in votes),
+            **{name: sum(values) / len(values) for name, values in means.items() if values}}
 
 
 def decisions(rolled: Rolled, batch: Batch) -> dict:
@@ -119,7 +132,7 @@ class PassSums:
     NAMES = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "room", "cost", "corrected",
              "masked", "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
 
-    def __init__(self, pack: Packing, quadratic: float = 0.0):
+    def __init__(self, pack: Pack, quadratic: float = 0.0):
         self.pack, self.quadratic = pack, quadratic  # of pack.cost
         self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
         self.mismatch_max: Tensor | float = 0.0

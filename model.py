@@ -173,7 +173,7 @@ class Decoder(nn.Module):
         return product(hidden_CD, self.head_VD.T)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its Hugging Face name, those with an adapter (methods/lora.py) merged."""
+        """Yield every weight under its Hugging Face name, those with an adapter (lora.py) merged."""
         for path, module in self.named_modules():
             own = module.merged() if hasattr(module, "merged") else module.named_parameters(recurse=False)
             for name, tensor in own:
@@ -226,6 +226,27 @@ def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C
     """
     of_others_CV = logits_CV.softmax(dim=-1).mul_(-scale_C[:, None])
     return of_others_CV.scatter_(1, target_C[:, None], (-scale_C * logp_C.expm1())[:, None])
+
+
+def with_entropy(logits_CV: Tensor, target_C: Tensor) -> Tensor:
+    """Compute log softmax(logits)[target] and the entropy of softmax(logits), in nats, [C, 2]."""
+    logp_CV = logits_CV.log_softmax(dim=-1)
+    entropy_C = -(logp_CV.exp().mul_(logp_CV)).sum(dim=-1)
+    return torch.stack([logp_CV.gather(1, target_C[:, None])[:, 0], entropy_C], dim=1)
+
+
+def entropy_gradient(logits_CV: Tensor, target_C: Tensor, out_C2: Tensor, scale_C2: Tensor) -> Tensor:
+    """Compute the gradient of both, each times its scale, [C, V]; overwrites the logits. That of the entropy
+    H = -sum p log p is -p (log p + H).
+    """
+    (logp_C, entropy_C), (of_logp_C, of_entropy_C) = out_C2.unbind(dim=1), scale_C2.unbind(dim=1)
+    total_CV = logits_gradient(logits_CV, target_C, logp_C, of_logp_C)
+    logp_CV = logits_CV.sub_(logits_CV.logsumexp(dim=-1, keepdim=True))
+    p_CV = logp_CV.exp()
+    return total_CV.sub_(p_CV.mul_(logp_CV.add_(entropy_C[:, None])).mul_(of_entropy_C[:, None]))
+
+
+WITH_ENTROPY = with_entropy, entropy_gradient  # of Decoder.elementwise
 
 
 def tempered(x: Tensor, temperature: float) -> Tensor:

@@ -1,27 +1,26 @@
-"""Pruning: which prompts are rolled out, which completions are trained on, and at what weight.
+"""Pruning: which prompts are rolled out, which completions and tokens are trained on, and at what weight.
 
 A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its
 whole term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full
 batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. A completion
-without a reward has advantage nan, is no candidate and is never kept. Pure functions; this file imports only
-torch, the records and methods.
+without a reward has advantage nan, is no candidate and is never kept. Pure functions.
 
-Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn.
+Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn,
+L tokens of one completion.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-from methods import greso
-from methods.pods import max_variance
-from methods.proportional import inclusion, rollout_prob, systematic
-from methods.variance_share import most_variance
-from records import Pruned
+from records import Group, Pruned, Rewards
+from settings import kinds
 
 FLOOR = 0.1  # smallest size over the mean size, for a completion without advantage that still carries a KL
 SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
+DUST = 1e-12  # a size below so much of the largest is what rounding leaves, and counts as 0
+LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,6 +137,92 @@ def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
     return thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
 
 
+def inclusion(size_K: Tensor, count: float) -> Tensor:
+    """Compute probabilities [K] in proportion to size, at most 1 each, that add up to `count`.
+
+    An item whose probability would pass 1 gets 1, largest first, and the others divide the places left in
+    proportion to their size. With at most `count` sizes above 0, each of those gets 1; DUST counts as 0. To
+    keep 2 of the sizes 4 2 1 1: the first would get 2 x 4/8 = 1 and is certain, the others divide 1 place:
+    1 1/2 1/4 1/4.
+    """
+    sorted_K, order_K = size_K.double().sort(descending=True, stable=True)
+    sorted_K = sorted_K * (sorted_K >= DUST * sorted_K[:1])
+    tail_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
+    places_K = count - torch.arange(len(size_K), dtype=torch.float64)
+    certain = int((places_K * sorted_K >= tail_K).logical_and(places_K > 0).cumprod(0).sum())
+    prob_K = (sorted_K > 0).double()
+    if certain < count and certain < len(size_K) and tail_K[certain] > 0:
+        prob_K[certain:] = places_K[certain] * sorted_K[certain:] / tail_K[certain]
+    return torch.zeros_like(prob_K).scatter_(0, order_K, prob_K)
+
+
+def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
+    """Draw items by systematic sampling, bool [K]: they lie end to end in this order, each as long as its
+    probability, and those are kept in which one of the points start, start + 1, ... lies (start in [0, 1)).
+
+    Over a uniform start each item is kept with exactly its probability, and always as many are kept as the
+    probabilities add up to. Probabilities 1/2 1/2 3/4 1/4 in that order end at 1/2 1 7/4 2: start 0.6 has its
+    points at 0.6 and 1.6 and keeps the second and third item, start 0.2 the first and third.
+    """
+    chance_K = order_K[prob_K[order_K] < 1]
+    ends = prob_K[chance_K].cumsum(0)
+    if len(ends):
+        ends[-1] = ends[-1].round()  # an integer but for rounding
+    points = (ends - start).ceil()  # how many lie before each end
+    keep_K = prob_K >= 1
+    keep_K[chance_K] = points.diff(prepend=points.new_zeros(1)) > 0
+    return keep_K
+
+
+def max_variance(reward_NG: Tensor, keep: int) -> Tensor:
+    """Mark the `keep` completions of each group whose rewards vary most, bool [N, G]: PODS
+    (arXiv:2504.13818). Biased.
+
+    One such set is of the i highest and the keep - i lowest rewards, for some i, so keep + 1 are tried. As
+    released, the highest alone come first, then i = 0, 1, ..., and the first of equals wins. Among equal
+    rewards the earlier completions count as higher. One without a reward, nan, is no candidate.
+    """
+    kept_NG = torch.zeros_like(reward_NG, dtype=torch.bool)
+    for kept_G, reward_G in zip(kept_NG, reward_NG, strict=True):
+        order = reward_G.nan_to_num(nan=-torch.inf).argsort(descending=True, stable=True)
+        order = order[:int((~reward_G.isnan()).sum())].tolist()
+        m, best, largest = min(keep, len(order)), [], -1.0
+        for i in (m, *range(m)) if m else ():
+            ends = order[:i] + order[len(order) - m + i:]
+            if (variance := reward_G[ends].var(correction=0).item()) > largest * LARGER + TINY:
+                best, largest = ends, variance
+        kept_G[best] = True
+    return kept_NG
+
+
+def among_kept(rewards: Rewards, groups: list[int], keep_NG: Tensor) -> Rewards:
+    """Take the reward from every completion of these groups that is not kept, so that advantages compare the
+    kept with one another alone, as in the release of PODS."""
+    components = {name: x_NG[groups].masked_fill(~keep_NG, torch.nan)
+                  for name, x_NG in rewards.components.items()}
+    return replace(rewards, components=components)
+
+
+def most_variance(reward_NG: Tensor, share: float, slack: float) -> Tensor:
+    """Mark all completions of the groups of the largest reward variance, bool [N, G]: RAGEN-2's filter by
+    signal-to-noise ratio (arXiv:2604.06268). Biased.
+
+    They are the fewest groups that hold `share` of the sum of all variances, less `slack`; of equal variances
+    the earlier group comes first.
+    Variances are of samples (correction 1), over the completions that have a reward. A step whose sum is no
+    larger than slack / share keeps nothing, and a group without variance is never kept.
+    """
+    count_N = (~reward_NG.isnan()).sum(dim=1)
+    apart_NG = reward_NG - reward_NG.nanmean(dim=1, keepdim=True)
+    variance_N = apart_NG.square().nansum(dim=1) / (count_N - 1).clamp(min=1)
+    variance_N = variance_N.round(decimals=12)  # equal ones are equal, and those of equal rewards are 0
+    sorted_N, order_N = variance_N.sort(descending=True, stable=True)
+    target = share * sorted_N.sum() - slack
+    before_N = sorted_N.cumsum(0) - sorted_N  # of all larger ones: for a flat group of all there are
+    kept_N = before_N < target * (1 - 1e-9)
+    return torch.zeros_like(kept_N).scatter_(0, order_N, kept_N)[:, None].expand_as(reward_NG)
+
+
 # prune.completions.kind -> function of the offer and of that section of the config
 COMPLETIONS = {
     "none": lambda offer, settings: keep_all(offer.adv_NG),
@@ -150,6 +235,51 @@ COMPLETIONS = {
     "variance": lambda offer, settings: as_it_is(
         most_variance(offer.reward_NG, settings.share, settings.slack), offer.adv_NG),
 }
+
+
+CutWeights = list[list[Tensor]]  # of each completion, [N][G]: the weights of those tokens that are trained on
+
+
+def kept_prob(length: int, whole: float, least: int) -> Tensor:
+    """Compute the probability of each token that it is before a random cut, [L], never below `whole`: NAT
+    (arXiv:2603.06619) by prefix cutting; the law of the cut is ours.
+
+    With probability `whole` the completion is kept whole, else cut behind its least-th, its next, ... or its
+    last token, each as likely. Of 4 tokens with least 2 and whole 0.4 are kept 1 1 0.8 0.6.
+    """
+    least = min(least, length)
+    behind_L = torch.arange(length, 0, -1, dtype=torch.float64)  # cuts that keep a token
+    return whole + (1 - whole) * (behind_L / (length - least + 1)).clamp(max=1)
+
+
+def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeights | None:
+    """Draw a cut of every completion; returns the weights of the tokens before it, or None without cuts.
+
+    What lies behind the cut is in no row, so it saves the forward pass too. A token weighs the inverse of its
+    probability under the denominators of whole completions, so the mean over all cuts is the full gradient of
+    every loss that is a sum over tokens. Unbiased.
+    """
+    if settings.kind == "none" or not groups:
+        return None
+    shape, generator = (len(groups), len(groups[0].samples)), torch.Generator().manual_seed(seed)
+    point_NG = torch.rand(shape, dtype=torch.float64, generator=generator).tolist()
+    return [[cut_weights(sample.length, settings.whole, settings.least, point)
+             for sample, point in zip(group.samples, point_G, strict=True)]
+            for group, point_G in zip(groups, point_NG, strict=True)]
+
+
+def cut_weights(length: int, whole: float, least: int, point: float) -> Tensor:
+    """Weigh the tokens whose probability is above a point of [0, 1). If that is uniform, this is the law."""
+    prob_L = kept_prob(length, whole, least)
+    return 1 / prob_L[prob_L > point]
+
+
+def shortened(groups: list[Group], tokens: CutWeights) -> list[Group]:
+    """Cut the completions off behind the tokens that are trained on."""
+    return [replace(group, samples=tuple(
+        replace(sample, ids=sample.ids[:len(weight_C)], logp=sample.logp[:len(weight_C)])
+        for sample, weight_C in zip(group.samples, weight_GC, strict=True)))
+        for group, weight_GC in zip(groups, tokens, strict=True)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -185,12 +315,58 @@ def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
     return (keep_K | free_K).double()
 
 
+def rollout_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
+    """Compute each prompt's probability of a rollout, [K], in proportion to its size, the mean |A| of its
+    newest group: with 0/1 rewards over their deviation that is 2 sqrt(p (1 - p)), p the share of right ones.
+
+    Of the prompts that were rolled out before, `share` are expected to be again; one that never was is
+    certain. A size counts as at least `floor` times their mean, so that a prompt that showed nothing the last
+    time comes back, and no weight is above (1 + floor) / (share floor).
+    """
+    seen_K, prob_K = ~size_K.isnan(), torch.ones_like(size_K, dtype=torch.float64)
+    if not seen_K.any():
+        return prob_K
+    size_S = size_K[seen_K]
+    floored_S = size_S.clamp(min=floor * size_S.mean()) if size_S.any() else torch.ones_like(size_S)
+    prob_K[seen_K] = inclusion(floored_S, share * len(size_S))
+    return prob_K
+
+
+def explored(easy_K: Tensor, hard_K: Tensor, explore: tuple[float, float]) -> Tensor:
+    """Compute each prompt's probability of a rollout, [K]: max(p^z, 0.01) after z rollouts in a row that were
+    all easy, or all hard; p, in `explore`, differs for the two. GRESO (arXiv:2506.02177), biased on purpose:
+    every weight stays 1, and other prompts are drawn in place of those skipped.
+    """
+    easy, hard = explore
+    return torch.where(easy_K > 0, easy ** easy_K, hard ** hard_K).clamp(min=0.01)
+
+
+def adapt_p(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
+    """Move GRESO's p for easy and for hard prompts by the fractions of a step's prompts that were easy and
+    hard: 0.01 down where a fraction has reached its limit, a third of `target` for easy prompts and two
+    thirds for hard ones, else 0.01 up.
+    """
+    def moved(p: float, fraction: float, limit: float) -> float:
+        return min(max(p - 0.01 if fraction >= limit else p + 0.01, 0.05), 0.95)
+
+    return moved(explore[0], easy, target / 3), moved(explore[1], hard, target * 2 / 3)
+
+
+def next_round(missing: int, flat_share: float, largest: int) -> tuple[int, bool]:
+    """Size GRESO's next round for `missing` informative groups when `flat_share` of the last round's groups
+    were flat: a number of prompts within [largest / 6, largest] as released, and whether it is estimated to
+    be enough.
+    """
+    estimate = 1.25 * missing / (1 - flat_share) if flat_share < 1 else float("inf")
+    return max(int(min(estimate, largest)), largest // 6, 1), estimate <= largest
+
+
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
     "none": lambda memory, settings: torch.ones_like(memory.size_K),
     "bernoulli": lambda memory, settings: rarely_below_mean(memory, settings.drop_prob),
     "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
     "pps": lambda memory, settings: rollout_prob(memory.size_K, settings.share, settings.floor),
-    "greso": lambda memory, settings: greso.explored(memory.easy_K, memory.hard_K, memory.explore),
+    "greso": lambda memory, settings: explored(memory.easy_K, memory.hard_K, memory.explore),
 }
 REFILLING = {"greso", "depo"}  # kinds that replace a prompt they skip: no other is weighed up for it

@@ -6,7 +6,7 @@ S completions in one row.
 """
 
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import accumulate
 from pathlib import Path
@@ -15,7 +15,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from infra.stops import Stops
+
+@dataclass(frozen=True, slots=True)
+class Stops:
+    """Texts that end a completion (rollout.stop), however they are cut into tokens."""
+
+    texts: tuple[str, ...]
+    decode: Callable[[list[list[int]]], list[str]] = field(compare=False)  # many at once
+
+    @property
+    def tokens(self) -> int:
+        """Count the tokens that a text can lie in: one a byte, and one whose first space a decoder drops."""
+        return max(len(text.encode()) for text in self.texts) + 1
+
+    def reached(self, tails: list[list[int]]) -> list[bool]:
+        """Tell of each completion, by its last `tokens` or more, whether a text is in it."""
+        return [any(text in tail for text in self.texts) for tail in self.decode(tails)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -178,7 +193,7 @@ class Batch:
     places: list[int]    # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions
-    tokens: list[list[Tensor]] | None = None  # weights of each one's tokens before its cut (methods/nat.py)
+    tokens: list[list[Tensor]] | None = None  # weights of each one's tokens before its cut (prune.py)
 
 
 @dataclass(frozen=True, slots=True)

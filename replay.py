@@ -32,20 +32,20 @@ import torch
 from torch import Tensor
 
 import config
-import memory
 from advantage import advantage
 from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, formats, runfolder
 from infra.checkpoint import replayable
-from infra.paths import user_path
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
-from methods import kinds, preference, soft_value
-from methods.smaller_rows import pass_minibatch
+from methods import preference, soft_value
 from metrics import Clock, decisions
+from preflight import memory
 from records import Batch, Pruned, Rolled, Turn, lengths
+from settings import kinds
+from settings.paths import user_path
 from train import Run, prepare
 from update import add_gradient, minibatch, prepare_row, update
 
@@ -177,7 +177,8 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     prepared = [prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
     if kinds.is_preference(learner.advantage):
         prepared, _ = preference.compare(learner, weighed, prepared)
-    pass_minibatch(learner, learner.policy, weighed, prepared, partial(add_gradient, learner, unmoved=True))
+    for row in prepared:
+        add_gradient(learner, row, unmoved=True)
     mine = torch.cat([dist.local(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
                       for p in trained(learner)])
     learner.policy.zero_grad()

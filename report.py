@@ -28,7 +28,6 @@ from markupsafe import Markup
 from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import replayable
-from infra.paths import matching, user_path
 from infra.signals import exit_status
 from page.charts import COLOURS, curves, score_charts
 from page.compare import Table, tables
@@ -36,6 +35,7 @@ from page.pruning import pruning_charts
 from page.runs import Groups, LoggedRun, group_runs, read_run
 from page.summary import Score, score_cell, scores_of
 from page.texts import completions, held_out, shortened
+from settings.paths import matching, user_path
 
 PARTS = Path(__file__).parent / "page"
 TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together

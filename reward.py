@@ -4,7 +4,7 @@
 
 The command grades labelled completions, {"gold", "completion", "correct"} per line, and prints how often the
 verifier is right. A component is a function of a `Completion` and an entry in COMPONENTS; the user's own are
-called by methods/custom_reward.py. One that is nan for a completion adds nothing to it.
+called by infra/custom_reward.py. One that is nan for a completion adds nothing to it.
 """
 
 import argparse
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from config import OF_ANSWER, ConfigError, Reward
-from methods import custom_reward
+from infra import custom_reward
 from records import Problem, Prompt
 from verify.cases import check_golds, count_outcomes, read_cases
 from verify.extract import NUMBER, last_boxed, last_tag, until_end

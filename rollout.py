@@ -19,9 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from infra import dist
-from infra.stops import Stops
 from model import BACKENDS, Decoder, at_least_float32, empty_model
-from records import EngineSpec, Sample, Segments
+from records import EngineSpec, Sample, Segments, Stops
 
 PREFILL_TOKENS = 4096  # of TorchEngine's prompts, padded, computed at once
 

@@ -19,26 +19,26 @@ import torch
 
 import config
 import data
-import fit
-import memory
-import preflight
+import lora
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, middle, shortage
 from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import digests, dist, runfolder, tracking
+from infra import custom_reward, digests, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, save_plainly
 from infra.rows import answered
 from infra.runfolder import Resume
-from infra.show import resolved
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, roles
-from methods import critic, custom_reward, lora, soft_value, stand_ins
+from methods import critic, soft_value, stand_ins
 from metrics import Clock, decisions, of_rollout
 from model import Decoder
+from page.show import resolved
 from page.summary import summary
+from preflight import checks as preflight
+from preflight import fit, memory
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
 from update import update
@@ -135,7 +135,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     history, sampler = stand_ins.put_in(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
-        decided = preflight.lengthen_rows(cfg, decided, learner)
+        decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         preflight.require(preflight.run_checks(decided, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, resume, learner.device, memory.choices(cfg, decided), files)
@@ -173,7 +173,7 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
 
 def written_beside(run: Run, asked: Config) -> dict:
     """Return what a checkpoint holds beside tensors."""
-    settings = memory.to_save(run.cfg, run.learner.pack.capacity, asked)
+    settings = memory.to_save(run.cfg, asked)
     return {"config": settings, "history": run.history.state(), "inputs": run.inputs}
 
 
@@ -252,7 +252,7 @@ def command(args: argparse.Namespace) -> int | None:
         task = load(cfg)
         decided = memory.decide(cfg, task.source)
         learner, engine = set_up(decided, task)
-        decided = preflight.lengthen_rows(cfg, decided, learner)
+        decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         return preflight.report(decided, learner, engine, task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")

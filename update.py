@@ -9,13 +9,15 @@ from functools import partial
 import torch
 
 from infra import dist
-from learner import Learner, NotFinite, descend, learning_rate
+from learner import Learner, NotFinite, descend, learning_rate, naming_a_shorter_row
 from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
-from methods import critic, kinds, nat, preference, soft_value
-from methods.smaller_rows import pass_minibatch
+from loss import residual as residual_of
+from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
+from prune import shortened
 from records import Batch, PreparedRow, Pruned, Row, lengths
+from settings import kinds
 
 
 def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
@@ -45,8 +47,8 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                 if kinds.is_preference(learner.advantage):
                     prepared[i], compared = preference.compare(learner, weighed, prepared[i])
                     pairs.append(compared)
-                gradient = partial(add_gradient, learner, unmoved=not norms)
-                passed = pass_minibatch(learner, learner.policy, weighed, prepared[i], gradient)
+                with naming_a_shorter_row(learner, packed[i]):
+                    passed = [add_gradient(learner, row, unmoved=not norms) for row in prepared[i]]
                 prepared[i] = [row for row, _ in passed]
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
@@ -78,7 +80,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
     mean_NG = token_weight(len_NG, pruned, "token", loss.count, learner.max_new_tokens, len(places))
     tokens = [batch.tokens[n] for n in members] if batch.tokens else None
-    groups = nat.shortened(groups, tokens) if tokens else groups  # the denominators are those of the whole
+    groups = shortened(groups, tokens) if tokens else groups  # the denominators are those of the whole
     return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, likelihood_NG,
                      loss.entropy * mean_NG, batch.reward_NG[members], tokens)
 
@@ -102,7 +104,7 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
         prepared = replace(prepared, old_logp_C=logp_C.detach())
     adv_C, residual = prepared.adv_C, getattr(learner.advantage, "residual", None)
     if residual:
-        adv_C = soft_value.residual(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C, residual)
+        adv_C = residual_of(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C, residual)
     terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())

@@ -17,8 +17,8 @@ import torch
 from shapes import CARDS, shape_of
 
 import config
-import fit
-from memory import Machine
+from preflight import fit
+from preflight.memory import Machine
 
 PAGE = Path(__file__).parent.parent / "docs" / "running.md"
 MODELS = ("0.5B", "1.5B", "3B", "7B")

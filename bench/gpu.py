@@ -3,7 +3,7 @@
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
 Are the kernels right? Does the toy learn in bfloat16? How fast are updates, rollouts and whole steps of
-models of these shapes, with random weights, and does memory.py count right what they take? PARTS lists it,
+models of these shapes, with random weights, and does preflight/memory count right what they take? PARTS lists
 the cheapest and most telling first, and gpu_parts.py does it; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
@@ -57,7 +57,7 @@ PARTS = {
     "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
     "check": Part("`train.py --check` on the toy in bfloat16, embedded engine", 40, by_shape=False),
     "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
-    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are memory.py's", 130),
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight/memory's", 130),
     "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),

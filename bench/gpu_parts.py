@@ -27,18 +27,18 @@ from torch import Tensor
 from torch.autograd import DeviceType
 
 import config
-import memory
-import preflight
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
-from infra import counts, dist, runfolder
+from infra import dist, runfolder
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from metrics import Clock
 from model import BACKENDS, ChunkedLogProb, log_prob, logits_gradient
 from page import summary
+from preflight import checks as preflight
+from preflight import counts, memory
 from prune import keep_largest
 from records import Batch, Group, Prompt, Rolled, Sample
 from rollout import start_engine
@@ -151,7 +151,7 @@ def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
         if shape:
             write_config(shape, folder)
-            weights = patch("methods.lora.load_weights", draw_weights)  # all else is as in training
+            weights = patch("lora.load_weights", draw_weights)  # all else is as in training
         try:
             with weights:
                 FUNCTIONS[part.removeprefix("vllm_")](Bench(part, shape, out, device, folder, missing))

@@ -9,7 +9,7 @@ takes minutes; one line has that of Qwen2.5-0.5B, where the head's gradient coun
 which chunks do not depend. Dense, 16,384 tokens do not fit here, so that line is extrapolated from the two
 sizes before it, and says so.
 
-Then the peak of a training step by model and tokens per row, as memory.py counts it (`pass_bytes`, beside
+Then the peak of a training step by model and tokens per row, as preflight/memory counts it (`pass_bytes`, beside
 weights, gradients and moments), and for the models of --measure beside the bytes that a step took here, in
 float32. Each measurement runs in a process of its own, and is its peak resident memory above that before the
 work.
@@ -34,13 +34,13 @@ from shapes import CARDS, SHAPES, draw_weights, shape_of, write_config
 from tqdm import tqdm
 
 import config
-import fit
 from config import Config, Lora, Model, Optim
 from infra import dist
-from infra.counts import Pass, parameters, pass_bytes
 from learner import adam, spread
-from memory import Machine
 from model import CALLS, ChunkedLogProb, empty_model, log_prob, logits_gradient, sdpa_padded
+from preflight import fit
+from preflight.counts import Pass, parameters, pass_bytes
+from preflight.memory import Machine
 from records import Segments
 
 FREE = {gigabytes: fit.CARDS[card].gib for gigabytes, card in CARDS.items()}  # GB of a GPU -> free GiB

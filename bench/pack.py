@@ -27,8 +27,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from config import Pack
-from methods.greedy_packing import within_window
-from pack import Minibatch, Plan, best_fit, deal, layout, pack
+from pack import Minibatch, Plan, best_fit, deal, layout, pack, within_window
 from records import Group, Prompt, Sample
 
 CAPACITY = 16_384

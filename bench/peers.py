@@ -53,7 +53,6 @@ from shapes import SHAPES, random_model
 
 import config
 import data
-import memory
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, middle
@@ -64,6 +63,7 @@ from infra.weights import export
 from learner import Learner, roles
 from metrics import Clock, of_rollout
 from model import Decoder
+from preflight import memory
 from records import Problem, Rolled
 from reward import score
 from update import update

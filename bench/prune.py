@@ -34,15 +34,18 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config
-import memory
 import train
 from advantage import advantage
 from collect import Sampler
 from history import PromptHistory
 from infra import dist
 from learner import Learner
-from methods import kinds, nat, pods
-from methods.kinds import (
+from preflight import memory
+from prune import COMPLETIONS, PROMPTS, Memory, Offer, among_kept, keep_all, kept_prob, max_variance, pps
+from records import Batch, Group, Pruned, Rewards, Turn, lengths
+from replay import compared, inner_products
+from settings import kinds
+from settings.kinds import (
     Bernoulli,
     Completions,
     InProportion,
@@ -53,9 +56,6 @@ from methods.kinds import (
     TopK,
     VarianceShare,
 )
-from prune import COMPLETIONS, PROMPTS, Memory, Offer, keep_all, pps
-from records import Batch, Group, Pruned, Rewards, Turn, lengths
-from replay import compared, inner_products
 from update import add_gradient, minibatch, prepare_row
 
 # task -> its config, and after how many steps it is looked at
@@ -108,9 +108,9 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
 
 def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
     """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
-    keep_NG = pods.max_variance(scene.offer.reward_NG, k)
+    keep_NG = max_variance(scene.offer.reward_NG, k)
     groups = list(range(len(keep_NG)))
-    own_NG = advantage(pods.among_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
+    own_NG = advantage(among_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
     ratio_NG = (own_NG / scene.offer.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group, whose terms are 0
     return torch.where(keep_NG, ratio_NG, 0.0)
 
@@ -181,7 +181,7 @@ def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
     """Compute how many tokens of each completion are kept on average, and V_i, 8 times of every eighth."""
     mean, variance = [], torch.zeros(scene.offer.adv_NG.numel(), dtype=torch.float64)
     for i, length in enumerate(scene.offer.len_NG.flatten().tolist()):
-        prob_L = nat.kept_prob(length, whole, 1)
+        prob_L = kept_prob(length, whole, 1)
         mean.append(prob_L.sum())
         if i in scene.suffix:
             rises_L = (1 / prob_L).diff(prepend=torch.ones(1, dtype=torch.float64))

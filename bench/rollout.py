@@ -35,7 +35,7 @@ import resident
 from shapes import engine_spec, random_model, write_config
 
 from infra import dist
-from memory import find_device
+from preflight.memory import find_device
 from records import EngineSpec
 from rollout import start_engine
 

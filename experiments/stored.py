@@ -21,7 +21,7 @@ from training import ROOT, cpu_seconds, train_once
 
 import config
 from infra import runfolder
-from settings import flatten
+from settings.loader import flatten
 
 RESULTS = Path(__file__).parent / "results"
 RECIPE = "grpo_hard.yaml"  # that every arm is a difference from

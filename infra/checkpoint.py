@@ -32,9 +32,9 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
 from infra import digests, dist
-from infra.paths import user_path
 from infra.runfolder import Resume
 from infra.signals import Stopped
+from settings.paths import user_path
 
 Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep

@@ -4,9 +4,9 @@ import argparse
 
 import config
 from config import Config, ConfigError, Data, Reward
-from infra.paths import find_path, user_path
-from infra.rules import PLAIN_PROMPT, asks
-from settings import convert, parse
+from settings.loader import convert, parse
+from settings.paths import find_path, user_path
+from settings.rules import PLAIN_PROMPT, asks
 
 # How the papers and their releases evaluate; `config` gives the system prompt and the longest prompt.
 PROTOCOLS = {

@@ -7,7 +7,7 @@ another type. What else a line has is let through.
 from typing import Any
 
 from config import ConfigError
-from settings import SHORT
+from settings.loader import SHORT
 
 DAMAGED = "the file was damaged; bring it back, or do without it"
 NUMBER, TEXT, FLAG = (int, float), (str,), (bool,)

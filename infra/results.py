@@ -14,8 +14,8 @@ from config import ConfigError
 from infra import dist
 from infra.formats import DAMAGED, RESPONSE, TEXT, answered, numbers, require
 from infra.lines import append, read, replace, rewrite
-from infra.paths import matching, short_names
-from settings import parse_json
+from settings.loader import parse_json
+from settings.paths import matching, short_names
 
 
 class Store:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from config import ConfigError
-from infra.paths import REPOSITORY, find_path
 from records import Problem
-from settings import parse_json
+from settings.loader import parse_json
+from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)
 SETS = {

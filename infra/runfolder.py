@@ -1,7 +1,7 @@
 """The run folder: what was run, what came of it, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
-    checkpoints/  hf/  hf_adapter/ (methods/lora.py)  custom_reward.py  chat_template.jinja (COPIES)
+    checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which

@@ -11,9 +11,9 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError, Data
-from infra.stops import Stops
 from infra.weights import read_shape
-from settings import SHORT, read_json
+from records import Stops
+from settings.loader import SHORT, read_json
 
 GIVEN = ("messages", "add_generation_prompt")  # what a template gets at any rate, beside special tokens
 

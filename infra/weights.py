@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
-from infra.paths import find_path
-from settings import SHORT, Count, CountOrZero, Positive, PositiveOrZero, build, read_json
+from settings.loader import SHORT, Count, CountOrZero, Positive, PositiveOrZero, build, read_json
+from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
@@ -176,7 +176,7 @@ def hf_name(name: str) -> str:
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield every parameter under its Hugging Face name, but for an adapter's, which no folder has."""
     for name, p in model.named_parameters():
-        if not name.endswith(("_A", "_B")):  # methods/lora.py
+        if not name.endswith(("_A", "_B")):  # lora.py
             yield hf_name(name), p
 
 

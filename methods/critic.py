@@ -16,19 +16,18 @@ import torch
 from torch import Tensor, nn
 
 import config
+import lora
 from config import Config, Optim
 from infra import dist
 from infra.weights import read_shape
-from learner import Learner, NotFinite, adam, descend, learning_rate, spread
-from methods import lora
+from learner import Learner, NotFinite, adam, descend, learning_rate, naming_a_shorter_row, spread
 from methods.gae import adaptive_lambda, gae
-from methods.kinds import Gae
-from methods.smaller_rows import pass_minibatch
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
 from records import Batch, Group, Rolled, Row, Sample, lengths, pending
 from reward import span
+from settings.kinds import Gae
 
 
 class ValueModel(nn.Module):
@@ -129,7 +128,7 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     is of the values before a mini-batch was learnt from, and of rewards whatever the target is. Raises
     NotFinite.
     """
-    critic, sums, norms, gradient = learner.critic, ValueSums(), [], partial(add_gradient, learner)
+    critic, sums, norms = learner.critic, ValueSums(), []
     not_finite = partial(NotFinite, step=step + 1, records=rolled)
     rate = learning_rate(step, critic.optim, learner.steps)
     critic.optimizer.param_groups[0]["lr"] = rate
@@ -140,11 +139,11 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
         aimed = [[Aimed(row, target(learner, row)) for row in rows] for rows in packed]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
-            for i, minibatch in enumerate(batches):
-                passed = pass_minibatch(learner, critic.model, minibatch, aimed[i], gradient)
-                aimed[i] = [given for given, *_ in passed]
-                for given, loss, value_C in passed:
-                    sums.add(given.row, loss, value_C, first_pass=epoch == 0)
+            for i in range(len(batches)):
+                with naming_a_shorter_row(learner, packed[i]):
+                    passed = [add_gradient(learner, given) for given in aimed[i]]
+                for row, (loss, value_C) in zip(packed[i], passed, strict=True):
+                    sums.add(row, loss, value_C, first_pass=epoch == 0)
                 norms.append(descend(critic.model, critic.optimizer, critic.optim.clip_norm,
                                      sums.sums["loss"], lambda what: not_finite(f"critic's {what}")))
     return sums.metrics(norms, rate)
@@ -193,12 +192,12 @@ def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
     return (weight_C * (value_C - target_C).square()).sum() / 2
 
 
-def add_gradient(learner: Learner, given: Aimed) -> tuple[Aimed, Tensor, Tensor]:
-    """Add a row's gradient to the critic's; returns its loss and values too."""
+def add_gradient(learner: Learner, given: Aimed) -> tuple[Tensor, Tensor]:
+    """Add a row's gradient to the critic's; returns its loss and its values, [C]."""
     value_C, _ = learner.critic.values(learner, given.row)
     loss = value_loss(value_C, given.target_C, given.row.weight_C)
     loss.backward()
-    return given, loss.detach(), value_C.detach()
+    return loss.detach(), value_C.detach()
 
 
 class ValueSums:

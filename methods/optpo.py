@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from collect import Sampler
 from history import sample_seed
 from infra import dist
-from methods.kinds import Votes
 from records import Group, Rewards, Sample, Turn
+from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
 from verify.statistics import spelling
@@ -138,15 +138,3 @@ def vote_of(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
                 right.get(label, False) if gold else None, share)
 
 
-def metrics(groups: list[Group]) -> dict[str, float]:
-    """Compute means over the groups of a step that were voted on, and the tokens of all completions that
-    voted, which were all sampled; without votes nothing."""
-    votes = [group.vote for group in groups if group.vote]
-    if not votes:
-        return {}
-    means = {"votes/completions": [vote.completions for vote in votes],
-             "votes/lead": [vote.lead for vote in votes],
-             "votes/label_accuracy": [vote.label_right for vote in votes if vote.label_right is not None],
-             "votes/accuracy": [vote.accuracy for vote in votes if vote.accuracy is not None]}
-    return {"rollout/tokens": sum(vote.tokens for vote in votes),
-            **{name: sum(values) / len(values) for name, values in means.items() if values}}

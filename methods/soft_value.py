@@ -20,9 +20,8 @@ from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
 from infra.lines import append, mended
-from loss import segment_sum
-from methods.kinds import SoftValue
 from records import Group, Prompt, Rewards
+from settings.kinds import SoftValue
 
 ROUNDS_OF_SLOTS = 8  # how often all decoding slots are filled between two writes of the table
 
@@ -50,14 +49,6 @@ def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
     return beta * (torch.logsumexp(scaled_NK, dim=1) - count_N.log())
 
 
-def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
-    """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
-
-    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
-    but logp, where adv_C is r - V* and the log-ratio is the sum over the completion.
-    """
-    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
-    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
 def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,

@@ -15,8 +15,8 @@ import torch
 from collect import Sampler
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from methods.kinds import Prompts
 from records import Group, Prompt, Rewards, Rolled, Sample, Turn
+from settings.kinds import Prompts
 
 
 class Pool(PromptHistory):

@@ -16,9 +16,9 @@ import numpy as np
 
 from config import ConfigError
 from infra import formats, runfolder
-from infra.show import as_yaml
+from page.show import as_yaml
 from page.summary import Score, is_evaluation
-from settings import read
+from settings.loader import read
 
 # What is spent -> the metric of a step that adds to it; a step itself counts 1.
 SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from infra.formats import measured
-from infra.paths import REPOSITORY
 from infra.runfolder import SCORES, read, score_text
+from settings.paths import REPOSITORY
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,9 @@ from torch.overrides import TorchFunctionMode
 
 import config
 import model as decoder
-import preflight
 from infra import dist
 from infra.weights import save_weights
+from preflight import checks as preflight
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
 from verify import grade as grading
 

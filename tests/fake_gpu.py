@@ -47,15 +47,15 @@ import shapes
 from conftest import ROOT, as_batch, make_groups
 
 import config
-import fit
 import learner
+import lora
 import loss
 import update
-from infra import counts, dist
+from infra import dist
 from infra.weights import named_weights
-from methods import lora
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
+from preflight import counts, fit
 from prune import keep_all
 from records import Row
 
@@ -329,7 +329,7 @@ def show(row: dict) -> None:
         print(f"{name:<24} {kernels:>8.1f} {moved / 1e9:>8.2f} {a_logit}")
     print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/gpu.py {row['formula'] / 1e12:.3f}; besides these "
           f"forward again, head {row['again']['head']:.2f} and layers {row['again']['layers']:.2f} times")
-    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as infra/counts.py counts them {row['counted'] / 2**30:.2f}")
+    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as preflight/counts counts them {row['counted'] / 2**30:.2f}")
 
 
 def main() -> None:

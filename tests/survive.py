@@ -30,9 +30,9 @@ import torch
 from tqdm import tqdm
 
 import config
+import lora
 from infra import checkpoint, dist, runfolder
 from learner import adam
-from methods import lora
 from model import empty_model
 
 ROOT = Path(__file__).parent.parent

@@ -7,9 +7,9 @@ import torch
 
 from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
 from methods.gae import adaptive_lambda, gae
-from methods.kinds import Centred
 from methods.soft_value import soft_value
 from records import Rewards
+from settings.kinds import Centred
 
 
 @pytest.mark.parametrize("right", range(1, 16))

@@ -15,8 +15,8 @@ import torch
 from conftest import ROOT
 from test_memory import small
 
+import lora
 from config import ConfigError, Lora
-from methods import lora
 from model import Decoder
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours

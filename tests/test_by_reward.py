@@ -13,10 +13,8 @@ import config
 from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
-from methods.kinds import Pods, VarianceShare
-from methods.pods import max_variance
-from methods.variance_share import most_variance
-from prune import COMPLETIONS, Offer
+from prune import COMPLETIONS, Offer, max_variance, most_variance
+from settings.kinds import Pods, VarianceShare
 
 NAN = math.nan
 

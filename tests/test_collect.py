@@ -14,7 +14,6 @@ import collect
 import config
 import data
 import history
-import memory
 import train
 import update
 from advantage import advantage
@@ -23,8 +22,10 @@ from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
 from infra.signals import Stopped
-from methods import greso, nat, soft_value
+from methods import soft_value
 from metrics import Clock
+from preflight import memory
+from prune import adapt_p, kept_prob
 from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
 
 TOKENIZER = data.Tokenizer(TOY)
@@ -139,8 +140,8 @@ def test_full_goes_on_until_the_budget_and_weighs_by_all_that_was_offered(in_ord
 def test_greso_adapts_once_a_step_from_all_that_was_rolled_out_but_not_in_the_first_epoch(in_order, tmp_path,
                                                                                           monkeypatch):
     """e and h are rolled out in the second step, not in the third."""
-    calls, true = [], greso.adapt_p
-    monkeypatch.setattr(greso, "adapt_p", lambda *given: calls.append(given) or true(*given))
+    calls, true = [], adapt_p
+    monkeypatch.setattr(history, "adapt_p", lambda *given: calls.append(given) or true(*given))
     steps(tmp_path, "eiiiih", 3, "rollout.until=informative", "prune.prompts={kind: greso, target: 0.6}")
     assert [given[1:] for given in calls] == [(1 / 6, 1 / 6, 0.6), (0, 0, 0.6)]
     assert calls[0][0] == (0.5, 0.5) and calls[1][0] == pytest.approx((0.51, 0.51))
@@ -266,7 +267,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
-    tokens = [[1 / nat.kept_prob(s.length, 0.2, 1)[:cut] for s, cut in zip(group.samples, p["completion_tokens"],
+    tokens = [[1 / kept_prob(s.length, 0.2, 1)[:cut] for s, cut in zip(group.samples, p["completion_tokens"],
               strict=True)] for group, p in zip(groups, used, strict=True)] if "completion_tokens" in used[0] else None
     batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["place"] for p in used], line["offered"],
                   line["seed"], tokens)

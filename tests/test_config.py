@@ -13,11 +13,10 @@ import pytest
 from conftest import ROOT
 
 import config
-import settings
 from config import ConfigError, load
-from infra import rules
-from infra.show import resolved
-from methods import kinds
+from page.show import resolved
+from settings import kinds, rules
+from settings import loader as settings
 
 GOOD = {
     "steps": 3, "model": {"path": "m"}, "data": {"train": "t", "eval": "e"}, "optim": {"lr": 1e-3},

@@ -7,12 +7,12 @@ import torch
 from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_groups, nudge, toy_config
 
 import data
-import memory
 import train
 from infra import dist, runfolder
 from learner import Learner
 from methods import critic
 from metrics import Clock
+from preflight import memory
 from prune import keep_all
 from records import Rolled, Row, Turn
 

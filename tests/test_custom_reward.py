@@ -17,8 +17,7 @@ import eval as evaluation
 import train
 from config import ConfigError, Reward
 from data import load_problems
-from infra import dist, runfolder
-from methods import custom_reward, reward_worker
+from infra import custom_reward, dist, reward_worker, runfolder
 from records import Problem, Prompt, Rewards
 from reward import measured, score, span
 from verify.grade import workers

@@ -15,9 +15,9 @@ from conftest import ROOT, TOY, verdict, write_tiny
 import data
 from config import ConfigError
 from history import PromptHistory, order
-from methods.kinds import AllPrompts, Greso, LowestRank, Prompts, Thinned
 from methods.window import Pool
 from records import Problem, Prompt, Rewards, Rolled, Sample, Turn
+from settings.kinds import AllPrompts, Greso, LowestRank, Prompts, Thinned
 from verify.grade import name_unreadable
 
 QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"

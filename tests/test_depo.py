@@ -14,8 +14,8 @@ import data
 from config import ConfigError
 from history import PromptHistory
 from methods import depo
-from methods.kinds import Depo
 from records import Prompt, Rolled
+from settings.kinds import Depo
 
 
 def prompts_of(count: int) -> list[Prompt]:

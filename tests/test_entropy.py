@@ -5,8 +5,7 @@ import torch
 from conftest import load
 from torch import Tensor
 
-from methods.entropy import ELEMENTWISE
-from model import ChunkedLogProb
+from model import WITH_ENTROPY, ChunkedLogProb
 
 
 def case(tiny) -> tuple[Tensor, Tensor, Tensor]:
@@ -24,21 +23,21 @@ def test_log_probs_and_entropies_with_their_gradients_equal_the_dense_formula(ch
     dense_CV = (hidden_CD @ head_VD.T / 0.7).log_softmax(-1)
     dense_C2 = torch.stack([dense_CV.gather(1, target_C[:, None])[:, 0], -(dense_CV.exp() * dense_CV).sum(-1)], dim=1)
     expected = torch.autograd.grad(dense_C2, (hidden_CD, head_VD), grad_C2)
-    out_C2 = ChunkedLogProb.apply(hidden_CD, head_VD, target_C, 0.7, chunk, ELEMENTWISE)
+    out_C2 = ChunkedLogProb.apply(hidden_CD, head_VD, target_C, 0.7, chunk, WITH_ENTROPY)
     torch.testing.assert_close(out_C2, dense_C2)
     torch.testing.assert_close(torch.autograd.grad(out_C2, (hidden_CD, head_VD), grad_C2), expected)
 
 
 def test_the_entropy_of_equal_logits_is_the_largest_and_has_no_gradient(tiny):
     hidden_CD, head_VD, target_C = case(tiny)
-    out_C2 = ChunkedLogProb.apply(0 * hidden_CD, head_VD, target_C, 1.0, 8, ELEMENTWISE)
+    out_C2 = ChunkedLogProb.apply(0 * hidden_CD, head_VD, target_C, 1.0, 8, WITH_ENTROPY)
     torch.testing.assert_close(out_C2[:, 1], torch.full((23,), len(head_VD), dtype=torch.float64).log())
     grad_VD, = torch.autograd.grad(out_C2[:, 1].sum(), head_VD)
     assert grad_VD.abs().max() < 1e-12
 
 
 def test_no_more_is_held_than_is_counted():
-    """Three tensors of a chunk's logits in float32, here the whole of it: what infra/counts.py has."""
+    """Three tensors of a chunk's logits in float32, here the whole of it: what preflight/counts.py has."""
     alive, most = {}, 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -52,7 +51,7 @@ def test_no_more_is_held_than_is_counted():
             most = max(most, sum(size for ref, size in alive.values() if not ref.expired()))
             return out
 
-    with_entropy, gradient = ELEMENTWISE
+    with_entropy, gradient = WITH_ENTROPY
     with Watch():
         logits_CV, target_C = torch.randn(64, 5000), torch.zeros(64, dtype=torch.long)
         out_C2 = with_entropy(logits_CV, target_C)

@@ -18,11 +18,11 @@ from conftest import ROOT, TOY, toy_config
 
 import data
 import eval as evaluation
-import memory
 import train
 from config import ConfigError
 from infra import dist, runfolder
 from infra.results import differences
+from preflight import memory
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import statistics

@@ -19,13 +19,14 @@ from test_runfolder import hold
 import config
 import data
 import eval as evaluation
+import lora
 import report
 import train
 from config import ConfigError
-from infra import dist, paths, runfolder
+from infra import dist, runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export, find_model
-from methods import lora
+from settings import paths
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
 

@@ -12,7 +12,7 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
-import fit
+from preflight import fit
 
 FEW = ("--shape", "0.5B", "--layers", "2")
 CASES = {

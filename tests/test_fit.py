@@ -12,9 +12,8 @@ from test_memory import footprint, gpu
 from test_train import main
 
 import config
-import fit
-from infra import counts
-from memory import FILLED, Machine
+from preflight import counts, fit
+from preflight.memory import FILLED, Machine
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 

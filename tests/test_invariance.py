@@ -15,20 +15,21 @@ from test_objectives import gradient_of, learner_on, windowed
 
 import config
 import data
-import memory
+import lora
 import model as decoder
-import preflight
 import reward
-import settings
 import train
 from advantage import group_norm
 from collect import Sampler
 from history import PromptHistory
 from infra import dist, runfolder
-from methods import critic, lora
+from methods import critic
 from methods.critic import value_loss
+from preflight import checks as preflight
+from preflight import memory
 from prune import COMPLETIONS, Offer
 from records import lengths
+from settings import loader as settings
 
 CONFIGS = {
     "cppo": [],

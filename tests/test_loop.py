@@ -10,7 +10,6 @@ from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config,
 from test_objectives import learner_on
 
 import data
-import memory
 import model as decoder
 import rollout
 import train
@@ -22,6 +21,7 @@ from learner import NotFinite, descend
 from loss import row_loss
 from metrics import Clock
 from pack import Minibatch, Plan, build_row
+from preflight import memory
 from prune import COMPLETIONS, keep_all, keep_largest
 from records import Group, PreparedRow, Prompt, Pruned, Row, Sample, Turn
 from verify.extract import last_tag

@@ -16,11 +16,11 @@ from test_model import KINDS, SMALL, packed_logits, segments
 from test_objectives import learner_on
 
 import learner
+import lora
 import train
 from config import ConfigError, Lora
 from infra import checkpoint, dist
 from infra.weights import export, load_weights
-from methods import lora
 from model import Decoder, empty_model
 from pack import Minibatch
 

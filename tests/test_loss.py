@@ -8,18 +8,19 @@ import torch
 
 from config import Loss
 from loss import (
+    binary_kl,
     clamp,
     clip,
     clip_sequence,
     engine_weight,
     k3,
     likelihood_weight,
+    residual,
     row_loss,
     token_weight,
+    total_variation,
 )
 from methods.critic import value_loss
-from methods.divergence import binary_kl, total_variation
-from methods.soft_value import residual
 from prune import keep_all, keep_largest
 from records import Move, PreparedRow, Pruned
 

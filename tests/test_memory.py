@@ -10,14 +10,14 @@ from conftest import ROOT, TOY, toy_config
 from test_invariance import on_ranks
 
 import config
-import memory
+import lora
 from config import ConfigError, Lora
-from infra import counts, dist
-from infra.counts import Pass
+from infra import dist
 from infra.weights import read_shape
-from memory import Machine, choose_settings
-from methods import lora
 from model import CALLS, Decoder
+from preflight import counts, memory
+from preflight.counts import Pass
+from preflight.memory import Machine, choose_settings
 from records import EngineSpec
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
@@ -361,7 +361,7 @@ def test_a_line_of_the_head_is_what_is_chosen_and_counted():
 
 def footprint():
     """bench/memory.py, whose name is that of a module of ours."""
-    spec = memory.importlib.util.spec_from_file_location("bench_memory", ROOT / "bench" / "memory.py")
+    spec = memory.importlib.util.spec_from_file_location("bench_memory", ROOT / "bench" / "preflight/memory.py")
     module = memory.importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

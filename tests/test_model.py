@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 import model as decoder
 from config import ConfigError
 from infra.weights import export
-from memory import choose_backend
+from preflight.memory import choose_backend
 from records import Segments
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

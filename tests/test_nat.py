@@ -19,8 +19,7 @@ from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from infra import runfolder
-from methods import nat
-from prune import COMPLETIONS, inclusion, keep_all, keep_largest, thin
+from prune import COMPLETIONS, CutWeights, cut_weights, inclusion, keep_all, keep_largest, kept_prob, thin
 from records import Batch, Pruned
 from train import train
 
@@ -33,13 +32,13 @@ WHOLE, LEAST = 0.3, 2
 def cuts(length: int) -> list[tuple[float, Tensor]]:
     """Every cut of a completion with its probability: `WHOLE` for none, else behind one of the tokens from the least
     on, each as likely. The point between the probabilities of two tokens cuts between them."""
-    prob_L, least = nat.kept_prob(length, WHOLE, LEAST), min(LEAST, length)
+    prob_L, least = kept_prob(length, WHOLE, LEAST), min(LEAST, length)
     ends = [*prob_L.tolist(), 0.0]
     drawn = []
     for tokens in range(least, length + 1):
         chance = (1 - WHOLE) / (length - least + 1) + WHOLE * (tokens == length)
         assert ends[tokens - 1] - ends[tokens] == pytest.approx(chance, abs=1e-15)
-        weight_C = nat.weights(length, WHOLE, LEAST, (ends[tokens - 1] + ends[tokens]) / 2)
+        weight_C = cut_weights(length, WHOLE, LEAST, (ends[tokens - 1] + ends[tokens]) / 2)
         assert len(weight_C) == tokens and weight_C.max() <= 1 / WHOLE
         drawn.append((chance, weight_C))
     return drawn
@@ -65,7 +64,7 @@ class Short(Step):
                          f"prune.tokens={{kind: prefix, whole: {WHOLE}, least: {LEAST}}}")
         self.groups, self.rows = make_groups(LENGTHS, [5, 3]), []
 
-    def choose(self, pruned: Pruned, tokens: nat.Tokens | None, monkeypatch) -> Batch:
+    def choose(self, pruned: Pruned, tokens: CutWeights | None, monkeypatch) -> Batch:
         """What a step chooses when the draws come out so."""
         monkeypatch.setitem(COMPLETIONS, self.cfg.prune.completions.kind, lambda offer, settings: pruned)
         monkeypatch.setattr(collect.nat, "draw_cuts", lambda groups, settings, seed: tokens)
@@ -74,7 +73,7 @@ class Short(Step):
     def outcomes(self, draws: Iterator[tuple[float, Pruned]], monkeypatch) -> Iterator[tuple[float, Batch]]:
         """Every outcome of both levels; what is dropped is not cut."""
         for chance, pruned in draws:
-            of_each = [cuts(length) if kept else [(1.0, nat.weights(length, WHOLE, LEAST, 0.0))]
+            of_each = [cuts(length) if kept else [(1.0, cut_weights(length, WHOLE, LEAST, 0.0))]
                        for length, kept in zip(sum(LENGTHS, []), pruned.keep_NG.flatten(), strict=True)]
             for drawn in itertools.product(*of_each):
                 tokens = [weight_C for _, weight_C in drawn]
@@ -135,7 +134,7 @@ def test_the_same_sees_tokens_without_weights(tiny, tmp_path, monkeypatch):
 def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
     """Nor in the forward pass: a row has the prompt and the tokens before the cut, and their weights."""
     step = Short(tiny, tmp_path / "run")
-    tokens = [[nat.weights(length, WHOLE, LEAST, point) for length, point in zip(row, points, strict=True)]
+    tokens = [[cut_weights(length, WHOLE, LEAST, point) for length, point in zip(row, points, strict=True)]
               for row, points in zip(LENGTHS, [[0.9, 0.9, 0.6], [0.0, 0.7, 0.0]], strict=True)]
     assert [list(map(len, row)) for row in tokens] == [[2, 1, 3], [2, 3, 1]]
     batch = step.choose(keep_all(ADV_NG), tokens, monkeypatch)
@@ -152,10 +151,10 @@ def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
 
 def test_the_probabilities_by_hand():
     """Of 4 tokens a cut may take the last two: whole with 0.4, else behind the second, third or fourth."""
-    assert nat.kept_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
-    assert nat.kept_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
-    assert nat.kept_prob(3, 0.1, 9).tolist() == nat.kept_prob(3, 1.0, 1).tolist() == [1, 1, 1]
-    assert nat.weights(4, 0.4, 2, 0.7).tolist() == pytest.approx([1, 1, 1.25])
+    assert kept_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
+    assert kept_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
+    assert kept_prob(3, 0.1, 9).tolist() == kept_prob(3, 1.0, 1).tolist() == [1, 1, 1]
+    assert cut_weights(4, 0.4, 2, 0.7).tolist() == pytest.approx([1, 1, 1.25])
 
 
 def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
@@ -175,7 +174,7 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
             tokens_C[:len(batch.tokens[0][g])] += 1
         thinned_NG = torch.tensor([[weight_C.sum() for weight_C in row] for row in batch.tokens])
         estimates.append((batch.pruned.weight_NG * value_NG * thinned_NG).sum())
-    prob_C = nat.kept_prob(6, 0.2, 1)
+    prob_C = kept_prob(6, 0.2, 1)
     assert ((tokens_C / kept - prob_C).abs() <= 4.5 * (prob_C * (1 - prob_C) / kept).sqrt() + 1e-12).all()
     estimate = torch.stack(estimates)
     z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 1500 ** 0.5)

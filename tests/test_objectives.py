@@ -15,16 +15,17 @@ from conftest import as_batch, attend_alone, gradients, load, make_groups, nudge
 from torch import Tensor
 
 import data
-import memory
 import train
 import update
 from advantage import advantage
 from config import Config
 from learner import Learner
-from methods import kinds, preference, soft_value
+from methods import preference, soft_value
 from metrics import PassSums
+from preflight import memory
 from prune import keep_all
 from records import Batch, Group, Rewards, Sample
+from settings import kinds
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1], 4
 CORRECT_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)

@@ -11,14 +11,15 @@ from conftest import ROOT, TOY, make_groups, toy_config, weights
 
 import config
 import data
-import memory
 import train
 from collect import Sampler
 from config import ConfigError
 from history import PromptHistory
 from infra import runfolder
 from methods import optpo
-from methods.kinds import Votes
+from metrics import vote_metrics
+from preflight import memory
+from settings.kinds import Votes
 from verify.grade import first_equal
 
 
@@ -80,10 +81,10 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     nobody = optpo.vote_of(group, [None] * 4, samples)
     assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
     groups = [replace(group, vote=v) for v in (vote, unlabelled, nobody)]
-    assert optpo.metrics(groups) == {"rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
+    assert vote_metrics(groups) == {"rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),
                                      "votes/label_accuracy": 0, "votes/accuracy": 0.25}
-    assert optpo.metrics([group]) == {} == optpo.metrics([])
-    assert "votes/accuracy" not in optpo.metrics([replace(group, vote=unlabelled)])
+    assert vote_metrics([group]) == {} == vote_metrics([])
+    assert "votes/accuracy" not in vote_metrics([replace(group, vote=unlabelled)])
 
 
 @pytest.fixture(scope="module")

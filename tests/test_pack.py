@@ -11,9 +11,8 @@ import model as decoder
 from config import Pack
 from infra import dist
 from loss import RowLoss
-from methods.greedy_packing import within_window
 from metrics import PassSums
-from pack import KeptGroup, Minibatch, Plan, best_fit, build_row, cost, cut, deal, layout, pack
+from pack import KeptGroup, Minibatch, Plan, best_fit, build_row, cost, cut, deal, layout, pack, within_window
 from records import Group, PreparedRow, Prompt, Sample
 
 

@@ -12,14 +12,14 @@ from test_objectives import gradient_of, learner_on
 
 import config
 import train
-from advantage import advantage
+from advantage import adaptive_weight, advantage, chosen_of, group_weight, of_pairs
 from config import ConfigError
 from infra import runfolder
 from learner import has_reference
 from methods import preference
-from methods.kinds import GroupPreference, Preference
 from prune import keep_all
 from records import Rewards
+from settings.kinds import GroupPreference, Preference
 
 NAN = math.nan
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)
@@ -28,7 +28,7 @@ RATIO_NG = torch.tensor([[0.3, -2.0, 1.0, 4.0], [9.0, 0.5, -1.0, 2.0], [0.2, 0.1
 
 
 def pairs_of(reward_NG: torch.Tensor, pairs: str) -> set[tuple[int, int, int]]:
-    return set(map(tuple, preference.chosen_of(reward_NG, pairs).nonzero().tolist()))
+    return set(map(tuple, chosen_of(reward_NG, pairs).nonzero().tolist()))
 
 
 def test_pairs_are_all_of_different_rewards_or_the_best_with_the_worst():
@@ -53,47 +53,47 @@ def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward
         chosen = sorted((w, r) for k, w, r in pairs_of(reward_NG, settings.pairs) if k == n)
         for w, r in chosen:
             h = float(reward_NG[n, w] - reward_NG[n, r])
-            weight = float(preference.adaptive_weight(torch.tensor(h), settings)) if settings.gap else 1.0
+            weight = float(adaptive_weight(torch.tensor(h), settings)) if settings.gap else 1.0
             loss = -weight * (settings.beta * (ratio_NG[n, w] - ratio_NG[n, r])).sigmoid().log()
             scored = int((~reward_NG[n].isnan()).sum())
             total = total + scored * (loss - settings.likelihood * ratio_NG[n, w]) / len(chosen)
     total.backward()
-    adv_NG = preference.of_pairs(RATIO_NG, reward_NG, settings)
+    adv_NG = of_pairs(RATIO_NG, reward_NG, settings)
     assert adv_NG.isnan().equal(reward_NG.isnan())
     torch.testing.assert_close(adv_NG.nan_to_num(), -ratio_NG.grad, rtol=0, atol=1e-7)
     assert not adv_NG[1 if reward_NG is REWARD_NG else 2].nan_to_num().any()
 
 
 def test_rpo_without_its_likelihood_is_dpo_and_with_it_adds_the_chosen():
-    plain, more = (preference.of_pairs(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
+    plain, more = (of_pairs(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
     chosen_NG = torch.tensor([[0.5, 0, 0, 0.5], [0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)  # share of the pairs
     torch.testing.assert_close(more - plain, 4 * 0.3 * chosen_NG)
 
 
 def test_madpo_with_rewards_of_0_and_1_is_dpo_times_a_constant_and_with_graded_ones_is_not():
     for gap in (0.5, 2.0):
-        adaptive, plain = (preference.of_pairs(RATIO_NG, REWARD_NG, Preference(gap=g)) for g in (gap, None))
+        adaptive, plain = (of_pairs(RATIO_NG, REWARD_NG, Preference(gap=g)) for g in (gap, None))
         c = 0.5 + 1.5 / (1 + 2 * math.exp(1 - gap))
         torch.testing.assert_close(adaptive, plain * (1 + math.exp(-1)) / (1 + math.exp(-c)))
-    adaptive, plain = (preference.of_pairs(RATIO_NG, GRADED_NG, Preference(gap=g)) for g in (2.0, None))
+    adaptive, plain = (of_pairs(RATIO_NG, GRADED_NG, Preference(gap=g)) for g in (2.0, None))
     factor = (adaptive / plain)[0]
     assert factor.max() > factor.min() * 1.05
 
 
 def test_madpos_weight_is_one_at_the_gap_and_above_it_for_smaller_differences():
     settings = Preference(gap=2.0, c_max=4.0, c_min=0.25, steepness=3.0)
-    weight = preference.adaptive_weight(torch.tensor([0.0, 1.0, 2.0, 3.0, 60.0], dtype=torch.float64), settings)
+    weight = adaptive_weight(torch.tensor([0.0, 1.0, 2.0, 3.0, 60.0], dtype=torch.float64), settings)
     assert weight[[0, 2, 4]].tolist() == pytest.approx([1, 1, 1]) and weight[1] > 1 > weight[3]
 
 
 def test_dgpos_weight_fades_as_a_group_is_told_apart():
     adv_NG = REWARD_NG - REWARD_NG.mean(dim=1, keepdim=True)
     zero_NG = torch.zeros_like(adv_NG)
-    assert preference.group_weight(zero_NG, adv_NG, 5.0).tolist() == [[0.5]] * 3
-    weights = [preference.group_weight(scale * adv_NG, adv_NG, 1.0)[:, 0] for scale in (-9, 0, 1, 9)]
+    assert group_weight(zero_NG, adv_NG, 5.0).tolist() == [[0.5]] * 3
+    weights = [group_weight(scale * adv_NG, adv_NG, 1.0)[:, 0] for scale in (-9, 0, 1, 9)]
     for lower, higher in zip(weights[1:], weights, strict=False):
         assert (lower < higher).tolist() == [True, False, True]
-    one = preference.group_weight(RATIO_NG, adv_NG, 0.8)[2]
+    one = group_weight(RATIO_NG, adv_NG, 0.8)[2]
     assert one.item() == pytest.approx(1 / (1 + math.exp(0.8 / 4 * float((adv_NG[2] * RATIO_NG[2]).sum()))))
 
 

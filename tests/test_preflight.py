@@ -11,13 +11,12 @@ from test_objectives import learner_on
 
 import data
 import learner
-import memory
-import preflight
+import lora
 import train
 from config import ConfigError, Lora
-from infra import counts
 from learner import Learner
-from methods import lora
+from preflight import checks as preflight
+from preflight import counts, memory
 from records import Problem, Segments
 from rollout import TorchEngine
 

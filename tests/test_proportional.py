@@ -15,10 +15,9 @@ from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
-from methods.kinds import InProportion
-from methods.proportional import inclusion, rollout_prob
-from prune import COMPLETIONS, Offer, gradient_size, keep_all, thin
+from prune import COMPLETIONS, Offer, gradient_size, inclusion, keep_all, rollout_prob, thin
 from records import Batch, Rewards, Rolled, Turn
+from settings.kinds import InProportion
 
 NAN = math.nan
 

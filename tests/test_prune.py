@@ -4,8 +4,6 @@ import pytest
 import torch
 
 from loss import token_weight
-from methods import kinds
-from methods.greso import adapt_p, explored, next_round
 from prune import (
     COMPLETIONS,
     FLOOR,
@@ -13,19 +11,23 @@ from prune import (
     REFILLING,
     Memory,
     Offer,
+    adapt_p,
     all_but_lowest,
     below_mean,
     bernoulli,
     drop_bottom,
+    explored,
     gradient_size,
     inclusion,
     keep_all,
     keep_largest,
+    next_round,
     pps,
     rarely_below_mean,
     systematic,
 )
-from settings import choices
+from settings import kinds
+from settings.loader import choices
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)

@@ -17,11 +17,11 @@ from test_invariance import on_ranks
 from test_train import PAUSING, RESUMED, SHORT, without_times
 
 import config
-import preflight
 import rollout
 import train
 from infra import dist, runfolder, signals
 from infra.signals import Stopped
+from preflight import checks as preflight
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 

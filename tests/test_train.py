@@ -20,13 +20,13 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import config
 import loss
-import memory
 import train
 from config import ConfigError
 from infra import dist, runfolder
 from learner import learning_rate
 from model import BACKENDS
 from page.summary import summary
+from preflight import memory
 from records import Segments
 from update import split_prompts
 

@@ -20,7 +20,7 @@ from advantage import ESTIMATORS, advantage, group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
-from methods import critic, kinds, preference
+from methods import critic, preference
 from methods.soft_value import Table, soft_value
 from metrics import PassSums
 from prune import (
@@ -36,6 +36,7 @@ from prune import (
     thin,
 )
 from records import Batch, Group, Pruned, Rewards, Rolled, Turn, lengths
+from settings import kinds
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)

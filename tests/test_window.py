@@ -9,13 +9,13 @@ from conftest import TOY, as_rolled, load, toy_config
 import config
 import data
 import learner
-import memory
 import train
 from collect import Sampler, Selection, choose
 from infra import runfolder
 from methods import critic
 from methods.window import Pool, WindowSampler
 from metrics import of_rollout
+from preflight import memory
 from records import EngineSpec, Group, Prompt, Rolled, Sample, Turn
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "rollout.window=10", "critic.pretrain_steps=0"]

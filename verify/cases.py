@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from config import ConfigError
-from settings import SHORT, parse_json
+from settings.loader import SHORT, parse_json
 from verify.grade import grade
 
 # Ways to write an answer that change no value.

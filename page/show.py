@@ -1,6 +1,6 @@
 """Show every setting with its type, default and comment: `train.py --show`, and docs/settings.md.
 
-    python -m infra.show > docs/settings.md
+    python -m page.show > docs/settings.md
 
 The comments are those beside the fields, so the page cannot say anything else than the code.
 """
@@ -18,12 +18,12 @@ from typing import Any, get_type_hints
 import yaml
 
 from config import Config
-from infra.rules import ASKS, SERVES
-from settings import choices, describe
+from settings.loader import choices, describe
+from settings.rules import ASKS, SERVES
 
 HEAD = """# Settings
 
-Written by `python -m infra.show` from `config.py` and `methods/kinds.py`, where the same comments stand
+Written by `python -m page.show` from `config.py` and `settings/kinds.py`, where the same comments stand
 beside the fields.
 
 A config file holds what differs from the one that it names as `base:`, and `--set section.setting=value`

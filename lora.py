@@ -41,7 +41,7 @@ from infra.weights import (
     weight_files,
 )
 from model import Decoder, empty_model, load_model
-from settings import read_json
+from settings.loader import read_json
 
 ATTENTION = [f"self_attn.{name}_proj" for name in "qkvo"]
 MLP = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]

@@ -1,5 +1,5 @@
 """Decide what fits: measure the bytes of the machine, and choose what a config leaves to `auto` by those that
-infra/counts.py counts.
+preflight/counts.py counts.
 """
 
 import importlib
@@ -17,12 +17,12 @@ import torch
 
 from config import Config, ConfigError, flatten
 from infra import dist
-from infra.counts import engine_bytes, rollout_bytes, row_range, update_bytes
 from infra.weights import Shape, read_shape
 from model import CALLS
+from preflight.counts import engine_bytes, rollout_bytes, row_range, update_bytes
 from records import EngineSpec
+from rollout_vllm import VLLM_VERSION
 
-VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
 DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements-gpu.txt"
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
@@ -205,10 +205,9 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     return kind, replace(spec, slots=slots)
 
 
-def to_save(cfg: Config, capacity: int, asked: Config) -> dict:
-    """List the settings for a checkpoint: the capacity that rows have come to, and what was asked for."""
-    of_asked = {key: flatten(asked)[key] for key in ("pack.capacity", "rollout.slots")}
-    return flatten(cfg) | {"pack.capacity": capacity, ASKED: of_asked}
+def to_save(cfg: Config, asked: Config) -> dict:
+    """List the settings for a checkpoint, and what was asked for where memory decided otherwise."""
+    return flatten(cfg) | {ASKED: {key: flatten(asked)[key] for key in ("pack.capacity", "rollout.slots")}}
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:
@@ -220,7 +219,7 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     """Choose pack.capacity and model.checkpoint_blocks, where they are `auto`.
 
     Rows are as long as memory has room for, and blocks recomputed as little as leaves rows that are long
-    enough. A run that goes on takes both again, and a capacity that was halved where memory ran out too.
+    enough. A run that goes on takes both again.
     """
     room, capacity, before = FILLED * machine.free, cfg.pack.capacity, saved.get("pack.capacity")
     ways, how_before = list(CALLS), saved.get("model.checkpoint_blocks")
@@ -230,12 +229,10 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     def needed(how: str, tokens: int) -> int:
         return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
 
-    if capacity == "auto":
-        # What was measured may be more than what is counted to fit.
-        if before and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
-            return with_rows(cfg, how_before, before)
-    elif saved.get(ASKED, {}).get("pack.capacity") == capacity:
-        capacity = before
+    # What was measured may be more than what is counted to fit.
+    again = capacity == "auto" and before and how_before in ways
+    if again and needed(how_before, before) <= OVERCOUNTED * room:
+        return with_rows(cfg, how_before, before)
     if capacity != "auto":
         fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
         return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)

@@ -8,20 +8,20 @@ Dimension key:  C completion tokens of one row.
 
 import math
 from bisect import bisect_right
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
-import memory
 from config import Config, ConfigError, Rollout
 from data import Task, Tokenizer
 from history import sample_seed
-from infra import counts, dist
+from infra import dist
 from infra.signals import LESS_MEMORY
 from learner import Learner, roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
+from preflight import counts, memory
 from records import Group, Problem, Prompt, Row, Sample
 from rollout import Engine
 from verify.extract import extract
@@ -160,7 +160,7 @@ def scale(policy: Decoder, factor: float) -> None:
 
 @torch.no_grad()
 def stir(policy: Decoder) -> list[tuple[Tensor, Tensor]]:
-    """Give adapters (methods/lora.py), which add nothing at first, something to add; return what was."""
+    """Give adapters (lora.py), which add nothing at first, something to add; return what was."""
     before = [(p, p.clone()) for name, p in policy.named_parameters() if name.endswith("lora_B")]
     for p, _ in before:
         p.add_(0.01)
@@ -281,15 +281,15 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
     return memory.in_use(learner.device) + copies
 
 
-def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> Config:
+def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config, Learner]:
     """Make the rows of pack.capacity=auto as long on CUDA as memory is measured to have room for.
 
     More is counted than an update takes. So a full row of the capacity that was counted is measured beside
-    what lies there, and rows may grow by what the count was over. Returns the config as it then is.
+    what lies there, and rows may grow by what the count was over. Returns both as they then are.
     """
     device, shape, ranks = learner.device, learner.policy.shape, dist.world_size()
     if asked.pack.capacity != "auto" or device.type != "cuda":
-        return cfg
+        return cfg, learner
     torch.cuda.empty_cache()  # what models were loaded with, rows could take as well
     held = memory.fullest(memory.in_use(device), device)
 
@@ -304,10 +304,10 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> Config:
     sizes = [*range(first, most, memory.GRAIN), most]
     fitting = bisect_right(sizes, room * counted(first) / real, key=counted)
     torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
-    learner.pack.capacity = sizes[max(1, fitting) - 1]
+    longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, sizes[max(1, fitting) - 1])
     if dist.rank() == 0:
-        print(f"measured here: pack.capacity={learner.pack.capacity}", flush=True)
-    return memory.with_rows(cfg, cfg.model.checkpoint_blocks, learner.pack.capacity)
+        print(f"measured here: pack.capacity={longer.pack.capacity}", flush=True)
+    return longer, replace(learner, pack=longer.pack)
 
 
 def peak_of_rollout(cfg: Config, learner: Learner) -> float:

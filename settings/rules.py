@@ -10,7 +10,7 @@ from itertools import chain
 from string import Formatter
 from typing import Any
 
-from settings import Rule, table_rules
+from settings.loader import Rule, table_rules
 
 # A choice -> the settings that are for it alone, and why; without it they keep their defaults.
 SERVES = {

@@ -1,4 +1,4 @@
-"""Run the user's own reward functions in a worker (methods/custom_reward.py).
+"""Run the user's own reward functions in a worker (infra/custom_reward.py).
 
 Only numbers and texts travel back: an exception of the user's own could not be made again in the trainer.
 """

@@ -6,8 +6,8 @@ A section of one of these unions is a dataclass by its `kind`; config.py has all
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-import settings
-from settings import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
+from settings import loader as settings
+from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
 
 Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                   "prune.completions.kind=none")]

@@ -1,16 +1,17 @@
 """Count the bytes of training from shapes: of what lies on a rank, of an update's passes, of a rollout.
 
 Every count is a table of named parts, which `train.py --fit` prints; its sum is what has to fit. P are the
-weights of a model, A those of its adapters (methods/lora.py).
+weights of a model, A those of its adapters (lora.py).
 """
 
 from dataclasses import dataclass, replace
 
 import torch
 
-from config import Config, Lora
+from config import Config, Lora, has_reference
 from infra.weights import Shape
-from methods.kinds import Gae, is_preference
+from rollout_vllm import cache_bytes
+from settings.kinds import Gae
 
 Parts = dict[str, float]  # bytes by name
 
@@ -166,9 +167,6 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     return {name: size // ranks for name, size in parts.items()}
 
 
-def has_reference(cfg: Config) -> bool:
-    """Tell whether the loss needs the initial policy beside the one that is trained."""
-    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or is_preference(cfg.advantage))
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -252,14 +250,3 @@ def sampling_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_
     return sum(size for name, size in parts.items() if name != "engine's weights")
 
 
-def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
-    """Count one rank's KV cache with room for every slot at full length.
-
-    vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
-    prompt once, here as many as slots, and one layer in float32 beside, as it is multiplied.
-    """
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
-    if not tensor_parallel:
-        return slots * max_len * (token + token * 4 // element // shape.layers)
-    blocks = slots * -(-max_len // 128) + 1
-    return blocks * 128 * token * max(1, shape.kv_heads // tensor_parallel) // shape.kv_heads

@@ -2,7 +2,7 @@
 
     train.py --config NAME.yaml --fit [--memory 24] [--gpus 8] [--card H100]
 
-Nothing is loaded but config.json. Bytes are those that `auto` goes by (infra/counts.py). Seconds are
+Nothing is loaded but config.json. Bytes are those that `auto` goes by (preflight/counts.py). Seconds are
 predicted for cards of known peak figures, from FLOP and from bytes that kernels read and write, at shares of
 the peaks that are assumed to be reached; tests/test_fake_gpu.py holds both to a traced update. They are meant
 to tell which phase takes most of a step: no GPU has measured them.
@@ -22,14 +22,15 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-import settings
 from config import Config, ConfigError, Lora
-from infra import counts, dist
-from infra.paths import find_path
-from infra.rules import all_rules
+from infra import dist
 from infra.weights import Shape, read_shape
-from memory import FILLED, Machine, choices, choose_settings, find_device
-from methods.kinds import Gae, is_preference
+from preflight import counts
+from preflight.memory import FILLED, Machine, choices, choose_settings, find_device
+from settings import loader as settings
+from settings.kinds import Gae, is_preference
+from settings.paths import find_path
+from settings.rules import all_rules
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 

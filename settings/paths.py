@@ -4,7 +4,7 @@ import glob
 import os
 from pathlib import Path
 
-from settings import ConfigError
+from settings.loader import ConfigError
 
 REPOSITORY = Path(__file__).parents[1]
 

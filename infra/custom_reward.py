@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError, Reward
-from methods.reward_worker import call_functions
+from infra.reward_worker import call_functions
 from records import Problem, Prompt, Rewards
 from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
 

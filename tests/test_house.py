@@ -1,0 +1,157 @@
+"""What keeps this house small: its layers, its budgets, its pages. A fork may break all of it, so `make test` skips
+these tests; `make lint` and CI run them.
+"""
+
+import ast
+import io
+import re
+import runpy
+import subprocess
+import sys
+import tokenize
+from collections import defaultdict
+from pathlib import Path
+from typing import get_args, get_type_hints
+from xml.etree import ElementTree
+
+import mutants
+import pytest
+from conftest import ROOT
+from test_repo import FILES, FOLDERS, OTHERS, TEXTS, check_command, leaves, sections, tables
+
+import config
+from page import show
+
+pytestmark = pytest.mark.house
+TOKENS = 110_000          # Python tokens of all code outside tests/, bench/ and experiments/; it may only fall
+FUNCTIONS, IN_FILES = 64, 16  # that one plain GRPO step enters outside model, engine and verify/
+DENSITY = 9.0             # tokens per line of code
+UNSEEN = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
+
+
+def imported(path: Path) -> set[str]:
+    """Modules by their full names, those of our folders as folder.file."""
+    names = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module in FOLDERS:
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            names.add(node.module)
+    return names
+
+
+def room(name: str) -> str:
+    """A file at the root is a room of its own; a folder is one room."""
+    return f"{name.split('.')[0]}/" if "." in name else name
+
+
+def test_no_two_rooms_import_each_other_in_a_circle():
+    """Folders and root files have an order in which each imports only what comes before it."""
+    above: dict[str, set[str]] = defaultdict(set)
+    for name, path in FILES.items():
+        above[room(name)] |= {room(module) for module in imported(path) & FILES.keys()} - {room(name)}
+    done: set[str] = set()
+    while left := above.keys() - done:
+        free = {name for name in left if above[name] <= done}
+        circle = {name: sorted(above[name] - done) for name in sorted(left)}
+        assert free, f"these rooms reach each other: {circle}"
+        done |= free
+
+
+def test_what_a_file_may_not_import():
+    assert not {name.split(".")[0] for name in FILES} & sys.stdlib_module_names
+    for name in ("advantage", "prune", "loss"):
+        outside = {module.split(".")[0] for module in imported(FILES[name])}
+        assert outside <= {"torch", "dataclasses", "typing", "collections", "records", "settings", "config"}, name
+    callers = [name for name, path in FILES.items() if "torch.distributed" in imported(path)]
+    assert callers == ["infra.dist"]
+    assert not [name for name, path in FILES.items() if "wandb" in imported(path)]  # but by name, if a run asks
+    assert not {path.stem for path in OTHERS} & set(FOLDERS)  # a script's own folder comes first on the path
+
+
+def tokens_of(path: Path) -> list:
+    source = io.StringIO(path.read_text())
+    return [token for token in tokenize.generate_tokens(source.readline) if token.type not in UNSEEN]
+
+
+def test_tokens_may_only_fall():
+    tracked = subprocess.run(["git", "ls-files", "*.py"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    names = [name for name in tracked.split() if name.split("/")[0] not in ("tests", "bench", "experiments")]
+    count = sum(len(tokens_of(ROOT / name)) for name in names if (ROOT / name).is_file())
+    assert count <= TOKENS, f"{count} tokens of code"
+
+
+def test_functions_are_short_and_lines_narrow_and_no_denser_than_plain_code():
+    count, filled = 0, 0
+    for path in (*FILES.values(), *OTHERS):
+        text = path.read_text()
+        wide = [number for number, line in enumerate(text.splitlines(), start=1) if len(line) > 110]
+        assert not wide, f"{path.name}: lines {wide}"
+        seen = tokens_of(path)
+        count += len(seen)
+        filled += len({number for token in seen for number in range(token.start[0], token.end[0] + 1)})
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.FunctionDef):
+                assert node.end_lineno - node.lineno < 50, f"{path.name}: {node.name}"
+                given = node.args
+                names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
+                assert len({*names} - {"self", "ctx", "cls"}) <= 6, f"{path.name}: {node.name}"
+    assert count / filled <= DENSITY
+
+
+def test_every_mutant_has_its_line():
+    """One that has lost it would stop tests/mutants.py, which is run by hand."""
+    lost = [(name, old) for name, old, _, _ in mutants.MUTANTS if (ROOT / f"{name}.py").read_text().count(old) != 1]
+    assert not lost
+
+
+def test_the_page_of_settings_is_what_the_code_says_and_says_something_of_each():
+    assert (ROOT / "docs" / "settings.md").read_text() == show.page(), "python -m page.show > docs/settings.md"
+    rows = re.findall(r"^\| `([\w.]+)` \| .+ \| `.+` \| (.*) \|$", show.page(), re.MULTILINE)
+    assert {key for key, _ in rows} == {key for key in leaves() if not key.endswith("kind")}
+    assert not [key for key, meaning in rows if not meaning]
+    assert {f"{key}={kind}" for key, kind in re.findall(r"^#+ ([\w.]+): (\w+)$", show.page(), re.MULTILINE)} == {
+        f"{prefix}kind={kind}" for prefix, section in sections(config.Config)
+        for kind in get_args(get_type_hints(section).get("kind"))}
+
+
+def test_the_picture_of_the_loop_is_what_its_script_draws():
+    drawn = runpy.run_path(str(ROOT / "assets" / "draw_loop.py"))["svg"]()
+    ElementTree.fromstring(drawn)  # raises where it is no XML
+    assert (ROOT / "assets" / "loop.svg").read_text(encoding="utf-8") == drawn, "python assets/draw_loop.py"
+    files = set(re.findall(r"\w+\.py", drawn))
+    assert files == {"history.py", "rollout.py", "reward.py", "advantage.py", "prune.py", "pack.py", "loss.py"}
+    assert files <= {path.name for path in FILES.values()}
+
+
+def test_all_files_are_in_the_readmes_table():
+    table = TEXTS["README.md"].partition("## Files")[2].partition("\n## ")[0]
+    assert set(re.findall(r"`(\w+\.py)`", table)) == {path.name for path in FILES.values()}
+
+
+def test_every_table_of_results_says_how_it_was_measured():
+    """Command, commit, date and machine stand in front of it, and the command's script or target exists."""
+    parts = re.split(r"^#{2,3} ", TEXTS["RESULTS.md"], flags=re.MULTILINE)
+    measured = [section for section in parts if tables(section)]
+    assert len(measured) > 15
+    for section in measured:
+        given = re.search(r"^Command: `(.+)`  \nCommit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. Machine: .+\.$", section,
+                          re.MULTILINE)
+        assert given and given.end() < section.index(tables(section)[0]), section[:80]
+        assert ".py" in given[1] or given[1].startswith("make "), given[1]
+        check_command(given[1])
+
+
+def test_every_kind_has_a_config():
+    """A kind costs a config: what none of them names is a fork's."""
+    used, hints = set(), {}
+    for path in (ROOT / "configs").glob("*.yaml"):
+        used |= {f"{key}={value}" for key, value in config.flatten(config.load(path)).items()}
+    for prefix, section in sections(config.Config):
+        if kind := get_type_hints(section).get("kind"):
+            hints.setdefault(f"{prefix}kind", set()).update(get_args(kind))
+    hints |= {"loss.trust": get_args(get_type_hints(config.Loss)["trust"]),
+              "rollout.until": get_args(get_type_hints(config.Rollout)["until"])}
+    assert not [f"{key}={kind}" for key, kinds in hints.items() for kind in kinds if f"{key}={kind}" not in used]

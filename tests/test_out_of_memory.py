@@ -1,0 +1,145 @@
+"""Where memory runs out: the run ends with a whole checkpoint and one line that says what to set."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, as_batch, make_groups, toy_config, weights
+from shortage import LESS, short_of_memory
+from test_critic import fit, rolled_out
+from test_objectives import learner_on
+from test_train import SHORT, main, without_times
+
+import config
+import train
+import update
+from config import ConfigError
+from infra import checkpoint, dist
+from metrics import Clock
+from prune import keep_all
+
+ALL = ["prune.completions={kind: none}", "loss.count=all"]  # so that rows are long
+LENGTHS = [[30, 9, 25, 12], [14, 21, 7, 28], [26, 6, 32, 13], [9, 22, 14, 35]]
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+@pytest.mark.parametrize("row", [0, 1])
+def test_an_update_out_of_memory_names_rank_row_and_a_capacity_below_it(row, where, tiny, tmp_path):
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "pack.capacity=240"))
+    groups = make_groups(LENGTHS, [11, 5, 9, 7])
+    adv_NG = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = as_batch(groups, adv_NG, keep_all(adv_NG))
+    longest = max(len(row.ids_T) for row in learner.rows(update.minibatch(learner, batch, [0, 1, 2, 3])))
+    said = (rf"out of memory in an update with rows of up to {longest} tokens on rank 0: go on from the newest "
+            rf"checkpoint with --resume auto and --set pack.capacity={longest // 2} \(at least "
+            r"data.max_prompt_tokens \+ rollout.max_new_tokens\), or set model.checkpoint_blocks=all .* "
+            r"\(CUDA out of memory. Tried to allocate 2.00 GiB.\)$")
+    with short_of_memory({row}, where), pytest.raises(ConfigError, match=said):
+        update.update(learner, batch, 0, Clock())
+
+
+@pytest.mark.parametrize("where", ["forward", "backward"])
+def test_so_does_the_critics(where, tiny, tmp_path):
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "pack.capacity=176", "critic.lr=1e-2", name="ppo_toy.yaml"))
+    with short_of_memory({0}, where), pytest.raises(ConfigError, match="out of memory in an update .* pack.capacity="):
+        fit(learner, rolled_out())
+
+
+def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path, monkeypatch, capsys):
+    """Memory runs out in the second step."""
+    cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, "rollout.prompts_per_step=8", *SHORT)
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    true = train.update
+
+    def second(learner, batch, step, clock):
+        with short_of_memory({0} if step else set(), "backward"):
+            return true(learner, batch, step, clock)
+
+    monkeypatch.setattr(train, "update", second)
+    assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory in an update")
+    path, saved = checkpoint.find(tmp_path / "run" / "checkpoints")
+    assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
+
+
+@pytest.mark.slow
+def test_rows_left_to_auto_give_the_parameters_of_rows_set_by_hand(tmp_path):
+    """Two whole steps of two epochs of two mini-batches in float64, with a KL."""
+    found = {}
+    for capacity in ("auto", "176", "300"):
+        cfg = toy_config(tmp_path / capacity, "loss.kl=0.1", "update.epochs=2", "update.minibatches=2", *ALL,
+                         f"pack.capacity={capacity}", *SHORT)
+        found[capacity] = weights(train.train(cfg))
+    rows = {name: [line["pack/rows"] for line in without_times(tmp_path / name) if "pack/rows" in line]
+            for name in found}
+    assert rows["auto"] == [2, 2] and min(rows["176"]) > 2
+    for name, p in found["auto"].items():
+        for other in ("176", "300"):
+            torch.testing.assert_close(found[other][name], p, rtol=0, atol=1e-10, msg=name)
+
+
+DRILL = """
+import sys
+sys.path[:0] = ["tests", "."]
+import torch, train
+from preflight import checks
+from infra import dist
+from shortage import short_of_memory
+true = train.update
+def second(learner, batch, step, clock):
+    with short_of_memory({0} if step == 1 and dist.rank() == 1 and "--resume" not in sys.argv else set(), "backward"):
+        return true(learner, batch, step, clock)
+checks.run_checks = lambda *given: []
+train.update = second
+if __name__ == "__main__":
+    sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_of_two_ranks_the_one_whose_memory_runs_out_ends_with_status_2_and_says_what_to_set(tmp_path):
+    """The checkpoint before is whole, and two runs that go on from it as they are told are the same."""
+    cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", *ALL, *SHORT)
+    (tmp_path / "drill.py").write_text(DRILL)
+
+    def launch(out, *more: str) -> str:
+        (tmp_path / "test.yaml").write_text(config.dump(replace(cfg, out=str(out))))
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
+                               str(tmp_path / "drill.py"), "--config", str(tmp_path / "test.yaml"), *more], cwd=ROOT,
+                              capture_output=True, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+        return f"{done.returncode} {done.stdout}{done.stderr}"
+
+    said = launch(tmp_path / "run")
+    line, = re.findall(r"error: out of memory in an update with rows of up to \d+ tokens on rank 1: (.*)", said)
+    assert re.search(r"exitcode\s+: 2\b", said), said
+    capacity = re.search(r"--resume auto and --set (pack.capacity=\d+) ", line)[1]
+    path, saved = checkpoint.find(tmp_path / "run" / "checkpoints")
+    assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
+    ended = []
+    for name in ("one", "other"):
+        shutil.copytree(tmp_path / "run", tmp_path / name)
+        assert launch(tmp_path / name, "--resume", "auto", "--set", capacity).startswith("0 ")
+        lines = without_times(tmp_path / name)
+        ended.append(((tmp_path / name / "hf" / "model.safetensors").read_bytes(), lines))
+        assert [line["step"] for line in lines if "train/loss" in line] == [1, 2, 3]
+    assert ended[0] == ended[1]
+
+
+def test_memory_that_runs_out_while_models_load_is_one_line(tmp_path, monkeypatch, capsys):
+    def refuse(*given):
+        raise LESS
+
+    monkeypatch.setattr(train, "build_learner", refuse)
+    cfg = toy_config(tmp_path / "run", *SHORT)
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    for more in ([], ["--check"]):
+        assert main(monkeypatch, "--config", tmp_path / "test.yaml", *more) == 2
+        line, = capsys.readouterr().err.splitlines()
+        assert line.startswith("error: out of memory (CUDA out of memory. Tried to allocate 2.00 GiB.); ")
+        assert "model.lora.rank" in line and "optim.offload=true" in line
+    assert dist.world_size() == 1
