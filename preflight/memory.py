@@ -168,9 +168,6 @@ def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: di
         why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
         yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = update_bytes(here, shape, machine.ranks) / 2**30
-    if cfg.pack.capacity not in ("auto", here.pack.capacity):
-        yield (f"pack.capacity={here.pack.capacity}, not {cfg.pack.capacity}: as before, when memory ran out "
-               "(another number is taken as it is)")
     if needed > free:
         yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train an "
                "adapter (model.lora.rank) or on more ranks, lower pack.capacity or set optim.offload=true "
@@ -206,8 +203,8 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
 
 
 def to_save(cfg: Config, asked: Config) -> dict:
-    """List the settings for a checkpoint, and what was asked for where memory decided otherwise."""
-    return flatten(cfg) | {ASKED: {key: flatten(asked)[key] for key in ("pack.capacity", "rollout.slots")}}
+    """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
+    return flatten(cfg) | {ASKED: {"rollout.slots": asked.rollout.slots}}
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:

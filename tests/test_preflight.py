@@ -220,14 +220,14 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
     monkeypatch.setattr(memory, "total_bytes", lambda device: (room + 1000) / memory.FILLED)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNTED)):
-        trainer.pack.capacity = first
         monkeypatch.setattr(preflight, "peak_of_update", lambda *given, over=over: 1000 + counted(first) / over)
-        longer = preflight.lengthen_rows(asked, cfg, trainer).pack.capacity
-        assert trainer.pack.capacity == longer > first
+        again, grown = preflight.lengthen_rows(asked, cfg, trainer)
+        longer = again.pack.capacity
+        assert grown.pack.capacity == longer > first == trainer.pack.capacity
         assert counted(longer) <= room * allowed < counted(longer + memory.GRAIN)
         assert f"measured here: pack.capacity={longer}\n" in capsys.readouterr().out
-    assert preflight.lengthen_rows(cfg, cfg, trainer) is cfg
-    assert preflight.lengthen_rows(asked, cfg, replace(trainer, device=torch.device("cpu"))) is cfg
+    assert preflight.lengthen_rows(cfg, cfg, trainer)[0] is cfg
+    assert preflight.lengthen_rows(asked, cfg, replace(trainer, device=torch.device("cpu")))[0] is cfg
 
 
 def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
