@@ -37,11 +37,6 @@ def comparable(reward_NG: Tensor) -> Tensor:
     return (scored_NG.sum(dim=1) > 1) | scored_NG.all(dim=1)
 
 
-def count_scored(reward_NG: Tensor) -> Tensor:
-    """Count the completions of each group that have a reward, [N, 1], at least 1."""
-    return (~reward_NG.isnan()).to(reward_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
-
-
 def centred(reward_NG: Tensor) -> Tensor:
     """Subtract the group's mean: Dr. GRPO (arXiv:2503.20783). Without a division by the deviation, hard and
     easy prompts weigh no more than others. Exactly 0 for a flat group.
@@ -57,8 +52,8 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     A group whose rewards are all equal carries no signal and gets exactly 0, and so does a group of one.
     """
     centred_NG = centred(reward_NG)
-    count_N1 = (count_scored(reward_NG) - correction).clamp(min=1)
-    std_N1 = (centred_NG.square().nansum(dim=1, keepdim=True) / count_N1).sqrt()
+    count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
+    std_N1 = (centred_NG.square().nansum(dim=1, keepdim=True) / (count_N1 - correction).clamp(min=1)).sqrt()
     return torch.where(flat(reward_NG)[:, None], centred_NG, centred_NG / (std_N1 + eps))
 
 
@@ -68,8 +63,8 @@ def leave_one_out(reward_NG: Tensor) -> Tensor:
 
     Not divided by a deviation: that of the other rewards may be 0 while the difference is not.
     """
-    count_N1 = count_scored(reward_NG)
-    return centred(reward_NG) * (count_N1 / (count_N1 - 1).clamp(min=1))
+    count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
+    return centred(reward_NG) * (count_N1.to(reward_NG.dtype) / (count_N1 - 1).clamp(min=1))
 
 
 def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:

@@ -6,7 +6,6 @@ T tokens of all completions, laid end to end.
 
 from array import array
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from config import Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
-from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, next_round
+from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, keep_all, next_round
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
 from reward import OF_LENGTH, measured, score, span
 from rollout import Engine
@@ -56,7 +55,7 @@ class Sampler:
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
-        completions = [(self.tokenizer.decode(sample.ids), prompt, sample.length)
+        completions = [(self.tokenizer.decode(sample.ids), prompt, len(sample.ids))
                        for sample, prompt in dist.local_slice(answered)]
         names = measured(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
@@ -64,8 +63,11 @@ class Sampler:
         all_RP = torch.cat(dist.gather_rows(local_RP))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        rewards = Rewards(components, self.reward.weights, self.sampling.differ_in)
-        custom_reward.require_lives(rewards, self.reward)
+        tokens = [[len(sample.ids) for sample in group.samples] for group in groups]
+        tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
+        rewards = Rewards(components, self.reward.weights, tokens_NG, self.sampling.differ_in)
+        if self.reward.custom_file:
+            custom_reward.require_lives(rewards, self.reward)
         return rewards
 
 
@@ -74,16 +76,17 @@ def gather_samples(samples: list[Sample]) -> list[Sample]:
     by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
     for first in range(0, int(dist.max_over_ranks(len(samples))), AT_ONCE):
         block = samples[first:first + AT_ONCE]
-        arrays = (torch.tensor([len(sample.ids) for sample in block], dtype=torch.int64),
-                torch.tensor([sample.finished for sample in block], dtype=torch.bool),
-                torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in block)])),
-                torch.from_numpy(np.concatenate([np.empty(0), *(sample.logp for sample in block)])))
-        gathered = zip(by_rank, *map(dist.gather_rows, arrays), strict=True)
-        for arrived, lengths_R, finished_R, ids_T, logp_T in gathered:
-            ids, logp = array("i", ids_T.numpy().tobytes()), array("d", logp_T.numpy().tobytes())
-            places = pairwise(accumulate(lengths_R.tolist(), initial=0))
-            arrived += [Sample(ids[start:end], logp[start:end], finished)
-                        for (start, end), finished in zip(places, finished_R.tolist(), strict=True)]
+        columns = (
+            torch.tensor([len(sample.ids) for sample in block], dtype=torch.int64),
+            torch.tensor([sample.finished for sample in block], dtype=torch.bool),
+            torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in block)])),
+            torch.from_numpy(np.concatenate([np.empty(0), *(sample.logp for sample in block)])))
+        gathered = [dist.gather_rows(column) for column in columns]  # [column][rank]
+        for arrived, length_R, finished_R, ids_T, logp_T in zip(by_rank, *gathered, strict=True):
+            ids, logp = ids_T.split(length_R.tolist()), logp_T.split(length_R.tolist())
+            for finished, own_T, p_T in zip(finished_R.tolist(), ids, logp, strict=True):
+                arrived.append(Sample(array("i", own_T.numpy().tobytes()), array("d", p_T.numpy().tobytes()),
+                                      finished))
     return [sample for arrived in by_rank for sample in arrived]
 
 
@@ -166,44 +169,65 @@ def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
 
 
 def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
-    """Choose the groups to train on, and prune their completions; the weights of both levels multiply.
+    """Choose the groups to train on and prune their completions. The weights of both levels multiply.
 
-    Raises ConfigError for a completion without a reward where prompts are skipped and not replaced: how many
-    of theirs would have none is not known, and so is no denominator.
+    Raises ConfigError where a completion has no reward though prompts were skipped: the denominator is then
+    unknown.
     """
-    kept = list(range(len(rolled.groups)))
-    if selection.rollout.until == "informative":
-        kept = informative(rolled).nonzero()[:, 0].tolist()[:selection.rollout.prompts_per_step]
-    rolled_out = [turn for turn in rolled.turns if turn.kept]
-    turns, groups = [rolled_out[n] for n in kept], [rolled.groups[n] for n in kept]
-    reward_NG, adv_NG = rolled.rewards.total_NG[kept], rolled.adv_NG[kept]
+    chosen, places, offered = choose_groups(rolled, selection)
+    rolled_out, prune = [turn for turn in rolled.turns if turn.kept], selection.prune
+    turns, groups = [rolled_out[n] for n in chosen], [rolled.groups[n] for n in chosen]
+    reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
-    if selection.rollout.until == "informative" or selection.prune.prompts.kind in REFILLING:
-        # Others have taken the place of what was dropped, so only those that stay count as offered.
-        places, offered = list(range(len(groups))), len(groups)
-    else:
-        places, offered = [i for i, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
-    prompts = selection.prune.prompts.kind
-    if reward_NG.isnan().any() and prompts not in ("none", *REFILLING):
-        first = int(reward_NG.isnan().any(dim=1).nonzero()[0])
-        raise ConfigError(f"prune.prompts.kind={prompts} needs a reward for every completion, and one of "
-                          f"{turns[first].prompt.id} has none: each component is None; return a number, or "
-                          "set prune.prompts.kind=none")
-    if selection.prune.truncated:  # as if they had no reward: no candidates, and in no denominator
-        reward_NG, adv_NG = (torch.where(whole(groups, G), x, torch.nan) for x in (reward_NG, adv_NG))
-    weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
+    if prune.prompts.kind != "none":
+        require_rewards(reward_NG, turns, prune.prompts.kind)
+    if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
+        cut_NG = ~whole(groups, G)
+        reward_NG, adv_NG = reward_NG.masked_fill(cut_NG, torch.nan), adv_NG.masked_fill(cut_NG, torch.nan)
+
+    # Level 1 has chosen the prompts: each has a probability, and a weight of its whole group.
     prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
-    settings = selection.prune.completions
-    offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
-    pruned = COMPLETIONS[settings.kind if groups else "none"](offer, settings)
-    factor_NG = weight_N1 * ~reward_NG.isnan()
-    both = Pruned(pruned.keep_NG & (factor_NG > 0), pruned.weight_NG * factor_NG, pruned.prob_NG * prob_N1)
-    correct_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))[kept] == 1
-    if getattr(settings, "compare", "all") == "kept" and groups:
-        own_NG = advantage(among_kept(rolled.rewards, kept, both.keep_NG), selection.advantage)
-        adv_NG = torch.where(both.keep_NG, own_NG, adv_NG)
-    tokens = draw_cuts(groups, selection.prune.tokens, dist.seed_for(seed, "tokens"))
-    return Batch(turns, groups, reward_NG, correct_NG, adv_NG, both, places, offered, seed, tokens)
+    weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
+    # Level 2 chooses among their completions.
+    settings, drawn = prune.completions, keep_all(adv_NG)
+    if groups and settings.kind != "none":
+        offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
+        drawn = COMPLETIONS[settings.kind](offer, settings)
+    counts_NG = (weight_N1 > 0) & ~reward_NG.isnan()
+    pruned = Pruned(drawn.keep_NG & counts_NG, drawn.weight_NG * weight_N1 * counts_NG,
+                    drawn.prob_NG * prob_N1)
+
+    if groups and getattr(settings, "compare", "all") == "kept":  # PODS: advantages among those kept
+        own_NG = advantage(among_kept(rolled.rewards, chosen, pruned.keep_NG), selection.advantage)
+        adv_NG = torch.where(pruned.keep_NG, own_NG, adv_NG)
+    graded_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))
+    tokens = None
+    if prune.tokens.kind != "none":
+        tokens = draw_cuts(groups, prune.tokens, dist.seed_for(seed, "tokens"))
+    correct_NG = graded_NG[chosen] == 1
+    return Batch(turns, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens)
+
+
+def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:
+    """Choose groups by their numbers; returns too which of the prompts offered each is of, and how many were.
+
+    Where others have taken the place of those dropped, only those that stay count as offered.
+    """
+    chosen, refilled = list(range(len(rolled.groups))), selection.rollout.until == "informative"
+    if refilled:
+        chosen = informative(rolled).nonzero()[:, 0].tolist()[:selection.rollout.prompts_per_step]
+    if refilled or selection.prune.prompts.kind in REFILLING:
+        return chosen, list(range(len(chosen))), len(chosen)
+    return chosen, [place for place, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
+
+
+def require_rewards(reward_NG: Tensor, turns: list[Turn], kind: str) -> None:
+    """Raise ConfigError for a completion without a reward where prompts are skipped and not replaced."""
+    lacking = reward_NG.isnan().any(dim=1).nonzero()[:, 0].tolist()
+    if lacking and kind not in REFILLING:
+        raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "
+                          f"{turns[lacking[0]].prompt.id} has none: each component is None; return a number, "
+                          "or set prune.prompts.kind=none")
 
 
 def whole(groups: list[Group], G: int) -> Tensor:

@@ -151,7 +151,8 @@ def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -
     names, weights = measured(held_out.reward, held_out.graded), held_out.reward.weights
     values = torch.tensor(score(answers, longest, held_out.reward, held_out.graded), dtype=torch.float64)
     components = dict(zip(names, values.view(-1, len(names)).T, strict=True))
-    for i, total in enumerate(Rewards(components, weights).total_NG):
+    tokens = torch.tensor([count for _, _, count in answers])
+    for i, total in enumerate(Rewards(components, weights, tokens).total_NG):
         counted = {name: plain(components[name][i]) for name in weights}
         judged[i] |= {"reward": plain(total), "components": counted}
     return judged

@@ -54,6 +54,8 @@ class PromptHistory:
 
     def __init__(self, prompts: list[Prompt], pruning: kinds.Prompts, seed: int, middle: float):
         self.prompts, self.pruning, self.seed = prompts, pruning, seed
+        self.records = pruning.kind != "none"     # rollouts are remembered
+        self.adapts = pruning.kind in REFILLING   # and `adapt` has something to do
         self.middle = middle  # equal values above it are those of an easy prompt (collect.middle)
         self.place = 0
         self.visits: dict[str, Visit] = {}
@@ -86,7 +88,7 @@ class PromptHistory:
 
     def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
         """Compute each prompt's probability of a rollout, [K]."""
-        return PROMPTS[self.pruning.kind](self.remembered([prompt.id for prompt in prompts]), self.pruning)
+        return PROMPTS[self.pruning.kind](self.remembered(prompts), self.pruning)
 
     def coming(self, count: int) -> list[tuple[int, Prompt]]:
         """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""
@@ -96,9 +98,9 @@ class PromptHistory:
         self.place += count
         return [(epoch, self.prompts[orders[epoch][i]]) for epoch, i in places]
 
-    def remembered(self, ids: list[str]) -> Memory:
-        """Gather what prune.PROMPTS reads of these prompts' history."""
-        visits = [self.visits.get(i) for i in ids]
+    def remembered(self, prompts: list[Prompt]) -> Memory:
+        """Gather what prune.PROMPTS reads of these prompts and their history."""
+        visits = [self.visits.get(prompt.id) for prompt in prompts]
         sizes = [visit.size for visit in self.visits.values()]
 
         def column(name: str, unseen: float) -> Tensor:
@@ -107,12 +109,10 @@ class PromptHistory:
 
         mean = math.fsum(sizes) / len(sizes) if sizes else math.nan
         return Memory(column("size", math.nan), column("skipped", 0), column("easy", 0), column("hard", 0),
-                      mean, self.explore)
+                      mean, self.explore, [prompt.row for prompt in prompts])
 
     def record(self, rolled: Rolled) -> None:
-        """Remember a round's rollouts that show something, where prompts are pruned by them."""
-        if self.pruning.kind == "none":
-            return
+        """Remember a round's rollouts that show something: prompts are pruned by them."""
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = easy_and_hard(value_NG, self.middle)
         sizes = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num().tolist()  # 0 where none has a reward
@@ -127,7 +127,7 @@ class PromptHistory:
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
-        if self.pruning.kind in REFILLING and rolled.turns[-1].epoch > 0:
+        if rolled.turns[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
             marks = easy_and_hard(value_NG[comparable(value_NG)], self.middle)
             easy, hard = (x_N.double().mean().nan_to_num().item() for x_N in marks)

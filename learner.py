@@ -8,7 +8,7 @@ Dimension key:  C completion tokens of one packed row,  S completions in it.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -25,6 +25,7 @@ from infra.checkpoint import Role, origin, require_whole
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
+from loss import weighs
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
@@ -45,13 +46,16 @@ class Learner:
     """The model in training, how packed rows pass through it, and the settings that an update reads."""
 
     device: torch.device
-    dtype: torch.dtype          # of the computation; the weights are float32, or float64 where asked for
+    dtype: torch.dtype          # of the computation
+    trained_dtype: torch.dtype  # of the trained weights: float32, or float64 where asked for
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
     reference: Decoder | lora.Initial | None  # the initial policy, where the loss needs one; frozen
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]  # each of some weights; all are stepped together
     loss: Loss
-    advantage: kinds.Advantage  # soft_value and preferences have some that depend on the policy
+    advantage: kinds.Advantage  # soft_value and preferences have advantages that depend on the policy
+    preference: bool            # the advantage is that of a preference loss (methods/preference.py)
+    weighs: bool                # tokens are weighed by the policy before the update (loss.weigh)
     update: Update
     optim: Optim
     pack: Pack
@@ -75,20 +79,19 @@ class Learner:
     def rows(self, minibatch: Minibatch) -> list[Row]:
         """Pack a mini-batch, and build this rank's rows of it on the device."""
         hands = pack(minibatch, self.pack, dist.world_size(), self.policy.quadratic)
-        dtype = dist.dtype_of_trained(self.policy)
-        return [build_row(minibatch, plan).to(self.device, dtype) for plan in hands[dist.rank()]]
+        return [build_row(minibatch, plan).to(self.device, self.trained_dtype) for plan in hands[dist.rank()]]
 
 
 @contextmanager
-def naming_a_shorter_row(learner: Learner, rows: list[Row]) -> Iterator[None]:
-    """Say which pack.capacity to go on with when memory runs out in the passes of these rows.
+def naming_a_shorter_row(prepared: list) -> Iterator[None]:
+    """Say which pack.capacity to go on with when memory runs out in the passes of these prepared rows.
 
     Raises ConfigError in place of torch.OutOfMemoryError.
     """
     try:
         yield
     except torch.OutOfMemoryError as error:
-        longest = max(len(row.ids_T) for row in rows)
+        longest = max(len(given.row.ids_T) for given in prepared)
         why = str(error).partition("\n")[0]
         raise ConfigError(
             f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
@@ -108,10 +111,11 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         reference = (lora.Initial(policy) if cfg.model.lora.rank else
                      load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
-        device, dtype, cfg.model.attention, policy, reference, optimizer=adam(policy, cfg.optim),
-        loss=cfg.loss, advantage=cfg.advantage, update=cfg.update, optim=cfg.optim, pack=cfg.pack,
-        temperature=cfg.rollout.temperature, max_new_tokens=cfg.rollout.max_new_tokens,
-        seed=cfg.seed, steps=cfg.steps)
+        device, dtype, dist.dtype_of_trained(policy), cfg.model.attention, policy, reference,
+        optimizers=make_optimizers(policy, cfg.optim), loss=cfg.loss, advantage=cfg.advantage,
+        preference=kinds.is_preference(cfg.advantage), weighs=weighs(cfg.loss), update=cfg.update,
+        optim=cfg.optim, pack=cfg.pack, temperature=cfg.rollout.temperature,
+        max_new_tokens=cfg.rollout.max_new_tokens, seed=cfg.seed, steps=cfg.steps)
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
@@ -133,7 +137,7 @@ def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, 
         backbone.compile_passes()
 
 
-def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
+def make_optimizers(model: nn.Module, optim: Optim) -> tuple[torch.optim.Optimizer, ...]:
     """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=(optim.beta1, optim.beta2),
@@ -141,7 +145,7 @@ def adam(model: nn.Module, optim: Optim) -> torch.optim.Optimizer:
     for p in trained:
         optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
                               "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
-    return optimizer
+    return (optimizer,)
 
 
 def learning_rate(step: int, optim: Optim, steps: int) -> float:
@@ -154,9 +158,11 @@ def learning_rate(step: int, optim: Optim, steps: int) -> float:
     return optim.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def descend(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float, loss: Tensor | float,
-            not_finite: Callable[[str], NotFinite]) -> float:
-    """Take one optimizer step on the accumulated gradient; returns its norm before clipping.
+def descend(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate: float, clip_norm: float,
+            loss: Tensor | float, not_finite: Callable[[str], NotFinite]) -> float:
+    """Take one step of all optimizers on the accumulated gradient; returns its norm before clipping.
+
+    Every group of parameters steps at `rate`, times the factor "lr_scale" where an optimizer gives it one.
 
     Collective. Raises NotFinite on every rank before a step that would spoil the model. Without any gradient
     nothing changes: neither momentum nor weight decay is applied then.
@@ -166,16 +172,19 @@ def descend(model: nn.Module, optimizer: torch.optim.Optimizer, clip_norm: float
     if dist.max_over_ranks(not finite) or not math.isfinite(norm):
         raise not_finite("gradient" if finite else "loss")
     if norm > 0:
-        optimizer.step()
-    optimizer.zero_grad()
+        for optimizer in optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate * group.get("lr_scale", 1.0)
+            optimizer.step()
+    model.zero_grad()
     return norm
 
 
 def roles(learner: Learner) -> dict[str, Role]:
     """Return the models and optimizers that a checkpoint holds."""
-    saved = {"policy": (learner.policy, learner.optimizer)}
+    saved = {"policy": (learner.policy, learner.optimizers)}
     if learner.critic:
-        saved["critic"] = (learner.critic.model, learner.critic.optimizer)
+        saved["critic"] = (learner.critic.model, learner.critic.optimizers)
     return saved
 
 

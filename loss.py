@@ -12,13 +12,14 @@ Dimension key:  N groups in one mini-batch,  G completions per group,  C complet
 which are those of  S completions.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from config import Loss
-from records import Move, PreparedRow, Pruned
+from records import Move, PreparedRow, Pruned, Row
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
@@ -109,7 +110,8 @@ def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
     return torch.where(stopped_C, 0.0, (move.logp_C - move.old_logp_C).detach().exp().clamp(max=cap))
 
 
-def residual(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float) -> Tensor:
+def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float,
+                       ) -> Tensor:
     """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
 
     With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
@@ -138,8 +140,8 @@ class RowLoss:
     """The loss of one row, and the terms that it was computed from."""
 
     loss: Tensor
-    correction_C: Tensor     # engine_weight
-    f_C: Tensor              # the trust region's factor
+    factor_C: Tensor         # of each token's whole term (`weigh`); ones where nothing weighs them
+    f_C: Tensor              # the trust region's
     k3_C: Tensor | None      # None without a KL
 
 
@@ -151,27 +153,49 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     loss.kl_corrected: k3 times the ratio and its gradient, which is r (logp - ref) grad logp: over samples of
     the old policy its mean is the KL's gradient.
     """
-    row = prepared.row
+    row, factor_C = prepared.row, prepared.factor_C
     old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
-    correction_C = torch.ones_like(logp_C.detach())
-    if loss.tis_cap or loss.mask_ratio:
-        correction_C = engine_weight(old_C, row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
+    if factor_C is None:
+        factor_C = torch.ones_like(logp_C.detach())
     f_C = TRUST[loss.trust](Move(logp_C, old_C, adv_C, row.segment_C), loss)
-    weight_C = row.weight_C * correction_C
-    total = -((weight_C * f_C * adv_C + row.likelihood_C * correction_C) * logp_C).sum()
-    if entropy_C is not None:
-        total = total - (row.bonus_C * correction_C * entropy_C).sum()
+    weight_C = row.weight_C * factor_C
+    pull_C = weight_C * f_C * adv_C
+    if row.likelihood_C is not None:
+        pull_C = pull_C + row.likelihood_C * factor_C
+    total = -(pull_C * logp_C).sum()
+    if row.bonus_C is not None:
+        total = total - (row.bonus_C * factor_C * entropy_C).sum()
     if not loss.kl:
-        return RowLoss(total, correction_C, f_C, None)
+        return RowLoss(total, factor_C, f_C, None)
     k3_C = k3(logp_C, prepared.ref_logp_C)
     ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
-    return RowLoss(total + loss.kl * (weight_C * ratio_C * k3_C).sum(), correction_C, f_C, k3_C.detach())
+    return RowLoss(total + loss.kl * (weight_C * ratio_C * k3_C).sum(), factor_C, f_C, k3_C.detach())
 
 
-def needs_old(loss: Loss) -> bool:
-    """Tell whether the loss takes a ratio to the policy before the update, or to the engine."""
-    corrected = loss.tis_cap is not None or loss.mask_ratio is not None
-    return loss.trust != "none" or loss.kl_corrected or corrected
+def needs_pass(loss: Loss) -> bool:
+    """Tell whether several mini-batches need a pass before the update that computes their log-probs.
+
+    One mini-batch needs none: its first pass itself runs under the policy before the update.
+    """
+    return loss.old_logp == "recompute" and (loss.trust != "none" or loss.kl_corrected or weighs(loss))
+
+
+def weighs(loss: Loss) -> bool:
+    """Tell whether `weigh` has something to do."""
+    return loss.tis_cap is not None or loss.mask_ratio is not None
+
+
+def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[Tensor | None], loss: Loss,
+          ) -> list[Tensor]:
+    """Weigh tokens by the policy before the update: the place for token weights of your own.
+
+    Args:    rows           of this rank, of one mini-batch
+             logp, entropy  of each row's tokens in nats, [C]; no entropy unless loss.entropy asks for it
+    Returns: a factor of each row's tokens, [C]. It multiplies a token's whole term, the KL included, under
+    unchanged denominators. One mini-batch alone has no pass before the update, so rows come one at a time.
+    """
+    return [engine_weight(logp_C.detach(), row.sampled_logp_C, row.segment_C, loss.tis_cap, loss.mask_ratio)
+            for row, logp_C in zip(rows, logp, strict=True)]
 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
@@ -183,9 +207,8 @@ def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, 
              cap         truncated importance sampling: min(pi_old / pi_engine, cap) per token; none: 1
              mask_ratio  0 for a completion whose geometric mean of pi_old / pi_engine is outside
                          [1 / mask_ratio, mask_ratio]; none: no completion
-    Returns: w_C, without gradient. It multiplies a token's whole term, the KL included, under unchanged
-    denominators. A ratio per token does not correct for the tokens before it, and the cap cuts large ratios:
-    less variance for some bias.
+    Returns: w_C, without gradient. A ratio per token does not correct for the tokens before it, and the cap
+    cuts large ratios: less variance for some bias.
     """
     gap_C = (old_logp_C - engine_logp_C).detach()
     weight_C = torch.ones_like(gap_C) if cap is None else gap_C.exp().clamp(max=cap)

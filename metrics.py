@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -126,16 +127,18 @@ def decisions(rolled: Rolled, batch: Batch) -> dict:
     return {"seed": batch.seed, "offered": batch.offered, "rounds": rolled.sizes, "prompts": prompts}
 
 
+SUMS = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "room", "cost", "corrected", "masked",
+        "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
+
+
+@dataclass(slots=True)
 class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
-    NAMES = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "room", "cost", "corrected",
-             "masked", "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
-
-    def __init__(self, pack: Pack, quadratic: float = 0.0):
-        self.pack, self.quadratic = pack, quadratic  # of pack.cost
-        self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
-        self.mismatch_max: Tensor | float = 0.0
+    pack: Pack
+    quadratic: float = 0.0  # of pack.cost
+    sums: dict[str, Tensor | float] = field(default_factory=partial(dict.fromkeys, SUMS, 0.0))
+    mismatch_max: Tensor | float = 0.0
 
     def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
         """Add one row in one pass. A row that only keeps its rank in step is not counted."""
@@ -153,8 +156,8 @@ class PassSums:
             self.sums["tokens"] += len(row.target_C)
             self.sums["packed"] += len(row.ids_T)
             self.sums["cost"] += cost(row.segments.queries, row.segments.keys, self.quadratic)
-            self.sums["corrected"] += terms.correction_C.sum()
-            self.sums["masked"] += (terms.correction_C == 0).sum()
+            self.sums["corrected"] += terms.factor_C.sum()
+            self.sums["masked"] += (terms.factor_C == 0).sum()
             self.sums["probability"] += row.sampled_logp_C.exp().sum()
         if first_pass and prepared.old_logp_C is not None:
             # log pi_trainer - log pi_engine of tokens that the engine drew

@@ -29,7 +29,7 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
         raise too_long(lengths, capacity)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         fullest = bisect_left(room, (lengths[i], 0))
         left, row = room.pop(fullest) if fullest < len(room) else (capacity, len(rows))
         if row == len(rows):
@@ -90,12 +90,14 @@ def deal(costs: list[float], ranks: int) -> list[list[int]]:
     """Deal rows to ranks, equally many up to one and of nearly equal cost: in each round every rank gets one
     of the most expensive rows left, the most expensive going to the rank with the least cost so far.
     """
-    order = sorted(range(len(costs)), key=lambda row: -costs[row])
+    order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
     hands: list[list[int]] = [[] for _ in range(ranks)]
+    so_far = [0.0] * ranks
     for start in range(0, len(order), ranks):
-        by_sum = sorted(hands, key=lambda hand: sum(costs[row] for row in hand))
-        for row, hand in zip(order[start:start + ranks], by_sum, strict=False):
-            hand.append(row)
+        least_first = sorted(range(ranks), key=so_far.__getitem__)
+        for row, rank in zip(order[start:start + ranks], least_first, strict=False):
+            hands[rank].append(row)
+            so_far[rank] += costs[row]
     return hands
 
 
@@ -107,16 +109,15 @@ class Minibatch:
     keep_NG: Tensor        # bool: what is packed
     adv_NG: Tensor
     weight_NG: Tensor      # loss.token_weight
-    likelihood_NG: Tensor  # loss.likelihood_weight
-    bonus_NG: Tensor       # weight of each token's entropy
     reward_NG: Tensor      # for a critic
+    likelihood_NG: Tensor | None = None  # loss.likelihood_weight, where the loss has that term
+    bonus_NG: Tensor | None = None       # weight of each token's entropy, where the loss has a bonus
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
 
     @staticmethod
     def plain(groups: list[Group], keep_NG: Tensor, adv_NG: Tensor, weight_NG: Tensor) -> "Minibatch":
-        """Make a mini-batch without likelihood weights, a bonus and rewards."""
-        none_NG = torch.zeros_like(weight_NG)
-        return Minibatch(groups, keep_NG, adv_NG, weight_NG, none_NG, none_NG, none_NG)
+        """Make a mini-batch without rewards."""
+        return Minibatch(groups, keep_NG, adv_NG, weight_NG, torch.zeros_like(weight_NG))
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,7 +136,11 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
     Every rank gets the same number of rows, of nearly equal cost: the cheapest with weight 0 fills up. All
     ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
     """
-    kept = [KeptGroup.of(minibatch, n) for n in minibatch.keep_NG.any(dim=1).nonzero()[:, 0].tolist()]
+    kept = []
+    for n in minibatch.keep_NG.any(dim=1).nonzero()[:, 0].tolist():
+        group, places = minibatch.groups[n], minibatch.keep_NG[n].nonzero()[:, 0].tolist()
+        lengths = [len(group.samples[g].ids) for g in places]
+        kept.append(KeptGroup(len(group.prompt.ids), [(n, g) for g in places], lengths))
     alone = [group.prompt + length for group in kept for length in group.lengths]
     low, high = max(alone, default=0), settings.capacity
     if low > high:
@@ -163,12 +168,6 @@ class KeptGroup:
     members: list[tuple[int, int]]  # (n, g)
     lengths: list[int]              # of each member
 
-    @staticmethod
-    def of(minibatch: Minibatch, n: int) -> "KeptGroup":
-        group, members = minibatch.groups[n], [(n, g) for g in minibatch.keep_NG[n].nonzero()[:, 0].tolist()]
-        return KeptGroup(len(group.prompt.ids), members, [group.samples[g].length for _, g in members])
-
-
 def cut(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
     """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
 
@@ -187,7 +186,7 @@ def layout(minibatch: Minibatch, members: list[tuple[int, int]]) -> tuple[list[i
     """Count queries and keys of each completion of a row. The first of a prompt has it among its queries."""
     queries, keys, before = [], [], None
     for n, g in members:
-        completion = minibatch.groups[n].samples[g].length
+        completion = len(minibatch.groups[n].samples[g].ids)
         keys.append(len(minibatch.groups[n].prompt.ids) + completion)
         queries.append(completion if n == before else keys[-1])
         before = n
@@ -203,25 +202,32 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     """
     samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
     queries, keys = layout(minibatch, plan.members)
-    pieces, position, key, predict, prompt_at, end = [], [], [], [], 0, 0
-    for (n, _), sample, own, seen in zip(plan.members, samples, queries, keys, strict=True):
-        prompt = minibatch.groups[n].prompt.ids
-        if own == seen:
-            pieces.append(prompt)
-            prompt_at = end
-        pieces.append(sample.ids)
-        position.append(np.arange(seen - own, seen))
-        key += [np.arange(prompt_at, prompt_at + seen - own), np.arange(end, end + own)]
-        end += own
-        before = np.arange(end - sample.fresh - 1, end - 1)
-        before[:1] = before[:1] if sample.start else prompt_at + len(prompt) - 1
-        predict.append(before)
+    ids, position, key, predict = [], [], [], []  # arrays that are laid end to end below
+    end, group = 0, None                          # of the row so far; the group whose prompt was laid last
+    for (n, _), sample in zip(plan.members, samples, strict=True):
+        prompt, length = minibatch.groups[n].prompt.ids, len(sample.ids)
+        if n != group:                            # its prompt, once, before all of its completions
+            prompt_start, group = end, n
+            ids.append(prompt)
+            position.append(np.arange(len(prompt)))
+            end += len(prompt)
+        start, end = end, end + length
+        ids.append(sample.ids)
+        position.append(np.arange(len(prompt), len(prompt) + length))
+        key += [np.arange(prompt_start, prompt_start + len(prompt)), np.arange(start, end)]
+        # A token is predicted where the one before it stands; before the first is the prompt's last.
+        before = np.arange(start - 1, end - 1)
+        before[0] = prompt_start + len(prompt) - 1
+        predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    segment_C = torch.arange(len(samples)).repeat_interleave(torch.tensor([s.fresh for s in samples]))
-    n_C, g_C = n_S[segment_C], g_S[segment_C]
-    thinned_C = torch.cat([minibatch.tokens[n][g] for n, g in plan.members]) if minibatch.tokens else 1.0
+    fresh_S = torch.tensor([len(sample.ids) - sample.start for sample in samples])
+    segment_C = torch.arange(len(samples)).repeat_interleave(fresh_S)
+    n_C, g_C, factor_C = n_S[segment_C], g_S[segment_C], float(plan.counts)
+    if minibatch.tokens:  # the weight of each token before a cut
+        factor_C = factor_C * torch.cat([minibatch.tokens[n][g] for n, g in plan.members])
+    likelihood_NG, bonus_NG = minibatch.likelihood_NG, minibatch.bonus_NG
     return Row(
-        ids_T=concatenated(pieces),
+        ids_T=concatenated(ids),
         position_T=concatenated(position),
         segments=Segments.of(queries, keys, concatenated(key)),
         predict_C=concatenated(predict),
@@ -229,15 +235,15 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
-        weight_C=minibatch.weight_NG[n_C, g_C] * plan.counts * thinned_C,
-        likelihood_C=minibatch.likelihood_NG[n_C, g_C] * plan.counts * thinned_C,
-        bonus_C=minibatch.bonus_NG[n_C, g_C] * plan.counts * thinned_C,
+        weight_C=minibatch.weight_NG[n_C, g_C] * factor_C,
         last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
-        length_S=torch.tensor([sample.length for sample in samples]),
+        length_S=torch.tensor([len(sample.ids) for sample in samples]),
         members=tuple(plan.members),
         counts=plan.counts,
+        likelihood_C=None if likelihood_NG is None else likelihood_NG[n_C, g_C] * factor_C,
+        bonus_C=None if bonus_NG is None else bonus_NG[n_C, g_C] * factor_C,
     )
 
 

@@ -36,14 +36,15 @@ class Offer:
     reward_NG: Tensor | None = None  # for the kinds that go by it; nan where there is none
 
 
-def as_it_is(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
-    """Keep these candidates at weight 1, with nothing left to chance."""
-    kept_NG = kept_NG & ~adv_NG.isnan()
+def keep_all(adv_NG: Tensor) -> Pruned:
+    """Keep every candidate at weight 1."""
+    kept_NG = ~adv_NG.isnan()
     return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
-def keep_all(adv_NG: Tensor) -> Pruned:
-    return as_it_is(torch.ones_like(adv_NG, dtype=torch.bool), adv_NG)
+def as_it_is(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
+    """Keep these candidates at weight 1, with nothing left to chance."""
+    return keep_all(adv_NG.masked_fill(~kept_NG, torch.nan))
 
 
 def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
@@ -200,7 +201,7 @@ def among_kept(rewards: Rewards, groups: list[int], keep_NG: Tensor) -> Rewards:
     kept with one another alone, as in the release of PODS."""
     components = {name: x_NG[groups].masked_fill(~keep_NG, torch.nan)
                   for name, x_NG in rewards.components.items()}
-    return replace(rewards, components=components)
+    return replace(rewards, components=components, tokens_NG=rewards.tokens_NG[groups])
 
 
 def most_variance(reward_NG: Tensor, share: float, slack: float) -> Tensor:
@@ -292,6 +293,7 @@ class Memory:
     hard_K: Tensor    # ... all equal and low
     mean: float       # size of all prompts that were rolled out; nan before there is one
     explore: tuple[float, float]  # GRESO's p for easy and for hard prompts
+    rows: list[dict]  # of the data file
 
 
 def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:

@@ -112,7 +112,8 @@ class Group:
 
 def lengths(groups: list[Group], G: int) -> Tensor:
     """Count the tokens of each completion that this step has sampled, [N, G]; N may be 0."""
-    return torch.tensor([[s.fresh for s in group.samples] for group in groups], dtype=torch.int64).view(-1, G)
+    counts = [[len(sample.ids) - sample.start for sample in group.samples] for group in groups]
+    return torch.tensor(counts, dtype=torch.int64).view(-1, G)
 
 
 def pending(groups: list[Group], G: int) -> Tensor:
@@ -127,6 +128,7 @@ class Rewards:
 
     components: dict[str, Tensor]  # each that reward.measured names, float64 [N, G]
     weights: dict[str, float]   # of the components that count
+    tokens_NG: Tensor           # of each completion, for what compares lengths within a group
     differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)
 
     @property
@@ -143,7 +145,7 @@ class Rewards:
 
     def __add__(self, newest: "Rewards") -> "Rewards":
         joined = {name: torch.cat([x_NG, newest.components[name]]) for name, x_NG in self.components.items()}
-        return replace(self, components=joined)
+        return replace(self, components=joined, tokens_NG=torch.cat([self.tokens_NG, newest.tokens_NG]))
 
 
 def plain(number: Tensor) -> float | None:
@@ -235,14 +237,14 @@ class Row:
     sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
     adv_C: Tensor       # as completions were compared, before a critic's values
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
-    likelihood_C: Tensor  # loss.likelihood_weight
-    bonus_C: Tensor     # weight of the entropy there
     last_S: Tensor      # where in T the last token of each completion stands
     reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
     length_S: Tensor    # tokens of its completion so far
     members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step
+    likelihood_C: Tensor | None = None  # loss.likelihood_weight, where the loss has that term
+    bonus_C: Tensor | None = None       # weight of the entropy, where the loss has a bonus
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
@@ -259,9 +261,10 @@ class PreparedRow:
     """A row, and what passes without gradient computed for it before the update."""
 
     row: Row
-    adv_C: Tensor                 # the row's, or by a critic's values
-    ref_logp_C: Tensor | None     # log-probs under the reference, where the loss needs one
-    old_logp_C: Tensor | None     # under the policy before the update; None until a pass computes them
+    adv_C: Tensor                      # the row's, or by a critic's values
+    ref_logp_C: Tensor | None = None   # log-probs under the reference, where the loss needs one
+    old_logp_C: Tensor | None = None   # under the policy before the update; None until a pass computes them
+    factor_C: Tensor | None = None     # of each token's whole term (loss.weigh); None: 1
 
 
 @dataclass(frozen=True, slots=True)

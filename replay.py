@@ -40,14 +40,14 @@ from infra.checkpoint import replayable
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
-from methods import preference, soft_value
+from methods import soft_value
 from metrics import Clock, decisions
 from preflight import memory
 from records import Batch, Pruned, Rolled, Turn, lengths
 from settings import kinds
 from settings.paths import user_path
 from train import Run, prepare
-from update import add_gradient, minibatch, prepare_row, update
+from update import add_gradients, minibatch, prepare_rows, update
 
 # Beginnings of what --set may change.
 GIVEN = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.count")
@@ -174,11 +174,8 @@ def trained(learner: Learner) -> list[Tensor]:
 def gradient(learner: Learner, batch: Batch) -> Tensor:
     """Compute the gradient of a whole batch before the policy has moved, [P]."""
     weighed = minibatch(learner, batch, list(range(batch.offered)))
-    prepared = [prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
-    if kinds.is_preference(learner.advantage):
-        prepared, _ = preference.compare(learner, weighed, prepared)
-    for row in prepared:
-        add_gradient(learner, row, unmoved=True)
+    prepared = prepare_rows(learner, learner.rows(weighed), extra_pass=False)
+    add_gradients(learner, weighed, prepared, unmoved=True)
     mine = torch.cat([dist.local(torch.zeros_like(p) if p.grad is None else p.grad).flatten().cpu()
                       for p in trained(learner)])
     learner.policy.zero_grad()

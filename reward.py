@@ -20,7 +20,7 @@ from infra import custom_reward
 from records import Problem, Prompt
 from verify.cases import check_golds, count_outcomes, read_cases
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
-from verify.grade import TIME, VERIFY_SECONDS, grade
+from verify.grade import VERIFY_SECONDS, grade
 from verify.number import number
 
 
@@ -109,7 +109,7 @@ def measured(cfg: Reward, graded: bool = True) -> list[str]:
     Without gold answers nothing is `graded`: there is neither accuracy nor a note of the verifier's.
     """
     first, notes = (("accuracy",), NOTES) if graded else ((), ("timed_out",))
-    return [*dict.fromkeys((*first, *cfg.weights)), *notes, *(["died"] if cfg.functions else [])]
+    return [*dict.fromkeys((*first, *cfg.weights)), *notes, *(["died"] if cfg.custom_file else [])]
 
 
 def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cfg: Reward,
@@ -120,29 +120,27 @@ def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cf
     answer that is missing or cannot be read; a verifier or a user's function that took too long; a strict and
     a lenient grade that disagree, where the gold answer is a number; last a user's function that died.
     """
-    own, names = custom_reward.OwnFile.of(cfg) if cfg.functions else None, measured(cfg, graded)
+    own = custom_reward.OwnFile.of(cfg) if cfg.custom_file else None
     texts = [until_end(text) for text, _, _ in completions]
-    # All start before one is waited for.
+    # The user's functions and the verifier work in other processes: all calls start before one is awaited.
     calls = [custom_reward.begin(own, problem, text, tokens) if own else None
              for text, (_, problem, tokens) in zip(texts, completions, strict=True)]
     grades: list[dict] = [{} for _ in completions]
     if graded:
         grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
-    scores = []
+    names, rows = measured(cfg, graded), []
     for text, (_, problem, tokens), call, judged in zip(texts, completions, calls, grades, strict=True):
         verdict = judged.get("verdict")
         c = Completion(text, problem.answer, tokens, longest, verdict == "right", cfg)
         values = {name: COMPONENTS[name][0](c) for name in names if name in COMPONENTS}
-        notes = {"unparsed": verdict == "unparsed", "timed_out": verdict == "timed_out"}
-        notes["disagree"] = number(c.gold) is not None and judged.get("last_number") != c.right
+        values |= {"unparsed": verdict == "unparsed", "timed_out": verdict == "timed_out"}
+        values["disagree"] = number(c.gold) is not None and judged.get("last_number") != c.right
         if own:
-            returned, ended = custom_reward.finish(own, call, problem.id)
-            values |= dict(zip(cfg.functions, returned, strict=True))
-            notes |= {"timed_out": notes["timed_out"] or ended == TIME, "died": ended not in (None, TIME)}
-        if not c.gold:
-            notes |= dict.fromkeys((*OF_ANSWER, "unparsed"), math.nan)
-        scores.append([float((values | notes)[name]) for name in names])
-    return scores
+            values |= custom_reward.awaited(own, cfg, call, problem.id, values["timed_out"])
+        if not c.gold:  # what compares with an answer says nothing here
+            values |= dict.fromkeys((*OF_ANSWER, "unparsed"), math.nan)
+        rows.append([float(values[name]) for name in names])
+    return rows
 
 
 def span(weights: dict[str, float]) -> tuple[float, float]:

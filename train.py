@@ -82,23 +82,23 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 # A_i from all G, before pruning
                 adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
                 newest = Rolled(turns, groups, rewards, adv_NG)
-                history.record(newest)
+                if history.records:
+                    history.record(newest)
                 rolled += newest
             batch = choose(rolled, selection, seed)         # who is kept, at what weight
-            history.adapt(rolled)
+            if history.adapts:
+                history.adapt(rolled)
             with clock.phase("sync"):
                 engine.sleep()
-            run.checkpoints.wait_for_copies()
+            if run.checkpoints.written:
+                run.checkpoints.wait_for_copies()
             measured = update(learner, batch, step, clock)  # pack, -sum w f A logp, optimizer step
             if learner.critic:
                 measured |= critic.fit(learner, rolled, step, clock)
             with clock.phase("sync"):
                 engine.sync(learner.policy)
-            measured |= clock.metrics() | run.checkpoints.metrics() | memory.metrics(learner.device)
-            write_down(run, step + 1, rolled, batch, measured)
+            write_down(run, step + 1, rolled, batch, measured, clock)
             run.log.warn(step + 1, shortage(rolled, batch, selection))
-            if step == 0:
-                run.log.warn(step + 1, critic.too_short(batch, learner))
             run.checkpoints.reach(step + 1, written_beside(run, cfg))
             if due(cfg.eval.every, step + 1, cfg.steps):
                 evaluate_sets(run, cfg.eval, step + 1)
@@ -218,10 +218,14 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     return learner, start_engine(cfg.rollout.engine, spec)
 
 
-def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float]) -> None:
+def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
+               clock: Clock) -> None:
     """Log a step: its metrics, what is wrong with its rewards, what was kept, and some groups as text."""
-    run.log.step(step, measured | of_rollout(rolled, batch))
+    machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
+    run.log.step(step, measured | machine | of_rollout(rolled, batch))
     run.log.warn(step, custom_reward.remark(rolled.rewards, run.cfg.reward))
+    if step == 1:
+        run.log.warn(step, critic.too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
     run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
 

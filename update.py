@@ -10,14 +10,20 @@ import torch
 
 from infra import dist
 from learner import Learner, NotFinite, descend, learning_rate, naming_a_shorter_row
-from loss import RowLoss, likelihood_weight, needs_old, row_loss, token_weight
-from loss import residual as residual_of
+from loss import (
+    RowLoss,
+    likelihood_weight,
+    needs_pass,
+    residual_advantage,
+    row_loss,
+    token_weight,
+    weigh,
+)
 from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
 from prune import shortened
 from records import Batch, PreparedRow, Pruned, Row, lengths
-from settings import kinds
 
 
 def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
@@ -30,31 +36,30 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
     if step < first:
         return {}
     with clock.phase("pack"):
-        batches = [minibatch(learner, batch, places)
-                   for places in split_prompts(learner.seed, step, batch.offered, settings.minibatches)]
+        places = [list(range(batch.offered))]
+        if settings.minibatches > 1:
+            places = split_prompts(learner.seed, step, batch.offered, settings.minibatches)
+        batches = [minibatch(learner, batch, members) for members in places]
         packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
-        # One batch needs no extra pass: its first pass itself runs under the policy before the update.
-        extra = len(batches) > 1 and learner.loss.old_logp == "recompute" and needs_old(learner.loss)
-        prepared = [[prepare_row(learner, row, extra) for row in rows] for rows in packed]
+        extra = settings.minibatches > 1 and needs_pass(learner.loss)
+        prepared = [prepare_rows(learner, rows, extra) for rows in packed]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
-    learner.optimizer.param_groups[0]["lr"] = rate
     sums, norms, pairs = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
             for i, weighed in enumerate(batches):
-                if kinds.is_preference(learner.advantage):
-                    prepared[i], compared = preference.compare(learner, weighed, prepared[i])
-                    pairs.append(compared)
-                with naming_a_shorter_row(learner, packed[i]):
-                    passed = [add_gradient(learner, row, unmoved=not norms) for row in prepared[i]]
+                passed, compared = add_gradients(learner, weighed, prepared[i], unmoved=not norms)
                 prepared[i] = [row for row, _ in passed]
+                pairs += compared
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
-                norms.append(descend(learner.policy, learner.optimizer, learner.optim.clip_norm,
+                norms.append(descend(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
-    measured = sums.metrics(len(norms)) | preference.metrics(pairs)
+    measured = sums.metrics(len(norms))
+    if pairs:
+        measured |= preference.pair_metrics(pairs)
     return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
 
 
@@ -72,26 +77,57 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     """Weigh the completions of the prompts offered at these places by the mini-batch's own denominator."""
     group_at = {place: n for n, place in enumerate(batch.places)}
     members = [group_at[place] for place in places if place in group_at]
-    groups, of_step, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
-    pruned = Pruned(of_step.keep_NG[members], of_step.weight_NG[members], of_step.prob_NG[members])
+    groups, drawn, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
+    pruned = Pruned(drawn.keep_NG[members], drawn.weight_NG[members], drawn.prob_NG[members])
     len_NG = lengths(groups, batch.adv_NG.shape[1]) * ~batch.reward_NG[members].isnan()
     weight_NG = token_weight(len_NG, pruned, loss.per, loss.count, learner.max_new_tokens, len(places))
-    correct_NG = batch.correct_NG[members]
-    likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
-    mean_NG = token_weight(len_NG, pruned, "token", loss.count, learner.max_new_tokens, len(places))
-    tokens = [batch.tokens[n] for n in members] if batch.tokens else None
-    groups = shortened(groups, tokens) if tokens else groups  # the denominators are those of the whole
-    return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, likelihood_NG,
-                     loss.entropy * mean_NG, batch.reward_NG[members], tokens)
+    likelihood_NG = bonus_NG = tokens = None
+    if loss.likelihood:
+        correct_NG = batch.correct_NG[members]
+        likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
+    if loss.entropy:
+        mean_NG = token_weight(len_NG, pruned, "token", loss.count, learner.max_new_tokens, len(places))
+        bonus_NG = loss.entropy * mean_NG
+    if batch.tokens:
+        tokens = [batch.tokens[n] for n in members]
+        groups = shortened(groups, tokens)  # the denominators above are of whole completions
+    return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, batch.reward_NG[members],
+                     likelihood_NG, bonus_NG, tokens)
 
 
 @torch.no_grad()
-def prepare_row(learner: Learner, row: Row, extra_pass: bool) -> PreparedRow:
-    """Run a row through the reference, a critic and, in an `extra_pass`, the policy before the update."""
-    return PreparedRow(
-        row, adv_C=critic.advantages(learner, row) if learner.critic else row.adv_C,
-        ref_logp_C=learner.log_probs(learner.reference, row) if learner.reference else None,
-        old_logp_C=learner.log_probs(learner.policy, row) if extra_pass else None)
+def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
+    """Run a mini-batch's rows through the reference, a critic and, in an `extra_pass`, the policy before the
+    update, by which tokens may then be weighed (`loss.weigh`)."""
+    prepared = [PreparedRow(row, row.adv_C) for row in rows]
+    if learner.critic:
+        prepared = [replace(given, adv_C=critic.advantages(learner, given.row)) for given in prepared]
+    if learner.reference:
+        prepared = [replace(given, ref_logp_C=learner.log_probs(learner.reference, given.row))
+                    for given in prepared]
+    if extra_pass:
+        logp, entropy = zip(*(learner.outputs(learner.policy, row) for row in rows), strict=True)
+        prepared = [replace(given, old_logp_C=logp_C) for given, logp_C in zip(prepared, logp, strict=True)]
+        if learner.weighs:
+            factors = weigh(rows, logp, entropy, learner.loss)
+            prepared = [replace(given, factor_C=factor_C)
+                        for given, factor_C in zip(prepared, factors, strict=True)]
+    return prepared
+
+
+def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedRow], unmoved: bool,
+                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[dict[str, float]]]:
+    """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
+
+    Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError where
+    memory runs out.
+    """
+    pairs = []
+    if learner.preference:
+        prepared, compared = preference.compare(learner, weighed, prepared)
+        pairs.append(compared)
+    with naming_a_shorter_row(prepared):
+        return [add_gradient(learner, given, unmoved) for given in prepared], pairs
 
 
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:
@@ -99,12 +135,16 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
 
     While the policy is unmoved since the rollout, this pass computes the log-probs before the update.
     """
-    logp_C, entropy_C = learner.outputs(learner.policy, prepared.row)
+    row = prepared.row
+    logp_C, entropy_C = learner.outputs(learner.policy, row)
     if prepared.old_logp_C is None and unmoved:
         prepared = replace(prepared, old_logp_C=logp_C.detach())
-    adv_C, residual = prepared.adv_C, getattr(learner.advantage, "residual", None)
-    if residual:
-        adv_C = residual_of(logp_C, prepared.ref_logp_C, adv_C, prepared.row.segment_C, residual)
+        if learner.weighs:
+            factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)
+            prepared = replace(prepared, factor_C=factor_C)
+    adv_C, beta = prepared.adv_C, getattr(learner.advantage, "residual", None)
+    if beta:
+        adv_C = residual_advantage(logp_C, prepared.ref_logp_C, adv_C, row.segment_C, beta)
     terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())

@@ -31,7 +31,7 @@ from shapes import write_config
 from config import Optim
 from infra import checkpoint, digests, dist
 from infra.checkpoint import Checkpoints, Role, find
-from learner import adam
+from learner import make_optimizers
 from model import Decoder, empty_model, sdpa_padded
 from records import Segments
 
@@ -53,7 +53,7 @@ def in_training(folder: str) -> tuple[Decoder, torch.optim.Optimizer]:
     with torch.no_grad():
         for p in model.parameters():
             dist.local(p).fill_(1.0) if p.ndim == 1 else dist.local(p).normal_(std=0.02)
-    return model, adam(model, Optim(lr=1e-4))
+    return model, make_optimizers(model, Optim(lr=1e-4))[0]
 
 
 def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: int) -> None:

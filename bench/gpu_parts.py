@@ -42,7 +42,7 @@ from preflight import counts, memory
 from prune import keep_largest
 from records import Batch, Group, Prompt, Rolled, Sample
 from rollout import start_engine
-from update import add_gradient, minibatch, prepare_row, update
+from update import add_gradient, minibatch, prepare_rows, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
 PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s, by a word of the name
@@ -369,7 +369,7 @@ def profile(bench: Bench) -> None:
     """Time a full row, and list the kernels that take most of it; on the CPU, operations."""
     learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
     row = learner.rows(minibatch(learner, batch, batch.places))[0]
-    work = partial(add_gradient, learner, prepare_row(learner, row, extra_pass=False), unmoved=True)
+    work = partial(add_gradient, learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
     _, *seconds = timed(work, 1 + bench.sizes.times)
     with torch.profiler.profile() as profiled:
         timed(work)

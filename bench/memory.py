@@ -36,7 +36,7 @@ from tqdm import tqdm
 import config
 from config import Config, Lora, Model, Optim
 from infra import dist
-from learner import adam, spread
+from learner import make_optimizers, spread
 from model import CALLS, ChunkedLogProb, empty_model, log_prob, logits_gradient, sdpa_padded
 from preflight import fit
 from preflight.counts import Pass, parameters, pass_bytes
@@ -67,7 +67,7 @@ def step(shape: str, tokens: int, recomputed: str, rank: int | None = None) -> N
         model = empty_model(write_config(shape, Path(folder)), torch.float32)
     spread(model, model, settings, False, CPU, torch.float32)
     draw_weights(model)
-    optimizer = adam(model, Optim(lr=1e-4))
+    optimizer = make_optimizers(model, Optim(lr=1e-4))[0]
     ids_T = torch.randint(model.shape.vocab_size, (tokens,))
     place_T = torch.arange(tokens)
     attend = sdpa_padded(Segments.plain([SEQUENCE] * (tokens // SEQUENCE)))

@@ -56,7 +56,7 @@ from settings.kinds import (
     TopK,
     VarianceShare,
 )
-from update import add_gradient, minibatch, prepare_row
+from update import add_gradient, minibatch, prepare_rows
 
 # task -> its config, and after how many steps it is looked at
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
@@ -98,7 +98,7 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
     """Skip prompts by another rollout of theirs."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
         none_N, settings = torch.zeros_like(scene.last_N), settings_of(k)
-        memory = Memory(scene.last_N, none_N, none_N, none_N, scene.last_N.mean().item(), (0.5, 0.5))
+        memory = Memory(scene.last_N, none_N, none_N, none_N, scene.last_N.mean().item(), (0.5, 0.5), [{}] * len(none_N))
         prob_N = PROMPTS[settings.kind](memory, settings)
         point_N = torch.rand(prob_N.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         return ((point_N < prob_N) / prob_N)[:, None].expand_as(scene.offer.adv_NG)
@@ -158,7 +158,7 @@ def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Ten
     single = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(N)), N, seed=0)
     for row in learner.rows(minibatch(learner, single, list(range(N)))):
         row.weight_C[:start] = 0.0
-        add_gradient(learner, prepare_row(learner, row, extra_pass=False), unmoved=True)
+        add_gradient(learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
     gradient = torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
     return gradient

@@ -86,7 +86,7 @@ def behind_prompt(learner: Learner, cfg: config.Config, prompt: int, keep: int) 
                    for start in range(prompt, len(ids), COMPLETION)]
         groups.append(Group(Prompt(str(n), tuple(ids[:prompt]), ""), tuple(samples)))
     reward_NG = torch.rand(len(groups), G, dtype=torch.float64, generator=generator)
-    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
+    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}, torch.ones_like(reward_NG))
     turns = [Turn(group.prompt, 0) for group in groups]
     rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
     measured = [updated(learner, rolled, cfg, keep) for _ in range(REPEATS + 1)][1:]

@@ -16,7 +16,7 @@ import re
 import shutil
 import sys
 from array import array
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -36,7 +36,7 @@ from infra.runfolder import Resume
 from infra.signals import Stopped
 from settings.paths import user_path
 
-Role = tuple[nn.Module, torch.optim.Optimizer | None]  # without an optimizer: the weights alone
+Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
 STEP = re.compile(r"step_\d{6,}")
 
@@ -190,14 +190,23 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     return None
 
 
-def tensors(model: nn.Module, optimizer: torch.optim.Optimizer | None) -> dict[str, dict[str, Tensor]]:
+def tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (),
+            ) -> dict[str, dict[str, Tensor]]:
     """Return weights and each kind of moment by names that do not depend on the ranks: the role's own
-    tensors, not copies. What is frozen, as under an adapter, is no part of a checkpoint."""
-    trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    by_kind = {"weights": {name: p.detach() for name, p in trained.items()}}
-    for name, p in trained.items():
-        for kind, t in (optimizer.state[p] if optimizer else {}).items():
-            by_kind.setdefault(kind, {})[name] = t
+    tensors, not copies.
+
+    Of a model that trains, what is frozen, as under an adapter, is no part of a checkpoint. A model that is
+    frozen as a whole, an average of weights say, is saved whole. Raises ValueError for one without weights.
+    """
+    named = dict(model.named_parameters())
+    saved = {name: p for name, p in named.items() if p.requires_grad} or named
+    if not saved:
+        raise ValueError(f"a checkpoint cannot hold a {type(model).__name__}, which has no weights")
+    by_kind = {"weights": {name: p.detach() for name, p in saved.items()}}
+    for name, p in saved.items():
+        for optimizer in optimizers:
+            for kind, t in optimizer.state.get(p, {}).items():
+                by_kind.setdefault(kind, {})[name] = t
     return by_kind
 
 
@@ -302,7 +311,7 @@ def with_policy(path: str, model: nn.Module) -> nn.Module:
     refuse(step, digests.damage(step, "policy/"))
     stored = dcp.FileSystemReader(step / "policy").read_metadata().state_dict_metadata
     wide, = {t.properties.dtype for name, t in stored.items() if name.startswith("weights.")}
-    load_tensors(step / "policy", tensors(model.to(wide), None))
+    load_tensors(step / "policy", tensors(model.to(wide)))
     return model.to(dtype)
 
 

@@ -93,6 +93,13 @@ def finish(own: OwnFile, call: Call, row_id: str) -> tuple[list[float], str | No
         return [own.ended] * len(own.functions), str(error)
 
 
+def awaited(own: OwnFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
+    """Wait for the user's functions on one completion: their values, and whether the call was ended."""
+    returned, ended = finish(own, call, row_id)
+    values = dict(zip(cfg.functions, returned, strict=True))
+    return values | {"timed_out": timed_out or ended == TIME, "died": ended not in (None, TIME)}
+
+
 def values_of(own: OwnFile, call: Call, row_id: str) -> list[float]:
     """Wait for a call: a value of each function, nan for None. Raises OverLimit and ConfigError."""
     values = call.result()
@@ -122,7 +129,7 @@ def ending(own: OwnFile, reason: str) -> str:
 
 def require_lives(rewards: Rewards, cfg: Reward) -> None:
     """Raise ConfigError where the process of every completion of a step or of a round has died."""
-    if cfg.functions and rewards.total_NG.numel() and rewards.components["died"].all():
+    if rewards.total_NG.numel() and rewards.components["died"].all():
         raise OwnFile.of(cfg).error(f"the process of each of {rewards.total_NG.numel()} completions died or "
                                     "ran out of memory (reward.custom_gib): there is no reward to learn from")
 

@@ -20,7 +20,7 @@ import lora
 from config import Config, Optim
 from infra import dist
 from infra.weights import read_shape
-from learner import Learner, NotFinite, adam, descend, learning_rate, naming_a_shorter_row, spread
+from learner import Learner, NotFinite, descend, learning_rate, make_optimizers, naming_a_shorter_row, spread
 from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
@@ -57,7 +57,7 @@ class CriticLearner:
     """The value model in training, and the settings it reads."""
 
     model: ValueModel            # sharded over the ranks
-    optimizer: torch.optim.Optimizer
+    optimizers: tuple[torch.optim.Optimizer, ...]
     settings: config.Critic
     advantage: Gae
     optim: Optim                 # a rate of its own, constant after a warm-up, and the rest as the policy's
@@ -91,7 +91,7 @@ def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     for p in model.value.parameters():
         nn.init.zeros_(p)
     optim = replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
-    critic = CriticLearner(model, adam(model, optim), cfg.critic, cfg.advantage, optim)
+    critic = CriticLearner(model, make_optimizers(model, optim), cfg.critic, cfg.advantage, optim)
     return replace(learner, critic=critic, first=cfg.critic.pretrain_steps)
 
 
@@ -131,7 +131,6 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     critic, sums, norms = learner.critic, ValueSums(), []
     not_finite = partial(NotFinite, step=step + 1, records=rolled)
     rate = learning_rate(step, critic.optim, learner.steps)
-    critic.optimizer.param_groups[0]["lr"] = rate
     with clock.phase("pack"):
         batches = minibatches(learner, rolled, step)
         packed = [learner.rows(minibatch) for minibatch in batches]
@@ -140,11 +139,11 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for i in range(len(batches)):
-                with naming_a_shorter_row(learner, packed[i]):
+                with naming_a_shorter_row(aimed[i]):
                     passed = [add_gradient(learner, given) for given in aimed[i]]
                 for row, (loss, value_C) in zip(packed[i], passed, strict=True):
                     sums.add(row, loss, value_C, first_pass=epoch == 0)
-                norms.append(descend(critic.model, critic.optimizer, critic.optim.clip_norm,
+                norms.append(descend(critic.model, critic.optimizers, rate, critic.optim.clip_norm,
                                      sums.sums["loss"], lambda what: not_finite(f"critic's {what}")))
     return sums.metrics(norms, rate)
 
@@ -167,7 +166,7 @@ def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
             keep_NG = torch.zeros_like(ended_NG).view(-1).index_fill(0, members_K, True).view_as(ended_NG)
             weight_NG = keep_NG * weight_N1
             weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, none_NG, none_NG, reward_NG))
+            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, reward_NG))
     return split
 
 

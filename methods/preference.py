@@ -67,7 +67,7 @@ def over_tokens(adv_NG: Tensor, given: PreparedRow) -> Tensor:
     return adv_S.to(given.adv_C)[given.row.segment_C]
 
 
-def metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+def pair_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
     """Compute means over the pairs of all optimizer steps; nothing where there are none."""
     total = {name: sum(sums[name] for sums in steps) for name in ("pairs", "margin", "right")}
     if not total["pairs"]:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from collect import Sampler
 from history import PromptHistory, sample_seed
@@ -24,7 +25,7 @@ class Pool(PromptHistory):
 
     def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, group_size: int):
         super().__init__(prompts, pruning, seed, middle=0.0)
-        self.group_size = group_size
+        self.records, self.group_size = True, group_size
         self.unfinished: list[tuple[Turn, Sample]] = []
 
     def draw(self, count: int) -> list[Turn]:
@@ -77,14 +78,16 @@ class WindowSampler:
         return groups
 
     def score(self, groups: list[Group]) -> Rewards:
-        """Score the completions that have ended; those that go on have 0 in every component."""
+        """Score the completions that have ended; those that go on have 0 in every component, and 0 tokens."""
         places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
         rewards = self.sampler.score([groups[n] for n in places])
-        none_N1 = torch.zeros(len(groups), 1, dtype=torch.float64)
         places_N = torch.tensor(places, dtype=torch.long)
-        components = {name: none_N1.index_copy(0, places_N, value_NG.view(-1, 1))
-                      for name, value_NG in rewards.components.items()}
-        return replace(rewards, components=components)
+
+        def among_all(value_NG: Tensor) -> Tensor:
+            return value_NG.new_zeros(len(groups), 1).index_copy(0, places_N, value_NG.view(-1, 1))
+
+        components = {name: among_all(value_NG) for name, value_NG in rewards.components.items()}
+        return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG))
 
 
 def windowed(history: PromptHistory, sampler: Sampler) -> tuple[Pool, WindowSampler]:

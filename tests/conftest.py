@@ -146,14 +146,19 @@ def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch
     return Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
 
 
+def as_rewards(components: dict[str, torch.Tensor], weights: dict[str, float]) -> Rewards:
+    """Rewards of completions of one token each."""
+    return Rewards(components, weights, torch.ones_like(next(iter(components.values()))).long())
+
+
 def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor | None = None) -> Rolled:
     """One round in which every prompt offered was rolled out, scored by accuracy alone."""
-    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
+    rewards = as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
     turns = [Turn(group.prompt, 0) for group in groups]
     return Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
 
 
-__all__ = ["ROOT", "TOY", "as_batch", "as_rolled", "load", "make_groups", "toy_config", "write_tiny"]
+__all__ = ["ROOT", "TOY", "as_batch", "as_rewards", "as_rolled", "load", "make_groups", "toy_config", "write_tiny"]
 
 
 def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:

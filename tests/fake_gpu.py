@@ -67,7 +67,7 @@ PROMPT, COMPLETIONS, GROUPS = 180, range(270, 391, 8), 3  # tokens, and groups t
 OURS = {str(path): path.name for pattern in ("*.py", "*/*.py") for path in ROOT.glob(pattern)}
 # The first of these that is being called names the phase of an op; backward is one of its own.
 PHASES = {inspect.unwrap(function).__code__: name for function, name in (
-    (learner.Learner.rows, "pack"), (update.prepare_row, "reference"), (learner.Learner.outputs, "forward"),
+    (learner.Learner.rows, "pack"), (update.prepare_rows, "reference"), (learner.Learner.outputs, "forward"),
     (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.descend, "descend"),
     (PassSums.metrics, "metrics of the step"))}
 PART_OF = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}

@@ -304,7 +304,7 @@ MUTANTS = [
     ("infra/runfolder", 'line["step"] <= step', 'line["step"] < step', "train"),
     ("train", "engine.sync(learner.policy)\n            measured", "pass\n            measured", "train"),
     ("learner", "optim.lr * (step + 1) / optim.warmup_steps", "optim.lr * step / optim.warmup_steps", "train"),
-    ("update", 'learner.optimizer.param_groups[0]["lr"] = rate', "pass", "loop"),
+    ("update", 'learner.optimizers[0].param_groups[0]["lr"] = rate', "pass", "loop"),
     ("learner", "model.parameters(), clip_norm)", "model.parameters(), 1.0)", "train"),
     ("update", "len(batches) > 1 and learner", "False and learner", "train"),
     ("update", "range(settings.epochs)", "range(1)", "loop"),

@@ -32,7 +32,7 @@ from tqdm import tqdm
 import config
 import lora
 from infra import checkpoint, dist, runfolder
-from learner import adam
+from learner import make_optimizers
 from model import empty_model
 
 ROOT = Path(__file__).parent.parent
@@ -130,7 +130,7 @@ def record(out: Path) -> tuple:
     model = empty_model(ROOT / "toy" / "model", torch.float32)
     lora.adapt(model, cfg.model.lora, torch.float32)
     model.to_empty(device="cpu")
-    state = checkpoint.tensors(model, adam(model, cfg.optim))
+    state = checkpoint.tensors(model, make_optimizers(model, cfg.optim))
     checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from conftest import as_rewards
 
 from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
 from methods.gae import adaptive_lambda, gae
@@ -59,7 +60,7 @@ def test_centred_and_leave_one_out_by_hand():
 
 
 def rewards(parts: dict[str, list[list[float]]], weights: dict[str, float]) -> Rewards:
-    return Rewards({name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}, weights)
+    return as_rewards({name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}, weights)
 
 
 @pytest.mark.parametrize("correction", [0, 1])
@@ -144,7 +145,7 @@ def test_lambda_by_length():
 
 
 def test_an_estimator_of_another_shape_is_named(monkeypatch):
-    rewards = Rewards({"accuracy": torch.zeros(2, 3)}, {"accuracy": 1.0})
+    rewards = as_rewards({"accuracy": torch.zeros(2, 3)}, {"accuracy": 1.0})
     monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG.mean(dim=1))
     with pytest.raises(ValueError, match=r"advantage.kind=centred returns shape \[2\], and must return \[2, 3\]"):
         advantage(rewards, Centred())
@@ -152,7 +153,7 @@ def test_an_estimator_of_another_shape_is_named(monkeypatch):
 
 def test_an_advantage_that_takes_no_account_of_completions_without_a_reward_is_named(monkeypatch):
     """A mean of one's own over nan is nan for the whole group, which nobody would train on."""
-    rewards = Rewards({"a": torch.tensor([[1.0, torch.nan, 0.0]])}, {"a": 1.0})
+    rewards = as_rewards({"a": torch.tensor([[1.0, torch.nan, 0.0]])}, {"a": 1.0})
     monkeypatch.setitem(ESTIMATORS, "centred", lambda rewards, settings: rewards.total_NG - rewards.total_NG.mean())
     with pytest.raises(ValueError, match="advantage.kind=centred returns nan for a completion that has a reward; "):
         advantage(rewards, Centred())

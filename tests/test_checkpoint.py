@@ -42,7 +42,7 @@ def learn(model, optimizer) -> None:
 def sharded(*settings: str):
     cfg = toy_config(ROOT / "runs" / "unused", *settings)
     model = learner.load_sharded(cfg, TOY, CPU, torch.float32)
-    return model, learner.adam(model, cfg.optim)
+    return model, learner.make_optimizers(model, cfg.optim)
 
 
 @pytest.fixture

@@ -7,7 +7,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
+from conftest import TOY, as_rewards, as_rolled, load, make_groups, toy_config, weights
 from test_invariance import on_ranks
 
 import collect
@@ -26,7 +26,7 @@ from methods import soft_value
 from metrics import Clock
 from preflight import memory
 from prune import adapt_p, kept_prob
-from records import Batch, Prompt, Pruned, Rewards, Rolled, Sample, Turn
+from records import Batch, Prompt, Pruned, Rolled, Sample, Turn
 
 TOKENIZER = data.Tokenizer(TOY)
 
@@ -251,7 +251,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     folder = tmp_path / "run" / "checkpoints"
     (folder / "latest").write_text("step_000002")
-    checkpoints = Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizer)}, learner.device)
+    checkpoints = Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizers)}, learner.device)
     checkpoints.load(folder / "step_000002")
     engine.sync(learner.policy)
     used = [p for p in line["prompts"] if "place" in p]
@@ -341,7 +341,7 @@ def test_the_soft_value_is_taken_off_the_reward():
     groups = [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
     reward_NG = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     table = soft_value.Table({prompt.id: 0.125 * n for n, prompt in enumerate(prompts)})
-    adv_NG = table.advantage(groups, Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
+    adv_NG = table.advantage(groups, as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
     torch.testing.assert_close(adv_NG, reward_NG - 0.125 * torch.arange(4, dtype=torch.float64)[:, None])
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, toy_config
+from conftest import ROOT, as_rewards, toy_config
 
 import config
 import eval as evaluation
@@ -18,7 +18,7 @@ import train
 from config import ConfigError, Reward
 from data import load_problems
 from infra import custom_reward, dist, reward_worker, runfolder
-from records import Problem, Prompt, Rewards
+from records import Problem, Prompt
 from reward import measured, score, span
 from verify.grade import workers
 
@@ -79,10 +79,10 @@ def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing
     assert (one["brief"], one["tested"]) == (0.3, 1.0) and none["brief"] == 0.3
     assert none["tested"] != none["tested"] and (one["timed_out"], one["died"]) == (0, 0)
     components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in measured(cfg)}
-    assert Rewards(components, cfg.weights).total_NG.tolist() == [[0.15 + 2.0, 0.15]]
+    assert as_rewards(components, cfg.weights).total_NG.tolist() == [[0.15 + 2.0, 0.15]]
     assert span(cfg.weights) == (-2.5, 2.5)
     assert parts(own(path, {"brief": 0.5, "tested": 0}), "a")[0].keys() >= {"brief"}
-    nothing, = Rewards(components, {"tested": 1.0}).total_NG.tolist()
+    nothing, = as_rewards(components, {"tested": 1.0}).total_NG.tolist()
     assert nothing[0] == 1 and nothing[1] != nothing[1]
 
 
@@ -196,12 +196,12 @@ def test_a_step_of_which_every_process_dies_is_an_error(tmp_path):
 
 def test_a_step_that_some_process_outlives_is_none_and_one_reward_is_enough():
     some = {"custom": torch.tensor([[0.0, torch.nan]]), "died": torch.tensor([[1.0, 0.0]])}
-    custom_reward.require_lives(Rewards(some, {"custom": 1.0}), own("x.py"))
-    assert custom_reward.remark(Rewards(some, {"custom": 1.0}), own("x.py")) == ""
+    custom_reward.require_lives(as_rewards(some, {"custom": 1.0}), own("x.py"))
+    assert custom_reward.remark(as_rewards(some, {"custom": 1.0}), own("x.py")) == ""
     none = {"custom": torch.full((1, 2), torch.nan), "died": torch.zeros(1, 2)}
-    said = custom_reward.remark(Rewards(none, {"custom": 1.0}), own("x.py"))
+    said = custom_reward.remark(as_rewards(none, {"custom": 1.0}), own("x.py"))
     assert said.startswith("none of 2 completions has a reward: every component is None")
-    one = Rewards(none | {"accuracy": torch.zeros(1, 2)}, {"custom": 1.0, "accuracy": 1.0})
+    one = as_rewards(none | {"accuracy": torch.zeros(1, 2)}, {"custom": 1.0, "accuracy": 1.0})
     assert custom_reward.remark(one, own("x.py")) == "custom: None for all of 2 completions"
     assert custom_reward.remark(one, Reward()) == ""
 

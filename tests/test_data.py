@@ -10,13 +10,13 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TOY, verdict, write_tiny
+from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
 
 import data
 from config import ConfigError
 from history import PromptHistory, order
 from methods.window import Pool
-from records import Problem, Prompt, Rewards, Rolled, Sample, Turn
+from records import Problem, Prompt, Rolled, Sample, Turn
 from settings.kinds import AllPrompts, Greso, LowestRank, Prompts, Thinned
 from verify.grade import name_unreadable
 
@@ -200,7 +200,7 @@ def rolled(*rewards: list[float], prompts: list[Prompt] = PROMPTS, epoch: int = 
     reward_NG = torch.tensor(rewards, dtype=torch.float64)
     turns = [Turn(prompt, epoch) for prompt in prompts[:len(rewards)]]
     adv_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
-    return Rolled() + Rolled(turns, [], Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), adv_NG)
+    return Rolled() + Rolled(turns, [], as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), adv_NG)
 
 
 def remember(history: PromptHistory, *rewards: list[float], **given) -> None:
@@ -216,7 +216,7 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
                                for name in ("easy", "hard", "times", "size"))
     assert (easy, hard, times, size) == ([0, 0, 2], [1, 0, 0], [3, 3, 3], [0, 0.5, 0])
     assert history.visits["q1"].rewards == (0, 1) and history.visits["q1"].epoch == 2
-    recall = history.remembered(["q1", "new"])
+    recall = history.remembered([Prompt("q1", (1,), ""), Prompt("new", (1,), "")])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
     forgetful = history_of(AllPrompts())  # nobody asks, so checkpoints stay small
     remember(forgetful, [1, 1], [0, 0], [0, 1])

@@ -241,7 +241,7 @@ def test_a_learning_rate_of_1e_6_moves_weights_that_compute_in_half_precision(ti
     before = weights(learner.policy)
     one_NG = torch.ones(1, 2, dtype=torch.float64)
     update.update(learner, as_batch(make_groups([[30, 20]], [40]), one_NG, keep_all(one_NG)), 0, Clock())
-    gradient_seen = {name: learner.optimizer.state[p]["exp_avg"] for name, p in learner.policy.named_parameters()}
+    gradient_seen = {name: learner.optimizers[0].state[p]["exp_avg"] for name, p in learner.policy.named_parameters()}
     for name, p in weights(learner.policy).items():
         moved = (p - before[name]).double().abs()[dist.full(gradient_seen[name]).abs() > 1e-6]
         torch.testing.assert_close(moved, torch.full_like(moved, 1e-6), rtol=0.1, atol=0, msg=name)
@@ -262,7 +262,8 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
     model(torch.ones(1)).backward()
     before = weights(model)
     with pytest.raises(NotFinite, match="the loss in step 1 is not finite"):
-        descend(model, torch.optim.SGD(model.parameters()), 1.0, float("inf"), lambda what: NotFinite(what, 1, None))
+        optimizers = [torch.optim.SGD(model.parameters())]
+        descend(model, optimizers, 0.1, 1.0, float("inf"), lambda what: NotFinite(what, 1, None))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
@@ -271,7 +272,7 @@ def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
     learner = learner_on(tiny, cfg)
     flat_NG = torch.zeros(1, 2, dtype=torch.float64)
     batch = as_batch(make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"))
-    for state in learner.optimizer.state.values():  # of steps before, which momentum alone would go on with
+    for state in learner.optimizers[0].state.values():  # of steps before, which momentum alone would go on with
         state["exp_avg"].fill_(1)
     update.update(learner, batch, 0, Clock())
     before, after = weights(load(tiny, torch.float64)), weights(learner.policy)

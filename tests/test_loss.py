@@ -15,7 +15,7 @@ from loss import (
     engine_weight,
     k3,
     likelihood_weight,
-    residual,
+    residual_advantage,
     row_loss,
     token_weight,
     total_variation,
@@ -106,7 +106,7 @@ def test_the_corrected_kl_has_the_gradient_of_the_kl_over_samples_of_any_policy(
         def kl(logp_C: torch.Tensor, corrected: bool) -> torch.Tensor:
             """The KL's term of a row in which every token stands once, weighted by p_old."""
             none_C, weight_C = torch.zeros(50, dtype=torch.float64), old_V.exp()
-            row = SimpleNamespace(weight_C=weight_C, likelihood_C=none_C, segment_C=torch.arange(50))
+            row = SimpleNamespace(weight_C=weight_C, likelihood_C=None, bonus_C=None, segment_C=torch.arange(50))
             loss = Loss(kl=1.0, kl_corrected=corrected)
             return row_loss(logp_C, PreparedRow(row, none_C, ref_V, old_V), none_C, loss).loss
 
@@ -220,7 +220,7 @@ def test_the_residual_has_the_gradient_of_the_squared_loss():
     gap_C = logp_C - old_C
     squared = sum((beta * part.sum() - A) ** 2 for part, A in zip(gap_C.split(2), adv_S, strict=True))
     expected, = torch.autograd.grad(squared, logp_C)
-    adv_C = residual(logp_C, old_C, adv_S[segment_C], segment_C, beta)
+    adv_C = residual_advantage(logp_C, old_C, adv_S[segment_C], segment_C, beta)
     ours, = torch.autograd.grad(-(adv_C * logp_C).sum(), logp_C)
     torch.testing.assert_close(ours, expected)
 

@@ -11,7 +11,7 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import as_batch, attend_alone, gradients, load, make_groups, nudge, toy_config
+from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, toy_config
 from torch import Tensor
 
 import data
@@ -24,7 +24,7 @@ from methods import preference, soft_value
 from metrics import PassSums
 from preflight import memory
 from prune import keep_all
-from records import Batch, Group, Rewards, Sample
+from records import Batch, Group, Sample
 from settings import kinds
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1], 4
@@ -246,7 +246,7 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     """
     places = list(range(batch.offered))
     weighed = update.minibatch(learner, batch, places)
-    scored = [update.prepare_row(learner, row, extra_pass=True) for row in learner.rows(weighed)]
+    scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=True)
     nudge(learner.policy, moved)
     if kinds.is_preference(learner.advantage):
         scored, _ = preference.compare(learner, weighed, scored)
@@ -272,7 +272,7 @@ class Case:
         self.groups = windowed(groups) if cfg.rollout.window else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
         parts = {"accuracy": CORRECT_NG * ~pending_NG, "overlong": SHORT_NG * ~pending_NG}
-        rewards = Rewards(parts, cfg.reward.weights)
+        rewards = as_rewards(parts, cfg.reward.weights)
         self.reward_NG = rewards.total_NG
         table = soft_value.Table(VALUES) if cfg.advantage.kind == "soft_value" else None
         adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)

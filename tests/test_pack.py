@@ -162,8 +162,8 @@ def test_a_row_by_hand():
     groups = [Group(Prompt("a", (7, 8), ""), (sample(4, 5), sample(9, 6, start=1), sample(3))),
               Group(Prompt("b", (2,), ""), (sample(1), sample(1), sample(1)))]
     numbers_NG = torch.arange(6.0).view(2, 3)
-    minibatch = Minibatch(groups, numbers_NG >= 0, numbers_NG, 10 * numbers_NG, 2 * numbers_NG, 4 * numbers_NG,
-                          3 * numbers_NG)
+    minibatch = Minibatch(groups, numbers_NG >= 0, numbers_NG, 10 * numbers_NG, 3 * numbers_NG, 2 * numbers_NG,
+                          4 * numbers_NG)
     members = [(0, 0), (0, 1), (0, 2), (1, 2)]
     row = build_row(minibatch, Plan(members))
     assert row.ids_T.tolist() == [7, 8, 4, 5, 9, 6, 3, 2, 1]
@@ -289,7 +289,7 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
         sums.append(PassSums(Pack(capacity=1000), quadratic=0.01))
         for row in (build_row(minibatch, plan) for plan in mine):
             zero_C = torch.zeros_like(row.weight_C)
-            terms = RowLoss(torch.tensor(0.0), correction_C=zero_C, f_C=zero_C, k3_C=None)
+            terms = RowLoss(torch.tensor(0.0), factor_C=zero_C, f_C=zero_C, k3_C=None)
             sums[-1].add(PreparedRow(row, row.adv_C, None, None), terms, first_pass=True)
     total = {name: sum(float(x.sums[name]) for x in sums) for name in PassSums.NAMES}
     monkeypatch.setattr(dist, "sum_over_ranks", lambda value: total)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, Doubled, gradients, toy_config
+from conftest import ROOT, Doubled, as_rewards, gradients, toy_config
 from test_objectives import learner_on
 from torch import Tensor
 
@@ -25,7 +25,7 @@ from infra import dist
 from infra.weights import hf_name, read_tensors, weight_files
 from learner import Learner
 from pack import Minibatch
-from records import Group, Rewards, Rolled, Sample, Turn
+from records import Group, Rolled, Sample, Turn
 
 pytestmark = [
     pytest.mark.peers, pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -125,15 +125,15 @@ def with_engine(step: Step, learner: Learner) -> list[Group]:
 
 
 def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
-    rewards = Rewards({"accuracy": step.reward_NG, "overlong": step.brief_NG}, cfg.reward.weights)
+    rewards = as_rewards({"accuracy": step.reward_NG, "overlong": step.brief_NG}, cfg.reward.weights)
     turns = [Turn(group.prompt, 0) for group in step.groups]
     rolled = Rolled() + Rolled(turns, step.groups, rewards, advantage(rewards, cfg.advantage))
     batch = choose(rolled, Selection.of(cfg), seed=0)
     put(learner.policy, step.before)
     if learner.reference:
         put(learner.reference, step.reference)
-    prepared = [update.prepare_row(learner, row, extra_pass=True)
-                for row in learner.rows(update.minibatch(learner, batch, list(range(N))))]
+    rows = learner.rows(update.minibatch(learner, batch, list(range(N))))
+    prepared = update.prepare_rows(learner, rows, extra_pass=True)
     put(learner.policy, step.moved)
     for row in prepared:
         update.add_gradient(learner, row, unmoved=False)

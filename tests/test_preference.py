@@ -7,7 +7,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import as_batch, make_groups, nudge, toy_config
+from conftest import as_batch, as_rewards, make_groups, nudge, toy_config
 from test_objectives import gradient_of, learner_on
 
 import config
@@ -18,7 +18,6 @@ from infra import runfolder
 from learner import has_reference
 from methods import preference
 from prune import keep_all
-from records import Rewards
 from settings.kinds import GroupPreference, Preference
 
 NAN = math.nan
@@ -108,7 +107,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
                          "loss.per=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
         learner = learner_on(tiny, cfg)
         nudge(learner.policy, 0.02)
-        adv_NG = advantage(Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), cfg.advantage)
+        adv_NG = advantage(as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), cfg.advantage)
         batch = replace(as_batch(groups, adv_NG, keep_all(adv_NG)), reward_NG=reward_NG)
         gradients[kind], _ = gradient_of(learner, batch, moved=0.03)
     assert any(g.any() for g in gradients["centred"].values())

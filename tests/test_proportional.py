@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import as_batch, as_rolled, make_groups
+from conftest import as_batch, as_rewards, as_rolled, make_groups
 from test_unbiased import ADV_NG, REWARD_NG, Step, combs
 
 import config
@@ -16,7 +16,7 @@ from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
 from prune import COMPLETIONS, Offer, gradient_size, inclusion, keep_all, rollout_prob, thin
-from records import Batch, Rewards, Rolled, Turn
+from records import Batch, Rolled, Turn
 from settings.kinds import InProportion
 
 NAN = math.nan
@@ -28,7 +28,7 @@ def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
     groups = make_groups([[2] * 8] * 5, [1] * 5)
     history = PromptHistory([group.prompt for group in groups], InProportion(share=0.5), 0, middle=0.5)
     history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
-    size_K = history.remembered([group.prompt.id for group in groups]).size_K
+    size_K = history.remembered([group.prompt for group in groups]).size_K
     assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
     assert rollout_prob(size_K, 0.5, 0.1).tolist()[4] == 1
 
@@ -74,7 +74,7 @@ def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
         turns = [Turn(group.prompt, 3, prob, kept / prob)
                  for group, prob, kept in zip(step.groups, prob_K.tolist(), bits, strict=True)]
         chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
-        rewards = Rewards({"accuracy": REWARD_NG[list(bits)]}, {"accuracy": 1.0})
+        rewards = as_rewards({"accuracy": REWARD_NG[list(bits)]}, {"accuracy": 1.0})
         rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, ADV_NG[list(bits)])
         if not any(bits):
             yield chance, choose(rolled, selection, seed=0)

@@ -131,7 +131,7 @@ def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
         true = getattr(owner, name)
         monkeypatch.setattr(owner, name, lambda *given, name=name, true=true: order.append(name) or true(*given))
     train.train(toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT))
-    assert order == ["wait_for_copies", "update", "save"] * 2
+    assert order == ["update", "save", "wait_for_copies", "update", "save"]
 
 
 def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):

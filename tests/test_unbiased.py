@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rolled, gradients, make_groups, nudge, toy_config
+from conftest import as_batch, as_rewards, as_rolled, gradients, make_groups, nudge, toy_config
 from test_objectives import learner_on
 from torch import Tensor
 
@@ -64,7 +64,7 @@ class Step:
         learner, sums = self.learner, PassSums(self.learner.pack)
         learner.policy.zero_grad()
         weighed = update.minibatch(learner, batch, places)
-        prepared = [update.prepare_row(learner, row, extra_pass=False) for row in learner.rows(weighed)]
+        prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
         if kinds.is_preference(learner.advantage):
             prepared, _ = preference.compare(learner, weighed, prepared)
         for scored in prepared:
@@ -194,7 +194,7 @@ def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True
     in the first group alone, where it is half of the first."""
     second_NG = torch.stack([reward_NG[0] / 2, torch.full_like(reward_NG[1], torch.nan)])
     components = {"first": reward_NG[list(rolled_out)], "second": second_NG[list(rolled_out)]}
-    rewards = Rewards(components, {"first": 1.0, "second": 2.0})
+    rewards = as_rewards(components, {"first": 1.0, "second": 2.0})
     if step.cfg.advantage.kind == "soft_value":
         groups = list(itertools.compress(step.groups, rolled_out))
         return rewards, Table({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
@@ -478,7 +478,7 @@ def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
     for seed in range(3000):
         turns = history.draw(4)
         members = [places[turn.prompt.id] for turn in turns if turn.kept]
-        rewards = Rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
+        rewards = as_rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
         rolled = Rolled() + Rolled(turns, [groups[n] for n in members], rewards, adv_NG[members])
         batch = choose(rolled, Selection.of(cfg), seed)
         passed += 4 - len(members)
