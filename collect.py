@@ -189,10 +189,9 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
     # Level 2 chooses among their completions.
-    settings, drawn = prune.completions, keep_all(adv_NG)
-    if groups and settings.kind != "none":
-        offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
-        drawn = COMPLETIONS[settings.kind](offer, settings)
+    settings = prune.completions
+    offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
+    drawn = COMPLETIONS[settings.kind](offer, settings) if groups else keep_all(adv_NG)
     counts_NG = (weight_N1 > 0) & ~reward_NG.isnan()
     pruned = Pruned(drawn.keep_NG & counts_NG, drawn.weight_NG * weight_N1 * counts_NG,
                     drawn.prob_NG * prob_N1)

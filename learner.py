@@ -8,8 +8,7 @@ Dimension key:  C completion tokens of one packed row,  S completions in it.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -82,22 +81,14 @@ class Learner:
         return [build_row(minibatch, plan).to(self.device, self.trained_dtype) for plan in hands[dist.rank()]]
 
 
-@contextmanager
-def naming_a_shorter_row(prepared: list) -> Iterator[None]:
-    """Say which pack.capacity to go on with when memory runs out in the passes of these prepared rows.
-
-    Raises ConfigError in place of torch.OutOfMemoryError.
-    """
-    try:
-        yield
-    except torch.OutOfMemoryError as error:
-        longest = max(len(given.row.ids_T) for given in prepared)
-        why = str(error).partition("\n")[0]
-        raise ConfigError(
-            f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
-            f"from the newest checkpoint with --resume auto and --set pack.capacity={longest // 2} (at least "
-            "data.max_prompt_tokens + rollout.max_new_tokens), or set model.checkpoint_blocks=all or "
-            f"optim.offload=true (CUDA), or train on more ranks ({why})") from None
+def out_of_memory(rows: list[Row], error: torch.OutOfMemoryError) -> ConfigError:
+    """Make the error of passes of these rows in which memory ran out: it says what to go on with."""
+    longest, why = max(len(row.ids_T) for row in rows), str(error).partition("\n")[0]
+    return ConfigError(
+        f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on from "
+        f"the newest checkpoint with --resume auto and --set pack.capacity={longest // 2} (at least "
+        "data.max_prompt_tokens + rollout.max_new_tokens), or set model.checkpoint_blocks=all or "
+        f"optim.offload=true (CUDA), or train on more ranks ({why})")
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:

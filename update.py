@@ -9,7 +9,7 @@ from functools import partial
 import torch
 
 from infra import dist
-from learner import Learner, NotFinite, descend, learning_rate, naming_a_shorter_row
+from learner import Learner, NotFinite, descend, learning_rate, out_of_memory
 from loss import (
     RowLoss,
     likelihood_weight,
@@ -106,9 +106,11 @@ def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[Pr
         prepared = [replace(given, ref_logp_C=learner.log_probs(learner.reference, given.row))
                     for given in prepared]
     if extra_pass:
-        logp, entropy = zip(*(learner.outputs(learner.policy, row) for row in rows), strict=True)
-        prepared = [replace(given, old_logp_C=logp_C) for given, logp_C in zip(prepared, logp, strict=True)]
+        outputs = [learner.outputs(learner.policy, row) for row in rows]
+        prepared = [replace(given, old_logp_C=logp_C)
+                    for given, (logp_C, _) in zip(prepared, outputs, strict=True)]
         if learner.weighs:
+            logp, entropy = [logp_C for logp_C, _ in outputs], [entropy_C for _, entropy_C in outputs]
             factors = weigh(rows, logp, entropy, learner.loss)
             prepared = [replace(given, factor_C=factor_C)
                         for given, factor_C in zip(prepared, factors, strict=True)]
@@ -126,8 +128,10 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
     if learner.preference:
         prepared, compared = preference.compare(learner, weighed, prepared)
         pairs.append(compared)
-    with naming_a_shorter_row(prepared):
+    try:
         return [add_gradient(learner, given, unmoved) for given in prepared], pairs
+    except torch.OutOfMemoryError as error:
+        raise out_of_memory([given.row for given in prepared], error) from None
 
 
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:

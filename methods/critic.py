@@ -20,7 +20,7 @@ import lora
 from config import Config, Optim
 from infra import dist
 from infra.weights import read_shape
-from learner import Learner, NotFinite, descend, learning_rate, make_optimizers, naming_a_shorter_row, spread
+from learner import Learner, NotFinite, descend, learning_rate, make_optimizers, out_of_memory, spread
 from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
@@ -139,8 +139,10 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for i in range(len(batches)):
-                with naming_a_shorter_row(aimed[i]):
+                try:
                     passed = [add_gradient(learner, given) for given in aimed[i]]
+                except torch.OutOfMemoryError as error:
+                    raise out_of_memory(packed[i], error) from None
                 for row, (loss, value_C) in zip(packed[i], passed, strict=True):
                     sums.add(row, loss, value_C, first_pass=epoch == 0)
                 norms.append(descend(critic.model, critic.optimizers, rate, critic.optim.clip_norm,

@@ -26,13 +26,14 @@ from model import Decoder
 CPU = torch.device("cpu")
 
 
-def moments(model, optimizer) -> dict[str, torch.Tensor]:
+def moments(model, optimizers) -> dict[str, torch.Tensor]:
     return {f"{name}.{key}": dist.full(t).clone() for name, p in model.named_parameters()
-            if p.requires_grad for key, t in optimizer.state[p].items()}
+            if p.requires_grad for key, t in optimizers[0].state[p].items()}
 
 
-def learn(model, optimizer) -> None:
+def learn(model, optimizers) -> None:
     """One step of the optimizer on a gradient of its own for every weight."""
+    optimizer, = optimizers
     for i, p in enumerate(optimizer.param_groups[0]["params"]):
         noise = torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(i))
         p.grad = dist.sharded_like(noise, p)
@@ -48,9 +49,9 @@ def sharded(*settings: str):
 @pytest.fixture
 def role(tiny):
     model = load(tiny).requires_grad_(True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
-    learn(model, optimizer)
-    return model, optimizer
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.1)]
+    learn(model, optimizers)
+    return model, optimizers
 
 
 def saved(folder, role, *steps: int, keep: int = 2) -> Checkpoints:
@@ -303,7 +304,7 @@ def test_a_checkpoint_of_another_model_is_named(change, message, role, tiny, tmp
     (tmp_path / "other" / "config.json").write_text(json.dumps(shape | change))
     other = Decoder(read_shape(tmp_path / "other"))
     with pytest.raises(ConfigError, match=f"is of another model: .*{message}"):
-        go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, None)}, CPU))
+        go_on(Checkpoints(tmp_path / "saved", 1, {"policy": (other, ())}, CPU))
 
 
 @pytest.mark.parametrize("settings", [

@@ -68,10 +68,12 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
             groups = sampler.rollout(turns)
             rewards = sampler.score(groups)
             newest = Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
-            memory.record(newest)
+            if memory.records:
+                memory.record(newest)
             rolled += newest
         batch = choose(rolled, selection, seed)
-        memory.adapt(rolled)
+        if memory.adapts:
+            memory.adapt(rolled)
         assert [turn.prompt for turn in rolled.turns if turn.kept] == [group.prompt for group in rolled.groups]
         out.append((["".join(kinds) for kinds in script.rounds], rolled, batch,
                     collect.shortage(rolled, batch, selection)))
@@ -207,7 +209,7 @@ def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(setti
     states = []
     for n in range(1, len(found) + 1):
         model = load(TOY, torch.float64)
-        checkpoint.load_tensors(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "policy", tensors(model, None))
+        checkpoint.load_tensors(tmp_path / "run" / "checkpoints" / f"step_{n:06d}" / "policy", tensors(model))
         states.append(weights(model))
     still = [all(torch.equal(a, b) for a, b in zip(before.values(), after.values(), strict=True))
              for before, after in zip(states, states[1:], strict=False)]

@@ -18,7 +18,7 @@ from collect import Sampler
 from history import order
 from infra import dist, runfolder
 from learner import NotFinite, descend
-from loss import row_loss
+from loss import row_loss, weigh
 from metrics import Clock
 from pack import Minibatch, Plan, build_row
 from preflight import memory
@@ -326,8 +326,9 @@ def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_o
         model.zero_grad()
         logp_C = log_probs()
         drawn = replace(row, weight_C=chance_C, sampled_logp_C=engine_C)
-        scored = PreparedRow(drawn, row.adv_C, ref_logp_C=None, old_logp_C=logp_C.detach())
-        row_loss(logp_C, scored, row.adv_C, replace(plain, tis_cap=cap)).loss.backward()
+        factor_C, = weigh([drawn], [logp_C], [None], replace(plain, tis_cap=cap))
+        scored = PreparedRow(drawn, row.adv_C, old_logp_C=logp_C.detach(), factor_C=factor_C)
+        row_loss(logp_C, scored, row.adv_C, plain).loss.backward()
         return torch.cat([p.grad.flatten() for p in model.parameters()])
 
     stale_C = log_probs().detach()

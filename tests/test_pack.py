@@ -193,7 +193,9 @@ def drawn_minibatch(rng: random.Random) -> Minibatch:
 
 
 def kept_groups(minibatch: Minibatch) -> list[KeptGroup]:
-    return [KeptGroup.of(minibatch, n) for n in range(len(minibatch.groups)) if minibatch.keep_NG[n].any()]
+    kept = {n: keep_G.nonzero()[:, 0].tolist() for n, keep_G in enumerate(minibatch.keep_NG) if keep_G.any()}
+    return [KeptGroup(len(minibatch.groups[n].prompt.ids), [(n, g) for g in places],
+                      [minibatch.groups[n].samples[g].length for g in places]) for n, places in kept.items()]
 
 
 def tokens(minibatch: Minibatch, members: list[tuple[int, int]]) -> int:
@@ -291,7 +293,7 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
             zero_C = torch.zeros_like(row.weight_C)
             terms = RowLoss(torch.tensor(0.0), factor_C=zero_C, f_C=zero_C, k3_C=None)
             sums[-1].add(PreparedRow(row, row.adv_C, None, None), terms, first_pass=True)
-    total = {name: sum(float(x.sums[name]) for x in sums) for name in PassSums.NAMES}
+    total = {name: sum(float(x.sums[name]) for x in sums) for name in sums[0].sums}
     monkeypatch.setattr(dist, "sum_over_ranks", lambda value: total)
     monkeypatch.setattr(dist, "max_over_ranks", lambda value: max(float(x.sums["cost"]) for x in sums))
     monkeypatch.setattr(dist, "world_size", lambda: ranks)

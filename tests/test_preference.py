@@ -137,8 +137,8 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
 
 def test_metrics_are_left_out_where_there_are_no_pairs():
     nothing = {"pairs": 0, "margin": 0.0, "right": 0}
-    assert preference.metrics([]) == {} == preference.metrics([nothing])
-    assert preference.metrics([nothing, {"pairs": 4, "margin": 2.0, "right": 3}]) == {
+    assert preference.pair_metrics([]) == {} == preference.pair_metrics([nothing])
+    assert preference.pair_metrics([nothing, {"pairs": 4, "margin": 2.0, "right": 3}]) == {
         "preference/margin": 0.5, "preference/accuracy": 0.75}
 
 

@@ -194,7 +194,7 @@ def test_another_seed_is_another_draw_and_the_same_is_the_same():
 
 def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Memory:
     zero = [0] * len(size)
-    columns = (torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero))
+    columns = [torch.tensor(c, dtype=torch.float64) for c in (size, passed or zero, easy or zero, hard or zero)]
     return Memory(*columns, mean, explore, [{}] * len(columns[0]))
 
 
