@@ -9,17 +9,18 @@ import runpy
 import subprocess
 import sys
 import tokenize
-from collections import defaultdict
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import get_args, get_type_hints
 from xml.etree import ElementTree
 
 import mutants
 import pytest
-from conftest import ROOT
+from conftest import ROOT, toy_config
 from test_repo import FILES, FOLDERS, OTHERS, TEXTS, check_command, leaves, sections, tables
 
 import config
+import train
 from page import show
 
 pytestmark = pytest.mark.house
@@ -99,6 +100,31 @@ def test_functions_are_short_and_lines_narrow_and_no_denser_than_plain_code():
                 names = [arg.arg for arg in (*given.posonlyargs, *given.args, *given.kwonlyargs)]
                 assert len({*names} - {"self", "ctx", "cls"}) <= 6, f"{path.name}: {node.name}"
     assert count / filled <= DENSITY
+
+
+def test_a_plain_step_enters_few_functions_in_few_files(tmp_path, monkeypatch):
+    """From the loop's first `lacks` to the step's log, one step of GRPO, without the model, the engine and verify/."""
+    entered: set[tuple[str, str]] = set()
+
+    def enter(frame, event, _):
+        code = frame.f_code
+        if event == "call" and code.co_filename.startswith(f"{ROOT}/") and not code.co_name.startswith("<listcomp"):
+            file = code.co_filename.removeprefix(f"{ROOT}/")
+            if file.split("/")[0] not in ("rollout.py", "model.py", "verify", "tests", ".venv"):
+                entered.add((file, f"{code.co_qualname}:{code.co_firstlineno}"))
+
+    def begin(*given):
+        if not entered:
+            sys.setprofile(enter)
+        return lacks(*given)
+
+    lacks, write_down = train.lacks, train.write_down
+    monkeypatch.setattr(train, "lacks", begin)
+    monkeypatch.setattr(train, "write_down", lambda *given: sys.setprofile(None) or write_down(*given))
+    train.train(toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="grpo_toy.yaml"))
+    functions = [(file, name) for file, name in entered if not re.search("<(gen|dict|set)", name)]
+    files = Counter(file for file, _ in functions)
+    assert len(functions) <= FUNCTIONS and len(files) <= IN_FILES, f"{len(functions)} functions in {files}"
 
 
 def test_every_mutant_has_its_line():
