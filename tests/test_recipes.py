@@ -44,7 +44,7 @@ def run(folder: Path, *command: str, stdin: str | None = None) -> str:
 
 def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
     assert [re.findall(r"^\+\+\+ b/([\w/]+)\.py$", recipe, re.MULTILINE) for recipe in RECIPES] == [
-        ["advantage", "methods/kinds"], ["prune", "methods/kinds"]]
+        ["advantage", "settings/kinds"], ["prune", "settings/kinds"]]
 
 
 def medians(samples: list[dict], decisions: list[dict]) -> None:
