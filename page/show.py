@@ -19,7 +19,7 @@ import yaml
 
 from config import Config
 from settings.loader import choices, describe
-from settings.rules import ASKS, SERVES
+from settings.rules import ONLY_WITH, REQUIRES
 
 HEAD = """# Settings
 
@@ -96,7 +96,7 @@ def line(section: Any, field: Field, default: str, indent: str) -> str:
 
 def page() -> str:
     """Write docs/settings.md."""
-    asked = [f"| `{choice}` | `{key}`: {allowed} | {why} |" for choice, rules in ASKS.items()
+    asked = [f"| `{choice}` | `{key}`: {allowed} | {why} |" for choice, rules in REQUIRES.items()
              for key, allowed, why in rules]
     return "\n".join([HEAD, "## The run", "", *table(Config, ""), *chapters(Config, "", "##"),
                       "## What choices ask of other settings", "", "| choice | asks for | because |",
@@ -123,7 +123,7 @@ def table(section: type, path: str) -> list[str]:
         if field.name == "kind" or is_dataclass(kind) or choices(kind):
             continue
         meaning = comments(section)[field.name].replace("|", BAR)
-        only = [f"; only with {choice}" for choice, served in SERVES.items()
+        only = [f"; only with {choice}" for choice, served in ONLY_WITH.items()
                 if key in (entry.partition(":")[0] for entry in served)]
         rows.append(f"| `{key}` | {describe(kind)} | `{default_of(field)}` | {meaning}{''.join(only)} |")
     return ["| setting | value | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []

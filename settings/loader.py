@@ -1,9 +1,9 @@
-"""How yaml becomes frozen dataclasses: files over their bases, `--set`, types, bounds, errors.
+"""Turn yaml into frozen dataclasses: files over their bases, `--set`, types, bounds, errors.
 
-No setting is known here. A section is a dataclass. One that comes in kinds is a union of dataclasses; each
-has its kind as the first field, `kind: Literal["topk"] = "topk"`; a config that names none has the first.
+This file knows no setting. A section is a dataclass. A section that comes in kinds is a union of dataclasses;
+each has its kind as the first field, `kind: Literal["topk"] = "topk"`. A config that names no kind gets the
+first one.
 """
-import contextlib
 import difflib
 import json
 import math
@@ -11,24 +11,27 @@ import os
 import re
 import reprlib
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import MISSING, fields, is_dataclass
-from functools import reduce
+from functools import cache
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import yaml
 
 UNIONS = (Union, types.UnionType)
-SHORT = reprlib.Repr()  # of a value in an error: a few lines of yaml can stand for gigabytes
+MISFIT = object()  # stands for a value that a type does not allow
+PLAIN = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
+         types.NoneType: "null", Any: "anything"}
+SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
 
 class ConfigError(ValueError):
-    """A setting, or a file it names, that the user must mend; the message says what is allowed and how."""
+    """A mistake in a setting or a file that the user can mend; the message says what is allowed and how."""
 
 
-# A number that a setting may have. It stands beside the type: `Annotated[int, at_least(1)]`.
+# Whether a number is allowed, and which are. It stands beside the type: `Annotated[int, at_least(1)]`.
 Bound = tuple[Callable[[float], bool], str]
 
 
@@ -43,8 +46,8 @@ def above(low: float, note: str = "") -> Bound:
 def within(interval: str, note: str = "") -> Bound:
     """Bound a number on both sides, as mathematics writes it: "[0, 1)" holds 0 and does not hold 1."""
     low, high = map(float, interval[1:-1].split(","))
-    ends = [low] * (interval[0] == "[") + [high] * (interval[-1] == "]")
-    return lambda number: low < number < high or number in ends, f"in {interval}{note}"
+    ends = {low: interval[0] == "[", high: interval[-1] == "]"}
+    return lambda number: ends.get(number, low < number < high), f"in {interval}{note}"
 
 
 Count = Annotated[int, at_least(1)]
@@ -56,7 +59,10 @@ BelowOne = Annotated[float, within("[0, 1)")]
 
 
 class Loader(yaml.SafeLoader):
-    """yaml in which a key given twice is an error, and 010, 1:30 and 2024-01-01 are no numbers but texts."""
+    """yaml in which a key given twice is an error, and 010, 1:30 and 2024-01-01 are texts, not numbers.
+
+    1e-6 is a text too, as in yaml 1.1, so that every tool reads and quotes a saved config in one way.
+    """
 
     def resolve(self, kind: type, value: str, implicit: tuple[bool, bool]) -> str:
         tag = super().resolve(kind, value, implicit)
@@ -76,7 +82,7 @@ class Loader(yaml.SafeLoader):
 def parse(text: str | bytes, source: str | Path) -> Any:
     try:
         return yaml.load(text, Loader)
-    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: of a number of 5,000 digits
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
         raise ConfigError(f"{source} is not valid yaml: {' '.join(str(error).split())}") from None
 
 
@@ -88,20 +94,21 @@ def read(path: Path) -> dict[str, Any]:
 
 
 def parse_json(text: str | bytes, place: str | Path, remedy: str) -> Any:
-    """Read JSON of whatever origin. Raises ConfigError."""
+    """Read JSON from anywhere. Raises ConfigError."""
     try:
-        json.dumps(value := json.loads(text), ensure_ascii=False).encode()  # half a character is none
-        return value
-    except (ValueError, RecursionError) as error:  # of other bytes than UTF-8 and of 5,000 digits too
+        value = json.loads(text)
+        json.dumps(value, ensure_ascii=False).encode()  # fails for half of a character
+    except (ValueError, RecursionError) as error:  # ValueError: bytes that are not UTF-8, or 5,000 digits
         raise ConfigError(f"{place}: not valid JSON ({error}); {remedy}") from None
+    return value
 
 
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON file of a model folder. Raises ConfigError."""
-    found = parse_json(path.read_bytes(), path, "download it again")
-    if not isinstance(found, dict):
+    raw = parse_json(path.read_bytes(), path, "download it again")
+    if not isinstance(raw, dict):
         raise ConfigError(f"{path} holds no JSON object; download it again")
-    return found
+    return raw
 
 
 def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Path:
@@ -118,7 +125,7 @@ def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Pa
 
 
 def layers(path: Path, shipped: Path) -> list[dict[str, Any]]:
-    """Read a config file, the one that it names as `base:`, that one's, and so on; the last comes first."""
+    """Read a config file, the one that it names as `base:`, and so on; return them from the last base up."""
     chain: dict[Path, dict[str, Any]] = {}
     while path.resolve() not in chain:
         raw = chain[path.resolve()] = read(path)
@@ -142,38 +149,41 @@ def merge(old: dict, new: dict) -> dict:
 
 
 def override(text: str, section: Any) -> dict[str, Any]:
-    """Turn "a.b=c" into {"a": {"b": c}}; c is read as yaml, or as it is written for a text."""
+    """Turn "a.b=c" into {"a": {"b": c}}. c is read as yaml, but taken as it is if the setting is a text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
-        raise ConfigError(f"--set {text!r} must have the form setting=value")
+        raise ConfigError(f"--set {SHORT.repr(text)} must have the form setting=value")
     kind = section
     for part in key.split("."):
         kind = hints(kind).get(part)
     as_written = (kind is str and value) or (kind == str | None and value not in ("", "null"))
-    quoted = value.startswith('"')  # yaml's way to write a new line
-    nested = value if as_written and not quoted else parse(value, f"--set {text!r}: the value")
+    nested = value
+    if not as_written or value.startswith('"'):  # yaml in double quotes can hold a new line
+        nested = parse(value, f"--set {SHORT.repr(text)}: the value")
     for part in reversed(key.split(".")):
         nested = {part: nested}
     return nested
 
 
+@cache
 def choices(section: Any) -> dict[str, type]:
-    """Map the kinds of a union to its dataclasses: {"none": KeepAll, "topk": TopK}; empty for other types."""
+    """Map the kinds of a union to its dataclasses, {"none": KeepAll, "topk": TopK}; empty for other types."""
     options = get_args(section) if get_origin(section) in UNIONS else ()
     return {fields(option)[0].default: option for option in options if is_dataclass(option)}
 
 
+@cache
 def hints(section: Any) -> dict[str, Any]:
-    """Map the settings of a section to their types, whichever of its kinds has them; empty for no section."""
-    options = choices(section).values() or filter(is_dataclass, [section])
+    """Map the settings of a section, those of all its kinds, to their types; empty for other types."""
     types_by_name: dict[str, Any] = {}
-    for option in options:
-        types_by_name |= get_type_hints(option, include_extras=True)
+    for option in choices(section).values() or [section]:
+        if is_dataclass(option):
+            types_by_name |= get_type_hints(option, include_extras=True)
     return types_by_name
 
 
 def first_kinds(section: Any) -> dict[str, Any]:
-    """Make the layer under all others: the kind that a section has where nobody names one."""
+    """Return the bottom layer, which names the first kind of every section that comes in kinds."""
     layer: dict[str, Any] = {}
     for name, inner in hints(section).items():
         if choices(inner):
@@ -184,32 +194,36 @@ def first_kinds(section: Any) -> dict[str, Any]:
 
 
 def build(section: Any, raw: dict[str, Any], path: str = "") -> Any:
-    """Fill a frozen dataclass (and those inside it) from nested dicts.
+    """Make a frozen dataclass, and those inside it, from nested dicts.
 
-    Raises ConfigError, naming the full dotted path, on a key that is unknown, missing or of another kind,
-    on a wrong type and on a number out of bounds.
+    Raises ConfigError, with the full dotted name, for a key that is unknown, missing or of another kind, and
+    for a value of a wrong type or out of bounds.
     """
-    options = choices(section) or {"": section}
-    first = next(iter(options))
-    kind = first and convert(raw.get("kind", first), Literal[*options], path + "kind")
-    own = hints(options[kind])
+    kinds, kind = choices(section), ""
+    if kinds:
+        kind = convert(raw.get("kind", next(iter(kinds))), Literal[*kinds], path + "kind")
+    option = kinds.get(kind, section)
+    own = hints(option)
     for key, value in raw.items():
-        if key not in own:
-            raise ConfigError(misplaced(section, key, value, kind, path))
-    for f in fields(options[kind]):
+        if key in own:
+            continue
+        owners = [name for name, other in kinds.items() if key in hints(other)]
+        if owners:
+            raise ConfigError(misplaced(path + key, value, owners, kind))
+        raise ConfigError(unknown(key, hints(section), path))
+    for f in fields(option):
         if f.name not in raw and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"missing key '{path}{f.name}' ({describe(own[f.name])}); it has no default")
-    return options[kind](**{key: convert(value, own[key], path + key) for key, value in raw.items()})
+    return option(**{key: convert(value, own[key], path + key) for key, value in raw.items()})
 
 
-def misplaced(section: Any, key: str, value: Any, kind: str, path: str) -> str:
-    """Word the error for a key that a section, or this kind of it, does not have."""
-    owners = [name for name, option in choices(section).items() if key in hints(option)]
-    if owners:
-        named = " and ".join(owners).replace(" and ", ", ", len(owners) - 2)
-        return (f"{path}{key} belongs to {named}; this is {kind}: leave {path}{key}={value} "
-                f"out, or set {path}kind")
-    return unknown(key, hints(section), path)
+def misplaced(key: str, value: Any, owners: list[str], kind: str) -> str:
+    """Word the error for a key that only other kinds of its section have."""
+    *others, last = owners
+    named = f"{', '.join(others)} and {last}" if others else last
+    section = key.rpartition(".")[0]
+    return (f"{key} belongs to {named}; this is {kind}: leave {key}={SHORT.repr(value)} out, "
+            f"or set {section}.kind")
 
 
 def unknown(key: str, valid: Iterable[str], path: str) -> str:
@@ -220,79 +234,75 @@ def unknown(key: str, valid: Iterable[str], path: str) -> str:
     return f"unknown key '{path}{key}'. {advice}"
 
 
-def convert(value: Any, kind: Any, path: str, or_word: str = "") -> Any:
-    """Convert a value to a type, or raise ConfigError. yaml reads 1e-6 as a text, so a float may be one."""
-    if is_dataclass(kind) or choices(kind):
-        if isinstance(value, dict):
+def convert(value: Any, kind: Any, path: str) -> Any:
+    """Convert a value to the type of a setting. Raises ConfigError."""
+    union = get_origin(kind) in UNIONS and not choices(kind)
+    for option in get_args(kind) if union else [kind]:
+        result = fit(value, option, path)
+        if result is not MISFIT:
+            return result
+    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value)}")
+
+
+def fit(value: Any, kind: Any, path: str) -> Any:
+    """Convert a value to a type that is no plain union; return MISFIT if the type does not allow it.
+
+    Raises ConfigError for a value inside a section, a mapping or a list.
+    """
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        plain, (allows, _) = inner
+        number = fit(value, plain, path)
+        return number if number is not MISFIT and allows(number) else MISFIT
+    if origin is Literal:
+        word = str(value).lower() if isinstance(value, bool) else value  # yaml reads the word true as a bool
+        return word if word in inner else MISFIT
+    if isinstance(value, dict):
+        if is_dataclass(kind) or choices(kind):
             return build(kind, value, path + ".")
-    elif isinstance(value, dict) and (by_name := weights_of(kind)):
-        return {str(name): convert(number, by_name, f"{path}.{name}") for name, number in value.items()}
-    elif get_origin(kind) in UNIONS:
-        first, word, name = with_word(kind)
-        return word if value == word else convert(value, first, path, f" or {name}")
-    elif get_origin(kind) is Annotated:
-        plain, (fits, allowed) = get_args(kind)
-        number = convert(value, plain, path, or_word)
-        if fits(number):
-            return number
-        raise ConfigError(f"{path}={number} must be {allowed}{or_word and ',' + or_word}")
-    elif get_origin(kind) is dict and isinstance(value, dict):
-        names, inner = get_args(kind)
-        for key in value:
-            if get_args(names) and key not in get_args(names):
-                raise ConfigError(unknown(key, get_args(names), path + "."))
-        return {str(key): convert(item, inner, f"{path}.{key}") for key, item in value.items()}
-    elif get_origin(kind) is list and isinstance(value, list):
-        return [convert(item, get_args(kind)[0], f"{path}[{i}]") for i, item in enumerate(value)]
-    elif get_origin(kind) is Literal:
-        word = str(value).lower() if isinstance(value, bool) else value  # yaml reads true as no word
-        if word in get_args(kind):
-            return word
-    elif kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
-        with contextlib.suppress(ValueError, OverflowError):  # what is no number meets the error below
-            number = float(value)
-            if math.isfinite(number):
-                return number
-    elif type(value) is kind or kind is Any:
-        if kind is int and abs(value) >= 2**63:
-            raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
-        return value
-    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind)}{or_word}")
+        if origin is dict:
+            return fit_items(value, inner, path + ".")
+    if origin is list and isinstance(value, list):
+        return [convert(item, inner[0], f"{path}[{i}]") for i, item in enumerate(value)]
+    if kind is float and type(value) in (int, float, str):
+        try:
+            number = float(value)  # yaml reads 1e-6 as a text
+        except (ValueError, OverflowError):
+            return MISFIT
+        return number if math.isfinite(number) else MISFIT
+    if kind is int and type(value) is int and abs(value) >= 2**63:
+        raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
+    return value if type(value) is kind or kind is Any else MISFIT
 
 
-def with_word(kind: Any) -> tuple[Any, str | None, str]:
-    """Take apart `int | None` or `int | Literal["all"]`: the type, the word beside it, and its name."""
-    plain, other = get_args(kind)
-    if weights_of(kind):
-        return plain, "{name: number}", "{name: number}"
-    word = None if other is types.NoneType else get_args(other)[0]
-    return plain, word, word or "null"
+def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any]:
+    """Convert a mapping whose names are texts, or a few literal ones. Raises ConfigError."""
+    names, kind = get_args(inner[0]), inner[1]
+    for name in mapping:
+        if names and name not in names:
+            raise ConfigError(unknown(name, names, path))
+    return {str(name): convert(value, kind, f"{path}{name}") for name, value in mapping.items()}
 
 
-def weights_of(kind: Any) -> Any:
-    """Return the type of the numbers of `float | dict[str, float]`; None for other types."""
-    other = get_args(kind)[-1] if get_origin(kind) in UNIONS else None
-    return get_args(other)[1] if get_origin(other) is dict else None
-
-
-def describe(kind: Any) -> str:
+def describe(kind: Any, value: Any = None) -> str:
+    """Say which values a type allows; for a number that is out of bounds only the bounds."""
     if choices(kind):
         return f"a section with kind, one of {', '.join(choices(kind))}"
     if is_dataclass(kind):
         return f"a section with {', '.join(f.name for f in fields(kind))}"
-    if get_origin(kind) is Literal:
-        return f"one of {', '.join(map(str, get_args(kind)))}"
-    if get_origin(kind) is Annotated:
-        plain, (_, allowed) = get_args(kind)
-        return f"{describe(plain)}, {allowed}"
-    if get_origin(kind) in UNIONS:
-        first, _, name = with_word(kind)
-        return f"{describe(first)}, or {name}"
-    if get_origin(kind) is dict:
-        return f"a mapping with {', '.join(get_args(get_args(kind)[0])) or 'names'}"
-    if get_origin(kind) is list:
-        return f"a list of which each is {describe(get_args(kind)[0])}"
-    return {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text"}[kind]
+    origin, inner = get_origin(kind), get_args(kind)
+    if origin is Annotated:
+        plain, (_, bounds) = inner
+        return f"{describe(plain)}, {bounds}" if fit(value, plain, "") is MISFIT else bounds
+    if origin is Literal:
+        return ("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner))
+    if origin in UNIONS:
+        return ", or ".join(describe(option, value) for option in inner)
+    if origin is dict:
+        return f"a mapping {{{', '.join(get_args(inner[0])) or 'name'}: {describe(inner[1])}}}"
+    if origin is list:
+        return f"a list, each item {describe(inner[0])}"
+    return PLAIN[kind]
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
@@ -302,29 +312,3 @@ def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
         value = getattr(cfg, f.name)
         flat |= flatten(value, f"{path}{f.name}.") if is_dataclass(value) else {path + f.name: value}
     return flat
-
-
-Rule = tuple[str, bool, str]  # a setting, whether it is as it must be, and how it must be
-
-
-def made(flat: dict[str, Any], choice: str) -> bool:
-    """Tell whether a config makes a choice: "loss.per=token or sum" (either), "loss.tis_cap" (not null)."""
-    key, named, values = choice.partition("=")
-    value = "null" if flat.get(key) is None else str(flat[key])
-    return value in re.split(", | or ", values) if named else value != "null"
-
-
-def table_rules(cfg: Any, serves: dict[str, list[str]], asks: dict[str, list[tuple]]) -> Iterator[Rule]:
-    """Yield rules from two tables: what a choice alone has settings for, and what it asks of others."""
-    flat = flatten(cfg)
-    for choice, served in serves.items():
-        for key, _, why in (entry.partition(": ") for entry in served):
-            if key in flat and not made(flat, choice):
-                *sections, name = key.split(".")
-                default = type(reduce(getattr, sections, cfg)).__dataclass_fields__[name].default
-                shown = "null" if default is None else default
-                yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
-    for choice, asked in asks.items():
-        chosen = choice.partition("=")[0]
-        for key, allowed, why in asked if made(flat, choice) else ():
-            yield key, made(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"

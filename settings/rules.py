@@ -1,19 +1,24 @@
-"""What settings ask of one another. Bounds of a single setting stand beside it.
+"""Rules across settings. The bounds of a single setting stand beside it.
 
-A rule is a setting, whether it is as it must be, and how it must be; config.load makes an error of one that
-is broken.
+A rule has the name of a setting, whether its value is allowed, and which values are; config.load raises an
+error for the first rule that is broken. A choice is written as in a config, "loss.per=token or sum", or is
+the name of a setting that is not null, "loss.tis_cap".
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import fields
+from functools import reduce
 from itertools import chain
 from string import Formatter
 from typing import Any
 
-from settings.loader import Rule, table_rules
+from settings.loader import flatten
 
-# A choice -> the settings that are for it alone, and why; without it they keep their defaults.
-SERVES = {
+Rule = tuple[str, bool, str]
+
+# A choice -> the settings that only it uses, and why; without it they must keep their defaults.
+ONLY_WITH = {
     "model.lora.rank": ["model.lora.alpha", "model.lora.targets", "model.lora.path"],
     "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
@@ -29,8 +34,8 @@ SERVES = {
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
                            "critic.bounded", "critic.pretrain_steps"],
 }
-# A choice -> a setting, what that must then be, and why.
-ASKS = {
+# A choice -> the name of another setting, the values that this may have then, and why.
+REQUIRES = {
     "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
     "rollout.group_size=1": [
         ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
@@ -38,24 +43,24 @@ ASKS = {
         ("rollout.until", "offered or full", "the rewards of one completion never differ"),
     ],
     "advantage.residual": [
-        ("loss.trust", "none", "only then is its gradient that of the squared loss"),
-        ("loss.per", "sum", "only then is its gradient that of the squared loss"),
-        ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
+        ("loss.trust", "none", "only then is its gradient the squared loss's"),
+        ("loss.per", "sum", "only then is its gradient the squared loss's"),
+        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
     ],
     "advantage.kind=preference or group_preference": [
-        ("loss.trust", "none", "only then is its gradient that of the preference loss"),
-        ("loss.per", "sum", "only then is its gradient that of the preference loss"),
-        ("prune.completions.kind", "none", "a pair with one of its two dropped cannot be made up for"),
-        ("prune.tokens.kind", "none", "its log-ratio is that of all tokens"),
-        ("loss.tis_cap", "null", "it is no mean over the engine's samples"),
-        ("loss.mask_ratio", "null", "it is no mean over the engine's samples"),
+        ("loss.trust", "none", "only then is its gradient the preference loss's"),
+        ("loss.per", "sum", "only then is its gradient the preference loss's"),
+        ("prune.completions.kind", "none", "no weight makes up for half of a pair"),
+        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
+        ("loss.tis_cap", "null", "it is not a mean over the engine's samples"),
+        ("loss.mask_ratio", "null", "it is not a mean over the engine's samples"),
     ],
     "labels.kind=votes": [("rollout.window", "null", "unfinished answers do not vote")],
     "advantage.kind=decoupled": [
-        ("rollout.until", "offered", "its scale is that of one round"),
-        ("prune.prompts.kind", "none", "its scale would be that of the prompts that are rolled out")],
+        ("rollout.until", "offered", "its scale is computed over one round"),
+        ("prune.prompts.kind", "none", "its scale would come from the prompts rolled out only")],
     "advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")],
-    "loss.trust=clip_sequence": [("prune.tokens.kind", "none", "its ratio is that of all tokens")],
+    "loss.trust=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
     "prune.completions.compare=kept": [
         ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
     "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
@@ -67,10 +72,10 @@ ASKS = {
     "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
     "loss.mask_ratio": [
         ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
-        ("prune.tokens.kind", "none", "its mean ratio is that of all tokens")],
+        ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
     "rollout.window": [
         ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
-        ("prune.completions.kind", "none", "what is cut has no |advantage| in a group yet to be pruned by"),
+        ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
         ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
         ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
         ("loss.per", "token, constant or sum", "a step has only a part of a sequence"),
@@ -88,7 +93,7 @@ def prompt_rules(cfg: Any) -> Iterator[Rule]:
     data, own = cfg.data, cfg.data.prompt
     yield "data.prompt", own is None or asks(own), PLAIN_PROMPT
     yield ("data.prompt", own is None or "\\n" not in own,
-           "in double quotes where it has a new line, behind --set in single ones too: "
+           "in double quotes if it has a new line, and after --set in single quotes as well: "
            "'data.prompt=\"Question: {question}\\nAnswer:\"'; without them \\n is a backslash and an n")
     for name in ("system_prompt", "chat_template", "template"):
         yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
@@ -98,7 +103,7 @@ def prompt_rules(cfg: Any) -> Iterator[Rule]:
 
 
 def asks(text: str) -> bool:
-    """Tell whether str.format puts the question, as it is, and nothing else into a text."""
+    """Tell whether {question} is all that str.format fills in, and without a format of its own."""
     try:
         fields_of_text = {tuple(names) for _, *names in Formatter().parse(text) if names[0] is not None}
     except ValueError:
@@ -133,7 +138,7 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            "1 at eval.temperature=0: greedy answers are all the same")
     yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
            "auto, none or all with model.compile=true, which by itself recomputes what is cheap")
-    low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one for 0.01"
+    low = "at least 0.01 unless rollout.engine=torch: vLLM takes a lower one as 0.01"
     yield "rollout.temperature", roll.engine == "torch" or roll.temperature >= 0.01, low
     yield "eval.temperature", roll.engine == "torch" or not 0 < cfg.eval.temperature < 0.01, f"0 or {low}"
 
@@ -150,23 +155,23 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
     if prompts.kind == "depo":
         yield "prune.prompts.high", prompts.low < prompts.high, f"above prune.prompts.low={prompts.low}"
         yield ("prune.prompts.kind", cfg.reward.accuracy != 0,
-               "another than depo unless reward.accuracy has a weight, which tells what is right")
+               "another kind unless reward.accuracy has a weight, which tells what is right")
     if prompts.kind == "rank":
         yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
                f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
     counted = cfg.loss.count == "kept" or cfg.rollout.until == "informative"
     if prompts.kind in ("bernoulli", "pps", "rank") and not counted:
         why = (f"with prune.prompts.kind={prompts.kind} and loss.count=all: a mean over all tokens needs the "
-               "length of what a prompt that is skipped would have got")
+               "lengths of completions that a skipped prompt never got")
         yield "loss.per", cfg.loss.per != "token", f"sequence, constant or sum {why}"
         for name in ("likelihood", "entropy"):
             yield f"loss.{name}", getattr(cfg.loss, name) == 0, f"0 {why}"
         yield ("prune.truncated", not cfg.prune.truncated, f"false with prune.prompts.kind={prompts.kind}: "
-               "how many answers of a prompt that is skipped would have been cut is not known")
+               "nobody knows how many answers of a skipped prompt would have been cut")
 
 
 def drops(share: float, count: int) -> bool:
-    """Tell whether a share of so many, rounded down, drops at least one, or is meant to drop none."""
+    """Tell whether a share of `count` items, rounded down, is at least one item, or the share is 0."""
     return share == 0 or int(share * count + 1e-9) >= 1
 
 
@@ -179,9 +184,9 @@ def label_rules(cfg: Any) -> Iterator[Rule]:
     yield ("labels.most", labels.most >= roll.group_size, f"at least {roll.group_size} (rollout.group_size), "
            "which are sampled of every prompt")
     yield ("advantage.kind", cfg.advantage.kind != "soft_value",
-           "another than soft_value with labels.kind=votes: V* is estimated from the answers of the data")
+           "another kind with labels.kind=votes: V* is estimated from the answers of the data")
     yield ("labels.kind", cfg.reward.needs_answers,
-           "gold where no component of the reward compares with an answer")
+           "gold if no component of the reward compares with an answer")
 
 
 def reward_rules(cfg: Any) -> Iterator[Rule]:
@@ -205,7 +210,7 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
 def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
     yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
-           "0 with rollout.window: a step has only the last window of an answer that is right")
+           "0 with rollout.window: a step has only the last window of a correct answer")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
     yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
            "above 1 + loss.clip_high, or null")
@@ -214,7 +219,31 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
                f"above 0 with loss.trust={loss.trust}")
 
 
+def made(flat: dict[str, Any], choice: str) -> bool:
+    """Tell whether a flat config makes a choice."""
+    key, named, values = choice.partition("=")
+    value = "null" if flat.get(key) is None else str(flat[key])
+    return value in re.split(", | or ", values) if named else value != "null"
+
+
+def table_rules(cfg: Any) -> Iterator[Rule]:
+    """Yield the rules of the tables ONLY_WITH and REQUIRES."""
+    flat = flatten(cfg)
+    for choice, entries in ONLY_WITH.items():
+        for entry in entries if not made(flat, choice) else ():
+            key, _, why = entry.partition(": ")
+            if key in flat:
+                *sections, name = key.split(".")
+                default = type(reduce(getattr, sections, cfg)).__dataclass_fields__[name].default
+                shown = "null" if default is None else default
+                yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
+    for choice, requirements in REQUIRES.items():
+        chosen = choice.partition("=")[0]
+        for key, allowed, why in requirements if made(flat, choice) else ():
+            yield key, made(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
+
+
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
     return chain(prompt_rules(cfg), size_rules(cfg), pruning_rules(cfg), label_rules(cfg), reward_rules(cfg),
-                 loss_rules(cfg), table_rules(cfg, SERVES, ASKS))
+                 loss_rules(cfg), table_rules(cfg))
