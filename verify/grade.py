@@ -22,8 +22,8 @@ from pathlib import Path
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
-from config import ConfigError
 from verify.answer import equal, readable
+from verify.errors import VerifyError
 from verify.extract import extract, last_number, last_tag, until_end
 from verify.number import number, same_numbers
 
@@ -68,7 +68,7 @@ def workers(limits: Limits) -> ProcessPool:
         sys.exit(1)  # a worker, and its import of the main program has come here; see Call.result
     main = getattr(sys.modules["__main__"], "__file__", None)
     if main and not Path(main).is_file():  # `python - < program`: no worker could ever start
-        raise ConfigError(f"the verifier's processes import the main program, and {main} is no file; "
+        raise VerifyError(f"the verifier's processes import the main program, and {main} is no file; "
                           "run it from one")
     # A process that had to be killed is replaced by a fork of one that has imported what takes long.
     context = multiprocessing.get_context("forkserver")
@@ -142,7 +142,7 @@ class Call:
         self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
 
     def result(self) -> object:
-        """Return what the function returns. Raises OverLimit, what the function raises, and ConfigError where
+        """Return what the function returns. Raises OverLimit, what the function raises, and VerifyError where
         no worker lives long enough to take the call."""
         try:
             return self.awaited()
@@ -164,7 +164,7 @@ class Call:
             except BrokenProcessPool:  # a worker has died, and it is not known of which call
                 if self.pool and not self.pool.started.is_set():
                     main = getattr(sys.modules["__main__"], "__file__", "the main program")
-                    raise ConfigError(f"no process of the {self.limits.purpose} lives to take a call: each "
+                    raise VerifyError(f"no process of the {self.limits.purpose} lives to take a call: each "
                                       f"imports {main}, which must run what it runs under "
                                       "`if __name__ == \"__main__\":`") from None
                 self.start()
@@ -223,7 +223,7 @@ def finish_verdict(verdict: str | Call) -> str:
         return verdict.result()
     except OverLimit:
         return "timed_out"
-    except ConfigError:
+    except VerifyError:
         raise
     except Exception:  # as in begin_verdict
         return "unparsed"
@@ -276,7 +276,7 @@ def unreadable(golds: Iterable[str]) -> set[str]:
         try:
             if not call.result():
                 unread.add(gold)
-        except ConfigError:
+        except VerifyError:
             raise
         except Exception:  # a gold answer that no worker survives
             unread.add(gold)
