@@ -1,6 +1,6 @@
-"""Judge the verifier on labelled cases: how often it is right, and where it is not.
+"""Measure the verifier on labelled cases: how often it is right, and which cases it gets wrong.
 
-It is judged on their gold answers too, which must be right in whatever way they are written.
+Their gold answers are graded against themselves too, in every spelling that changes no value.
 """
 
 import json
@@ -71,15 +71,15 @@ def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Cou
     return [*counts.items(), ("total", sum(counts.values(), Counter()))]
 
 
-def respelled(golds: list[str]) -> list[tuple[str, str, str]]:
-    """List the ways to write each gold answer: the gold one, the way, a completion with it."""
+def respell_golds(golds: list[str]) -> list[tuple[str, str, str]]:
+    """List every spelling of every gold answer, as (gold answer, name of the spelling, completion)."""
     return [(gold, way, rf"\boxed{{{spell(gold)}}}")
             for gold in dict.fromkeys(golds) for way, spell in SPELLINGS.items()]
 
 
 def check_golds(golds: list[str]) -> str:
-    """Judge each gold answer against itself in every spelling; say how many are right, and which are not."""
-    rewritten = respelled(golds)
+    """Grade each gold answer against itself in every spelling. Return the share that is right, and others."""
+    rewritten = respell_golds(golds)
     grades = grade([(gold, text) for gold, _, text in rewritten])
     judged = zip(rewritten, grades, strict=True)
     refused = [f"not {shorten(gold)!r} {way}" for (gold, way, _), x in judged if x["verdict"] != "right"]
