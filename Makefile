@@ -12,6 +12,9 @@ demo: .venv/run      ## train the toy model with CPPO, print accuracy before and
 test: .venv/dev      ## the suite, without whole training runs
 	$(VENV)/python -m pytest -n 2 --dist worksteal
 
+test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
+	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
+
 test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, and killed runs are the same runs
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
 	$(VENV)/python tests/survive.py --kills 6 --signals

@@ -43,7 +43,7 @@ from records import EngineSpec, Problem, Prompt, Rewards, plain
 from reward import measured, score, span
 from rollout import Engine, start_engine
 from settings.paths import user_path
-from verify import also
+from verify.compare_math_verify import judge_by_math_verify
 from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
 
@@ -299,7 +299,7 @@ def with_math_verify(results: dict[str, dict]) -> dict[str, dict]:
         responses = [(p["gold"], response) for p in result["problems"] for response in p["responses"]]
         if "verdict" not in responses[0][1]:
             continue
-        judged = also.math_verify([(gold, response["text"]) for gold, response in responses])
+        judged = judge_by_math_verify([(gold, response["text"]) for gold, response in responses])
         for (_, response), (right, read) in zip(responses, judged, strict=True):
             response["math_verify"] = {"right": right, "read": read}
         result["math_verify"] = mean(right for right, _ in judged)

@@ -15,10 +15,11 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import OF_ANSWER, ConfigError, Reward
+from config import OF_ANSWER, Reward
 from infra import custom_reward
 from records import Problem, Prompt
 from verify.cases import check_golds, count_outcomes, read_cases
+from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
 from verify.grade import VERIFY_SECONDS, grade
 from verify.number import number
@@ -159,7 +160,7 @@ def main() -> int:
     parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
     try:
         cases = read_cases(parser.parse_args().cases)
-    except ConfigError as error:
+    except VerifyError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     start = time.perf_counter()

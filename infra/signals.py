@@ -15,6 +15,7 @@ import torch
 
 from config import ConfigError
 from infra import dist
+from verify.errors import VerifyError
 
 LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
                "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
@@ -117,7 +118,7 @@ def exit_status(program: Callable[[], int | None], remedy: str = "start it again
     except BrokenPipeError:  # whoever read the output has gone: `--show | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
         return 128 + signal.SIGPIPE
-    except ConfigError as error:
+    except (ConfigError, VerifyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except torch.OutOfMemoryError as error:

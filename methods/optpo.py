@@ -27,7 +27,7 @@ from records import Group, Rewards, Sample, Turn
 from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
-from verify.statistics import spelling
+from verify.statistics import reduce_spelling
 
 CLASSES = 4  # those with most votes are compared with a new spelling: a pair may take the verifier seconds
 
@@ -52,7 +52,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
     class_of: dict[str, str] = {}  # by spelling
     ballot: Ballot = []
     for answer in answers:
-        key = spelling(answer)
+        key = reduce_spelling(answer)
         if key and key not in class_of:
             leaders = [known for known, _ in Counter(filter(None, ballot)).most_common(CLASSES)]
             class_of[key] = equal(leaders, answer) or answer

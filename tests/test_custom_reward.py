@@ -2,7 +2,6 @@
 
 import os
 import re
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -320,13 +319,6 @@ def run_program(tmp_path: Path, program: str) -> subprocess.CompletedProcess:
 EXPRESSIONS = r'[("\\frac{x+1}{2}", r"\boxed{0.5x+0.5}")]'
 
 
-def test_a_program_without_a_main_guard_is_told_so(tmp_path):
-    done = run_program(tmp_path, f"print(grade({EXPRESSIONS})[0]['verdict'])")
-    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
-    assert re.search(r"ConfigError: no process of the verifier lives .* imports .*program.py, .*`if __name__ == \"__",
-                     done.stderr)
-
-
 @pytest.mark.slow
 def test_so_is_one_that_trains(tmp_path):
     """And no worker trains, as one rank more that waits for ever."""
@@ -339,39 +331,6 @@ def test_so_is_one_that_trains(tmp_path):
     assert done.returncode == 0 and done.stdout == ""
     assert re.fullmatch(r"error: no process of the verifier lives .* imports .*program.py, .*`if __name__ == .*\n",
                         done.stderr)
-
-
-def test_a_program_with_one_is_not(tmp_path):
-    done = run_program(tmp_path, f"if __name__ == '__main__':\n    print(grade({EXPRESSIONS})[0]['verdict'])")
-    assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
-
-
-SIGNALLED = """
-import os, signal, subprocess, time
-from verify.grade import Call, Limits
-
-if __name__ == "__main__":
-    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, lambda *_: None)
-    limits, processes = Limits("test", 2 << 30, 1, 3.0), set()
-    for moment in ("starting", "working"):
-        calls = [Call(time.sleep, 0.3, limits=limits), Call(os.getpid, limits=limits)]
-        if moment == "working":
-            calls[0].pool.started.wait()
-        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-            os.killpg(0, number)
-        processes.add([call.result() for call in calls][1])
-    child = Call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
-    print(len(processes), child.returncode)
-"""
-
-
-def test_a_signal_to_all_processes_ends_no_worker_and_nothing_that_starts_them(tmp_path):
-    """As `timeout`, SLURM and a closed terminal send one. What a function starts can still be ended by it."""
-    (tmp_path / "program.py").write_text(SIGNALLED)
-    done = subprocess.run([sys.executable, str(tmp_path / "program.py")], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"PYTHONPATH": str(ROOT)}, start_new_session=True)
-    assert (done.returncode, done.stdout, done.stderr) == (0, f"1 {-signal.SIGTERM}\n", "")
 
 
 def test_what_a_reward_function_prints_goes_to_stderr(tmp_path):

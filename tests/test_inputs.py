@@ -15,7 +15,6 @@ from config import ConfigError
 from infra import formats, lines, results, weights
 from infra.tokenizer import Tokenizer
 from model import load_model
-from verify import cases
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened
 
@@ -105,7 +104,7 @@ def test_a_chat_template_that_fails_says_how(template, model):
     assert "the chat template fails: " in said_by(use, model)
 
 
-# ---- rows, configs, results and cases
+# ---- rows, configs and results
 
 @pytest.mark.parametrize(("line", "message"), [
     (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
@@ -152,16 +151,6 @@ def test_what_is_no_result_is_named(content, tmp_path):
     path = tmp_path / "result.json"
     path.write_bytes(content)
     assert str(path) in said_by(results.read_result, path)
-
-
-@pytest.mark.parametrize(("line", "message"), [
-    (b"\xff\xfe{", "not valid JSON"),
-    (b'{"gold": "1", "completion": "1", "correct": true, "category": [1]}', "must be a text"),
-    (b'{"x": ' + b"1" * 5001 + b"}", "not valid JSON")])
-def test_a_case_that_is_none_is_named_by_its_line(line, message, tmp_path):
-    path = tmp_path / "cases.jsonl"
-    path.write_bytes(line)
-    assert re.search(f"{path}:1: .*{message}", said_by(cases.read_cases, path))
 
 
 def test_an_evaluation_is_not_written_over_a_folder(tmp_path):

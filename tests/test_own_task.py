@@ -30,7 +30,6 @@ from page import evaluations
 from page.pruning import kept_by_difficulty
 from records import Problem
 from rollout import TorchEngine
-from verify import statistics
 
 SHOTS = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "1 + 1?"},
          {"role": "assistant", "content": "2"}, {"role": "user", "content": "2 + 3?"}]
@@ -371,27 +370,6 @@ def test_difficulty_without_answers_is_that_of_the_reward():
     assert all((a == b).all() for a, b in zip(kept_by_difficulty([{"prompts": shifted}]), (above, others), strict=True))
 
 
-def beta(draw: np.random.Generator, count: int, a: float, b: float, scores: int) -> np.ndarray:
-    """Means of `scores` rewards of a problem; 0: of infinitely many."""
-    mean_N = draw.beta(a, b, count)
-    return draw.binomial(scores, mean_N) / scores if scores else mean_N
-
-
-@pytest.mark.parametrize(("count", "a", "b", "scores"), [
-    (100, 0.4, 1.2, 0), (40, 5.0, 5.0, 0), (20, 2.0, 2.0, 0), (500, 0.5, 4.0, 4), (30, 2.0, 1.0, 1)])
-def test_intervals_of_a_reward_cover_the_truth_at_their_rate_and_are_no_wider(count, a, b, scores):
-    """A simulation of rewards between -1 and 2, one a problem or the mean of some that are -1 or 2."""
-    draw, truth = np.random.default_rng(0), -1 + 3 * a / (a + b)
-    covered, widths = 0, []
-    for _ in range(3000):
-        reward_N = -1 + 3 * beta(draw, count, a, b, scores)
-        low, high = statistics.bounded_interval(reward_N, -1, 2)
-        covered += low <= truth <= high
-        widths.append((high - low) / (2 * statistics.half_width(reward_N)))
-        assert -1 <= low <= high <= 2
-    assert 0.925 < covered / 3000 < 0.975 and 0.8 < np.mean(widths) < 1.1
-
-
 def test_answers_without_a_reward_are_no_part_of_its_mean():
     """A problem of which none has one is left out."""
     def problem(i: int, *rewards: float | None) -> dict:
@@ -412,12 +390,6 @@ def test_answers_without_a_reward_are_no_part_of_its_mean():
                                       {"head": head, "results": {"few": other}}).splitlines()[1]
     assert row.split()[:6] == ["few", "reward", "2", "0.625", "0.500", "-0.375"]
     assert "reward" not in evaluation.summarise([problem(1, None, None)], bounds=(0, 1))
-
-
-def test_rewards_that_are_all_equal_are_not_certain():
-    low, high = statistics.bounded_interval([0.1 + 0.2] * 20 + [0.3] * 20, 0, 1)
-    assert low < 0.2 < 0.4 < high
-    assert statistics.bounded_interval([2.0] * 40, 0, 2)[1] == 2
 
 
 # ---- whole runs

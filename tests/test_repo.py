@@ -19,8 +19,8 @@ FOLDERS = ("methods", "verify", "infra", "page", "settings", "preflight")
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
     if path.stem != "__init__"}
-PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md", "examples/README.md")),
-         *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
+         *(ROOT / folder / "README.md" for folder in ("examples", "verify")), *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy")
           for path in (ROOT / folder).glob("*.py")]
@@ -123,7 +123,8 @@ def test_the_commands_of_the_pages_exist():
     for command in commands():
         check_command(command)
     ci = (ROOT / ".ci" / "run").read_text()
-    assert all(f"make {target}" in ci for target in ("lint", "test", "test-slow", "test-vllm", "test-peers"))
+    targets = ("lint", "test", "test-verify", "test-slow", "test-vllm", "test-peers")
+    assert all(f"make {target}\n" in ci for target in targets)
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 

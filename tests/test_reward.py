@@ -3,20 +3,17 @@
 import itertools
 import json
 import math
-import os
 import subprocess
 import sys
-import threading
 
 import pytest
-from conftest import ROOT, verdict
+from conftest import ROOT
 
 import reward
 from config import Reward
 from records import Prompt
 from reward import COMPONENTS, Completion, score, span
 from verify import grade as grading
-from verify.grade import grade
 
 FULL = "<think>6*7</think>\n<answer>42</answer>"
 
@@ -110,76 +107,8 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     assert tuple(parts[name] for name in reward.NOTES) == notes
 
 
-def test_what_cannot_be_read_does_not_hide_what_is_equal():
-    """The first comparison of the two lists raises; each member has its like all the same."""
-    assert verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
-    assert verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
-
-
-def test_grades_are_strict_and_lenient():
-    graded, = grade([("42", "I think 42")])
-    assert graded == {"answer": None, "verdict": "unparsed", "last_number": True, "lenient": True}
-    graded, = grade([("42", r"\boxed{42}, or 6 times 7")])
-    assert (graded["verdict"], graded["last_number"], graded["lenient"]) == ("right", False, True)
-    graded, = grade([("2,125", "<answer>2125 or so</answer> 7")])
-    assert (graded["verdict"], graded["last_number"]) == ("wrong", True)
-
-
-@pytest.mark.parametrize("answer", [
-    "99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
-def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeypatch):
-    """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
-    monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
-    grading.begin_verdict.cache_clear()
-    assert verdict("1", answer) != "right"
-    assert verdict("a+1", "1+a") == "right"
-
-
-def test_a_worker_that_dies_is_replaced():
-    before = grading.Call(os.getpid).result()
-    os.kill(before, 9)
-    grading.begin_verdict.cache_clear()
-    assert verdict("b+1", "1+b") == "right"
-    assert grading.Call(os.getpid).result() != before
-
-
-@pytest.mark.slow
-def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
-    """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
-    grading.Call(os.getpid).result()
-    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
-    for _ in range(3):
-        worker, pool = grading.Call(os.getpid).result(), grading.POOLS[grading.Call(os.getpid).limits]
-        os.kill(worker, 9)
-        waiting = [grading.Call(os.getpid) for _ in range(3)]
-        pool.stop()
-        assert worker not in [call.result() for call in waiting]
-        assert grading.Call(os.getpid).result() and grading.POOLS[waiting[0].limits] is not pool
-    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files
-
-
-def allocate(gibibytes: int) -> int:
-    return len(bytes(gibibytes << 30))  # zeros that no page has to be found for: only the limit counts
-
-
-def test_a_worker_gets_no_more_memory_than_it_may_have():
-    assert grading.Call(allocate, 1).result() == 1 << 30
-    with pytest.raises(grading.OverLimit, match="too much memory"):
-        grading.Call(allocate, 3).result()
-
-
-def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
-    started = []
-    monkeypatch.setattr(grading.Call, "start", lambda self: started.append(self.args))
-    monkeypatch.setattr(grading.Call, "result", lambda self: "right")
-    count = grading.begin_verdict.cache_info().maxsize + 100
-    assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
-    assert len(started) == count
-    grading.begin_verdict.cache_clear()
-
-
 def cases(path, *rows):
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows))
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     command = [sys.executable, "reward.py", "--cases", str(path)]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
 
@@ -196,14 +125,10 @@ def test_the_command_counts_by_category(tmp_path):
     assert "false negative: easy: gold '1', answer '2', judged wrong" in done.stdout
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ("{", "c.jsonl:1: not valid JSON"), ("[]", "c.jsonl:1: a case needs 'gold', a str"),
-    ("", "holds no cases"),
-    ({"gold": "1", "completion": "1", "correct": "yes"}, "c.jsonl:1: a case needs 'correct', a bool"),
-])
-def test_bad_cases_are_named(row, message, tmp_path):
-    done = cases(tmp_path / "c.jsonl", row)
-    assert (done.returncode, done.stderr.count("\n")) == (2, 1) and message in done.stderr
+def test_a_bad_case_ends_the_command_in_one_line(tmp_path):
+    done = cases(tmp_path / "c.jsonl", [])
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == f"error: {tmp_path / 'c.jsonl'}:1: a case needs 'gold', a str\n"
 
 
 def test_no_weight_is_nan():

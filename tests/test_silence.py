@@ -16,7 +16,6 @@ import train
 from config import ConfigError
 from data import load_problems
 from infra import dist, lines
-from verify.cases import count_outcomes
 
 SHORT = ["steps=1", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"]
 
@@ -100,12 +99,6 @@ def test_an_answer_that_is_not_a_number_is_an_empty_cell(name, tmp_path):
         assert "NaN" in path.read_text()
     with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
         load_problems(str(path))
-
-
-def test_a_category_called_total_is_one_of_the_categories():
-    cases = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
-    counts = count_outcomes(cases, [{"verdict": "right", "answer": "1"}] * 2)
-    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
 
 
 # ---- files that a dying process or machine has left

@@ -1,8 +1,8 @@
-"""Tell whether two expressions or relations are equal: math-verify's parser reads them, their values decide.
+"""Compare two expressions or relations by their values at random points.
 
-math-verify rounds to six places behind the point when it compares (1/2004! equals 1/2006! to it), so its own
-comparison is used only where values do not decide. This file runs in a process of its own, which may be
-killed at any time.
+formula.py parses the usual formulas, math-verify's parser the others. math-verify's own comparison rounds to
+six decimal places (it takes 1/2004! for 1/2006!), so it is used only if values do not decide. This file runs
+in worker processes, which may be killed at any time.
 """
 
 import functools
@@ -24,33 +24,34 @@ from verify.answer import FLIPPED, RELATION
 from verify.number import DECIMAL, number, rounds_to
 
 logging.getLogger("math_verify").setLevel(logging.ERROR)  # at every call it warns that its time-outs are off
-# Units and mixed numbers are handled before; by math-verify's way \frac{1}{m} t loses its t, and M is m.
+# spelling.py handles units and mixed numbers; by math-verify's defaults \frac{1}{m} t loses its t and M is m
 SPELLED = NormalizationConfig(
     basic_latex=True, units=False, malformed_operators=False, nits=False, boxed="none")
 LITERAL = ConversionConfig(lowercase_symbols=False, interpret_as_mixed_fractions=False)
 CLOSED = re.compile(r"(\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)(?:[_^](?:\{[^{}]*\}|\w))*) ?"
                     r"((?:\w|\\(?!cdot|frac)[a-z]+ ?)+)(?= ?(?:\\cdot|/))")  # an argument without brackets
-DIGITS, POINTS, TRIES = 50, 6, 40
-TOLERANCE = sympy.Float(10, DIGITS) ** -40  # e^{64} + x is not e^{64} - x
-SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # of the points, so that |x - 6| is not always 6 - x
+DIGITS, POINTS_COMPARED, POINTS_TRIED = 50, 6, 40
+TOLERANCE = sympy.Float(10, DIGITS) ** -40  # tells e^{64} + x from e^{64} - x
+POINT_SIZES = (sympy.Rational(1, 10), 1, 3, 10, 30, 100)  # small and large, to tell |x - 6| from 6 - x
 
 
 @functools.lru_cache(maxsize=2000)  # a gold answer is compared with every completion of its group
 def read_formula(text: str) -> sympy.Basic:
-    """Read a formula, with math-verify's parser where it is of a kind that formula.py does not know.
+    """Parse a formula, by math-verify's parser if formula.py does not know its kind.
 
-    Raises whatever that and sympy raise, and ValueError where there is nothing to read.
+    Raises any exception that math-verify and sympy raise, and ValueError if there is no formula.
     """
     exact = number(text)
     if exact:
         return sympy.Rational(exact[0].numerator, exact[0].denominator)
     try:
-        return formula.read(text)
+        return formula.parse_formula(text)
     except formula.Unread:
-        return latex2sympy_read(text)
+        return parse_latex(text)
 
 
-def latex2sympy_read(text: str) -> sympy.Basic:
+def parse_latex(text: str) -> sympy.Basic:
+    """Parse a formula by math-verify's parser, and mend its reading."""
     text = CLOSED.sub(r"\1(\2)", text)  # its argument would run over \cdot
     text = re.sub(r"(?<![A-Za-z\\])E(?![A-Za-z])", r"\\Xi ", text)  # an energy; E alone is not read
     text = re.sub(r"(?<![\w}^])(\d+)\(", r"\1\\cdot(", text)  # 3(1/2) is read as a mixed number
@@ -64,14 +65,14 @@ def latex2sympy_read(text: str) -> sympy.Basic:
     return read.doit() if read.has(sympy.Integral, sympy.Limit, sympy.Sum, sympy.Product) else read
 
 
-def points(symbols: list[sympy.Symbol], signed: bool) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
-    """Draw points without end, the same every time: positive ones, or of either sign.
+def draw_points(symbols: list[sympy.Symbol], signed: bool) -> Iterator[dict[sympy.Symbol, sympy.Rational]]:
+    """Yield an endless, reproducible stream of points, positive or of either sign.
 
-    Of as many as there are SIZES every symbol has every size once.
+    In each block of len(POINT_SIZES) points every symbol has every size once.
     """
     draw = random.Random(signed)
     while True:
-        columns = [draw.sample(SIZES, len(SIZES)) for _ in symbols]
+        columns = [draw.sample(POINT_SIZES, len(POINT_SIZES)) for _ in symbols]
         for sizes in zip(*columns, strict=True) if columns else [()]:
             values = [sympy.Rational(draw.randint(1000, 9999), 3001) * size for size in sizes]
             yield {symbol: value * draw.choice((-1, 1)) if signed else value
@@ -79,9 +80,9 @@ def points(symbols: list[sympy.Symbol], signed: bool) -> Iterator[dict[sympy.Sym
 
 
 def value_at(expression: sympy.Expr, point: dict) -> sympy.Expr:
-    """Compute an expression to DIGITS digits; 0 where 400 digits do not tell it from 0.
+    """Evaluate an expression to DIGITS digits; 0 if 400 digits do not tell it from 0.
 
-    Raises ValueError where it has no value.
+    Raises ValueError if it has no finite value.
     """
     try:
         value = expression.evalf(DIGITS, subs=point, maxn=400, strict=True)
@@ -93,8 +94,8 @@ def value_at(expression: sympy.Expr, point: dict) -> sympy.Expr:
 
 
 def positive_parts(expression: sympy.Expr) -> list[sympy.Expr]:
-    """List what must be positive so that an expression is real: bases of powers that are no integers, and the
-    arguments of logarithms."""
+    """List the parts that must be positive for an expression to be real: the bases of powers that are no
+    integers, and the arguments of logarithms."""
     bases = {p.base for p in expression.atoms(sympy.Pow) if not p.exp.is_integer}
     return [part for part in bases | {x.args[0] for x in expression.atoms(sympy.log)} if part.free_symbols]
 
@@ -109,8 +110,8 @@ def nearly_equal(a: sympy.Expr, b: sympy.Expr) -> bool:
     return bool(abs(a - b) <= TOLERANCE * max(abs(a), abs(b)))
 
 
-def compare(gold: str, answer: str) -> bool:
-    """Tell whether two expressions are equal, or two relations up to a factor. Raises what `read` does."""
+def compare_expressions(gold: str, answer: str) -> bool:
+    """Tell whether two expressions are equal, or two relations up to a factor. Raises as `read_formula`."""
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
     a, b = read_formula(gold), read_formula(answer)
@@ -127,15 +128,15 @@ def compare(gold: str, answer: str) -> bool:
 def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
     r"""Tell whether two expressions are real at the same positive points, and equal wherever both are real.
 
-    \sqrt{1/n} is 1/\sqrt{n} for positive n, and -\ln(1/x) is \ln x where both are real; |x| is not x, which
-    points of either sign tell. Two that are not seen to be real anywhere are compared as complex numbers.
+    Positive points let \sqrt{1/n} be 1/\sqrt{n} and -\ln(1/x) be \ln x; points of either sign tell |x| from
+    x. If no point makes both real, they are compared as complex numbers.
     """
     symbols = sorted(a.free_symbols | b.free_symbols, key=str)
     parts = positive_parts(a), positive_parts(b)
     compared = 0
     for signed in (False, True):
-        wanted = compared + POINTS * (1 + signed)
-        for point in itertools.islice(points(symbols, signed), TRIES):
+        wanted = compared + POINTS_COMPARED * (1 + signed)
+        for point in itertools.islice(draw_points(symbols, signed), POINTS_TRIED):
             real = [is_defined(p, point) for p in parts]
             if real[0] != real[1] and not signed:
                 return False
@@ -150,12 +151,12 @@ def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:
                 break
     if compared:
         return True
-    complex_points = itertools.islice(points(symbols, signed=False), POINTS)
+    complex_points = itertools.islice(draw_points(symbols, signed=False), POINTS_COMPARED)
     return all(nearly_equal(value_at(a, point), value_at(b, point)) for point in complex_points)
 
 
 def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool:
-    """Compare constants: rational ones to the last digit, others to hundreds, a decimal to those it has."""
+    """Compare constants: rational ones exactly, others to 300 digits, a decimal to the digits that it has."""
     if not (a.is_finite and b.is_finite):
         return a == b
     exact = [x.doit() if x.is_rational else x for x in (a, b)]
@@ -173,7 +174,7 @@ def same_constants(a: sympy.Expr, b: sympy.Expr, gold: str, answer: str) -> bool
 
 
 def compare_relations(gold: str, answer: str) -> bool:
-    """Tell whether two relations say the same: their differences are in one ratio at every point."""
+    """Tell whether two relations are equal: left side minus right side has one ratio at every point."""
     (gold_sign,), (answer_sign,) = RELATION.findall(gold), RELATION.findall(answer)
     if (gold_sign in "=≠" or answer_sign in "=≠") and gold_sign != answer_sign:
         return False
@@ -182,7 +183,7 @@ def compare_relations(gold: str, answer: str) -> bool:
         return False
     a, b = sides[0] - sides[1], sides[2] - sides[3]
     symbols, ratio = sorted(a.free_symbols | b.free_symbols, key=str), None
-    for point in itertools.islice(points(symbols, signed=True), 2 * POINTS):
+    for point in itertools.islice(draw_points(symbols, signed=True), 2 * POINTS_COMPARED):
         value, other = value_at(a, point), value_at(b, point)
         if value == 0 or other == 0:
             return False

@@ -1,15 +1,15 @@
-"""Judge the verifier on labelled cases: how often it is right, and where it is not.
+"""Measure the verifier on labelled cases: how often it is right, and which cases it gets wrong.
 
-It is judged on their gold answers too, which must be right in whatever way they are written.
+Their gold answers are graded against themselves too, in every spelling that changes no value.
 """
 
+import json
 import re
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
-from config import ConfigError
-from settings.loader import SHORT, parse_json
+from verify.errors import VerifyError
 from verify.grade import grade
 
 # Ways to write an answer that change no value.
@@ -29,26 +29,32 @@ CASE = {"gold": str, "completion": str, "correct": bool}
 
 
 def read_cases(path: Path) -> list[dict]:
-    """Read labelled completions. Raises ConfigError with the line of a malformed one."""
+    """Read labelled completions. Raises VerifyError with the line of a malformed one."""
     if not path.is_file():
-        raise ConfigError(f"--cases: file {path} not found")
+        raise VerifyError(f"--cases: file {path} not found")
     cases = []
     for i, line in enumerate(path.read_bytes().split(b"\n"), start=1):
         if line.strip():
             cases.append(read_case(line, f"{path}:{i}"))
     if not cases:
-        raise ConfigError(f"{path} holds no cases")
+        raise VerifyError(f"{path} holds no cases")
     return cases
 
 
 def read_case(line: bytes, place: str) -> dict:
-    case = parse_json(line, place, "each line must be one case")
+    """Read one line of a file of cases. Raises VerifyError."""
+    try:
+        case = json.loads(line)
+        json.dumps(case, ensure_ascii=False).encode()  # raises for half a character
+    except (ValueError, RecursionError) as error:  # bytes that are no UTF-8 and numbers of 5,000 digits too
+        raise VerifyError(f"{place}: not valid JSON ({error}); each line must be one case") from None
     for key, kind in CASE.items():
         if not isinstance(case, dict) or not isinstance(case.get(key), kind):
-            raise ConfigError(f"{place}: a case needs {key!r}, a {kind.__name__}")
-    if not isinstance(case.get("category", ""), str):
-        raise ConfigError(f"{place}: the category of a case must be a text, not "
-                          f"{SHORT.repr(case['category'])}")
+            raise VerifyError(f"{place}: a case needs {key!r}, a {kind.__name__}")
+    category = case.get("category", "")
+    if not isinstance(category, str):
+        shown = shorten(repr(category), 200)
+        raise VerifyError(f"{place}: the category of a case must be a text, not {shown}")
     return case
 
 
@@ -65,15 +71,15 @@ def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Cou
     return [*counts.items(), ("total", sum(counts.values(), Counter()))]
 
 
-def respelled(golds: list[str]) -> list[tuple[str, str, str]]:
-    """List the ways to write each gold answer: the gold one, the way, a completion with it."""
+def respell_golds(golds: list[str]) -> list[tuple[str, str, str]]:
+    """List every spelling of every gold answer, as (gold answer, name of the spelling, completion)."""
     return [(gold, way, rf"\boxed{{{spell(gold)}}}")
             for gold in dict.fromkeys(golds) for way, spell in SPELLINGS.items()]
 
 
 def check_golds(golds: list[str]) -> str:
-    """Judge each gold answer against itself in every spelling; say how many are right, and which are not."""
-    rewritten = respelled(golds)
+    """Grade each gold answer against itself in every spelling. Return the share that is right, and others."""
+    rewritten = respell_golds(golds)
     grades = grade([(gold, text) for gold, _, text in rewritten])
     judged = zip(rewritten, grades, strict=True)
     refused = [f"not {shorten(gold)!r} {way}" for (gold, way, _), x in judged if x["verdict"] != "right"]

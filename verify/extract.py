@@ -1,8 +1,8 @@
-r"""Find what a completion marks as its final answer. Text in, text out; every function reads its text once.
+r"""Find the answer that a completion marks as its final one. Every function reads its text once.
 
-The last \boxed{} or \fbox{} counts, several that are joined by a comma or "and" as one list; one that never
-closes, or is empty, is a wrong answer. Without a box the last of "#### x", "<answer>x</answer>" and "the
-answer is x" counts. The last number of a text without a mark is no answer, but what lenient grading looks at.
+The last \boxed{} or \fbox{} counts. Boxes that are joined by a comma or "and" are one list. A box that is
+empty or never closes is a wrong answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the
+answer is x" counts. The last number of a text without a mark is no answer; only lenient grading looks at it.
 """
 
 import re
@@ -50,9 +50,9 @@ def last_number(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \boxed 7, with those joined to it.
+    r"""Return the content of the last \boxed{...} or \boxed 7, and of the boxes joined to it.
 
-    Of nested boxes the outermost counts. "" where the last box never closes, None where there is none.
+    The outermost of nested boxes counts. "" if the last box never closes, None if there is no box.
     """
     boxes, unclosed = find_boxes(text)
     if unclosed:
@@ -70,7 +70,7 @@ def last_boxed(text: str) -> str | None:
 
 
 def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
-    """Find the outermost boxes: start and end of each and of its content. Also tells if the last is open."""
+    """Find the outermost boxes: start and end of each, and of its content. Also tell if the last is open."""
     stack: list[tuple[int, int] | None] = []     # an open brace: where its box and its content start, or None
     boxes: list[tuple[int, int, int, int]] = []
     newest = -1
@@ -92,11 +92,8 @@ def find_boxes(text: str) -> tuple[list[tuple[int, int, int, int]], bool]:
     return boxes, any(box and box[0] == newest for box in stack)
 
 
-def phrase(tail: str) -> str:
-    """Read the answer at the start of what follows "the answer is".
-
-    It is formulas, or a sentence without its remarks.
-    """
+def read_phrase(tail: str) -> str:
+    """Read the answer behind "the answer is": formulas, or a sentence without its remarks."""
     tail = FILLER.sub("", tail, count=1) if FILLER.match(tail) else tail
     math, formulas = MATH.match(tail), []
     if math and not re.match(r"\s*(?:is|are|equals|=)\s", tail[math.end():]):
@@ -111,9 +108,9 @@ def phrase(tail: str) -> str:
 
 
 def extract(text: str) -> str | None:
-    """Return the final answer that a completion marks, None where it marks none.
+    """Return the final answer that a completion marks, None if it marks none.
 
-    Text behind an end-of-sequence token does not count, nor do thoughts where an answer follows them.
+    Text behind an end-of-sequence token does not count. Thoughts count only if no answer follows them.
     """
     text = until_end(text)
     for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
@@ -126,14 +123,14 @@ def extract(text: str) -> str | None:
 
 
 def last_mark(text: str) -> str | None:
-    """Return the answer behind the last mark that is no box.
+    """Return the answer behind the last mark; boxes are no marks here.
 
-    An answer in words counts where no mark has a number or a formula: "this answer is correct" is no other
-    answer.
+    An answer in words counts only if no mark has a number or a formula: "this answer is correct" does not
+    replace an answer before it.
     """
     in_words = None
     for mark in reversed(deque(MARK.finditer(text), maxlen=MARKS)):
-        content = content_of(mark, text[mark.end():mark.end() + TAIL])
+        content = read_behind_mark(mark, text[mark.end():mark.end() + TAIL])
         if re.search(r"[\d\\$]", content) or re.fullmatch(r"\(?[A-Z]\)?", content):
             return content
         if content and mark[0] == "<answer>":
@@ -143,10 +140,10 @@ def last_mark(text: str) -> str | None:
     return in_words
 
 
-def content_of(mark: re.Match, tail: str) -> str:
-    """Read the answer at the start of what follows a mark."""
+def read_behind_mark(mark: re.Match, tail: str) -> str:
+    """Read the answer that follows a mark."""
     if mark[0] == "<answer>":
         return tail.partition("</answer>")[0].strip() if "</answer>" in tail else ""
     if mark[0] == "####":
         return tail.lstrip(": ").strip().partition("\n")[0].partition("</answer>")[0]
-    return phrase(tail)
+    return read_phrase(tail)

@@ -1,9 +1,9 @@
-"""Decide whether an answer is right. Text in, verdict out: "right", "wrong", "unparsed" or "timed_out".
+"""Decide whether an answer is right: `grade` returns "right", "wrong", "unparsed" or "timed_out".
 
-Verification goes from cheap to costly. Equal spelling, structure and numbers are seen in the caller's process
-(answer.py). Expressions are compared in a worker process (algebra.py), which the kernel ends after
-VERIFY_SECONDS and gives no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker
-outlives it. What a model writes behind an end-of-sequence token does not count.
+Cheap comparisons come first: the caller's process compares spelling, structure and numbers (answer.py). A
+worker process compares expressions (algebra.py); the kernel ends it after VERIFY_SECONDS of computing and
+gives it no more than VERIFY_BYTES. So no text can hang or crash the trainer, and no worker outlives it. Text
+behind an end-of-sequence token does not count.
 """
 
 import functools
@@ -22,26 +22,26 @@ from pathlib import Path
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
-from config import ConfigError
-from verify.answer import equal, readable
+from verify.answer import equal, is_readable
+from verify.errors import VerifyError
 from verify.extract import extract, last_number, last_tag, until_end
 from verify.number import number, same_numbers
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
-PATIENCE = 10            # times VERIFY_SECONDS by the clock, for a function that waits instead of computing
+PATIENCE = 10            # a call may take so many times its seconds by the clock, if it waits
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
-LOOK = 1.0               # seconds between two looks whether the workers of a call are still there
-RESTARTS = 10            # of a call whose workers die before it is known which of them had it
+LOOK = 1.0               # seconds between two checks that the workers of a call live
+RESTARTS = 10            # of a call, if workers die and it is not known which call they had
 SHOWN = 10               # ids that a warning names
 
 
 # ---- calls in workers that may be killed
 
 class OverLimit(Exception):
-    """A worker was ended by a limit, or ended itself; the text says how: TIME, MEMORY, or another."""
+    """A limit ended a worker, or it ended itself; the text says how: TIME, MEMORY, or another."""
 
 
 TIME, MEMORY = "too long", "too much memory"
@@ -49,32 +49,32 @@ TIME, MEMORY = "too long", "too much memory"
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How much a call may take, and how many workers there are for the calls of one purpose."""
+    """The time and memory of a call, and the number of workers for the calls of one purpose."""
 
     purpose: str
     size: int     # bytes of memory beside what a worker starts with
     workers: int
-    seconds: float = field(compare=False)  # of computing; the workers are the same for any
+    seconds: float = field(compare=False)  # of computing; calls of any length share the workers
 
 
-POOLS: dict[Limits, ProcessPool] = {}  # one for each kind of Limits
+POOLS: dict[Limits, ProcessPool] = {}
 
 
 def workers(limits: Limits) -> ProcessPool:
-    """Start the worker processes of a purpose, once."""
+    """Return the worker processes of a purpose; the first call starts them."""
     if limits in POOLS:
         return POOLS[limits]
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a worker, and its import of the main program has come here; see Call.result
+        sys.exit(1)  # a worker that imports the main program: stop; Call.awaited says why to the user
     main = getattr(sys.modules["__main__"], "__file__", None)
     if main and not Path(main).is_file():  # `python - < program`: no worker could ever start
-        raise ConfigError(f"the verifier's processes import the main program, and {main} is no file; "
+        raise VerifyError(f"the verifier's processes import the main program, and {main} is no file; "
                           "run it from one")
-    # A process that had to be killed is replaced by a fork of one that has imported what takes long.
+    # A killed worker is replaced by a fork of a process that has done the slow imports.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
     before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-    try:  # so that a signal to the whole process group does not end what starts the workers
+    try:  # so that a signal to the process group does not end the process that starts the workers
         started = context.Event()
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # the event's helper process has lifted it
         forkserver.ensure_running()
@@ -87,9 +87,11 @@ def workers(limits: Limits) -> ProcessPool:
 
 
 def prepare_worker(started: Event, size: int) -> None:
-    """Allow this worker so many bytes more than it has: CUDA's libraries alone take much. What it prints goes
-    to stderr, since stdout is the program's own. Signals that end the program do not end it: the call in it
-    would count as one that has died, and what stops the program is the program's to decide."""
+    """Limit this worker to `size` bytes beside those it has: CUDA's libraries alone take many.
+
+    It prints to stderr, because stdout belongs to the program. It ignores the signals that stop the program:
+    else its call would count as dead, and the program decides by itself when to stop.
+    """
     started.set()
     for ending in ENDING:
         signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not handed on to what a function starts
@@ -98,14 +100,14 @@ def prepare_worker(started: Event, size: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
     os.dup2(2, 1)
     leave = os._exit
-    os._exit = lambda status: leave(status or 1)  # pebble would wait for the answer of one that ends with 0
+    os._exit = lambda status: leave(status or 1)  # pebble would wait for ever for a worker that exits with 0
 
 
 def call_with_alarm(function: Callable, seconds: float, *args: object) -> object:
-    """Call a function in this worker, which ends if that takes more than `seconds` of computing.
+    """Call a function in this worker, and end the worker after `seconds` of computing.
 
-    An alarm without a handler ends the process at once, in the middle of a power of integers too, and also
-    when the trainer has died and nobody is left to kill its workers.
+    An alarm without a handler ends the process at once, even in the middle of a power of integers, and even
+    if the trainer has died and cannot kill its workers.
     """
     allow(seconds)
     try:
@@ -115,7 +117,7 @@ def call_with_alarm(function: Callable, seconds: float, *args: object) -> object
 
 
 def allow(seconds: float) -> None:
-    """Allow this worker so many seconds of computing from now on; 0: without end."""
+    """Allow this worker so many more seconds of computing; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
@@ -130,7 +132,7 @@ class Call:
     def start(self) -> None:
         try:
             self.schedule()
-        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up on the whole pool
+        except RuntimeError:  # an idle worker was killed from outside, and pebble gives up the whole pool
             pool = POOLS.pop(self.limits)
             pool.stop()
             pool.join()  # else its threads and semaphores stay
@@ -142,18 +144,18 @@ class Call:
         self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
 
     def result(self) -> object:
-        """Return what the function returns. Raises OverLimit, what the function raises, and ConfigError where
-        no worker lives long enough to take the call."""
+        """Return the function's value. Raises its exceptions, OverLimit, and VerifyError if no worker lives
+        long enough to take the call."""
         try:
             return self.awaited()
         finally:
-            self.pool = None  # a verdict is remembered for longer than a pool lives
+            self.pool = None  # the cache of verdicts must not keep a pool that has been replaced
 
     def awaited(self) -> object:
         for _ in range(RESTARTS):
             try:
                 while not wait([self.future], LOOK).done:
-                    if not self.pool.active:  # and so forgets what it was asked
+                    if not self.pool.active:  # it has forgotten this call
                         raise BrokenProcessPool
                 return self.future.result()
             except ProcessExpired as error:
@@ -161,10 +163,10 @@ class Call:
                 raise OverLimit(TIME if error.exitcode == -signal.SIGPROF else how) from error
             except (TimeoutError, MemoryError) as error:
                 raise OverLimit(MEMORY if isinstance(error, MemoryError) else TIME) from error
-            except BrokenProcessPool:  # a worker has died, and it is not known of which call
+            except BrokenProcessPool:  # a worker has died, and it is not known which call it had
                 if self.pool and not self.pool.started.is_set():
                     main = getattr(sys.modules["__main__"], "__file__", "the main program")
-                    raise ConfigError(f"no process of the {self.limits.purpose} lives to take a call: each "
+                    raise VerifyError(f"no process of the {self.limits.purpose} lives to take a call: each "
                                       f"imports {main}, which must run what it runs under "
                                       "`if __name__ == \"__main__\":`") from None
                 self.start()
@@ -174,7 +176,7 @@ class Call:
 # ---- one answer
 
 class NeedsAlgebra(Exception):
-    """Spelling, structure and numbers do not decide whether two expressions are equal."""
+    """Spelling, structure and numbers do not tell whether two expressions are equal."""
 
 
 def leave_to_algebra(gold: str, answer: str) -> bool:
@@ -183,30 +185,29 @@ def leave_to_algebra(gold: str, answer: str) -> bool:
 
 @functools.lru_cache(maxsize=20_000)
 def begin_verdict(gold: str, answer: str | None) -> str | Call:
-    """Compare an answer with the gold one. Returns the verdict if cheap, else the call that computes it."""
-
+    """Compare an answer with the gold one. Return the verdict if cheap, else the call that computes it."""
     if answer is None or not answer.strip():
         return "unparsed"
     try:
         return "right" if equal(gold, answer, leave_to_algebra) else "wrong"
     except NeedsAlgebra:
         return Call(compare_by_algebra, gold, answer)
-    except Exception:  # a text that nobody thought of must not end a run of days
+    except Exception:  # an unforeseen text must not end a run of days
         return "unparsed"
 
 
 def compare_by_algebra(gold: str, answer: str) -> str:
-    """Return the verdict on an answer, in a worker: expressions are equal when their values are."""
-    from verify.algebra import compare
+    """Return the verdict on an answer, in a worker: expressions are equal if their values are."""
+    from verify.algebra import compare_expressions
 
     failures = []
 
     def compare_or_note(a: str, b: str) -> bool:
         try:
-            return compare(a, b)
+            return compare_expressions(a, b)
         except MemoryError:
             raise
-        except Exception as error:  # of whatever kind math-verify and sympy raise on what is no mathematics
+        except Exception as error:  # math-verify and sympy raise many kinds on text that is no mathematics
             failures.append(error)
             return False
 
@@ -216,29 +217,29 @@ def compare_by_algebra(gold: str, answer: str) -> str:
 
 
 def finish_verdict(verdict: str | Call) -> str:
-    """Wait for a verdict: "right", "wrong", "unparsed" (no answer, or an unreadable one) or "timed_out"."""
+    """Wait for a verdict, and return it."""
     if isinstance(verdict, str):
         return verdict
     try:
         return verdict.result()
     except OverLimit:
         return "timed_out"
-    except ConfigError:
+    except VerifyError:
         raise
     except Exception:  # as in begin_verdict
         return "unparsed"
 
 
 def first_equal(golds: list[str], answer: str) -> str | None:
-    """Return the first that an answer equals, as `grade` has it; the workers take them in parallel."""
+    """Return the first gold answer that an answer equals, by the rules of `grade`; None if none."""
     verdicts = [finish_verdict(verdict) for verdict in [begin_verdict(gold, answer) for gold in golds]]
     return next((gold for gold, verdict in zip(golds, verdicts, strict=True) if verdict == "right"), None)
 
 
 def last_number_equal(gold: str, text: str) -> bool:
-    """Grade leniently, as CPPO does: whether the text, or the last number in it, is the gold answer.
+    """Grade leniently, as CPPO does: tell whether the text, or the last number in it, is the gold answer.
 
-    Where the text has an answer tag, only what stands in the tag counts.
+    If the text has an answer tag, only the content of the tag counts.
     """
     tag, written = last_tag(text), last_number(text)
     if (text if tag is None else tag).strip() == gold:
@@ -251,8 +252,9 @@ def last_number_equal(gold: str, text: str) -> bool:
 def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     """Grade pairs of a gold answer and a completion; the workers take them in parallel.
 
-    A grade holds the `answer` that the completion marks and its `verdict`; whether its last number is right
-    (`last_number`); and whether one of the two is (`lenient`).
+    A grade holds the `answer` that the completion marks (None: it marks none) and its `verdict`: "right",
+    "wrong", "unparsed" (no answer, or one that cannot be read) or "timed_out". `last_number` tells whether
+    the last number is right, and `lenient` whether that or the answer is.
     """
     golds = [gold for gold, _ in pairs]
     texts = [until_end(text) for _, text in pairs]
@@ -268,23 +270,23 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
 
 
 def unreadable(golds: Iterable[str]) -> set[str]:
-    """Return the gold answers that the verifier cannot read; only an identical spelling will be rewarded."""
+    """Return the gold answers that the verifier cannot read; only the same spelling is right for them."""
     uncertain = [gold for gold in dict.fromkeys(golds) if number(gold) is None]
-    calls = {gold: Call(readable, gold, algebra_reads) for gold in uncertain}
+    calls = {gold: Call(is_readable, gold, algebra_can_read) for gold in uncertain}
     unread = set()
     for gold, call in calls.items():
         try:
             if not call.result():
                 unread.add(gold)
-        except ConfigError:
+        except VerifyError:
             raise
-        except Exception:  # a gold answer that no worker survives
+        except Exception:  # a gold answer that kills its worker
             unread.add(gold)
     return unread
 
 
-def algebra_reads(expression: str) -> bool:
-    """Tell, in a worker, whether math-verify's parser makes sense of an expression."""
+def algebra_can_read(expression: str) -> bool:
+    """Tell, in a worker, whether an expression can be parsed."""
     from verify.algebra import read_formula
 
     try:
@@ -295,7 +297,7 @@ def algebra_reads(expression: str) -> bool:
 
 
 def name_unreadable(name: str, golds: dict[str, str]) -> None:
-    """Warn of the gold answers of a data set, {id: answer}, that the verifier cannot read."""
+    """Warn of the gold answers {id: answer} of the data set `name` that the verifier cannot read."""
     unread = unreadable(golds.values())
     ids = [i for i, gold in golds.items() if gold in unread]
     if ids:

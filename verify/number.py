@@ -1,7 +1,7 @@
-r"""Read plain numbers exactly, and tell whether a decimal is another number's value. Nothing is evaluated.
+r"""Read plain numbers exactly, and compare them. Nothing is evaluated.
 
-A decimal is another number's value only where it has SIGNIFICANT digits, BEHIND of them behind the point, and
-all are right.
+A decimal equals a number that is no decimal, such as 1/3, only if it has at least SIGNIFICANT digits, BEHIND
+of them behind the point, and all are right.
 """
 
 import re
@@ -33,12 +33,12 @@ def number(x: str) -> tuple[Fraction, int] | None:
     sign, x = (-1, x[1:]) if x[:1] == "-" else (1, x.removeprefix("+"))
     if re.fullmatch(r"[0-9]*\.?[0-9]*", x):
         return (sign * Fraction(x), len(x.partition(".")[2]) if "." in x else -1) if x.strip(".") else None
-    value = fraction(x)
+    value = read_fraction(x)
     return None if value is None else (sign * value, -1)
 
 
-def fraction(x: str) -> Fraction | None:
-    """Read a number without a sign that is no decimal: a fraction, a power of ten, a repeating decimal."""
+def read_fraction(x: str) -> Fraction | None:
+    """Read a fraction, a power of ten or a repeating decimal without a sign; None for anything else."""
     if match := FRACTION.fullmatch(x):
         integer, top, bottom = match[1], match[2] or match[4], Fraction(match[3] or match[5])
         return Fraction((integer or "0").strip("+")) + Fraction(top) / bottom if bottom else None
@@ -51,8 +51,8 @@ def fraction(x: str) -> Fraction | None:
     return None
 
 
-def written_out(x: str) -> str:
-    """Write a decimal times a negative power of ten without the power: 2.5*10^{-3} is 0.0025."""
+def write_out_power(x: str) -> str:
+    """Write a decimal times a negative power of ten as a decimal: 2.5*10^{-3} is 0.0025."""
     plain = x.replace("\\cdot", "*").replace(" ", "").removeprefix("-") if len(x) <= LONGEST else ""
     match = POWER_OF_TEN.fullmatch(plain)
     if not match or "." not in (match[1] or "") or not match[2].startswith("-"):
@@ -63,7 +63,7 @@ def written_out(x: str) -> str:
 
 
 def rounds_to(value: Fraction, decimal: str) -> bool:
-    """Tell whether a decimal of enough digits is this value, rounded or cut off."""
+    """Tell whether a decimal has enough digits and is this value, rounded or cut off."""
     written, digits = Fraction(decimal), len(decimal.partition(".")[2])
     digits_known = len(re.sub(r"\D", "", decimal).lstrip("0"))
     error = abs(value - written) * 10 ** digits
@@ -73,12 +73,12 @@ def rounds_to(value: Fraction, decimal: str) -> bool:
 
 
 def same_numbers(gold: str, answer: str) -> bool | None:
-    """Tell whether two plain numbers are equal, None where one is no number.
+    """Tell whether two plain numbers are equal; None if one of them is no plain number.
 
-    What binary fractions add at the end does not matter. Of two decimals the shorter may be the longer one,
-    rounded.
+    Rounding errors of binary fractions (0.30000000000000004) do not matter. The shorter of two decimals may
+    be the longer one, rounded.
     """
-    gold, answer = written_out(gold), written_out(answer)
+    gold, answer = write_out_power(gold), write_out_power(answer)
     read = number(gold), number(answer)
     if None in read:
         return None

@@ -1,8 +1,7 @@
-r"""Give answers that are spelled in several ways one spelling, and split off their units. Text in, text out.
+r"""Rewrite an answer in one normal spelling, and split off its unit. Text in, text out.
 
 Units, currency, percent and degree signs may be left out or added; spaces, sizes, fonts and words around an
-answer mean nothing. No rule here changes a value. What the members of an answer are, and when two answers are
-equal, stands in answer.py.
+answer mean nothing. No rule here changes a value. answer.py splits an answer into members and compares them.
 """
 
 import re
@@ -30,17 +29,19 @@ ORDINAL = '"?(?:st|nd|rd|th)"?'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
-def command(*names: str) -> str:
+def macro(*names: str) -> str:
+    """Return the pattern of these TeX commands."""
     return rf"\\(?:{'|'.join(names)})(?![a-zA-Z])"
 
 
 def with_braces(match: re.Match) -> str:
+    """Put braces around the arguments of a fraction that have none."""
     return "\\frac" + "".join(x if x[0] == "{" else f"{{{x}}}" for x in match.groups())
 
 
 @dataclass(frozen=True, slots=True)
-class Rule:
-    """What is written in several ways, and the way that is kept; an example and what the rule makes of it."""
+class Respelling:
+    """A pattern, its replacement, and an example before and after it. `what` names the rule."""
 
     what: str
     pattern: re.Pattern
@@ -49,15 +50,15 @@ class Rule:
     after: str
 
 
-# In this order. A text in quotes is a text; ∧ and ∨ are "and" and "or". Each example is a test.
-RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, new, before, after in (
-    # what is not there to be read
+# Applied in this order. Words stand in quotes; ∧ and ∨ are "and" and "or". Each example is a test.
+RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pattern, new, before, after in (
+    # characters and commands without a meaning
     ("characters that are not shown", "[\u0000-\u0008\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff]", "",
      "1\u200b2", "12"),
     ("white space", r"\s+", " ", "1 \n 2", "1 2"),
     ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
     ("boxes, sizes and fonts without an argument",
-     command("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
+     macro("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
              "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
     ("colours and tags", r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", "", r"5\tag{1}", "5"),
     # money and delimiters of formulas
@@ -65,14 +66,14 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
      r"\$5", '5 "dollars"'),
     ("thousands before a unit", r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])',
      lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
-    ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + command("pounds", "euro") + "|[£€₹¥]", "",
+    ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds", "euro") + "|[£€₹¥]", "",
      "$x$", "x"),
     # sizes and fonts; texts in quotes
     ("bold markdown", r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),
     ("a power as in Python", r"\*\*", "^", "x**2", "x^2"),
     ("sizes of fractions", r"\\[tdc]frac", r"\\frac", r"\dfrac12", r"\frac12"),
     ("sizes of binomials", r"\\[td]binom", r"\\binom", r"\dbinom{3}{2}", r"\binom{3}{2}"),
-    ("sizes of brackets", command("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
+    ("sizes of brackets", macro("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
     ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
      r"\text{east}", '"east"'),
     ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\})*)\}", r'"\1"',
@@ -87,14 +88,14 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
     ("a condition in words",
      r'(?<=\S)\s*,?\s*"\s*(?:for (?:all|every|each|any|some)\b|for\s*"|where\b|only\b)[^;]*$',
      "", r'f(x)=1 "for all" x > 0', "f(x)=1"),
-    ("the reals", r"\\mathbb\s*\{?R\}?|" + command("R") + r"|(?i:\ball real numbers\b)",
+    ("the reals", r"\\mathbb\s*\{?R\}?|" + macro("R") + r"|(?i:\ball real numbers\b)",
      r"(-\\infty,\\infty)", r"\mathbb{R}", r"(-\infty,\infty)"),
     # letters with marks, rows of matrices
     ("primes", r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),
     ("Greek indices", r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),
     ("marks on letters", r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),
     ("space between rows", r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
-    ("the end of a row", command("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
+    ("the end of a row", macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
@@ -116,7 +117,7 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
     # units that are signs
     ("degrees of temperature", CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
     ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
-    ("degrees within a formula", CIRCLE + "|" + command("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
+    ("degrees within a formula", CIRCLE + "|" + macro("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
     ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),
     ("micro", r'\\mu\s*"(\w)"', r'"u\1"', r'5\mu "m"', '5"um"'),
     ("ohm", r"\\Omega\s*$", '"ohm"', r"5\Omega", '5"ohm"'),
@@ -124,27 +125,27 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
      r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),
     # relations, operators, sets
-    ("at most", command("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
-    ("at least", command("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
-    ("less", command("lt"), "<", r"x \lt 1", "x < 1"),
-    ("greater", command("gt"), ">", r"x \gt 1", "x > 1"),
-    ("other than", command("ne", "neq") + r"|!=|\\not\s*=", "≠", r"x \ne 1", "x ≠ 1"),
-    ("the empty set", command("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
+    ("at most", macro("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
+    ("at least", macro("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
+    ("less", macro("lt"), "<", r"x \lt 1", "x < 1"),
+    ("greater", macro("gt"), ">", r"x \gt 1", "x > 1"),
+    ("other than", macro("ne", "neq") + r"|!=|\\not\s*=", "≠", r"x \ne 1", "x ≠ 1"),
+    ("the empty set", macro("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
      r"\{\}", r"\emptyset "),
-    ("and so on", command("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
-    ("an opening angle", command("langle"), "(", r"\langle 1", "( 1"),
-    ("a closing angle", command("rangle"), ")", r"1\rangle", "1)"),
-    ("an opening brace", command("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
-    ("a closing brace", command("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
+    ("and so on", macro("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
+    ("an opening angle", macro("langle"), "(", r"\langle 1", "( 1"),
+    ("a closing angle", macro("rangle"), ")", r"1\rangle", "1)"),
+    ("an opening brace", macro("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
+    ("a closing brace", macro("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
     ("x as a sign before a power of ten", r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),
-    ("times", command("times", "ast") + r"|\*", r"\\cdot ", "2*3", r"2\cdot 3"),
-    ("divided", command("div"), "/", r"6\div 2", "6/ 2"),
+    ("times", macro("times", "ast") + r"|\*", r"\\cdot ", "2*3", r"2\cdot 3"),
+    ("divided", macro("div"), "/", r"6\div 2", "6/ 2"),
     ("a set by a rule", r"^\\\{\s*[a-z]\s*(?:\\mid(?![a-z])|\||:)\s*(.*)\\\}$", r"\1", r"\{x : x>3\}", "x>3"),
-    ("bars", command("mid", "vert", "lvert", "rvert"), "|", r"\lvert x\rvert", "| x|"),
+    ("bars", macro("mid", "vert", "lvert", "rvert"), "|", r"\lvert x\rvert", "| x|"),
     ("a modulus", r"\s*\\pmod\s*\{?(\w+)\}?\s*$", r'"modulo \1"', r"3 \pmod{5}", '3"modulo 5"'),
     ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
      r"{3\choose 2}", r"\binom{3}{ 2}"),
-    # as programs and words have it
+    # spellings of programs and in words
     ("a module", r"\b(?:np|math|sympy)\.(?=[a-z])", "", "math.sqrt(2)", "sqrt(2)"),
     ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
     ("functions without a backslash",
@@ -177,13 +178,13 @@ RULES = [Rule(what, re.compile(pattern), new, before, after) for what, pattern, 
     ("articles", r'^\s*("?)\s*(?:[Tt]he|[Aa]n|a|[Oo]ption|[Cc]hoice)\s+(?!and\b|or\b)'
      r'(?=[a-zA-Z]{3}|\(?[a-zA-Z]\)?"?$)', r"\1", "the east", "east"),
     ("and within a text", r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),
-    ("and", r'"?\s?,?\s?\band\b\s?"?|' + command("land", "wedge"), "∧", "1 and 2", "1∧2"),
-    ("or", r'"?\s?,?\s?\bor\b\s?"?|' + command("lor", "vee"), "∨", "1 or 2", "1∨2"),
+    ("and", r'"?\s?,?\s?\band\b\s?"?|' + macro("land", "wedge"), "∧", "1 and 2", "1∧2"),
+    ("or", r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor", "vee"), "∨", "1 or 2", "1∨2"),
 )]
 
 
 def normalise(answer: str) -> str:
-    """Write in one way what may be written in several without changing its value."""
+    """Rewrite an answer in its normal spelling, without changing its value."""
     answer = unicodedata.normalize("NFKC", answer.translate(CHARACTERS)).translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
@@ -194,7 +195,7 @@ def normalise(answer: str) -> str:
 
 # ---- units
 
-# The names of one unit stand together. Those of different units are different values.
+# Each text lists the names of one unit. Answers in different units differ.
 SYNONYMS = (
     "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters metre metres",
     "km kilometer kilometers", "inch inches in", "foot feet ft", "yard yards yd", "mile miles mi",
@@ -213,10 +214,10 @@ NO_UNIT = re.compile(r"[\d\\;∧∨]|\b(?:not|wrong|incorrect|except|[ap]m|pi|fa
 
 
 def without_unit(x: str) -> tuple[str, str]:
-    """Split a value from the unit behind it, "" for none.
+    """Return a value and the unit behind it, "" for none.
 
-    A text in quotes behind a number is a unit. Words without quotes are one where each has four letters or
-    more; shorter ones are products of letters unless they are known.
+    A text in quotes behind a number is a unit. Words without quotes are a unit if each has four letters or
+    more; shorter ones are products of letters, unless UNITS has them.
     """
     match = UNIT.search(x)
     if not match:

@@ -1,4 +1,4 @@
-"""Turn verdicts into rates with intervals, and compare two models by them.
+"""Compute rates and their intervals from verdicts, and compare two models.
 
 Dimension key:  N problems,  n or K answers to each.
 """
@@ -26,9 +26,9 @@ def mean(values: Iterable[float]) -> float:
 def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[float, float]:
     """Compute Wilson's score interval (95% at z = 1.96) of the mean share of right answers, n per problem.
 
-    The spread of the shares tells how many independent answers they are worth, at most N x n, and z becomes
-    Student's quantile (the first terms of its expansion), since the spread is estimated. With n = 1 it is
-    Wilson's own interval.
+    The spread of the shares gives the number of independent answers that they are worth, at most N x n.
+    Because the spread is estimated, z becomes Student's quantile (the first terms of its expansion). With
+    n = 1 this is Wilson's own interval.
     """
     value_N = np.asarray(value_N, dtype=np.float64)
     N, fraction = len(value_N), value_N.mean()
@@ -41,10 +41,10 @@ def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[flo
 
 
 def bounded_interval(value_N: Iterable[float], least: float, greatest: float) -> tuple[float, float]:
-    """Compute a 95% interval of the mean of values in [least, greatest], such as rewards, one a problem.
+    """Compute a 95% interval of the mean of values in [least, greatest], such as rewards, one per problem.
 
-    It is Wilson's for the mean's place between the ends, for as many draws of either end as the spread
-    is worth. Unlike Student's it stays within them, and values that are all equal do not make it certain.
+    The values are scaled to [0, 1] and get Wilson's interval, for the number of draws of 0 or 1 that have
+    their spread. Unlike Student's, it stays within the bounds and has a width even if all values are equal.
     """
     place_N = np.clip((np.asarray(value_N) - least) / (greatest - least), 0, 1)
     ends = wilson(place_N, math.inf if np.ptp(place_N) > 1e-9 else 1)
@@ -65,34 +65,34 @@ def pass_at(k: int, right: int, n: int) -> float:
 
 
 def vote(response: dict) -> str | None:
-    """Reduce a response to what it votes for, None for no answer.
+    """Reduce a response to the answer it votes for, None for no answer.
 
-    All right answers are one vote. Others are one where their number or spelling is the same, so that wrong
-    answers may lose votes to spelling.
+    All right answers vote for the same. Wrong ones do only if their number or normalised spelling is equal,
+    so a wrong answer in several spellings may split its votes.
     """
-    return RIGHT if response["verdict"] == "right" else spelling(response["answer"])
+    return RIGHT if response["verdict"] == "right" else reduce_spelling(response["answer"])
 
 
-def spelling(answer: str | None) -> str | None:
+def reduce_spelling(answer: str | None) -> str | None:
     """Reduce an answer to its number or its normalised spelling; None for no answer."""
     spelled = normalise((answer or "")[:LONGEST])
     return str((number(spelled) or [spelled])[0]) or None
 
 
 def majority(votes: list[str | None]) -> float:
-    """Return 1 if the most frequent answer is right; of several equally frequent ones the share that is."""
+    """Return 1 if the most frequent answer is right, else 0; on a tie the share of the tied that is right."""
     counts = Counter(filter(None, votes))
     winners = [answer for answer, count in counts.items() if count == max(counts.values())]
     return (RIGHT in winners) / len(winners) if winners else 0.0
 
 
 def majority_at(k: int, votes: list[str | None]) -> float:
-    """Average `majority` over as many blocks of k votes as there are."""
+    """Average `majority` over the blocks of k votes."""
     return mean(majority(votes[i:i + k]) for i in range(0, len(votes) - k + 1, k))
 
 
 def mcnemar(only_first: int, only_second: int) -> float:
-    """Compute the p-value of McNemar's exact test: chance of a split as uneven, were both equally good."""
+    """Compute the p-value of McNemar's exact test: the chance of so uneven a split if both are as good."""
     count = only_first + only_second
     tail = sum(math.comb(count, i) for i in range(min(only_first, only_second) + 1))
     return min(1.0, 2 * tail / 2 ** count)

@@ -1,13 +1,13 @@
-"""Ask math-verify itself, as its documentation has it, so that figures compare with published ones."""
+"""Grade by math-verify itself, called as its documentation says, to compare with published figures."""
 
 from verify.extract import until_end
 from verify.grade import Call, OverLimit
 
 
-def math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
-    """Judge pairs of a gold answer and a completion: whether it is right, and what math-verify read.
+def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
+    """Judge pairs of a gold answer and a completion: whether it is right, and how math-verify reads both.
 
-    Its time-outs are left to the workers (VERIFY_SECONDS); what it does not finish is wrong.
+    The workers' limit (VERIFY_SECONDS) replaces its time-outs. A completion that it does not finish is wrong.
     """
     calls = [Call(parse_and_verify, gold, until_end(text)) for gold, text in pairs]
     verdicts = []
@@ -20,6 +20,7 @@ def math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
 
 
 def parse_and_verify(gold: str, text: str) -> tuple[bool, str]:
+    """Judge one pair, in a worker."""
     from math_verify import parse, verify
 
     gold_read, answer_read = parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None)

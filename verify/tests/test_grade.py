@@ -1,0 +1,218 @@
+"""Grades, the processes that verify and may be killed, labelled cases, and programs that call `grade`."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from respelling import LABELLED, ROOT, judged, verdict
+
+from verify import cases
+from verify import grade as grading
+from verify.compare_math_verify import judge_by_math_verify
+from verify.errors import VerifyError
+from verify.extract import extract
+from verify.grade import first_equal, grade
+
+
+def test_what_cannot_be_read_does_not_hide_what_is_equal():
+    """The first comparison of the two lists raises; each member has its like all the same."""
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 1+x") == "right"
+    assert verdict(r"x+1, \int\sum", r"\int\sum, 2+x") == "unparsed"
+
+
+def test_the_first_gold_answer_that_is_equal():
+    assert first_equal(["y", "1+x", r"\frac{2x+2}{2}"], "x+1") == "1+x"
+    assert first_equal(["y"], "x+1") is None
+
+
+def test_grades_are_strict_and_lenient():
+    graded, = grade([("42", "I think 42")])
+    assert graded == {"answer": None, "verdict": "unparsed", "last_number": True, "lenient": True}
+    graded, = grade([("42", r"\boxed{42}, or 6 times 7")])
+    assert (graded["verdict"], graded["last_number"], graded["lenient"]) == ("right", False, True)
+    graded, = grade([("2,125", "<answer>2125 or so</answer> 7")])
+    assert (graded["verdict"], graded["last_number"]) == ("wrong", True)
+
+
+@pytest.mark.parametrize("answer", [
+    "99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
+def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeypatch):
+    """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
+    monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
+    grading.begin_verdict.cache_clear()
+    assert verdict("1", answer) != "right"
+    assert verdict("a+1", "1+a") == "right"
+
+
+def test_a_worker_that_dies_is_replaced():
+    before = grading.Call(os.getpid).result()
+    os.kill(before, 9)
+    grading.begin_verdict.cache_clear()
+    assert verdict("b+1", "1+b") == "right"
+    assert grading.Call(os.getpid).result() != before
+
+
+def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
+    """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
+    grading.Call(os.getpid).result()
+    threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        worker, pool = grading.Call(os.getpid).result(), grading.POOLS[grading.Call(os.getpid).limits]
+        os.kill(worker, 9)
+        waiting = [grading.Call(os.getpid) for _ in range(3)]
+        pool.stop()
+        assert worker not in [call.result() for call in waiting]
+        assert grading.Call(os.getpid).result() and grading.POOLS[waiting[0].limits] is not pool
+    assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files
+
+
+def allocate(gibibytes: int) -> int:
+    return len(bytes(gibibytes << 30))  # zeros that no page has to be found for: only the limit counts
+
+
+def test_a_worker_gets_no_more_memory_than_it_may_have():
+    assert grading.Call(allocate, 1).result() == 1 << 30
+    with pytest.raises(grading.OverLimit, match="too much memory"):
+        grading.Call(allocate, 3).result()
+
+
+def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
+    started = []
+    monkeypatch.setattr(grading.Call, "start", lambda self: started.append(self.args))
+    monkeypatch.setattr(grading.Call, "result", lambda self: "right")
+    count = grading.begin_verdict.cache_info().maxsize + 100
+    assert {g["verdict"] for g in grade([("a+b", f"#### $b+a+{i}$") for i in range(count)])} == {"right"}
+    assert len(started) == count
+    grading.begin_verdict.cache_clear()
+
+
+def test_math_verifys_own_verdict_and_reading():
+    judged_by_it = judge_by_math_verify([
+        ("6", r"\boxed{6}"), (r"\ln 6", r"\boxed{\ln 2 \cdot 3}"), ("5", "no")])
+    assert [right for right, _ in judged_by_it] == [True, True, False]  # the second is why ours reads formulas itself
+    assert [read for _, read in judged_by_it][::2] == ["6 for 6", "nothing for 5"]
+    assert verdict(r"\ln 6", r"\ln 2 \cdot 3") == "wrong"
+
+
+# ---- labelled cases
+
+CASE = {"gold": "1", "completion": "1", "correct": True}
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b"{", ":1: not valid JSON"), (b"\xff\xfe{", ":1: not valid JSON"),
+    (b'{"x": ' + b"1" * 5001 + b"}", ":1: not valid JSON"),
+    (b"[" * 100_000, ":1: not valid JSON"), (json.dumps(CASE | {"gold": "\ud800"}).encode(), ":1: not valid JSON"),
+    (b"[]", ":1: a case needs 'gold', a str"), (b"", " holds no cases"),
+    (json.dumps(CASE | {"correct": "yes"}).encode(), ":1: a case needs 'correct', a bool"),
+    (json.dumps(CASE | {"category": [1]}).encode(), r":1: the category of a case must be a text, not \[1\]$"),
+    (json.dumps(CASE | {"category": ["x" * 1000]}).encode(), r"must be a text, not \['x{98} \.\.\. x{98}'\]$"),
+])
+def test_a_bad_case_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_bytes(line + b"\n")
+    with pytest.raises(VerifyError, match=f"^{path}[^\n]*{message}"):
+        cases.read_cases(path)
+
+
+def test_a_file_of_cases_that_is_missing_is_named(tmp_path):
+    with pytest.raises(VerifyError, match="--cases: file .*none.jsonl not found"):
+        cases.read_cases(tmp_path / "none.jsonl")
+
+
+def test_a_category_called_total_is_one_of_the_categories():
+    labelled = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
+    counts = cases.count_outcomes(labelled, [{"verdict": "right", "answer": "1"}] * 2)
+    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
+
+
+def test_gold_answers_are_right_in_ten_spellings():
+    rewritten = cases.respell_golds([case["gold"] for case in LABELLED[::7]])
+    assert len(rewritten) % len(cases.SPELLINGS) == 0 and len(cases.SPELLINGS) == 10
+    for gold, way, completion in rewritten:
+        assert judged(gold, extract(completion)) is True, (gold, way)
+
+
+def test_gold_answers_that_are_wrong_against_themselves_are_named():
+    said = cases.check_golds(["5", "5", "no mathematics \\at all{"]).splitlines()
+    assert "ways, that are right against themselves" in said[0] and said[0].endswith("of 20") and len(said) > 1
+    assert all(line.startswith("not 'no mathematics") for line in said[1:])
+    assert cases.check_golds(["5"]).endswith("100.0% of 10")
+
+
+# ---- programs that call `grade`
+
+def run_program(folder: Path, program: str, **settings: object) -> subprocess.CompletedProcess:
+    path = folder / "program.py"
+    path.write_text(program)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=env, **settings)
+
+
+IMPORT = "from verify.grade import grade\n"
+VERDICT = r"""print(grade([(r"\frac{x+1}{2}", r"\boxed{0.5x+0.5}")])[0]["verdict"])"""
+
+
+def test_a_program_without_a_main_guard_is_told_so(tmp_path):
+    done = run_program(tmp_path, IMPORT + VERDICT)
+    assert done.returncode == 1 and done.stdout == "" and done.stderr.count("Traceback") == 1
+    assert re.search(r"VerifyError: no process of the verifier lives .* imports .*program.py, .*`if __name__ == \"__",
+                     done.stderr)
+
+
+def test_a_program_with_one_is_not(tmp_path):
+    done = run_program(tmp_path, f"{IMPORT}if __name__ == '__main__':\n    {VERDICT}")
+    assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
+
+
+def test_a_program_that_is_no_file_is_told_so():
+    done = subprocess.run([sys.executable, "-"], input=IMPORT + VERDICT, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
+
+
+OUTSIDE = """
+import pkgutil, sys, verify
+
+for module in pkgutil.iter_modules(verify.__path__, "verify."):
+    __import__(module.name)
+files = [getattr(module, "__file__", None) or "" for module in sys.modules.values()]
+ours = [path for path in files if path.startswith(sys.argv[1]) and not path.startswith(sys.prefix)]
+print([path for path in ours if not path.startswith(sys.argv[1] + "/verify/")])
+"""
+
+
+def test_verify_imports_nothing_else_of_this_repository():
+    done = subprocess.run([sys.executable, "-c", OUTSIDE, str(ROOT)], cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout == "[]\n", done.stdout + done.stderr
+
+
+SIGNALLED = """
+import os, signal, subprocess, time
+from verify.grade import Call, Limits
+
+if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)
+    limits, processes = Limits("test", 2 << 30, 1, 3.0), set()
+    for moment in ("starting", "working"):
+        calls = [Call(time.sleep, 0.3, limits=limits), Call(os.getpid, limits=limits)]
+        if moment == "working":
+            calls[0].pool.started.wait()
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            os.killpg(0, number)
+        processes.add([call.result() for call in calls][1])
+    child = Call(subprocess.run, ["sh", "-c", "kill -TERM $$; echo lives"], limits=limits).result()
+    print(len(processes), child.returncode)
+"""
+
+
+def test_a_signal_to_all_processes_ends_no_worker_and_nothing_that_starts_them(tmp_path):
+    """As `timeout`, SLURM and a closed terminal send one. What a function starts can still be ended by it."""
+    done = run_program(tmp_path, SIGNALLED, start_new_session=True)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"1 {-signal.SIGTERM}\n", "")
