@@ -67,7 +67,7 @@ class Short(Step):
     def choose(self, pruned: Pruned, tokens: CutWeights | None, monkeypatch) -> Batch:
         """What a step chooses when the draws come out so."""
         monkeypatch.setitem(COMPLETIONS, self.cfg.prune.completions.kind, lambda offer, settings: pruned)
-        monkeypatch.setattr(collect.nat, "draw_cuts", lambda groups, settings, seed: tokens)
+        monkeypatch.setattr(collect, "draw_cuts", lambda groups, settings, seed: tokens)
         return choose(as_rolled(self.groups, REWARD_NG, ADV_NG), Selection.of(self.cfg), seed=0)
 
     def outcomes(self, draws: Iterator[tuple[float, Pruned]], monkeypatch) -> Iterator[tuple[float, Batch]]:
