@@ -4,8 +4,9 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -17,6 +18,8 @@ from infra import dist
 from infra.weights import save_weights
 from preflight import checks as preflight
 from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
+from settings import loader
+from settings.loader import ConfigError
 from verify import grade as grading
 
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs of the tests would go on, as they should
@@ -126,6 +129,31 @@ def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> confi
         f"model.path={TOY}", f"out={out}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
         "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
         "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", *overrides])
+
+
+def needed(section: type) -> dict:
+    """The settings of a kind that have no default, at the first of some small values that each allows: what a test
+    that goes through all kinds, a fork's too, needs of one that it does not know."""
+    values = {"kind": fields(section)[0].default}
+    for field in fields(section)[1:]:
+        if field.default is MISSING:
+            kind = loader.hints(section)[field.name]
+            allowed = [x for x in (*get_args(kind), 2, 0.5, 1, True, "x") if is_allowed(x, kind)]
+            values[field.name] = allowed[0]
+    return values
+
+
+def is_allowed(value, kind) -> bool:
+    try:
+        loader.convert(value, kind, "")
+    except (ConfigError, TypeError, ValueError):
+        return False
+    return True
+
+
+def example(section: type):
+    """A kind with its defaults, and what is `needed`."""
+    return loader.build(section, needed(section))
 
 
 def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int = 0, vocab: int = 400) -> list[Group]:

@@ -23,8 +23,8 @@ def lengths(kind: str, count: int, rng: random.Random) -> list[int]:
 
 
 @pytest.mark.parametrize("kind", ["equal", "small", "wide", "tail"])
-@pytest.mark.parametrize("count", [0, 1, 2, 17, 2000])
-@pytest.mark.parametrize("window", [None, 1, 7, 256, 5000])
+@pytest.mark.parametrize(("count", "window"), [(0, None), (0, 7), (1, None), (1, 1), (2, 5000), (17, None), (17, 7),
+                                               (2000, None), (2000, 1), (2000, 256)])
 def test_every_item_lands_in_exactly_one_row_that_holds_it(kind, count, window):
     items = lengths(kind, count, random.Random(count))
     rows = best_fit(items, 1024) if window is None else within_window(items, 1024, window)
@@ -309,11 +309,6 @@ def test_the_plan_is_a_function_of_lengths_and_ranks_alone():
     other = Minibatch.plain([Group(g.prompt, tuple(Sample([5] * s.length, [0.0] * s.length, True) for s in g.samples))
                              for g in first.groups], first.keep_NG, -first.adv_NG, 2 * first.weight_NG)
     assert pack(first, Pack(60), 2, 0.01) == pack(other, Pack(60), 2, 0.01)
-
-
-def test_a_completion_that_no_row_holds_is_an_error():
-    with pytest.raises(ValueError, match=r"item 7 has 42 tokens but pack.capacity=41; raise pack.capacity or lower"):
-        pack(Minibatch.plain(GROUPS, torch.ones(3, 4).bool(), ADV_NG, WEIGHT_NG), Pack(41), ranks=1)
 
 
 def test_nothing_kept_is_no_row_on_any_rank():

@@ -1,22 +1,18 @@
 """Prompts in proportion to what their last group showed: the probabilities, and unbiasedness over all outcomes of both
 levels together."""
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, as_rolled, make_groups
-from test_unbiased import ADV_NG, REWARD_NG, Step, combs
+from conftest import as_batch, as_rolled, make_groups
+from outcomes import ADV_NG, EXACT, Step, bias_of_both, by_accuracy, by_both
 
 import config
 from advantage import group_norm
-from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
-from prune import COMPLETIONS, Offer, gradient_size, inclusion, keep_all, rollout_prob, thin
-from records import Batch, Rolled, Turn
+from prune import inclusion, keep_all, rollout_prob
 from settings.kinds import InProportion
 
 NAN = math.nan
@@ -65,44 +61,16 @@ def test_a_fractional_count_is_divided_in_proportion_too():
     assert inclusion(torch.tensor([1.0, 8, 1]), 1.5).tolist() == pytest.approx([0.25, 1, 0.25])
 
 
-def by_both(step: Step, monkeypatch) -> Iterator[tuple[float, Batch]]:
-    """Every outcome of drawing prompts by their sizes, 0.3 and 0.9, and then of `pps` among their completions, whose
-    sizes know the prompts' weights."""
-    selection, prob_K = Selection.of(step.cfg), rollout_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1)
-    assert prob_K.tolist() == pytest.approx([0.25, 0.75])
-    for bits in itertools.product([True, False], repeat=2):
-        turns = [Turn(group.prompt, 3, prob, kept / prob)
-                 for group, prob, kept in zip(step.groups, prob_K.tolist(), bits, strict=True)]
-        chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
-        rewards = as_rewards({"accuracy": REWARD_NG[list(bits)]}, {"accuracy": 1.0})
-        rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, ADV_NG[list(bits)])
-        if not any(bits):
-            yield chance, choose(rolled, selection, seed=0)
-            continue
-        weight_N1 = torch.tensor([[turn.weight] for turn in turns if turn.kept], dtype=torch.float64)
-        len_NG = torch.tensor([[s.length for s in group.samples] for group in rolled.groups])
-        size_NG = gradient_size(Offer(rolled.adv_NG, len_NG, "sequence", False, 0, weight_N1), "norm", False)
-        prob_NG = inclusion(size_NG.flatten(), 2 * len(rolled.groups)).view_as(size_NG)
-        for part, keep_K in combs(prob_NG.flatten(), torch.arange(prob_NG.numel())):
-            def drawn(offer, settings, prob_NG=prob_NG, keep_K=keep_K, weight_N1=weight_N1):
-                assert torch.equal(offer.weight_N1, weight_N1)
-                return thin(prob_NG, keep_K.view_as(prob_NG))
-
-            monkeypatch.setitem(COMPLETIONS, "pps", drawn)
-            yield chance * part, choose(rolled, selection, seed=0)
-
-
-@pytest.mark.parametrize("places", [[0, 1], [0], [1]], ids=["whole", "mini-batch-0", "mini-batch-1"])
-@pytest.mark.parametrize("per", ["sequence", "constant"])
+@pytest.mark.parametrize(("per", "places"), [("sequence", [0, 1]), ("sequence", [0]), ("constant", [1])])
 def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
+    """Prompts of the sizes 0.3 and 0.9, and then `pps` among their completions, whose sizes know the prompts' weights;
+    of a step or of a mini-batch."""
     step = Step(tiny, tmp_path / "run", f"loss.per={per}", "prune.completions={kind: pps, keep: 2, scope: batch}",
                 "prune.prompts={kind: pps, share: 0.5}")
-    outcomes = list(by_both(step, monkeypatch))
-    assert sum(chance for chance, _ in outcomes) == pytest.approx(1, abs=1e-12)
-    assert any(not batch.groups for _, batch in outcomes) and {batch.offered for _, batch in outcomes} == {2}
-    full = step.gradient_of(as_batch(step.groups, ADV_NG, keep_all(ADV_NG)), places)
-    mean = sum(chance * step.gradient_of(batch, places) for chance, batch in outcomes)
-    assert ((mean - full).norm() / full.norm()).item() < 1e-12
+    prob_N = rollout_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1).tolist()
+    assert prob_N == pytest.approx([0.25, 0.75])
+    full = as_batch(step.groups, ADV_NG, keep_all(ADV_NG))
+    assert bias_of_both(step, by_both(step, prob_N, by_accuracy, monkeypatch), full, places) < EXACT
 
 
 def test_what_the_seed_draws_has_these_probabilities_and_weights():

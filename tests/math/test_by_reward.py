@@ -13,8 +13,7 @@ import config
 from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
-from prune import COMPLETIONS, Offer, max_variance, most_variance
-from settings.kinds import Pods, VarianceShare
+from prune import max_variance, most_variance
 
 NAN = math.nan
 
@@ -73,15 +72,6 @@ def test_the_groups_of_the_largest_variances_by_hand():
     assert kept(most_variance(reward_NG[2:3], 0.9, 0.0)) == [[]]
     assert kept(most_variance(reward_NG[[1]], 0.9, 0.3)) == [[]]       # a step of hardly any variance
     assert not most_variance(torch.full((2, 3), 0.1).double(), 1.0, 0.0).any()  # of equal rewards, but for rounding
-
-
-def test_what_has_no_reward_is_in_neither():
-    reward_NG = torch.tensor([[0.0, 1, 0, NAN], [NAN] * 4], dtype=torch.float64)
-    offer = Offer(reward_NG - 0.5, torch.ones(2, 4), "sequence", True, 0, reward_NG=reward_NG)
-    for settings in (Pods(keep=4), VarianceShare()):
-        pruned = COMPLETIONS[settings.kind](offer, settings)
-        assert kept(pruned.keep_NG) == [[0, 1, 2], []]
-        assert torch.equal(pruned.weight_NG, pruned.keep_NG.double()) and torch.equal(pruned.prob_NG, pruned.weight_NG)
 
 
 @pytest.mark.parametrize("kind", ["gae", "decoupled", "soft_value"])

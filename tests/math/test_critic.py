@@ -118,11 +118,11 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
         assert torch.equal(dist.full(mine), theirs)
 
 
-@pytest.mark.parametrize("settings", [[], ["critic.minibatches=3", "critic.epochs=2"], ["advantage.lam_critic=0.9"]])
+@pytest.mark.parametrize("settings", [["critic.minibatches=3", "critic.epochs=2"], ["advantage.lam_critic=0.9"]])
 def test_it_comes_to_explain_the_rewards(settings, tiny, tmp_path):
     """But for what the first tokens get: their state is the prompt, the same for right and wrong."""
     learner, rolled = set_up(tiny, tmp_path / "run", "critic.lr=3e-3", *settings), rolled_out()
-    curve = [fit(learner, rolled, step)["critic/explained_variance"] for step in range(60)]
+    curve = [fit(learner, rolled, step)["critic/explained_variance"] for step in range(40)]
     assert curve[0] < 0.05 and curve[-1] > 0.7
 
 
@@ -198,14 +198,14 @@ def test_equal_rewards_leave_no_variance_to_explain(tiny, tmp_path):
 
 def test_pretraining_leaves_the_policy(tmp_path):
     """The policy's rate warms up from the first step in which it learns."""
-    cfg = toy_config(tmp_path / "run", "steps=4", "critic.pretrain_steps=2", "optim.warmup_steps=2",
-                     "critic.warmup_steps=4", name="vapo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=3", "critic.pretrain_steps=1", "optim.warmup_steps=2",
+                     "critic.warmup_steps=3", name="vapo_toy.yaml")
     train.train(cfg)
     lines = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
     rates = [line.get("train/lr") for line in lines]
-    assert rates == [None, None, cfg.optim.lr / 2, cfg.optim.lr]
-    assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 4 for k in (1, 2, 3, 4)])
-    assert "train/loss" not in lines[1] and "critic/loss" in lines[0]
+    assert rates == [None, cfg.optim.lr / 2, cfg.optim.lr]
+    assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 3 for k in (1, 2, 3)])
+    assert "train/loss" not in lines[0] and "critic/loss" in lines[0]
 
 
 def test_short_responses_are_warned_of(tiny, tmp_path):

@@ -4,12 +4,12 @@ the code of the training step, with clipping and KL active."""
 import itertools
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
 from conftest import as_rolled, make_groups, toy_config
-from test_unbiased import Step, combs
+from outcomes import EXACT, Outcomes, Step, distance, mean_of, outcomes
 from torch import Tensor
 
 import collect
@@ -19,13 +19,15 @@ from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from infra import runfolder
-from prune import COMPLETIONS, CutWeights, cut_weights, inclusion, keep_all, keep_largest, kept_prob, thin
+from prune import COMPLETIONS, CutWeights, Offer, cut_weights, keep_all, keep_largest, kept_prob
 from records import Batch, Pruned
+from settings import kinds
 from train import train
 
 LENGTHS = [[3, 1, 4], [2, 5, 1]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
+OFFER = Offer(ADV_NG, torch.tensor(LENGTHS), "sequence", False, 0)
 WHOLE, LEAST = 0.3, 2
 
 
@@ -44,18 +46,6 @@ def cuts(length: int) -> list[tuple[float, Tensor]]:
     return drawn
 
 
-def by_pps(scope: str, keep: int) -> Iterator[tuple[float, Pruned]]:
-    """Every outcome of `pps` by |A| with a floor, as there is a KL."""
-    size_NG = ADV_NG.abs().clamp(min=0.1)
-    rows = size_NG if scope == "group" else size_NG.flatten()[None]
-    prob = torch.stack([inclusion(row, keep if scope == "group" else 2 * keep) for row in rows])
-    draws = [list(combs(row, torch.arange(len(row)))) for row in prob]
-    for outcome in itertools.product(*draws):
-        if (chance := math.prod(chance for chance, _ in outcome)) > 1e-14:
-            keep_NG = torch.stack([keep_K for _, keep_K in outcome]).view_as(ADV_NG)
-            yield chance, thin(prob.view_as(ADV_NG), keep_NG)
-
-
 class Short(Step):
     """Few tokens, so that all cuts can be gone through."""
 
@@ -70,7 +60,7 @@ class Short(Step):
         monkeypatch.setattr(collect, "draw_cuts", lambda groups, settings, seed: tokens)
         return choose(as_rolled(self.groups, REWARD_NG, ADV_NG), Selection.of(self.cfg), seed=0)
 
-    def outcomes(self, draws: Iterator[tuple[float, Pruned]], monkeypatch) -> Iterator[tuple[float, Batch]]:
+    def outcomes(self, draws: Outcomes, monkeypatch) -> Iterator[tuple[float, Batch]]:
         """Every outcome of both levels; what is dropped is not cut."""
         for chance, pruned in draws:
             of_each = [cuts(length) if kept else [(1.0, cut_weights(length, WHOLE, LEAST, 0.0))]
@@ -83,25 +73,20 @@ class Short(Step):
 
 def bias(step: Short, draws, monkeypatch, places=(0, 1), full=None, change=lambda batch: batch) -> float:
     """|mean gradient - gradient of whole completions| / |the latter|."""
-    outcomes = list(step.outcomes(draws, monkeypatch))
-    assert sum(chance for chance, _ in outcomes) == pytest.approx(1, abs=1e-12) and len(outcomes) > 5
-    mean = sum(chance * step.gradient_of(change(batch), list(places)) for chance, batch in outcomes)
-    whole = step.gradient_of(step.choose(full or keep_all(ADV_NG), None, monkeypatch), list(places))
-    return ((mean - whole).norm() / whole.norm()).item()
+    mean = mean_of(list(step.outcomes(draws, monkeypatch)), lambda batch: step.gradient_of(change(batch), list(places)))
+    return distance(mean, step.gradient_of(step.choose(full or keep_all(ADV_NG), None, monkeypatch), list(places)))
 
 
-DRAWS = {"all": ("{kind: none}", lambda: iter([(1.0, keep_all(ADV_NG))])),
-         "pps-group": ("{kind: pps, keep: 2, size: adv}", lambda: by_pps("group", 2)),
-         "pps-batch": ("{kind: pps, keep: 1, size: adv, scope: batch}", lambda: by_pps("batch", 1))}
+ALL, PPS = kinds.KeepAll(), kinds.Pps(keep=2, size="adv")
 
 
-@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
-@pytest.mark.parametrize("draws", DRAWS)
-def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draws, per, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("draw", "per"), [
+    (ALL, "sequence"), (ALL, "constant"), (ALL, "token"), (PPS, "token"),
+    (replace(PPS, keep=1, scope="batch"), "sequence")])
+def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, per, tiny, tmp_path, monkeypatch):
     """The denominators are those of whole completions."""
-    kind, outcomes = DRAWS[draws]
-    step = Short(tiny, tmp_path / "run", f"loss.per={per}", f"prune.completions={kind}")
-    assert bias(step, outcomes(), monkeypatch) < 1e-12
+    step = Short(tiny, tmp_path / "run", f"loss.per={per}", f"prune.completions={asdict(draw)}")
+    assert bias(step, outcomes(OFFER, draw), monkeypatch) < EXACT
 
 
 @pytest.mark.parametrize("settings", [
@@ -111,7 +96,7 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draws, per, t
 ], ids=["cispo", "divergence"])
 def test_so_it_is_with_other_losses_of_single_tokens_and_in_a_mini_batch(settings, tiny, tmp_path, monkeypatch):
     step = Short(tiny, tmp_path / "run", "prune.completions={kind: pps, keep: 2, size: adv}", *settings)
-    assert bias(step, by_pps("group", 2), monkeypatch, places=[0]) < 1e-12
+    assert bias(step, outcomes(OFFER, PPS), monkeypatch, places=[0]) < EXACT
 
 
 @pytest.mark.parametrize("per", ["sequence", "token"])
@@ -119,7 +104,7 @@ def test_under_a_biased_pruner_the_mean_is_that_pruners_gradient(per, tiny, tmp_
     """CPPO's: what is kept is counted whole."""
     kept, pruning = keep_largest(ADV_NG, 2, "group"), "prune.completions={kind: topk, keep: 2}"
     step = Short(tiny, tmp_path / "run", f"loss.per={per}", "loss.count=kept", pruning)
-    assert bias(step, iter([(1.0, kept)]), monkeypatch, full=kept) < 1e-12
+    assert bias(step, iter([(1.0, kept)]), monkeypatch, full=kept) < EXACT
 
 
 def test_the_same_sees_tokens_without_weights(tiny, tmp_path, monkeypatch):
@@ -158,7 +143,7 @@ def test_the_probabilities_by_hand():
 
 
 def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
-    """z-tests over 1,500 steps: how often each token of a kept completion is before the cut, and a projection of the
+    """z-tests over 1,000 steps: how often each token of a kept completion is before the cut, and a projection of the
     weights of tokens and completions together, for which the two draws must not go together."""
     cfg = toy_config(tmp_path / "run", "prune.tokens={kind: prefix, whole: 0.2}", "loss.count=all",
                      "prune.completions={kind: bernoulli, drop_prob: 0.7}")
@@ -167,7 +152,7 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     rolled = as_rolled(groups, reward_NG, group_norm(reward_NG, 1, 1e-4))
     value_NG = torch.rand(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     tokens_C, kept, estimates = torch.zeros(6), 0, []
-    for seed in range(1500):
+    for seed in range(1000):
         batch = choose(rolled, Selection.of(cfg), seed)
         kept += int(batch.pruned.keep_NG[0].sum())
         for g in batch.pruned.keep_NG[0].nonzero()[:, 0].tolist():
@@ -177,7 +162,7 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     prob_C = kept_prob(6, 0.2, 1)
     assert ((tokens_C / kept - prob_C).abs() <= 4.5 * (prob_C * (1 - prob_C) / kept).sqrt() + 1e-12).all()
     estimate = torch.stack(estimates)
-    z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 1500 ** 0.5)
+    z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 1000 ** 0.5)
     assert abs(z) < 4
 
 
@@ -195,7 +180,7 @@ def test_what_needs_whole_completions_is_an_error(settings, why):
 
 
 def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
-    cfg = toy_config(tmp_path / "run", name="nat_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", name="nat_toy.yaml")
     train(cfg)
     decided = runfolder.read(tmp_path / "run" / "decisions.jsonl")
     steps = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]

@@ -24,8 +24,7 @@ from records import Pruned
 SHAPE = {"lengths": [[3, 25, 1, 2], [4, 1, 7, 8]], "prompts": [1, 12]}
 TOKENS, TOKENS_ALONE = 13 + 31 + 20, 4 * 13 + 31 + 20  # with each prompt once, and once for each completion
 # Both groups in a row, and rows that hold less than either, which have 32 tokens each.
-CUTS = {"whole": Pack(1000), "whole, window": Pack(1000, window=1), "split": Pack(26),
-        "split, window": Pack(28, window=2)}
+CUTS = {"whole": Pack(1000), "split": Pack(26), "split, window": Pack(28, window=2)}
 
 
 def alone(minibatch: Minibatch, *given) -> list[list[Plan]]:
@@ -71,16 +70,15 @@ def test_gradients_with_shared_prompts_are_those_without(name, tiny, tmp_path, m
     case = Case(name, tiny, tmp_path / "run", **SHAPE)
     expected, measured = gradient_alone(case, monkeypatch)
     assert (measured["pack/rows"], measured["pack/tokens"]) == (8, TOKENS_ALONE)
-    for cut, pack in CUTS.items():
-        ours, measured = gradient(case, pack)
+    for cut in ("whole", "split, window"):
+        ours, measured = gradient(case, CUTS[cut])
         assert_equal(ours, expected, cut)
-        if cut.startswith("whole"):
+        if cut == "whole":
             assert (measured["pack/rows"], measured["pack/tokens"]) == (1, TOKENS)
         else:
             assert measured["pack/rows"] > 2 and TOKENS < measured["pack/tokens"] < TOKENS_ALONE
     monkeypatch.setitem(decoder.BACKENDS, "sdpa", mask_backend)
-    for cut in ("whole", "split, window"):
-        assert_equal(gradient(case, CUTS[cut])[0], expected, f"mask, {cut}")
+    assert_equal(gradient(case, CUTS["split"])[0], expected, "mask")
 
 
 @pytest.mark.parametrize(("name", "settings"), [

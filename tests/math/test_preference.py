@@ -117,7 +117,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
 
 def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
-    cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=3", "optim.lr=1e-3", name="odpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_toy.yaml")
     asked = []
     compare = preference.compare
     try:
@@ -126,11 +126,10 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
     finally:
         preference.compare = compare
     told = [sums for _, sums in asked if sums["pairs"]]
-    assert len(asked) == 6 and told[0]["margin"] == 0 == told[0]["right"]
+    assert len(asked) == 2 and told[0]["margin"] == 0 == told[0]["right"]
     assert told[1]["margin"] / told[1]["pairs"] > 0.1
     lines = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
-    two = [sums for _, sums in asked[:2]]
-    margin = sum(sums["margin"] for sums in two) / sum(sums["pairs"] for sums in two)
+    margin = sum(sums["margin"] for sums in told) / sum(sums["pairs"] for sums in told)
     assert lines[0]["preference/margin"] == pytest.approx(margin)
     assert 0 < lines[0]["preference/accuracy"] < 1
 

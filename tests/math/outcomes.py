@@ -1,0 +1,150 @@
+"""Every outcome of a draw, and the gradient of the training step that it leads to: what the proofs of unbiasedness
+share. A pruner of yours that claims to be unbiased and can be enumerated joins `outcomes`."""
+
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from conftest import as_batch, as_rewards, gradients, make_groups, nudge, toy_config
+from test_objectives import learner_on
+from torch import Tensor
+
+import update
+from advantage import group_norm
+from collect import Selection, choose
+from methods import preference
+from metrics import PassSums
+from prune import COMPLETIONS, Offer, below_mean, gradient_size, inclusion, keep_all, systematic, thin
+from records import Batch, Pruned, Rewards, Rolled, Turn
+from settings import kinds
+
+LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
+REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
+ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
+EXACT = 1e-12  # a bias below it is rounding
+Outcomes = Iterator[tuple[float, Pruned]]  # with their probabilities
+
+
+class Step:
+    """The second pass over one rollout: the policy has moved, so clips are active and the KL is not 0."""
+
+    def __init__(self, folder, out, *settings: str):
+        self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "loss.kl=0.2",
+                              "loss.count=all", *settings)
+        self.learner = learner_on(folder, self.cfg)
+        self.groups = make_groups(LENGTHS, [5, 3])
+        nudge(self.learner.policy, 0.03)
+        if self.learner.critic:
+            nudge(self.learner.critic.model, 0.3)
+
+    def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
+        return self.gradient_of(as_batch(self.groups, adv_NG, pruned), [0, 1])
+
+    def gradient_of(self, batch: Batch, places: list[int]) -> Tensor:
+        """Of the mini-batch of these places. The reference is the policy before the update, too."""
+        learner, sums = self.learner, PassSums(self.learner.pack)
+        learner.policy.zero_grad()
+        weighed = update.minibatch(learner, batch, places)
+        prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
+        if kinds.is_preference(learner.advantage):
+            prepared, _ = preference.compare(learner, weighed, prepared)
+        for scored in prepared:
+            scored = replace(scored, old_logp_C=scored.ref_logp_C)
+            sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
+        stopped = sums.metrics(1)["train/clipped"]
+        assert batch.pruned.keep_NG.sum() < 8 or 0 < stopped < 1 or self.cfg.loss.trust == "none"
+        return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
+
+
+def distance(ours: Tensor, full: Tensor) -> float:
+    """|difference| / |full gradient|."""
+    return ((ours - full).norm() / full.norm()).item()
+
+
+def mean_of(outcomes: list[tuple], gradient: Callable) -> Tensor:
+    """The expected gradient over outcomes whose probabilities add up to 1."""
+    assert sum(chance for chance, *_ in outcomes) == pytest.approx(1, abs=1e-12)
+    return sum(chance * gradient(*outcome) for chance, *outcome in outcomes)
+
+
+def masks(prob_NG: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Every outcome of independent draws."""
+    for bits in itertools.product([True, False], repeat=prob_NG.numel()):
+        keep_NG = torch.tensor(bits, dtype=torch.bool).view_as(prob_NG)
+        chance = torch.where(keep_NG, prob_NG, 1 - prob_NG).prod().item()
+        if chance:
+            yield chance, keep_NG
+
+
+def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
+    """Every outcome of systematic sampling: between the starts at which it changes."""
+    ends = prob_K[order_K][prob_K[order_K] < 1].cumsum(0)
+    turns = sorted({0.0, 1.0, *(ends % 1).tolist()})
+    for a, b in itertools.pairwise(turns):
+        yield b - a, systematic(prob_K, order_K, (a + b) / 2)
+
+
+def outcomes(offer: Offer, settings: Any, order: int = 0) -> Outcomes:
+    """Every outcome of the unbiased pruner of these settings; `order` seeds the order that `pps` goes through."""
+    if settings.kind == "bernoulli":
+        prob_NG = below_mean(offer.adv_NG, settings.drop_prob)
+        yield from ((chance, thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
+        return
+    if settings.kind == "none":
+        yield 1.0, keep_all(offer.adv_NG)
+        return
+    size_NG = gradient_size(offer, settings.size, settings.by_cost)
+    rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
+    count = settings.keep * len(size_NG) // len(rows)
+    prob = torch.stack([inclusion(row, count) for row in rows])
+    generator = torch.Generator().manual_seed(order)
+    draws = [list(combs(row, torch.randperm(len(row), generator=generator))) for row in prob]
+    for drawn in itertools.product(*draws):
+        keep, chance = torch.stack([keep_K for _, keep_K in drawn]), math.prod(chance for chance, _ in drawn)
+        assert (keep.sum(dim=1) == count).all() or chance < 1e-12
+        if chance > 1e-14:
+            yield chance, thin(prob.view_as(size_NG), keep.view_as(size_NG))
+
+
+def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> Iterator[tuple[float, Batch]]:
+    """Every outcome of drawing prompts with these probabilities and then completions, as a step's Batch.
+
+    What depends on the draw is computed anew in each: advantages from the prompts that it rolled out, and what pruning
+    is offered.
+    """
+    selection, kind = Selection.of(step.cfg), step.cfg.prune.completions.kind
+    for bits in itertools.product([True, False], repeat=len(prob_N)):
+        turns = [Turn(group.prompt, 3, prob, kept / prob)
+                 for group, prob, kept in zip(step.groups, prob_N, bits, strict=True)]
+        chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
+        rewards, adv_NG = compare(step, REWARD_NG, bits)
+        rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
+        offers = []
+        with monkeypatch.context() as patch:
+            patch.setitem(COMPLETIONS, kind, lambda offer, _, seen=offers: seen.append(offer) or keep_all(offer.adv_NG))
+            nothing = choose(rolled, selection, seed=0)
+        if not any(bits):
+            yield chance, nothing
+            continue
+        for part, pruned in outcomes(offers[0], step.cfg.prune.completions):
+            monkeypatch.setitem(COMPLETIONS, kind, lambda offer, _, pruned=pruned: pruned)
+            yield chance * part, choose(rolled, selection, seed=0)
+
+
+def by_accuracy(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...]) -> tuple[Rewards, Tensor]:
+    """Rewards and advantages of the prompts that are rolled out, z-scores of each group."""
+    rewards = as_rewards({"accuracy": reward_NG[list(rolled_out)]}, {"accuracy": 1.0})
+    return rewards, ADV_NG[list(rolled_out)]
+
+
+def bias_of_both(step: Step, batches: Iterator[tuple[float, Batch]], full: Batch, places: list[int],
+                 change: Callable = lambda batch: batch) -> float:
+    """Bias of the gradient of these places relative to the full batch's."""
+    drawn = list(batches)
+    assert any(not batch.groups for _, batch in drawn) and {batch.offered for _, batch in drawn} == {2}
+    return distance(mean_of(drawn, lambda batch: step.gradient_of(change(batch), places)),
+                    step.gradient_of(full, places))

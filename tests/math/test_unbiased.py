@@ -1,0 +1,314 @@
+"""The proof that pruning with known probabilities keeps the gradient, and the size of the bias of what does not.
+
+Over all outcomes of the masks, the mean of the real loss's gradient, weighted by the outcomes' probabilities, is the
+full batch's: with clipping and KL active, completions of unequal length, and the code of the training step.
+"""
+
+import itertools
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, toy_config
+from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
+from torch import Tensor
+
+import update
+from advantage import ESTIMATORS, advantage, group_norm
+from collect import Selection, choose
+from config import ConfigError
+from history import PromptHistory
+from methods import critic
+from methods.soft_value import Table, soft_value
+from prune import COMPLETIONS, Offer, below_mean, drop_bottom, keep_all, keep_largest, thin
+from records import Batch, Group, Pruned, Rewards, Rolled, lengths
+from settings import kinds
+from settings.kinds import Bernoulli, Pps
+from settings.loader import choices
+
+HALF = Bernoulli(drop_prob=0.7)
+
+
+def offer(per: str) -> Offer:
+    return Offer(ADV_NG, torch.tensor(LENGTHS), per, False, 0)
+
+
+@pytest.mark.parametrize(("per", "settings"), [
+    ("token", ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.clip_high=0.28"]),
+    ("sequence", ["loss={trust: clip_sequence, clip_low: 0.01, clip_high: 0.01}"]),
+    ("constant", ["loss={kl_corrected: true, entropy: 0.3}"]),
+], ids=["vapo", "gspo", "corrected KL and entropy"])
+def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(per, settings, tiny, tmp_path):
+    """Probabilities may come from rewards alone, before a critic's values are known."""
+    step = Step(tiny, tmp_path / "run", f"loss.per={per}", *settings)
+    mean = mean_of(list(outcomes(offer(per), HALF)), step.gradient)
+    assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
+
+
+@pytest.mark.parametrize(("settings", "per", "order"), [
+    (HALF, "sequence", 0), (Pps(keep=2), "sequence", 0), (Pps(keep=2), "token", 1),
+    (Pps(keep=2, scope="batch"), "sequence", 0),
+    (Pps(keep=2, scope="batch", size="adv"), "constant", 0), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
+def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, per, order, tiny, tmp_path):
+    step = Step(tiny, tmp_path / "run", f"loss.per={per}")
+    mean = mean_of(list(outcomes(offer(per), settings, order)), step.gradient)
+    assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
+
+
+# ---- completions without a reward
+
+def padded(x_NG: Tensor) -> Tensor:
+    """With two more completions in each group that have none."""
+    wide_NG = torch.full((2, 6), torch.nan, dtype=torch.float64)
+    wide_NG[0, [0, 1, 3, 5]], wide_NG[1, 1:5] = x_NG
+    return wide_NG
+
+
+class Padded(Step):
+    """The same groups, each with two completions more, of other lengths, that have no reward."""
+
+    def __init__(self, folder, out, *settings: str):
+        super().__init__(folder, out, *settings)
+        (a, b), (x, y) = self.groups, make_groups([[6, 2], [3, 11]], [5, 3], seed=1)
+        self.groups = [Group(a.prompt, (*a.samples[:2], x.samples[0], a.samples[2], x.samples[1], a.samples[3])),
+                       Group(b.prompt, (y.samples[0], *b.samples, y.samples[1]))]
+
+
+KINDS = [*ESTIMATORS, "soft_value"]  # whose table of values stands for a function
+MORE = {"gae": ["critic.lr=1e-4"], "preference": ["advantage.likelihood=0.3"]}
+
+
+def is_paired(kind: str) -> bool:
+    return issubclass(choices(kinds.Advantage)[kind], kinds.Preference | kinds.GroupPreference)
+
+
+def by_kind(kind: str) -> list[str]:
+    """Settings that compare completions by this kind."""
+    alone = ["loss.trust=none", "loss.per=sum"] if is_paired(kind) else []
+    return [f"advantage={needed(choices(kinds.Advantage)[kind])}", *alone, *MORE.get(kind, [])]
+
+
+def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
+    """Rewards and advantages of the prompts that are rolled out, from them alone. There are two components, the second
+    in the first group alone, where it is half of the first."""
+    second_NG = torch.stack([reward_NG[0] / 2, torch.full_like(reward_NG[1], torch.nan)])
+    components = {"first": reward_NG[list(rolled_out)], "second": second_NG[list(rolled_out)]}
+    rewards = as_rewards(components, {"first": 1.0, "second": 2.0})
+    if step.cfg.advantage.kind == "soft_value":
+        groups = list(itertools.compress(step.groups, rolled_out))
+        return rewards, Table({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
+    return rewards, advantage(rewards, step.cfg.advantage)
+
+
+@pytest.mark.parametrize(("kind", "per"), [*((kind, "sequence") for kind in KINDS),
+                                           ("group_norm", "constant"), ("group_norm", "token")])
+def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, per, tiny, tmp_path):
+    """Its group's advantages, the denominators, and the gradient are those of a group without it."""
+    settings = [f"loss.per={per}", *by_kind(kind)]
+    without, step = Step(tiny, tmp_path / "a", *settings), Padded(tiny, tmp_path / "b", *settings)
+    (_, adv_NG), (_, wide_NG) = compared(without, REWARD_NG), compared(step, padded(REWARD_NG))
+    torch.testing.assert_close(wide_NG, padded(adv_NG), equal_nan=True, rtol=1e-12, atol=1e-12)
+    full, wide = without.gradient(keep_all(adv_NG), adv_NG), step.gradient(keep_all(wide_NG), wide_NG)
+    assert distance(wide, full) < EXACT
+
+
+@pytest.mark.parametrize(("settings", "per"), [
+    (HALF, "token"), (Pps(keep=2), "sequence"), (Pps(keep=2, scope="batch"), "constant")])
+def test_over_all_outcomes_the_mean_is_the_full_gradient_of_those_with_a_reward(settings, per, tiny, tmp_path):
+    step, wide_NG = Padded(tiny, tmp_path / "b", f"loss.per={per}"), padded(ADV_NG)
+    drawn = list(outcomes(Offer(wide_NG, lengths(step.groups, 6), per, False, 0), settings))
+    assert not any((pruned.keep_NG | (pruned.prob_NG > 0))[wide_NG.isnan()].any() for _, pruned in drawn)
+    full = Step(tiny, tmp_path / "a", f"loss.per={per}").gradient(keep_all(ADV_NG))
+    assert distance(mean_of(drawn, lambda pruned: step.gradient(pruned, wide_NG)), full) < EXACT
+
+
+def test_choosing_leaves_them_out_whatever_a_pruner_says(tiny, tmp_path, monkeypatch):
+    step = Padded(tiny, tmp_path / "run", "prune.completions={kind: topk, keep: 2}")
+    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
+    all_NG = torch.ones(2, 6, dtype=torch.float64)
+    monkeypatch.setitem(COMPLETIONS, "topk", lambda offer, settings: Pruned(all_NG.bool(), all_NG, all_NG))
+    pruned = choose(rolled, Selection.of(step.cfg), seed=0).pruned
+    assert not (pruned.keep_NG & rolled.adv_NG.isnan()).any() and not pruned.weight_NG[~pruned.keep_NG].any()
+
+
+class Cut(Padded):
+    """The same, and the two completions more have rewards, but were cut."""
+
+    def __init__(self, folder, out, *settings: str):
+        super().__init__(folder, out, *settings, "prune.truncated=true")
+        none_NG = padded(REWARD_NG).isnan().tolist()
+        self.groups = [Group(group.prompt, tuple(replace(s, finished=not cut) for s, cut in zip(
+            group.samples, cut_G, strict=True))) for group, cut_G in zip(self.groups, none_NG, strict=True)]
+        self.rolled = as_rolled(self.groups, padded(REWARD_NG).nan_to_num(nan=0.5), padded(ADV_NG).nan_to_num(nan=9.0))
+
+    def choose(self, seed: int = 0) -> Batch:
+        return choose(self.rolled, Selection.of(self.cfg), seed)
+
+
+@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
+def test_truncated_completions_are_as_if_they_were_not_there(per, tiny, tmp_path):
+    """In no denominator either: the gradient is that of groups without them, and token weights add up to 1."""
+    without, step = Step(tiny, tmp_path / "a", f"loss.per={per}"), Cut(tiny, tmp_path / "b", f"loss.per={per}")
+    assert distance(step.gradient_of(step.choose(), [0, 1]), without.gradient(keep_all(ADV_NG))) < EXACT
+    weighed = update.minibatch(step.learner, step.choose(), [0, 1])
+    total = (weighed.weight_NG * lengths(step.groups, 6)).sum().item()
+    assert per == "constant" or total == pytest.approx(1, abs=1e-12)
+
+
+@pytest.mark.parametrize("pruning", ["{kind: pps, keep: 2}", "{kind: pps, keep: 2, scope: batch}",
+                                     "{kind: topk, keep: 2}", "{kind: bottom, drop_prob: 0.5}"])
+def test_truncated_completions_take_no_place_of_others(pruning, tiny, tmp_path):
+    """They are no candidates of the draw, whatever their size, and have probability 0."""
+    step = Cut(tiny, tmp_path / "run", f"prune.completions={pruning}")
+    for seed in range(10):
+        pruned = step.choose(seed).pruned
+        assert not (pruned.keep_NG | (pruned.prob_NG > 0))[padded(ADV_NG).isnan()].any()
+        assert pruned.keep_NG.sum() == 4 and ("batch" in pruning or pruned.keep_NG.sum(dim=1).tolist() == [2, 2])
+
+
+def test_prompts_that_are_skipped_need_a_reward_of_every_completion(tiny, tmp_path):
+    """How many of a skipped prompt's completions would have none is not known."""
+    step = Padded(tiny, tmp_path / "run", PROMPTS)
+    with pytest.raises(ConfigError, match="prune.prompts.kind=bernoulli needs a reward .* one of q0 has none: "):
+        choose(as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG)), Selection.of(step.cfg), seed=0)
+
+
+def test_the_soft_value_is_that_of_the_samples_with_a_reward():
+    torch.testing.assert_close(soft_value(padded(REWARD_NG), 0.5), soft_value(REWARD_NG, 0.5))
+    assert soft_value(torch.full((1, 3), torch.nan), 0.5).isnan().all()
+
+
+def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
+    step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
+    rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
+    times_NG = sum(part.keep_NG.int() for part in critic.minibatches(step.learner, rolled, 0))
+    assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
+
+
+# ---- both levels
+
+PROMPTS, COMPLETIONS_TOO = "prune.prompts={kind: bernoulli, drop_prob: 0.6}", "{kind: bernoulli, drop_prob: 0.7}"
+
+
+def at_both(folder, out, *settings: str) -> Step:
+    return Step(folder, out, f"prune.completions={COMPLETIONS_TOO}", *settings)
+
+
+def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch: batch) -> float:
+    """Bias over all draws of the two prompts, of probability 0.4 and 0.7, and of their completions."""
+    rewards, adv_NG = compared(step, REWARD_NG)
+    full = replace(as_batch(step.groups, adv_NG, keep_all(adv_NG)), reward_NG=rewards.total_NG)
+    return bias_of_both(step, by_both(step, [0.4, 0.7], compared, monkeypatch), full, places, change)
+
+
+@pytest.mark.parametrize(("per", "places"), [("constant", [0]), ("sequence", [1])])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
+    """Of a mini-batch; of a whole step below. Under token aggregation the number of tokens of a prompt skipped is
+    unknown: a config error."""
+    assert both_levels(at_both(tiny, tmp_path / "run", f"loss.per={per}", PROMPTS), monkeypatch, places) < EXACT
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions(kind, tiny, tmp_path, monkeypatch):
+    """Or the two do not go together, and that is a config error. Pairs go with pruning of prompts alone."""
+    try:
+        step = at_both(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
+    except ConfigError as error:
+        assert f"must be none with advantage.kind={kind}" in str(error)
+        if not is_paired(kind):
+            return
+        step = Step(tiny, tmp_path / "run", PROMPTS, *by_kind(kind))
+    assert both_levels(step, monkeypatch, [0, 1]) < EXACT
+
+
+def unweighted(batch: Batch) -> Batch:
+    keep_NG = batch.pruned.keep_NG
+    return replace(batch, pruned=thin(torch.where(keep_NG, below_mean(batch.adv_NG, 0.7), 1.0), keep_NG))
+
+
+def over_the_kept(batch: Batch) -> Batch:
+    return replace(batch, places=list(range(len(batch.groups))), offered=len(batch.groups))
+
+
+def require_bias(bias: float, arm: str) -> None:
+    """How large it is stands in the output of `pytest -s`."""
+    print(f"\n{arm}: bias {bias:.2f} of the full gradient")
+    assert bias > 0.01
+
+
+@pytest.mark.parametrize("change", [unweighted, over_the_kept])
+def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
+    """Prompts without weights, and 1/(1-P) over the prompts that were kept."""
+    if change is over_the_kept:
+        true = Step.gradient_of
+        monkeypatch.setattr(Step, "gradient_of", lambda self, batch, _: true(self, batch, list(range(batch.offered))))
+    require_bias(both_levels(at_both(tiny, tmp_path / "run", PROMPTS), monkeypatch, [0, 1], change), change.__name__)
+
+
+def test_the_same_sees_the_bias_of_a_scale_over_the_prompts_rolled_out(tiny, tmp_path, monkeypatch):
+    """GDPO's deviation, had the config error not stopped it."""
+    step = at_both(tiny, tmp_path / "run", *by_kind("decoupled"))
+    step.cfg = replace(step.cfg, prune=replace(step.cfg.prune, prompts=kinds.Thinned(drop_prob=0.6)))
+    require_bias(both_levels(step, monkeypatch, [0, 1]), "a scale over the prompts rolled out")
+
+
+def without_weights() -> list[tuple]:
+    return [(chance, Pruned(p.keep_NG, p.keep_NG.double(), p.prob_NG)) for chance, p in outcomes(offer(""), HALF)]
+
+
+def renormalised() -> list[tuple]:
+    """Advantages of what survives, computed anew from it: a single survivor has none."""
+    arms = []
+    for chance, pruned in outcomes(offer(""), HALF):
+        adv_NG = torch.zeros_like(ADV_NG)
+        for n, keep_G in enumerate(pruned.keep_NG):
+            if keep_G.sum() > 1:
+                adv_NG[n, keep_G] = group_norm(REWARD_NG[n, keep_G][None], 1, 1e-4)[0]
+        arms.append((chance, pruned, adv_NG))
+    return arms
+
+
+BIASED = {
+    "topk": (lambda: [(1.0, keep_largest(ADV_NG, 2, "group"))], "sequence", "kept"),
+    "topk over the full batch": (lambda: [(1.0, keep_largest(ADV_NG, 2, "group"))], "sequence", "all"),
+    "bottom fraction": (lambda: [(1.0, drop_bottom(ADV_NG, 0.5))], "sequence", "kept"),
+    "no weights": (without_weights, "sequence", "all"),
+    "no weights, mean over the kept": (without_weights, "sequence", "kept"),
+    "1/(1-P) over the kept mean": (lambda: list(outcomes(offer(""), HALF)), "sequence", "kept"),
+    "advantages normalised after pruning": (renormalised, "sequence", "all"),
+    "token mean over survivors": (lambda: list(outcomes(offer(""), HALF)), "token", "kept"),
+}
+
+
+@pytest.mark.parametrize("arm", BIASED)
+def test_the_same_sees_the_bias_of_every_biased_arm(arm, tiny, tmp_path):
+    draws, per, count = BIASED[arm]
+    step = Step(tiny, tmp_path / "run", f"loss.per={per}", f"loss.count={count}")
+    full = Step(tiny, tmp_path / "run", f"loss.per={per}").gradient(keep_all(ADV_NG))
+    require_bias(distance(mean_of(draws(), step.gradient), full), f"{arm}, per {per}, count {count}")
+
+
+def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
+    """z-test over 1,500 draws at G = 16 of a projection of the weights: prompts from their history, completions from
+    the step's seed, both multiplied."""
+    cfg = toy_config(tmp_path / "run", PROMPTS, "loss.count=all", f"prune.completions={COMPLETIONS_TOO}")
+    generator = torch.Generator().manual_seed(0)
+    groups = make_groups([[2] * 16] * 4, [1] * 4)
+    adv_NG, value_NG = (torch.randn(4, 16, dtype=torch.float64, generator=generator) for _ in range(2))
+    adv_NG *= torch.tensor([[0.1], [1.0], [0.2], [2.0]])
+    places = {group.prompt.id: n for n, group in enumerate(groups)}
+    history = PromptHistory([group.prompt for group in groups], cfg.prune.prompts, seed=7, middle=0.0)
+    history.record(as_rolled(groups, adv_NG, adv_NG))
+    estimates, passed = [], 0
+    for seed in range(1500):
+        turns = history.draw(4)
+        members = [places[turn.prompt.id] for turn in turns if turn.kept]
+        rewards = as_rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
+        rolled = Rolled() + Rolled(turns, [groups[n] for n in members], rewards, adv_NG[members])
+        batch = choose(rolled, Selection.of(cfg), seed)
+        passed += 4 - len(members)
+        estimates.append((batch.pruned.weight_NG * value_NG[members]).sum())
+        assert torch.equal(batch.pruned.weight_NG > 0, batch.pruned.keep_NG) and batch.offered == 4
+    estimate = torch.stack(estimates)
+    z = (estimate.mean() - value_NG.sum()) / (estimate.std() / 1500 ** 0.5)
+    assert abs(z) < 4 and passed / 1500 == pytest.approx(3 * 0.6, abs=0.1)
