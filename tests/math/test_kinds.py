@@ -107,7 +107,8 @@ def test_a_prompts_chance_of_a_rollout_is_a_probability(kind):
         size_K, skipped_K, easy_K, hard_K = torch.rand(4, 9, dtype=torch.float64,
                                                        generator=torch.Generator().manual_seed(seed)) * 3
         size_K[:3 if seed else 9], mean = NAN, size_K[3:].mean().item() if seed else NAN
-        memory = Memory(size_K, skipped_K.long(), easy_K.long(), hard_K.long(), mean, explore=(0.5, 0.6), rows=[{}] * len(size_K))
+        memory = Memory(size_K, skipped_K.long(), easy_K.long(), hard_K.long(), mean, explore=(0.5, 0.6),
+                        rows=[{}] * len(size_K))
         prob_K = prune.PROMPTS[kind](memory, example(PROMPTS[kind]))
         assert prob_K.shape == (9,) and ((prob_K >= 0) & (prob_K <= 1)).all()
         assert (prob_K > 0).all() or not is_unbiased(PROMPTS[kind])
