@@ -182,11 +182,11 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "why"), [
-    (["loss.trust=clip_sequence"], "none with loss.trust=clip_sequence: its ratio is that of all tokens"),
+    (["loss.trust=clip_sequence"], "none with loss.trust=clip_sequence: its ratio is over all tokens"),
     (["advantage.kind=gae", "critic.lr=1e-4"], "none with advantage.kind=gae: a critic's advantages need all tokens"),
-    (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is that of all tokens"),
+    (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is over all tokens"),
     (["advantage={kind: soft_value, residual: 1e-3}", "loss.per=sum", "loss.trust=none"],
-     "none with advantage.residual=0.001: its log-ratio is that of all tokens"),
+     "none with advantage.residual=0.001: its log-ratio is over all tokens"),
     (["rollout.until=full", "pack.budget=4096"], "none with rollout.until=full: pack.budget counts whole completions"),
 ])
 def test_what_needs_whole_completions_is_an_error(settings, why):
