@@ -96,11 +96,14 @@ def line(section: Any, field: Field, default: str, indent: str) -> str:
 
 def page() -> str:
     """Write docs/settings.md."""
-    asked = [f"| `{choice}` | `{key}`: {allowed} | {why} |" for choice, rules in REQUIRES.items()
-             for key, allowed, why in rules]
+    required = []
+    for choice, requirements in REQUIRES.items():
+        for key, allowed, why in requirements:
+            because = why.replace("|", BAR)
+            required.append(f"| `{choice}` | `{key}`: {allowed} | {because} |")
     return "\n".join([HEAD, "## The run", "", *table(Config, ""), *chapters(Config, "", "##"),
-                      "## What choices ask of other settings", "", "| choice | asks for | because |",
-                      "|---|---|---|", *asked, ""])
+                      "## What choices require of other settings", "", "| choice | requires | because |",
+                      "|---|---|---|", *required, ""])
 
 
 def chapters(section: type, path: str, level: str) -> Iterator[str]:

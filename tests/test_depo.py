@@ -179,7 +179,7 @@ def test_the_heads_weights_depend_on_the_seed_alone():
     (["prune.prompts.low=0.9"], "prune.prompts.high=0.85 must be above prune.prompts.low=0.9"),
     (["prune.prompts.explore=1.5"], "prune.prompts.explore=1.5 must be in"),
     (["prune.prompts={kind: depo, estimate: history, lr: 0.1}"], "prune.prompts.lr=0.1 must be left out, or 0.0002"),
-    (["reward={accuracy: 0, format: 1}"], "prune.prompts.kind=depo must be another than depo unless reward.accuracy"),
+    (["reward={accuracy: 0, format: 1}"], "prune.prompts.kind=depo must be another kind unless reward.accuracy"),
 ])
 def test_what_the_filter_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):

@@ -55,7 +55,7 @@ def model(tmp_path) -> Path:
     ({"num_hidden_layers": 10**9}, "weights do not match config.json: they have 4 layers .* it says 1000000000 and"),
     ({"vocab_size": 100}, "weights do not match config.json"), ({"head_dim": 3}, "a head_dim of 3, which is odd"),
     ({"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
-    ({"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
+    ({"rope_theta": -1}, "rope_theta=-1 must be above 0"),
     ({"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"), ({"rope_scaling": [1]}, "rope_scaling="),
     ({"rope_parameters": [1]}, "rope_parameters="), ({"layer_types": 3}, "layer_types=3 must be a list"),
     ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),

@@ -187,8 +187,8 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     (["labels.other=0.7"], r"labels.other=0.7 must be below labels.right=0.6"),
     (["labels.most=4"], r"labels.most=4 must be at least 8 \(rollout.group_size\)"),
     (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
-    (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold where no component"),
-    (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another than soft_value"),
+    (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold if no component"),
+    (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another kind with labels"),
     (["rollout.window=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.per=token"], "rollout.window=8 must be null"),
     (["labels.kind=gold", "labels.most=8"], "labels.most belongs to votes; this is gold"),
 ])

@@ -294,7 +294,7 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
     (["data.prompt={question", ], "nothing else in braces"),
     (["data.prompt={question:{x}}"], "nothing else in braces"),
     (["data.prompt={question!r}"], "nothing else in braces"),
-    ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes where it has a new line, behind --set in"),
+    ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes if it has a new line, and after --set in"),
     (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
     (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
     (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
