@@ -45,7 +45,7 @@ test-page: .venv/dev ## the report in a real browser (Debian: apt-get install ch
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
 	$(VENV)/ruff check .
-	$(VENV)/python -m pytest -m house tests/test_house.py
+	$(VENV)/python -m pytest -m house tests/test_house.py tests/math/test_kinds.py
 
 compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results; 18 new ones at most
 	$(VENV)/python experiments/compare.py

@@ -186,9 +186,6 @@ def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor
     return Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
 
 
-__all__ = ["ROOT", "TOY", "as_batch", "as_rewards", "as_rolled", "load", "make_groups", "toy_config", "write_tiny"]
-
-
 def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:
     """What segments say, written out over the whole row: a query sees which of its T tokens."""
     seen_TT = torch.zeros(len(q), len(q), dtype=torch.bool, device=q.device)
