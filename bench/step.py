@@ -5,16 +5,15 @@
 step        Steps of the toy (16 prompts x 16 completions) at keep = 16, 8, 4, 2, 1 of 16, in turns, since the
             machine's speed drifts: seconds by phase, and the update's over that of keep 16 in the same round.
             `tokens` went through the policy, prompts included.
-pack        Best fit over all sequences against ceil(tokens / capacity), which no packing can beat; and the
-            tokens of the busiest of 8 ranks over an ideal that no packing can beat: the longest prompt with
-            its completion, or all tokens, each prompt once, over the ranks.
+pack        The tokens of the busiest of 8 ranks over an ideal that no packing can beat: the longest prompt
+            with its completion, or all tokens, each prompt once, over the ranks. 10 draws of a step a round.
 rollout     Tokens a second of the embedded engine, and of vLLM where it is installed: 16 answers to a prompt
             with random weights, in float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64
             tokens in every slot; or tailed, three samples a slot of exponentially drawn lengths, 256 at most.
             Each engine has a process of its own.
-checkpoint  How long training stands still for one: torch.save of the gathered state by rank 0,
-            torch.distributed.checkpoint while all wait, and Winnow's, which goes on with passes and then with
-            steps. Lost in all is how much longer these took than without a save, standing still included.
+checkpoint  How long training stands still for one: for torch.distributed.checkpoint while all wait, and for
+            Winnow's, which goes on with passes and then with steps. Lost in all is how much longer these took
+            than without a save, standing still included.
 
 Figures are medians over the rounds, with the least and the largest; of several ranks those of the slowest.
 """
@@ -45,15 +44,13 @@ from infra.checkpoint import Checkpoints, Role, find
 from learner import Learner, adam
 from metrics import Clock
 from model import Decoder, empty_model, sdpa_padded
-from pack import Minibatch, best_fit, layout, pack
+from pack import Minibatch, layout, pack
 from preflight import memory
 from records import Batch, Group, Prompt, Rolled, Sample, Segments, Turn
 from rollout import start_engine
 from update import update
 
 CAPACITY, RANKS, G, NEW = 16_384, 8, 16, 64
-# Prompt and completion together, in tokens: (median, sigma of the logarithm, longest).
-KINDS = {"gsm8k-like": (330, 0.35, 1536), "long-tailed": (1500, 1.0, CAPACITY)}
 # step -> prompts, how many of their 16 completions are kept, of all together or of each group
 KEPT = {"cppo_gsm8k": (4, 16, "batch"), "cppo_math": (6, 48, "batch"),
         "128 x 16, keep 4": (128, 4, "group"), "128 x 16, keep 1": (128, 1, "group")}
@@ -128,21 +125,6 @@ def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
 
 # ---- packing
 
-def drawn_lengths(kind: str, count: int) -> list[int]:
-    middle, sigma, longest = KINDS[kind]
-    drawn = np.random.default_rng(0).lognormal(np.log(middle), sigma, count)
-    return drawn.astype(int).clip(1, longest).tolist()
-
-
-def fitted(kind: str, count: int, rounds: int) -> dict:
-    """Pack so many sequences by best fit."""
-    lengths = drawn_lengths(kind, count)
-    seconds = [timed(lambda: best_fit(lengths, CAPACITY)) for _ in range(rounds)]
-    rows, bound = len(best_fit(lengths, CAPACITY)), -(-sum(lengths) // CAPACITY)
-    return {"lengths": kind, "sequences": count, "rows": rows, "bound": bound,
-            "excess": rows / bound - 1, "seconds": seconds}
-
-
 def drawn_step(step: str, seed: int) -> Minibatch:
     """Draw prompts of 180 tokens in the median, completions of 230, and which of them are kept."""
     prompts, kept, scope = KEPT[step]
@@ -172,12 +154,11 @@ def over_ideal(step: str, seed: int) -> float:
     return busiest / max(longest, tokens / RANKS)
 
 
-def packing(rounds: int) -> dict:
-    fits = [fitted(kind, count, rounds) for kind in KINDS for count in (10_000, 100_000)]
-    show(f"Best fit into rows of {CAPACITY:,} tokens", fits)
-    balance = [{"step": step, "over the ideal": [over_ideal(step, seed) for seed in range(10 * rounds)]}
-               for step in KEPT]
-    return {"fits": fits, "balance": show(f"Tokens of the busiest of {RANKS} ranks", balance)}
+def packing(rounds: int) -> list[dict]:
+    rows = []
+    for step in KEPT:
+        rows.append({"step": step, "over the ideal": [over_ideal(step, seed) for seed in range(10 * rounds)]})
+    return show(f"Tokens of the busiest of {RANKS} ranks, rows of {CAPACITY:,}", rows)
 
 
 # ---- rollouts
@@ -254,22 +235,11 @@ def of_slowest(function: Callable[[], object]) -> float:
     return dist.max_over_ranks(timed(function))
 
 
-def save_plainly(path: Path, role: Role) -> None:
-    """Gather the state of all ranks and save it in one file."""
-    full_state = {}
-    for kind, tensors in checkpoint.tensors(*role).items():
-        full_state[kind] = {name: dist.full(t) for name, t in tensors.items()}
-    if dist.rank() == 0:
-        torch.save(full_state, path)
-        checkpoint.flush(path)
-
-
 def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, float]:
     """Measure the seconds that training loses to a save, for each way to save."""
     out = checkpoints.folder
     waiting_at = out / f"waiting_{step}"
     out.mkdir(exist_ok=True)
-    plain = of_slowest(lambda: save_plainly(out / "plain.pt", role))
     waiting = of_slowest(lambda: dcp.save(checkpoint.tensors(*role), checkpoint_id=waiting_at))
     if dist.rank() == 0:
         shutil.rmtree(waiting_at)
@@ -285,8 +255,7 @@ def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, 
     during_save = of_slowest(in_the_background)
     standing_still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
     written = of_slowest(checkpoints.wait)
-    return {"torch.save by rank 0, training waits": plain,
-            "torch.distributed.checkpoint, training waits": waiting,
+    return {"torch.distributed.checkpoint, training waits": waiting,
             "in the background: training stands still": standing_still,
             "in the background: lost in all": during_save + written - without_save}
 
