@@ -196,13 +196,13 @@ def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
     return rows
 
 
-def rollouts(shapes: list[str], rounds: int) -> list[dict]:
+def rollouts(shapes: list[str], slots: list[int], rounds: int) -> list[dict]:
     engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
     rows = []
     for shape in shapes:
-        for slots in (64, 256):
+        for count in slots:
             for kind in engines:
-                rows += in_own_process(generate, kind, shape, slots, rounds)
+                rows += in_own_process(generate, kind, shape, count, rounds)
     return show("Tokens a second of each engine", rows)
 
 
@@ -295,11 +295,13 @@ def main() -> None:
     options.add_argument("--parts", type=listed(parts), default=parts, help=",".join(parts))
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
+    options.add_argument("--slots", default="64,256", help="rollout: of an engine, by sixteens")
     options.add_argument("--shape", default="50M", help="checkpoint: of bench/shapes.py")
     options.add_argument("--ranks", type=int, default=2, help="checkpoint: on how many")
     args = options.parse_args()
+    slots = [int(count) for count in args.slots.split(",")]
     measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
-               "rollout": lambda: rollouts(args.shapes.split(","), args.rounds),
+               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds),
                "checkpoint": lambda: checkpoints(args.shape, args.ranks, args.rounds)}
     results = {part: measure[part]() for part in args.parts}
     dist.close()
