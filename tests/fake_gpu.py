@@ -40,7 +40,7 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.append(str(Path(__file__).parent.parent / "bench"))  # behind the root: one of its files has a name of ours
 
 import shapes
 from conftest import ROOT, as_batch, make_groups
