@@ -3,8 +3,8 @@
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
 Are the kernels right? Does the toy learn in bfloat16? How fast are updates, rollouts and whole steps of
-models of these shapes, with random weights, and does preflight/memory count right what they take? PARTS lists
-the cheapest and most telling first, and gpu_parts.py does it; what needs vLLM where that is installed.
+models of these shapes, with random weights, and does preflight/counts count right what they take? PARTS lists
+the cheapest and most telling first, and gpu_parts.py does them; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.
 Results go into --out as they come, a JSON line each. At the end stand tables for RESULTS.md, and what was
@@ -14,7 +14,6 @@ skipped or failed and why. Without a GPU the same runs in sizes for a CPU, which
 import argparse
 import importlib.metadata
 import importlib.util
-import json
 import os
 import shlex
 import signal
@@ -26,19 +25,11 @@ from contextlib import suppress
 from dataclasses import dataclass
 from datetime import date
 from pathlib import Path
-from statistics import median
-from threading import Thread
 from time import perf_counter
 from types import ModuleType, SimpleNamespace
-from typing import TYPE_CHECKING
 from unittest.mock import patch
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-if TYPE_CHECKING:  # what may be missing is imported in the parts alone
-    from model import Decoder
-    from records import Segments
+from common import ROOT, append, listed, parser, print_json, read, table
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +48,7 @@ PARTS = {
     "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
     "check": Part("`train.py --check` on the toy in bfloat16, embedded engine", 40, by_shape=False),
     "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
-    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight/memory's", 130),
+    "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130),
     "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
@@ -66,24 +57,6 @@ PARTS = {
     "vllm_rollout": Part("Tokens sampled by vLLM, and its sync after a sleep", 120, needs="vllm"),
 }
 REASONS = ("skipped", "failed")
-
-
-def flop(policy: "Decoder", rows: "list[Segments]", scored: int) -> float:
-    """Count the FLOP of forward and backward over rows, with `scored` tokens projected to logits: 6 for each
-    parameter and token that passes it, 4 for one that is frozen, and the causal attention. What is computed
-    again does not count. Under adapters the first layer's input wants no gradient."""
-    shape = policy.shape
-    segments = [pair for row in rows for pair in zip(row.queries, row.keys, strict=True)]
-    met = sum(queries * (2 * keys - queries) / 2 for queries, keys in segments)
-    attention = 12 * shape.layers * shape.heads * shape.head_dim * met
-    head = shape.vocab_size * shape.hidden_size
-    blocks = sum(p.numel() * (6 if p.requires_grad else 4) for p in policy.layers.parameters())
-    if not policy.head_VD.requires_grad:
-        reading = [f"{name}_proj.{factor}" for name in "qkv" for factor in ("weight", "lora_A")]
-        first = policy.layers[0].self_attn.named_parameters()
-        blocks -= 2 * sum(p.numel() for name, p in first if name in reading)
-    of_head = 6 if policy.head_VD.requires_grad else 4
-    return blocks * sum(queries for queries, _ in segments) + of_head * head * scored + attention
 
 
 # ---- libraries of the verifier, which a GPU machine may lack
@@ -136,68 +109,35 @@ def attempt(name: str, shape: str, out: Path, seconds: float) -> dict[str, str]:
 
 def supervise(command: list[str], seconds: float) -> str:
     """Run a command in a process group of its own for at most so long; returns why it failed, or ""."""
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, errors="replace",
-                               start_new_session=True)
-    last = [""]
-
-    def forward() -> None:
-        for line in process.stderr:
-            print(line, end="", file=sys.stderr, flush=True)
-            last[0] = line.strip() or last[0]
-
-    reader = Thread(target=forward, daemon=True)
-    reader.start()
-    try:
-        code = process.wait(seconds)
-    except subprocess.TimeoutExpired:
+    with tempfile.TemporaryFile("w+", errors="replace") as errors:
+        process = subprocess.Popen(command, cwd=ROOT, stderr=errors, start_new_session=True)
+        try:
+            code = process.wait(seconds)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:  # its own processes go with it, however it ended
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
+        errors.seek(0)
+        said = errors.read().strip()
+    if said:
+        print(said, file=sys.stderr, flush=True)
+    if code is None:
         return f"stopped after {seconds:.0f} s"
-    finally:  # its own processes go with it, however it ended
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        reader.join(timeout=5)
     ended = f"exit code {code}" if code > 0 else f"signal {-code}"
-    return f"{ended}: {last[0]}" if code else ""
+    return f"{ended}: {said.rpartition(chr(10))[2]}" if code else ""
 
 
-def read(out: Path, first: int = 0) -> list[dict]:
-    """Read a file of results from a line on."""
-    return [json.loads(line) for line in out.read_text().splitlines()[first:]] if out.is_file() else []
-
-
-def append(out: Path, line: dict) -> None:
-    with out.open("a") as file:
-        file.write(json.dumps(line) + "\n")
-
-
-# ---- tables
-
-def cell(value: object) -> str:
-    """Write a figure; a list of measurements as their median and range."""
-    if isinstance(value, list):
-        return f"{cell(median(value))} ({cell(min(value))} - {cell(max(value))})"
-    if isinstance(value, bool):
-        return "yes" if value else "no"
-    if isinstance(value, float) and abs(value) < 1000:
-        return f"{value:.3g}"
-    return f"{value:,.0f}" if isinstance(value, int | float) else str(value or "")
-
-
-def table(rows: list[dict]) -> str:
-    """Write rows as a table of markdown, with the columns that any of them has."""
-    keys = dict.fromkeys(key for row in rows for key, value in row.items() if value not in ("", None))
-    columns = [key for key in keys if key not in ("part", *REASONS)]
-    cells = [[cell(row.get(key)).replace("|", "\\|") for key in columns] for row in rows]
-    lines = [columns, ["---"] * len(columns), *cells]
-    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
+# ---- the section for RESULTS.md
 
 def closing(rows: list[dict], given: list[str]) -> str:
     """Write a section for RESULTS.md: command, commit and machine, a table of each part, and what is in none
     of them."""
     machine = rows[0]
+    command = shlex.join(["python", "bench/gpu.py", *given])
     lines = [f"### What bench/gpu.py measured on {machine['device']}\n",
-             f"Command: `{shlex.join(['python', 'bench/gpu.py', *given])}`  ",
+             f"Command: `{command}`  ",
              f"Commit: {machine['commit']}. Date: {date.today()}. Machine: {machine['device']}, "
              f"{machine['details']}.\n"]
     if not machine["cuda"]:
@@ -205,32 +145,27 @@ def closing(rows: list[dict], given: list[str]) -> str:
     for name, part in PARTS.items():
         of_part = [row for row in rows if row["part"] == name and len(row.keys() - REASONS) > 3]
         if of_part and part.title:
-            lines.append(f"{part.title}:\n\n{table(of_part)}")
+            lines.append(f"{part.title}:\n\n{table(of_part, left_out=('part', *REASONS))}")
     for reason in REASONS:
-        named = [" ".join(filter(None, map(row.get, ("part", "shape", "way")))) + f": {row[reason]}"
-                 for row in rows if reason in row]
+        named = []
+        for row in rows:
+            if reason in row:
+                place = " ".join(filter(None, map(row.get, ("part", "shape", "way"))))
+                named.append(f"{place}: {row[reason]}")
         lines.append("\n- ".join([f"{reason.capitalize()}:\n", *(named or ["nothing"])]) + "\n")
     return "\n".join(lines)
 
 
 # ---- the command
 
-def listed(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= PARTS.keys():
-        raise argparse.ArgumentTypeError(f"{text!r}: give some of {','.join(PARTS)}")
-    return names
-
-
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--shapes", help="of bench/shapes.py (default: 0.5B,1.5B; on the CPU 1M)")
-    parser.add_argument("--parts", type=listed, default=list(PARTS), help=",".join(PARTS))
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu" / "results.jsonl",
-                        help="gets a line for each result (default: runs/gpu/results.jsonl)")
-    parser.add_argument("--part", help=argparse.SUPPRESS)  # do this one, for one shape, in this process
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--shapes", help="of bench/shapes.py (default: 0.5B,1.5B; on the CPU 1M)")
+    options.add_argument("--parts", type=listed(list(PARTS)), default=list(PARTS), help=",".join(PARTS))
+    options.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu" / "results.jsonl",
+                         help="gets a line for each result (default: runs/gpu/results.jsonl)")
+    options.add_argument("--part", help=argparse.SUPPRESS)  # do this one, for one shape, in this process
+    args = options.parse_args()
     if args.part is None:
         return bench(args)
     missing = stand_in()
@@ -250,20 +185,23 @@ def bench(args: argparse.Namespace) -> int:
         print(f"error: {ended['failed']}", file=sys.stderr)
         return 1
     cuda = read(out, before)[0]["cuda"]
-    shapes, factor = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(","), 1 if cuda else CPU_FACTOR
-    jobs = [(name, shape) for name, part in PARTS.items() if name in args.parts and name != "machine"
-            for shape in (shapes if part.by_shape else [""])]
+    shapes = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(",")
+    factor = 1 if cuda else CPU_FACTOR
     # A folder of their own: nothing is left of a part that is stopped, and nothing was compiled before.
     with tempfile.TemporaryDirectory() as temporary, patch.dict(os.environ, TMPDIR=temporary):
-        for name, shape in jobs:
-            left = SECONDS * factor - (perf_counter() - start)
-            print(f"\n{name} {shape}", flush=True)
-            ended = attempt(name, shape, out, min(left, PARTS[name].seconds * factor))
-            if ended:
-                append(out, {"part": name, "shape": shape} | ended)
-                print(*ended.items(), flush=True)
+        for name, part in PARTS.items():
+            if name not in args.parts or name == "machine":
+                continue
+            for shape in shapes if part.by_shape else [""]:
+                left = SECONDS * factor - (perf_counter() - start)
+                print(f"\n{name} {shape}", flush=True)
+                ended = attempt(name, shape, out, min(left, part.seconds * factor))
+                if ended:
+                    append(out, {"part": name, "shape": shape} | ended)
+                    print(*ended.items(), flush=True)
     rows = read(out, before)
     print(f"\n{closing(rows, sys.argv[1:])}\n{perf_counter() - start:.0f} s; all lines are in {out}")
+    print_json("gpu", results=rows)
     return 1 if any("failed" in row for row in rows) else 0
 
 

@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import tempfile
 import traceback
-from collections import Counter
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -19,17 +18,18 @@ from functools import partial
 from pathlib import Path
 from statistics import median
 from unittest.mock import patch
+from xml.etree import ElementTree
 
 import torch
-from gpu import ROOT, append, cell, flop
-from shapes import draw_weights, engine_spec, write_config
+from common import ROOT, append, cell, timed
+from shapes import PEAKS, draw_weights, engine_spec, flop, pass_seconds, write_config
+from step import seconds_of, take_step
 from torch import Tensor
 from torch.autograd import DeviceType
 
 import config
 import train
-from advantage import advantage
-from collect import Sampler, Selection, choose
+from collect import Sampler
 from history import PromptHistory
 from infra import dist, runfolder
 from infra.weights import read_shape
@@ -40,12 +40,11 @@ from page import summary
 from preflight import checks as preflight
 from preflight import counts, memory
 from prune import keep_largest
-from records import Batch, Group, Prompt, Rolled, Sample
+from records import Batch, Group, Prompt, Row, Sample
 from rollout import start_engine
 from update import add_gradient, minibatch, prepare_rows, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
-PEAK = {"H200": 989e12, "H100": 989e12, "A100": 312e12}  # dense bfloat16 FLOP/s, by a word of the name
 TOLERANCE = 0.02  # relative, of a kernel's results and of a gradient's norm
 MISMATCH = 0.02   # nats: mismatch/logp_abs_mean of every step
 TOP = 20
@@ -139,8 +138,8 @@ class Bench:
 
     def speed(self, work: float, seconds: float) -> dict[str, float | None]:
         """Compute TFLOP/s, and MFU where the device's peak is known."""
-        peak = next((speed for word, speed in PEAK.items() if word in self.name), None)
-        return {"MFU": work / seconds / peak if peak else None, "TFLOP/s": work / seconds / 1e12}
+        known = [flops for word, (flops, _) in PEAKS.items() if word in self.name]
+        return {"MFU": work / seconds / known[0] if known else None, "TFLOP/s": work / seconds / 1e12}
 
 
 def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
@@ -174,13 +173,14 @@ def each(bench: Bench, ways: dict[str, Callable[[], dict]]) -> None:
         torch.cuda.empty_cache()  # does nothing without CUDA
 
 
-def timed(work: Callable[[], object], times: int = 1) -> list[float]:
-    """Measure the seconds of each call."""
-    clocks = [Clock() for _ in range(times)]
-    for clock in clocks:
-        with clock.phase("work"):
-            work()
-    return [clock.seconds["work"] for clock in clocks]
+def repeated(work: Callable[[], object], times: int) -> list[float]:
+    """Measure the seconds of each call. CUDA is waited for."""
+    def wait_for_it() -> None:
+        work()
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+
+    return [timed(wait_for_it) for _ in range(times)]
 
 
 def failure(reasons: dict[str, bool]) -> dict[str, str]:
@@ -213,12 +213,14 @@ def machine(bench: Bench) -> None:
     """Name the device and what runs on it, and measure the speed of a product of matrices."""
     width, times = bench.sizes.matrix, 10
     x = torch.randn(width, width, dtype=HALF, device=bench.device)
-    _, *seconds = timed(lambda: [x @ x for _ in range(times)], 3)
+    _, *seconds = repeated(lambda: [x @ x for _ in range(times)], 3)
     speed = 2 * width**3 * times / min(seconds)
-    driver = said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader") if bench.cuda else ""
-    details = [f"{memory.total_bytes(bench.device) / GIB:.1f} GiB", *([f"driver {driver}"] if driver else []),
-               f"{os.cpu_count()} cores", f"torch {torch.__version__}", f"Python {platform.python_version()}",
-               f"{speed / 1e12:.3g} TFLOP/s in a product of {width:,} x {width:,} in bfloat16"]
+    details = [f"{memory.total_bytes(bench.device) / GIB:.1f} GiB"]
+    if bench.cuda:
+        details.append("driver " + said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
+    details += [f"{os.cpu_count()} cores", f"torch {torch.__version__}",
+                f"Python {platform.python_version()}",
+                f"{speed / 1e12:.3g} TFLOP/s in a product of {width:,} x {width:,} in bfloat16"]
     commit = said("git", "log", "-1", "--abbrev=7", "--format=%h of %cs") or "unknown"
     bench.add("", device=bench.name, cuda=bench.cuda, details=", ".join(details), commit=commit)
     if bench.missing:
@@ -237,7 +239,7 @@ def said(*command: str) -> str:
 def kernels(bench: Bench) -> None:
     """Compare attention by each backend, and the head's log-probs, with the same in float32."""
     learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
-    row = learner.rows(minibatch(learner, batch, batch.places))[0]
+    row = rows_of(learner, batch)[0]
     shape, generator = learner.policy.shape, torch.Generator(bench.device).manual_seed(0)
 
     def drawn(*size: int) -> Tensor:
@@ -269,7 +271,7 @@ def compared(bench: Bench, kernel: Callable, exact: Callable, inputs: list[Tenso
 
     pairs = zip(results(kernel, inputs), results(exact, [x.float() for x in inputs]), strict=True)
     errors = [float((ours.float() - wanted).norm() / wanted.norm()) for ours, wanted in pairs]
-    _, *seconds = timed(lambda: results(kernel, inputs), 1 + bench.sizes.times)
+    _, *seconds = repeated(lambda: results(kernel, inputs), 1 + bench.sizes.times)
     return {"seconds": seconds, "error": errors[0], "error of gradients": max(errors[1:]),
             **failure({f"an error is not below {TOLERANCE}": not max(errors) < TOLERANCE})}
 
@@ -278,23 +280,16 @@ def tests(bench: Bench) -> None:
     """Run the tests that are marked gpu, here, where what is missing has its stand-in."""
     import pytest
 
-    class Outcomes:
-        def __init__(self):
-            self.count, self.failed = Counter(), []
-
-        def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-            self.count[report.outcome] += report.when == "call" or report.outcome != "passed"
-            self.failed += [report.nodeid] * report.failed
-
-        def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-            self.failed += [" ".join(report.longreprtext.split())[-200:]] * report.failed
-
     files = [str(path) for path in sorted((ROOT / "tests").glob("test_*.py")) if ".gpu\n" in path.read_text()]
-    outcomes = Outcomes()
-    status = pytest.main(["-m", "gpu", "-p", "no:cacheprovider", *files], plugins=[outcomes])
-    count = {name: outcomes.count[name] for name in ("passed", "failed", "skipped")}
-    bench.add("", outcome=", ".join(f"{times} {name}" for name, times in count.items()),
-              **failure({" ".join(outcomes.failed) or f"pytest ended with status {status:d}": status != 0}))
+    report = bench.folder.with_name("report.xml")
+    status = pytest.main(["-m", "gpu", "-p", "no:cacheprovider", f"--junitxml={report}", *files])
+    suite = ElementTree.parse(report).find("testsuite")
+    wrong = [case for case in suite.iter("testcase") if {"failure", "error"} & {found.tag for found in case}]
+    names = " ".join(f"{case.get('classname')}.{case.get('name')}" for case in wrong)
+    skipped = int(suite.get("skipped"))
+    passed = int(suite.get("tests")) - len(wrong) - skipped
+    bench.add("", outcome=f"{passed} passed, {len(wrong)} failed, {skipped} skipped",
+              **failure({names or f"pytest ended with status {status:d}": status != 0}))
 
 
 def check(bench: Bench) -> None:
@@ -311,20 +306,20 @@ def check(bench: Bench) -> None:
 def learning(bench: Bench) -> None:
     """Train the toy by CPPO. It must learn, and the engine's log-probs must stay the trainer's."""
     out, steps = bench.folder.with_name("run"), bench.sizes.steps
+    dtype = "bfloat16" if bench.cuda else "float32"
     train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "rollout.engine=torch",
-                                              f"model.dtype={'bfloat16' if bench.cuda else 'float32'}",
-                                              "checkpoint.every=0"]))
+                                              f"model.dtype={dtype}", "checkpoint.every=0"]))
     lines = runfolder.read(out / "metrics.jsonl")
     evals = [line for line in lines if summary.is_evaluation(line)]
-    first, last = evals[0], evals[-1]
+    low, high = evals[-1]["eval/test/low"], evals[0]["eval/test/high"]
     mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)
     seconds = summary.phase_seconds(lines)
-    reasons = {"intervals before and after meet": last["eval/test/low"] <= first["eval/test/high"],
+    reasons = {"intervals before and after meet": low <= high,
                f"the mismatch is not below {MISMATCH}": not mismatch < MISMATCH}
-    bench.add(f"{steps} steps", before=summary.score_cell(first, summary.Score("test", "accuracy")),
-              after=summary.score_cell(last, summary.Score("test", "accuracy")),
-              **{"largest mismatch/logp_abs_mean": mismatch, "seconds of steps": seconds["step"],
-                 "of rollout": seconds["rollout"], "of update": seconds["update"]}, **failure(reasons))
+    bench.add(f"{steps} steps", **{"at most before": high, "at least after": low,
+                                   "largest mismatch/logp_abs_mean": mismatch, "step s": seconds["step"],
+                                   "rollout s": seconds["rollout"], "update s": seconds["update"]},
+              **failure(reasons))
 
 
 def updates(bench: Bench) -> None:
@@ -352,35 +347,45 @@ def one_update(bench: Bench, cfg: config.Config, keep: int) -> dict:
     """Time an update, and measure its memory and count it."""
     learner, batch = bench.learner(cfg), random_batch(bench, keep)
     bench.forget_peak()
-    steps: list[dict] = []
-    first, *seconds = timed(lambda: steps.append(update(learner, batch, 0, Clock())), 1 + bench.sizes.times)
-    rows = learner.rows(minibatch(learner, batch, batch.places))
+    measured: list[dict] = []
+
+    def once() -> None:
+        measured.append(update(learner, batch, 0, Clock()))
+
+    first, *seconds = repeated(once, 1 + bench.sizes.times)
+    rows, scored = rows_of(learner, batch), measured[0]["train/tokens"]
+    segments = [row.segments for row in rows]
     # Counted for rows as long as the longest of these.
     longest = replace(cfg, pack=config.Pack(max(len(row.ids_T) for row in rows)))
-    work = flop(learner.policy, [row.segments for row in rows], steps[0]["train/tokens"])
-    return {"rows": len(rows), "tokens": steps[0]["pack/tokens"], "first s": first, "seconds": seconds,
-            "tokens/s": steps[0]["pack/tokens"] / median(seconds), **bench.speed(work, median(seconds)),
-            "GiB": bench.peak_gib(),
-            "GiB counted": counts.update_bytes(longest, learner.policy.shape, dist.world_size()) / GIB,
-            "gradient norm": steps[0]["train/grad_norm"]}
+    counted = counts.update_bytes(longest, learner.policy.shape, dist.world_size())
+    tokens = measured[0]["pack/tokens"]
+    return {"rows": len(rows), "tokens": tokens, "first s": first, "seconds": seconds,
+            "passes predicted s": pass_seconds(learner.policy, cfg.model.lora, segments, scored, bench.name),
+            "tokens/s": tokens / median(seconds),
+            **bench.speed(flop(learner.policy, segments, scored), median(seconds)),
+            "GiB": bench.peak_gib(), "GiB counted": counted / GIB,
+            "gradient norm": measured[0]["train/grad_norm"]}
+
+
+def rows_of(learner: Learner, batch: Batch) -> list[Row]:
+    return learner.rows(minibatch(learner, batch, batch.places))
 
 
 def profile(bench: Bench) -> None:
     """Time a full row, and list the kernels that take most of it; on the CPU, operations."""
     learner, batch = bench.learner(bench.settings()), random_batch(bench, G)
-    row = learner.rows(minibatch(learner, batch, batch.places))[0]
+    row = rows_of(learner, batch)[0]
     work = partial(add_gradient, learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
-    _, *seconds = timed(work, 1 + bench.sizes.times)
+    _, *seconds = repeated(work, 1 + bench.sizes.times)
     with torch.profiler.profile() as profiled:
-        timed(work)
+        repeated(work, 1)
     field = "self_device_time_total" if bench.cuda else "self_cpu_time_total"
-    path = bench.out.with_name(f"{bench.out.stem}_{bench.shape}_kernels.txt")
-    path.write_text(profiled.key_averages().table(sort_by=field, row_limit=100, max_name_column_width=120))
     wanted = DeviceType.CUDA if bench.cuda else DeviceType.CPU
-    events = [event for event in profiled.key_averages()
-              if event.device_type == wanted and not event.is_user_annotation]
-    milliseconds = {event.key: getattr(event, field) / 1000 for event in events}
-    calls = {event.key: event.count for event in events}
+    milliseconds, calls = {}, {}
+    for event in profiled.key_averages():
+        if event.device_type == wanted and not event.is_user_annotation:
+            milliseconds[event.key] = getattr(event, field) / 1000
+            calls[event.key] = event.count
     whole = sum(milliseconds.values())
     bench.add(f"row of {len(row.ids_T):,} tokens", ms=1000 * median(seconds), calls=sum(calls.values()),
               **bench.speed(flop(learner.policy, [row.segments], len(row.target_C)), median(seconds)))
@@ -409,37 +414,15 @@ def step(bench: Bench) -> None:
         sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
         with_loss = replace(learner, loss=cfg.loss)
-        one_step(with_loss, sampler, history, cfg)  # warm up
+        take_step(with_loss, sampler, history.draw(size.groups), cfg)  # warm up
         bench.forget_peak()
-        figures, work = one_step(with_loss, sampler, history, cfg)
-        rate = size.groups * G * size.new / figures["rollout"]
-        bench.add(Path(cfg.out).name, **figures, **{"sampled tokens/s": rate}, GiB=bench.peak_gib(),
-                  **bench.speed(work, figures["update"]))
-
-
-def one_step(learner: Learner, sampler: Sampler, history: PromptHistory, cfg: config.Config,
-             ) -> tuple[dict, float]:
-    """Take a step as train.train does; returns its seconds by phase, and the FLOP of its update."""
-    clock, turns = Clock(), history.draw(cfg.rollout.prompts_per_step)
-    with clock.phase("rollout"):
-        groups = sampler.rollout(turns)
-    with clock.phase("reward"):
-        rewards = sampler.score(groups)
-    # Drawn, because a random model is always wrong, and groups without a difference teach nothing.
-    drawn_NG = torch.rand(len(groups), G, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    rewards = replace(rewards, components=rewards.components | {"accuracy": drawn_NG})
-    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
-    batch = choose(rolled, Selection.of(cfg), seed=0)
-    with clock.phase("sync"):
-        sampler.engine.sleep()
-    measured = update(learner, batch, 0, clock)
-    with clock.phase("sync"):
-        sampler.engine.sync(learner.policy)
-    seconds = {name.removeprefix("time/"): spent for name, spent in clock.metrics().items()}
-    rows = [row.segments for row in learner.rows(minibatch(learner, batch, batch.places))]
-    kept = {"kept": int(batch.pruned.keep_NG.sum()), "tokens": measured["pack/tokens"],
-            "mismatch": measured["mismatch/logp_abs_mean"]}
-    return kept | seconds, flop(learner.policy, rows, measured["train/tokens"])
+        measured, batch = take_step(with_loss, sampler, history.draw(size.groups), cfg)
+        segments = [row.segments for row in rows_of(learner, batch)]
+        work, seconds = flop(learner.policy, segments, measured["train/tokens"]), seconds_of(measured)
+        rate = size.groups * G * size.new / seconds["rollout s"]
+        bench.add(Path(cfg.out).name, kept=int(batch.pruned.keep_NG.sum()), tokens=measured["pack/tokens"],
+                  mismatch=measured["mismatch/logp_abs_mean"], **seconds, **{"sampled tokens/s": rate},
+                  GiB=bench.peak_gib(), **bench.speed(work, seconds["update s"]))
 
 
 def rollout(bench: Bench) -> None:
@@ -449,14 +432,16 @@ def rollout(bench: Bench) -> None:
     spec = engine_spec(bench.folder, bench.device, max(size.slots), size.prompt + new)
     engine = start_engine(bench.engine, spec)
     engine.sync(policy)
-    pairs = [(*timed(engine.sleep), *timed(partial(engine.sync, policy))) for _ in range(1 + size.times)]
-    sleeps, syncs = map(list, zip(*pairs[1:], strict=True))
-    bench.add("sleep and sync", **{"sleep s": sleeps, "sync s": syncs})
+    sleeps, syncs = [], []
+    for _ in range(1 + size.times):
+        sleeps += repeated(engine.sleep, 1)
+        syncs += repeated(partial(engine.sync, policy), 1)
+    bench.add("sleep and sync", **{"sleep s": sleeps[1:], "sync s": syncs[1:]})
 
     def measure(slots: int) -> dict:
         prompts = [tuple(range(3 + n, 3 + n + size.prompt)) for n in range(slots // G) for _ in range(G)]
         engine.generate(prompts, list(range(slots)), 2, 1.0)  # warm up
-        seconds = timed(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
+        seconds = repeated(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
         return {"sampled tokens/s": [slots * new / spent for spent in seconds],
                 "GiB in use": memory.in_use(bench.device) / GIB}
 

@@ -1,35 +1,28 @@
-"""How fast and how right is the verifier, against plain math-verify, and does it survive any text?
+"""How fast is the verifier, against plain math-verify, and does it survive any text?
 
-    python bench/grade.py [--cases FILE.jsonl] [--hostile 100000]
+    python bench/grade.py [--rounds 5] [--hostile 100000]
 
 The pairs are made here: gold answers of seven kinds, and of eight that need algebra, each with one of its
 spellings or another value, other ones in every round, so no cache helps. Both verifiers take the same
-completions in turns, in 5 rounds. math-verify runs in this process with its own time-outs, as its
-documentation has it, and reads the completion itself. The hostile texts are random pieces of mathematics and
-constructed ones; none may end this process, or take it longer than the time-out allows.
+completions in turns. math-verify runs in this process with its own time-outs, as its documentation has it,
+and reads the completion itself. The hostile texts are random pieces of mathematics and constructed ones;
+none may end this process, or take it longer than the time-out allows. How right the verifier is on labelled
+cases says `python reward.py --cases FILE.jsonl`; how much memory it takes in the long run, tests/soak.py.
 """
 
-import argparse
-import json
 import logging
-import os
 import random
-import resource
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from pathlib import Path
-from statistics import median
 
+from common import parser, print_json, show, timed
 from tqdm import tqdm
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
 from verify import grade as grading
-from verify.cases import read_cases
 
-ROUNDS, PAIRS = 5, 560  # pairs that both numbers of kinds divide
+PAIRS = 560  # of a round; both numbers of kinds divide it
 GOLDS = ("1", r"\frac{1}{2}", "(1,2)", "x^2+1", r"\text{east}", r"[0,\infty)")  # of the hostile texts
 MIXES = {"common": ("integer", "fraction", "root", "polynomial", "interval", "tuple", "text"),
          "symbolic": ("rational", "trigonometric", "exponential", "line", "set", "logarithm", "inequality",
@@ -92,43 +85,18 @@ def theirs(pairs: list[tuple[str, str]]) -> list[bool]:
 VERIFIERS: dict[str, Callable] = {"winnow": ours, "math-verify": theirs}
 
 
-def speed(mix: str) -> dict:
+def speed(mix: str, rounds: int, count: int = PAIRS) -> list[dict]:
+    """Measure the answers a second of both verifiers, in turns."""
     kinds = MIXES[mix]
     for verifier in VERIFIERS.values():  # imports, processes
-        verifier(made(PAIRS // 10, kinds, random.Random("warm")))
+        verifier(made(len(kinds), kinds, random.Random("warm")))
     rates: dict[str, list[float]] = {name: [] for name in VERIFIERS}
-    for i in range(ROUNDS):
-        pairs = made(PAIRS, kinds, random.Random(i))
+    for i in range(rounds):
+        pairs = made(count, kinds, random.Random(i))
         for name in list(VERIFIERS)[::1 if i % 2 else -1]:
-            start = time.perf_counter()
-            VERIFIERS[name](pairs)
-            rates[name].append(PAIRS / (time.perf_counter() - start))
-    print(f"{mix}: {PAIRS} answers, {ROUNDS} rounds in turns, {grading.WORKERS} worker")
-    print(f"{'verifier':<12} {'answers/s':>10} {'min - max':>16}")
-    for name, measured in rates.items():
-        print(f"{name:<12} {median(measured):>10,.0f} {f'{min(measured):,.0f} - {max(measured):,.0f}':>16}")
-    return {name: round(median(measured), 1) for name, measured in rates.items()}
-
-
-# ---- labelled cases
-
-def labelled(path: Path) -> dict:
-    cases = read_cases(path)
-    pairs = [(case["gold"], case["completion"]) for case in cases]
-    outcomes = {}
-    for name, verifier in VERIFIERS.items():
-        start = time.perf_counter()
-        rights = verifier(pairs)
-        kinds = Counter((case["correct"], right) for case, right in zip(cases, rights, strict=True))
-        outcomes[name] = {"accuracy": (kinds[True, True] + kinds[False, False]) / len(cases),
-                          "false positives": kinds[False, True], "false negatives": kinds[True, False],
-                          "s": time.perf_counter() - start}
-    print(f"\n{len(cases)} labelled cases")
-    print(f"{'verifier':<12} {'accuracy':>9} {'false +':>8} {'false -':>8} {'seconds':>8}")
-    for name, x in outcomes.items():
-        print(f"{name:<12} {x['accuracy']:>9.1%} {x['false positives']:>8} {x['false negatives']:>8} "
-              f"{x['s']:>8.1f}")
-    return outcomes
+            rates[name].append(count / timed(lambda name=name, pairs=pairs: VERIFIERS[name](pairs)))
+    rows = [{"verifier": name, "answers/s": measured} for name, measured in rates.items()]
+    return show(f"{mix}: {count} answers, {rounds} rounds in turns, {grading.WORKERS} worker", rows)
 
 
 # ---- hostile texts
@@ -159,47 +127,31 @@ def hostile_text(i: int, rng: random.Random) -> str:
     return text if i % 2 else rf"\boxed{{{text}}}"
 
 
-def resident(pid: int | str = "self") -> float:
-    """Read how many MiB of memory a process holds."""
-    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-
 def hostile(count: int) -> dict:
-    rng, verdicts, longest, memory = random.Random(0), Counter(), 0.0, []
+    """Grade so many texts. Raises SystemExit where one takes longer than the time-out allows."""
+    rng, verdicts, longest = random.Random(0), Counter(), 0.0
     start = time.perf_counter()
     for i in tqdm(range(count), "hostile", unit="text"):
-        text = hostile_text(i, rng)
-        gold = rng.choice(GOLDS)
+        given = rng.choice(GOLDS), hostile_text(i, rng)
         before = time.perf_counter()
-        graded, = grading.grade([(gold, text)])
+        graded, = grading.grade([given])
         longest = max(longest, time.perf_counter() - before)
         verdicts[graded["verdict"]] += 1
-        if i % max(1, count // 10) == count // 20:
-            worker = grading.Call(os.getpid).result()
-            memory.append([round(resident()), round(resident(worker))])
-    seconds = time.perf_counter() - start
-    print(f"\n{count:,} hostile texts in {seconds:.0f} s: {dict(verdicts)}; the longest took {longest:.1f} s "
-          f"(the worker has {grading.VERIFY_SECONDS:g} s of computing)")
-    print(f"MiB of this process and the worker on the way: {memory}")
+    row = {"texts": count, "seconds": time.perf_counter() - start, "longest": longest} | verdicts
+    show(f"Hostile texts; the worker has {grading.VERIFY_SECONDS:g} s of computing for one", [row])
     if longest > 2 * grading.VERIFY_SECONDS + 1:
         sys.exit("error: a text took longer than the time-out allows")
-    return {"texts": count, "verdicts": dict(verdicts), "longest": longest, "memory": memory,
-            "seconds": seconds}
+    return row
 
 
 def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--cases", type=Path, help="labelled cases, as for reward.py")
-    parser.add_argument("--hostile", type=int, default=100_000, help="how many texts")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--rounds", type=int, default=5, help="of each mix of answers")
+    options.add_argument("--hostile", type=int, default=100_000, help="how many texts")
+    args = options.parse_args()
     logging.getLogger("math_verify").setLevel(logging.CRITICAL)
-    results = {"speed": {mix: speed(mix) for mix in MIXES}}
-    if args.cases:
-        results["cases"] = labelled(args.cases)
-    if args.hostile:
-        results["hostile"] = hostile(args.hostile)
-    print(json.dumps(results))
+    rates = {mix: speed(mix, args.rounds) for mix in MIXES}
+    print_json("grade", speed=rates, hostile=hostile(args.hostile))
 
 
 if __name__ == "__main__":

@@ -3,12 +3,12 @@
     python bench/prune.py [--task hard]
 
 GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
-that testbed); at both policies rollouts of 16 x 16 completions are taken. Every
-completion's share of the full-batch gradient comes from the training step's own loss, and from their inner
-products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2 (replay.py
-measures a step of a run by the same functions). It is averaged over 40 draws of the masks at each of 15
-settings of a pruner, and between the settings interpolated (in logarithms) at five shares of kept tokens. The
-interval is 95% over the rollouts. An error above 1 is worse than no step at all.
+that testbed); at both policies rollouts of 16 x 16 completions are taken. Every completion's share of the
+full-batch gradient comes from the training step's own loss, and from their inner products the error of any
+weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2 (replay.py measures a step of a run by
+the same functions). It is averaged over 40 draws of the masks at each of 15 settings of a pruner, and
+between the settings interpolated (in logarithms) at five shares of kept tokens. The interval is 95% over the
+rollouts. An error above 1 is worse than no step at all.
 
 Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
 exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
@@ -16,10 +16,7 @@ is kept. It is measured on every eighth completion. Prompts are pruned by anothe
 same policy, so what they are pruned by is never out of date here.
 """
 
-import argparse
-import json
 import math
-import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -29,9 +26,8 @@ from pathlib import Path
 from statistics import mean, stdev
 
 import torch
+from common import parser, print_json, show
 from torch import Tensor
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config
 import train
@@ -45,17 +41,7 @@ from prune import COMPLETIONS, PROMPTS, Memory, Offer, among_kept, keep_all, kep
 from records import Batch, Group, Pruned, Rewards, Turn, lengths
 from replay import compared, inner_products
 from settings import kinds
-from settings.kinds import (
-    Bernoulli,
-    Completions,
-    InProportion,
-    Pods,
-    Pps,
-    Prompts,
-    Thinned,
-    TopK,
-    VarianceShare,
-)
+from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
 
 # task -> its config, and after how many steps it is looked at
@@ -98,7 +84,8 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
     """Skip prompts by another rollout of theirs."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
         none_N, settings = torch.zeros_like(scene.last_N), settings_of(k)
-        memory = Memory(scene.last_N, none_N, none_N, none_N, scene.last_N.mean().item(), (0.5, 0.5), [{}] * len(none_N))
+        memory = Memory(scene.last_N, none_N, none_N, none_N, scene.last_N.mean().item(), (0.5, 0.5),
+                        [{}] * len(none_N))
         prob_N = PROMPTS[settings.kind](memory, settings)
         point_N = torch.rand(prob_N.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
         return ((point_N < prob_N) / prob_N)[:, None].expand_as(scene.offer.adv_NG)
@@ -130,18 +117,18 @@ ARMS = {
     "topk, batch, kept mean": kept_mean(arm(lambda k: TopK(keep=k, scope="batch"))),
     "topk, batch, full batch": arm(lambda k: TopK(keep=k, scope="batch")),
     "pods, kept mean": kept_mean(compared_anew),
-    "pods |A| of all, kept mean": kept_mean(arm(lambda k: Pods(keep=k))),
-    "variance share, kept mean": kept_mean(arm(lambda k: VarianceShare(share=k / 16))),
+    "pods |A| of all, kept mean": kept_mean(arm(lambda k: kinds.Pods(keep=k))),
+    "variance share, kept mean": kept_mean(arm(lambda k: kinds.VarianceShare(share=k / 16))),
     "random, batch": at_random,
-    "bernoulli": arm(lambda k: Bernoulli(drop_prob=k / 16)),
+    "bernoulli": arm(lambda k: kinds.Bernoulli(drop_prob=k / 16)),
     "pps |A|, group": arm(lambda k: Pps(keep=k, size="adv")),
     "pps |A|, batch": arm(lambda k: Pps(keep=k, size="adv", scope="batch")),
     "pps norm, batch": arm(lambda k: Pps(keep=k, scope="batch")),
     "pps norm, batch, by cost": BY_COST,
     "the same, cuts, whole 1/2": BY_COST,
     "cuts alone": lambda scene, seed, k: torch.ones_like(scene.offer.adv_NG),
-    "prompts, bernoulli": by_prompt(lambda k: Thinned(drop_prob=k / 16)),
-    "prompts, pps": by_prompt(lambda k: InProportion(share=k / 16)),
+    "prompts, bernoulli": by_prompt(lambda k: kinds.Thinned(drop_prob=k / 16)),
+    "prompts, pps": by_prompt(lambda k: kinds.InProportion(share=k / 16)),
 }
 # arm -> prune.tokens.whole by k
 WHOLE = {"the same, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
@@ -211,15 +198,11 @@ def at_budget(curve: list[tuple[float, float]], budget: float) -> float | None:
     return None
 
 
-def cell(errors: list[float | None]) -> str:
+def interval(errors: list[float | None]) -> str:
     """Write mean and interval, or "-" where a rollout could not be pruned to this budget."""
     if None in errors:
         return "-"
     return f"{mean(errors):.3f} +- {STUDENT * stdev(errors) / len(errors) ** 0.5:.3f}"
-
-
-def line(name: str, cells: list[str]) -> str:
-    return f"{name:<27}" + "".join(f"{text:>18}" for text in cells)
 
 
 def look(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Config) -> Scene:
@@ -256,26 +239,24 @@ def after_training(recipe: str, steps: int, out: Path) -> dict[str, dict[float, 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--task", choices=TASKS, default="toy")
-    task = parser.parse_args().task
+    options = parser(__doc__)
+    options.add_argument("--task", choices=TASKS, default="toy")
+    task = options.parse_args().task
     recipe, points = TASKS[task]
     dist.init("cpu")
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         for when, steps in points.items():
             by_arm = after_training(recipe, steps, Path(temporary) / when)
-            print(f"\n{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
-                  f"{ROLLOUTS} rollouts")
-            print(line("share of tokens kept", [str(Fraction(budget)) for budget in BUDGETS]))
+            rows = []
             for name, by_budget in by_arm.items():
-                print(line(name, [cell(errors) for errors in by_budget.values()]), flush=True)
-                results += [
-                    {"when": when, "arm": name, "budget": budget, "errors": errors}
-                    for budget, errors in by_budget.items()
-                ]
-    print(json.dumps({"bench": "prune", "task": task, "results": results}))
+                rows.append({"share of tokens kept": name})
+                for budget, errors in by_budget.items():
+                    rows[-1][str(Fraction(budget))] = interval(errors)
+                    results.append({"when": when, "arm": name, "budget": budget, "errors": errors})
+            show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
+                 f"{ROLLOUTS} rollouts", rows)
+    print_json("prune", task=task, results=results)
     dist.close()
 
 

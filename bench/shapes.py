@@ -1,5 +1,8 @@
-"""Make models of known shapes with random weights for the benches: nothing is downloaded and no weights are
-written.
+"""Make models of known shapes with random weights, and count what a pass through one computes and moves.
+
+Nothing is downloaded and no weights are written. From the counts `pass_seconds` predicts how long the passes
+of an update take on a GPU of known peaks; bench/gpu.py prints it beside the seconds measured, and
+tests/test_fake_gpu.py holds the counts to a traced update.
 """
 
 import json
@@ -8,13 +11,14 @@ from pathlib import Path
 
 import torch
 
+from config import Lora
 from infra import dist
 from infra.weights import Shape, read_shape
 from model import Decoder, empty_model
+from preflight import counts
 from preflight.memory import choose_backend
-from records import EngineSpec
+from records import EngineSpec, Segments
 
-CARDS = {24: "4090", 48: "L40S", 80: "H100", 141: "H200"}  # GB -> a card of fit.CARDS that has them
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
     "model_type": "qwen2",
@@ -38,6 +42,10 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
 }
 OF_FAMILY = {"4B": {"model_type": "qwen3", "head_dim": 128}}
 UNTIED = ("7B", "32B")
+# By a word of a GPU's name: FLOP/s in bfloat16, dense, and bytes/s of its memory, as its maker gives them.
+PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.04e12)}
+# Shares of a peak that are assumed to be reached, by large products, by attention, and by elementwise work.
+PRODUCTS, ATTENTION, MEMORY = 0.8, 0.3, 0.85
 
 
 def write_config(shape: str, folder: Path) -> Path:
@@ -80,3 +88,69 @@ def engine_spec(folder: Path, device: torch.device, slots: int, max_len: int) ->
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     backend = choose_backend("auto", device, dtype)
     return EngineSpec(folder, dtype, device, backend, frozenset(), slots, max_len)
+
+
+# ---- what a pass computes and moves
+
+def product_flop(policy: Decoder, tokens: int, scored: int) -> float:
+    """Count the FLOP of products with weights, forward and backward, with `scored` tokens projected to
+    logits: 6 for each parameter and token that passes it, 4 for one that is frozen. What is computed again
+    does not count. Under adapters the first layer's input wants no gradient."""
+    head = policy.shape.vocab_size * policy.shape.hidden_size
+    blocks = sum(p.numel() * (6 if p.requires_grad else 4) for p in policy.layers.parameters())
+    if policy.head_VD.requires_grad:
+        return blocks * tokens + 6 * head * scored
+    reading = [f"{name}_proj.{factor}" for name in "qkv" for factor in ("weight", "lora_A")]
+    first = policy.layers[0].self_attn.named_parameters()
+    blocks -= 2 * sum(p.numel() for name, p in first if name in reading)
+    return blocks * tokens + 4 * head * scored
+
+
+def attention_flop(policy: Decoder, rows: list[Segments]) -> float:
+    """Count the FLOP of causal attention over rows, forward and backward."""
+    met = 0.0
+    for row in rows:
+        for queries, keys in zip(row.queries, row.keys, strict=True):
+            met += queries * (2 * keys - queries) / 2
+    return 12 * policy.shape.layers * policy.shape.heads * policy.shape.head_dim * met
+
+
+def flop(policy: Decoder, rows: list[Segments], scored: int) -> float:
+    tokens = sum(sum(row.queries) for row in rows)
+    return product_flop(policy, tokens, scored) + attention_flop(policy, rows)
+
+
+def layer_bytes(shape: Shape, lora: Lora, tokens: int, keys: int, element: int) -> tuple[float, float]:
+    """Count the bytes that a layer's kernels beside products and attention read and write, forward and
+    backward."""
+    D, inner = tokens * shape.hidden_size, tokens * shape.intermediate_size
+    rotated = tokens * (shape.heads + shape.kv_heads) * shape.head_dim
+    gathered = keys * shape.kv_heads * shape.head_dim
+    forward = 10 * D + 5 * inner + 10 * rotated + 4 * gathered
+    backward = 25 * D + 9 * inner + 10 * rotated + 8 * gathered
+    if lora.rank:  # the gradient of what a layer reads is a sum of two; norms are frozen
+        inputs = sum(width for width, _ in counts.adapted(shape, lora))
+        backward += 3 * tokens * inputs - 4 * D
+    return element * forward, element * backward
+
+
+def head_bytes(shape: Shape, tokens: int, element: int) -> tuple[float, float]:
+    """Count the same of the log-probs of so many tokens: of their logits in float32."""
+    logits = tokens * shape.vocab_size
+    return 16 * logits, (16 + 8 + 4 + element) * logits
+
+
+def pass_seconds(policy: Decoder, lora: Lora, rows: list[Segments], scored: int, name: str) -> float | None:
+    """Predict the seconds of passes in bfloat16 on one GPU; None where blocks are computed again, or where
+    PEAKS does not know the GPU by its name."""
+    known = [peaks for word, peaks in PEAKS.items() if word in name]
+    if not known or policy.checkpoint_blocks != "none":
+        return None
+    flops, bandwidth = known[0]
+    tokens, keys = (sum(sum(getattr(row, side)) for row in rows) for side in ("queries", "keys"))
+    moved = policy.shape.layers * sum(layer_bytes(policy.shape, lora, tokens, keys, 2))
+    moved += sum(head_bytes(policy.shape, scored, 2))
+    if not lora.rank:  # each chunk of logits adds to the head's gradient
+        moved += 8 * policy.head_VD.numel() * scored / policy.logp_chunk
+    return (product_flop(policy, tokens, scored) / (PRODUCTS * flops)
+            + attention_flop(policy, rows) / (ATTENTION * flops) + moved / (MEMORY * bandwidth))

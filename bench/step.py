@@ -1,195 +1,312 @@
-"""Where does a step's time go, what does pruning save, and what does it cost that every rank holds all of it?
+"""Where does a step's time go, what does pruning save, and what do its stages cost by themselves?
 
-    python bench/step.py [--completions 8192]
+    python bench/step.py [--parts step,pack,rollout,checkpoint] [--rounds 5]
 
-One rollout of the toy (16 prompts x 16 completions), then updates on it at keep = 16, 8, 4, 2, 1 of 16.
-The machine's speed drifts, so each update is timed beside an unpruned one and the ratio of the two is what
-counts: median of five pairs. `tokens` went through the policy, prompts included.
+step        Steps of the toy (16 prompts x 16 completions) at keep = 16, 8, 4, 2, 1 of 16, in turns, since the
+            machine's speed drifts: seconds by phase, and the update's over that of keep 16 in the same round.
+            `tokens` went through the policy, prompts included.
+pack        The tokens of the busiest of 8 ranks over an ideal that no packing can beat: the longest prompt
+            with its completion, or all tokens, each prompt once, over the ranks. 10 draws of a step a round.
+rollout     Tokens a second of the embedded engine, and of vLLM where it is installed: 16 answers to a prompt
+            with random weights, in float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64
+            tokens in every slot; or tailed, three samples a slot of exponentially drawn lengths, 256 at most.
+            Each engine has a process of its own.
+checkpoint  How long training stands still for one: for torch.distributed.checkpoint while all wait, and for
+            Winnow's, which goes on with passes and then with steps. Lost in all is how much longer these took
+            than without a save, standing still included.
 
-Then updates on 16 x 16 random completions of 64 tokens behind prompts of 40, 200 and 800: median of three,
-and microseconds per completion token that is kept, with what its prompt costs.
-
-Then 4 ranks of this machine, each of which has sampled a quarter of so many completions of 4,096 tokens, give
-them to one another as training does: seconds of the slowest rank, and how far the resident memory of the
-fullest rises above what it was before, with its own quarter. A token of a record takes 12 bytes: 4 of its id
-and 8 of its log-prob. The default takes some 6 GiB on the machine.
+Figures are medians over the rounds, with the least and the largest; of several ranks those of the slowest.
 """
 
-import argparse
+import importlib.util
 import json
-import sys
+import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from time import perf_counter
 
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
+import numpy as np
 import torch
-from resident import forget_peak, peak, resident
+import torch.distributed.checkpoint as dcp
+from common import in_own_process, listed, parser, print_json, show, timed
+from shapes import engine_spec, random_model, write_config
 
 import config
 import train
 from advantage import advantage
-from collect import Sampler, Selection, choose, gather_samples
+from collect import Sampler, Selection, choose
 from history import PromptHistory
-from infra import dist
-from learner import Learner
+from infra import checkpoint, digests, dist
+from infra.checkpoint import Checkpoints, Role, find
+from learner import Learner, make_optimizers
 from metrics import Clock
+from model import Decoder, empty_model, sdpa_padded
+from pack import Minibatch, layout, pack
 from preflight import memory
-from records import Group, Prompt, Rewards, Rolled, Sample, Turn
+from records import Batch, Group, Prompt, Rolled, Sample, Segments, Turn
+from rollout import start_engine
 from update import update
 
-PAIRS = 5
-PROMPTS, COMPLETION, REPEATS = (40, 200, 800), 64, 3
-RANKS, TOKENS, ROUNDS, TOKEN_BYTES = 4, 4096, 3, 12
+CAPACITY, RANKS, G, NEW = 16_384, 8, 16, 64
+# step -> prompts, how many of their 16 completions are kept, of all together or of each group
+KEPT = {"cppo_gsm8k": (4, 16, "batch"), "cppo_math": (6, 48, "batch"),
+        "128 x 16, keep 4": (128, 4, "group"), "128 x 16, keep 1": (128, 1, "group")}
+CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4  # of checkpoint's training
 
 
-def pruning() -> dict:
-    """Time the phases of a step of the toy, and its update by what is kept."""
-    cfg = config.load("cppo_toy.yaml")
+# ---- whole steps
+
+def drawn_rewards(prompts: int, completions: int) -> torch.Tensor:
+    """[N, G] the same rewards of every step: a group without a difference teaches nothing."""
+    return torch.rand(prompts, completions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+
+
+def take_step(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Config,
+              ) -> tuple[dict, Batch]:
+    """Take a step as train.train does, but for its log and checkpoint; returns metrics and seconds by phase.
+
+    Rewards are computed, and then others are drawn in their place.
+    """
+    clock = Clock()
+    with clock.phase("rollout"):
+        groups = sampler.rollout(turns)
+    with clock.phase("reward"):
+        rewards = sampler.score(groups)
+    drawn = {"accuracy": drawn_rewards(len(groups), cfg.rollout.group_size)}
+    rewards = replace(rewards, components=rewards.components | drawn)
+    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+    batch = choose(rolled, Selection.of(cfg), seed=0)
+    with clock.phase("sync"):
+        sampler.engine.sleep()
+    measured = update(learner, batch, 0, clock)
+    with clock.phase("sync"):
+        sampler.engine.sync(learner.policy)
+    return measured | clock.metrics(), batch
+
+
+def seconds_of(measured: dict) -> dict[str, float]:
+    """Take the seconds of each phase out of a step's metrics, those of the whole step last."""
+    phases = [name for name in measured if name.startswith("time/")]
+    return {f"{name.removeprefix('time/')} s": measured[name] for name in phases}
+
+
+def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
+    """Measure steps of the toy by what is kept, in turns. No update moves the policy: all have equal work."""
+    of_keep = []
+    for keep in keeps:
+        changes = [f"prune.completions.keep={keep}", "optim.lr=1e-12"]
+        of_keep.append(config.load("cppo_toy.yaml", changes))
+    cfg = of_keep[0]
     task = train.load(cfg)
     learner, engine = train.set_up(memory.decide(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
     turns = history.draw(cfg.rollout.prompts_per_step)
-    sampler.rollout(turns)  # warm up
-    clock = Clock()
-    with clock.phase("rollout"):
-        groups = sampler.rollout(turns)
-    with clock.phase("reward"):
-        rewards = sampler.score(groups)
-    with clock.phase("sync"):
-        engine.sync(learner.policy)
-    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
-    updated(learner, rolled, cfg, cfg.rollout.group_size)  # warm up
-    print("seconds of the phases that pruning does not change: "
-          + "  ".join(f"{name} {s:.3f}" for name, s in clock.seconds.items()))
-    print(f"{'keep':>4} {'tokens':>8} {'share':>7} {'rows':>5} {'density':>8} {'pack s':>8} {'update s':>9} "
-          f"{'of unpruned':>12} {'min - max':>15}")
-    results = [beside_unpruned(learner, rolled, cfg, keep) for keep in (16, 8, 4, 2, 1)]
-    print(f"\n{'prompt':>6} {'keep':>4} {'tokens':>8} {'rows':>5} {'update s':>9} {'us a kept token':>16}")
-    by_prompt = [behind_prompt(learner, cfg, prompt, keep) for prompt in PROMPTS for keep in (16, 4, 2, 1)]
-    return {"phases": clock.seconds, "pairs": PAIRS, "results": results, "by_prompt": by_prompt}
+    taken = []
+    for _ in range(rounds + 1):
+        taken.append([take_step(learner, sampler, turns, changed)[0] for changed in of_keep])
+    rows = []
+    for i, keep in enumerate(keeps):
+        measured = [of_round[i] for of_round in taken[1:]]  # the first warms up
+        row = {"keep": keep, "tokens": measured[0]["pack/tokens"], "rows": measured[0]["pack/rows"],
+               "density": measured[0]["pack/density"]}
+        seconds = [seconds_of(each) for each in measured]
+        row |= {phase: median(each[phase] for each in seconds) for phase in seconds[0]}
+        unpruned = [of_round[0] for of_round in taken[1:]]
+        row["update of unpruned"] = [some["time/update"] / whole["time/update"]
+                                     for some, whole in zip(measured, unpruned, strict=True)]
+        rows.append(row)
+    return show("Seconds of a step of the toy by what is kept", rows)
 
 
-def behind_prompt(learner: Learner, cfg: config.Config, prompt: int, keep: int) -> dict:
-    """Time updates on `keep` completions of each of 16 prompts of this length, of random tokens."""
-    generator = torch.Generator().manual_seed(prompt)
-    G, vocabulary = cfg.rollout.group_size, learner.policy.shape.vocab_size
+# ---- packing
+
+def drawn_step(step: str, seed: int) -> Minibatch:
+    """Draw prompts of 180 tokens in the median, completions of 230, and which of them are kept."""
+    prompts, kept, scope = KEPT[step]
+    draw = np.random.default_rng(seed)
+    prompt_N = draw.lognormal(np.log(180), 0.2, prompts).astype(int).clip(60, 512).tolist()
+    length_NG = draw.lognormal(np.log(230), 0.45, (prompts, G)).astype(int).clip(30, 1024).tolist()
+    chance_NG = torch.from_numpy(draw.random((prompts, G)))
+    flat_NG = chance_NG.view(1, -1) if scope == "batch" else chance_NG
+    keep_NG = (flat_NG.argsort(dim=1).argsort(dim=1) < kept).view(prompts, G)
     groups = []
-    for n in range(cfg.rollout.prompts_per_step):
-        ids = torch.randint(vocabulary, (prompt + G * COMPLETION,), generator=generator).tolist()
-        samples = [Sample(ids[start:start + COMPLETION], [-6.0] * COMPLETION, False)
-                   for start in range(prompt, len(ids), COMPLETION)]
-        groups.append(Group(Prompt(str(n), tuple(ids[:prompt]), ""), tuple(samples)))
-    reward_NG = torch.rand(len(groups), G, dtype=torch.float64, generator=generator)
-    rewards = Rewards({"accuracy": reward_NG}, {"accuracy": 1.0}, torch.ones_like(reward_NG))
-    turns = [Turn(group.prompt, 0) for group in groups]
-    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
-    measured = [updated(learner, rolled, cfg, keep) for _ in range(REPEATS + 1)][1:]
-    seconds = median(step["time/update"] for step in measured)
-    row = {"prompt": prompt, "keep": keep, "tokens": measured[0]["pack/tokens"],
-           "rows": measured[0]["pack/rows"], "update": seconds,
-           "microseconds": 1e6 * seconds / measured[0]["train/tokens"]}
-    print(f"{prompt:>6} {keep:>4} {row['tokens']:>8,} {row['rows']:>5} {seconds:>9.3f} "
-          f"{row['microseconds']:>16.1f}", flush=True)
-    return row
+    for n in range(prompts):
+        samples = tuple(Sample([0] * length, [0.0] * length, True) for length in length_NG[n])
+        groups.append(Group(Prompt(str(n), (0,) * prompt_N[n], ""), samples))
+    return Minibatch.plain(groups, keep_NG, torch.zeros(prompts, G), torch.zeros(prompts, G))
 
 
-def beside_unpruned(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> dict:
-    """Time updates on `keep` completions of each group, each after one on all of them."""
-    pairs = [(updated(learner, rolled, cfg, cfg.rollout.group_size), updated(learner, rolled, cfg, keep))
-             for _ in range(PAIRS)]
-    unpruned, pruned = pairs[0]
-    ratios = sorted(b["time/update"] / a["time/update"] for a, b in pairs)
-    row = {
-        "keep": keep,
-        "tokens": pruned["pack/tokens"],
-        "share": pruned["pack/tokens"] / unpruned["pack/tokens"],
-        "rows": pruned["pack/rows"],
-        "density": pruned["pack/density"],
-        "pack": median(b["time/pack"] for _, b in pairs),
-        "update": median(b["time/update"] for _, b in pairs),
-        "ratio": median(ratios), "ratio_min": ratios[0], "ratio_max": ratios[-1],
-    }
-    print(f"{keep:>4} {row['tokens']:>8,} {row['share']:>7.3f} {row['rows']:>5} {row['density']:>8.2f} "
-          f"{row['pack']:>8.4f} {row['update']:>9.3f} {row['ratio']:>12.3f} "
-          f"{row['ratio_min']:>7.3f} - {row['ratio_max']:.3f}", flush=True)
-    return row
+def over_ideal(step: str, seed: int) -> float:
+    """Compute the tokens of the busiest rank over the ideal."""
+    minibatch = drawn_step(step, seed)
+    busiest = 0
+    for mine in pack(minibatch, config.Pack(capacity=CAPACITY), RANKS):
+        busiest = max(busiest, sum(sum(layout(minibatch, plan.members)[0]) for plan in mine if plan.counts))
+    members = minibatch.keep_NG.nonzero().tolist()
+    longest = max(layout(minibatch, [member])[0][0] for member in members)
+    tokens = sum(len(minibatch.groups[n].prompt.ids) for n in {n for n, _ in members})
+    tokens += sum(minibatch.groups[n].samples[g].length for n, g in members)
+    return busiest / max(longest, tokens / RANKS)
 
 
-def updated(learner: Learner, rolled: Rolled, cfg: config.Config, keep: int) -> dict[str, float]:
-    """Update on `keep` completions of each group; returns the update's metrics and its seconds by phase."""
-    completions = replace(cfg.prune.completions, keep=keep)
-    selection = Selection.of(replace(cfg, prune=replace(cfg.prune, completions=completions)))
-    clock = Clock()
-    measured = update(learner, choose(rolled, selection, seed=0), 0, clock)
-    return measured | clock.metrics()
+def packing(rounds: int) -> list[dict]:
+    rows = []
+    for step in KEPT:
+        rows.append({"step": step, "over the ideal": [over_ideal(step, seed) for seed in range(10 * rounds)]})
+    return show(f"Tokens of the busiest of {RANKS} ranks, rows of {CAPACITY:,}", rows)
 
 
-def travelling(completions: int) -> dict:
-    """Measure, in processes of its own, how completions get to all ranks."""
-    with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(travel, args=(folder, completions), nprocs=RANKS)
-        travelled = json.loads((Path(folder) / "travelled.json").read_text())
-    tokens, seconds, risen = completions * TOKENS, travelled["seconds"], max(travelled["risen"])
-    print(f"\n{completions:,} completions of {TOKENS:,} tokens on {RANKS} ranks, {ROUNDS} rounds\n"
-          f"{'of each rank':<38} {'MiB':>8} {'bytes a token':>14}")
-    for name, size in (("records of the whole step", tokens * TOKEN_BYTES),
-                       ("resident at the peak, above before", risen)):
-        print(f"{name:<38} {size / 2**20:>8,.0f} {size / tokens:>14.1f}")
-    print(f"seconds until every rank has them: "
-          f"{median(seconds):.2f} ({min(seconds):.2f} - {max(seconds):.2f})")
-    return {"completions": completions, "tokens": TOKENS, "ranks": RANKS} | travelled
+# ---- rollouts
+
+def requests(slots: int, lengths: str) -> tuple[list[tuple[int, ...]], list[int]]:
+    """Draw prompts, each G times, and the number of tokens that each completion gets."""
+    count = slots if lengths == "fixed" else 3 * slots
+    generator = torch.Generator().manual_seed(0)
+    prompts = []
+    for length in torch.randint(20, 80, (count // G,), generator=generator).tolist():
+        prompts += [tuple(torch.randint(3, 400, (length,), generator=generator).tolist())] * G
+    drawn = np.random.default_rng(0).exponential(NEW, count).astype(int) + 1
+    return prompts, [NEW] * count if lengths == "fixed" else drawn.clip(max=4 * NEW).tolist()
 
 
-def travel(rank: int, folder: str, completions: int) -> None:
-    """Gather the completions of all ranks on this one, a few times."""
+def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
+    """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
+    device, rows = dist.init(memory.find_device("auto")), []
+    with tempfile.TemporaryDirectory() as temporary:
+        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
+        engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
+        engine.sync(policy)
+        sync = [timed(lambda: engine.sync(policy)) for _ in range(rounds)]
+        for lengths in ("fixed", "tailed"):
+            prompts, limits = requests(slots, lengths)
+            rates = []
+            for turn in range(rounds + 1):
+                seeds = [turn * len(prompts) + i for i in range(len(prompts))]
+                start = perf_counter()
+                tokens = sum(len(s.ids) for s in engine.generate(prompts, seeds, limits, 1.0))
+                rates.append(tokens / (perf_counter() - start))
+            rows.append({"shape": shape, "slots": slots, "lengths": lengths, "engine": kind, "tokens": tokens,
+                         "tokens/s": rates[1:], "sync s": sync} | memory.metrics(device))
+    dist.close()
+    return rows
+
+
+def rollouts(shapes: list[str], slots: list[int], rounds: int) -> list[dict]:
+    engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
+    rows = []
+    for shape in shapes:
+        for count in slots:
+            for kind in engines:
+                rows += in_own_process(generate, kind, shape, count, rounds)
+    return show("Tokens a second of each engine", rows)
+
+
+# ---- checkpoints
+
+def in_training(folder: str) -> Role:
+    """Make a sharded model of random weights, and its optimizer."""
+    model = empty_model(Path(folder), torch.float32)
+    dist.shard(model, model.layers, CPU, torch.float32)
+    model.to_empty(device=CPU)
+    with torch.no_grad():
+        for p in model.parameters():
+            dist.local(p).fill_(1.0) if p.ndim == 1 else dist.local(p).normal_(std=0.02)
+    optimizer, = make_optimizers(model, config.Optim(lr=1e-4))
+    return model, optimizer
+
+
+def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: int) -> None:
+    position_T, ids_T = torch.arange(TOKENS), torch.arange(TOKENS) % 100
+    for i in range(passes + steps):
+        attend = sdpa_padded(Segments.plain([TOKENS]))
+        (-model(ids_T, position_T, attend, position_T, ids_T, 1.0).mean()).backward()
+        if i >= passes:
+            optimizer.step()
+        optimizer.zero_grad()
+
+
+def of_slowest(function: Callable[[], object]) -> float:
+    """Measure the seconds of the slowest rank."""
+    dist.barrier()
+    return dist.max_over_ranks(timed(function))
+
+
+def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, float]:
+    """Measure the seconds that training loses to a save, for each way to save."""
+    out = checkpoints.folder
+    waiting_at = out / f"waiting_{step}"
+    out.mkdir(exist_ok=True)
+    waiting = of_slowest(lambda: dcp.save(checkpoint.tensors(*role), checkpoint_id=waiting_at))
+    if dist.rank() == 0:
+        shutil.rmtree(waiting_at)
+    without_save = of_slowest(lambda: work(*role, PASSES, STEPS))
+
+    def in_the_background() -> None:
+        checkpoints.reach(step, {})
+        checkpoints.save()
+        work(*role, PASSES, 0)
+        checkpoints.wait_for_copies()
+        work(*role, 0, STEPS)
+
+    during_save = of_slowest(in_the_background)
+    standing_still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
+    written = of_slowest(checkpoints.wait)
+    return {"torch.distributed.checkpoint, training waits": waiting,
+            "in the background: training stands still": standing_still,
+            "in the background: lost in all": during_save + written - without_save}
+
+
+def save_and_load(rank: int, ranks: int, folder: str, rounds: int) -> None:
+    """Save and load some rounds on one of the ranks; rank 0 writes measured.json."""
     torch.set_num_threads(1)
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
-    own_samples = sampled(rank, len(range(rank, completions, RANKS)))
-    gather_samples(own_samples[:1])  # connections and code that the first call loads
-    before = resident()
-    seconds, risen = [], []
-    for _ in range(ROUNDS):
-        forget_peak()
-        dist.barrier()
-        start = perf_counter()
-        step = gather_samples(own_samples)
-        seconds.append(dist.max_over_ranks(perf_counter() - start))
-        risen.append(dist.max_over_ranks(peak() - before))
-        assert len(step) == completions
-        del step
+        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
+    role = in_training(folder)
+    work(*role, passes=1, steps=1)
+    checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, {"policy": role}, CPU)
+    saves = [save_each_way(role, checkpoints, step) for step in range(rounds + 1)]
+    newest, _ = find(checkpoints.folder)
+    loads = [of_slowest(lambda: checkpoints.load(newest)) for _ in range(rounds)]
+    rows = [{"way": way, "seconds": [save[way] for save in saves[1:]]} for way in saves[0]]  # 0 makes buffers
+    rows.append({"way": f"load on {ranks} ranks", "seconds": loads})
     if rank == 0:
-        measured = {"seconds": seconds, "risen": risen}
-        (Path(folder) / "travelled.json").write_text(json.dumps(measured))
+        size = sum(size for size, _ in digests.listed(newest).values())
+        (Path(folder) / "measured.json").write_text(json.dumps({"bytes": size, "rows": rows}))
     dist.close()
 
 
-def sampled(seed: int, count: int) -> list[Sample]:
-    """Draw completions of TOKENS tokens each at random."""
-    generator = torch.Generator().manual_seed(seed)
-    samples = []
-    for _ in range(count):
-        ids_T = torch.randint(150_000, (TOKENS,), generator=generator)
-        logp_T = torch.rand(TOKENS, generator=generator, dtype=torch.float64).log()
-        samples.append(Sample(ids_T.tolist(), logp_T.tolist(), True))
-    return samples
+def checkpoints(shape: str, ranks: int, rounds: int) -> dict:
+    with tempfile.TemporaryDirectory() as folder:
+        write_config(shape, Path(folder))
+        torch.multiprocessing.spawn(save_and_load, args=(ranks, folder, rounds), nprocs=ranks)
+        measured = json.loads((Path(folder) / "measured.json").read_text())
+    size = measured["bytes"] / 1e6
+    show(f"Checkpoints of {shape}, {size:.1f} MB with Adam, on {ranks} ranks", measured["rows"])
+    return {"shape": shape, "ranks": ranks} | measured
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--completions", type=int, default=8192, metavar="N",
-                        help="completions that travel (default: 8192)")
-    args = parser.parse_args()
-    pruned = pruning()
+    options = parser(__doc__)
+    parts = ["step", "pack", "rollout", "checkpoint"]
+    options.add_argument("--parts", type=listed(parts), default=parts, help=",".join(parts))
+    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
+    options.add_argument("--slots", default="64,256", help="rollout: of an engine, by sixteens")
+    options.add_argument("--shape", default="50M", help="checkpoint: of bench/shapes.py")
+    options.add_argument("--ranks", type=int, default=2, help="checkpoint: on how many")
+    args = options.parse_args()
+    slots = [int(count) for count in args.slots.split(",")]
+    measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
+               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds),
+               "checkpoint": lambda: checkpoints(args.shape, args.ranks, args.rounds)}
+    results = {part: measure[part]() for part in args.parts}
     dist.close()
-    print(json.dumps({"bench": "step"} | pruned | {"travel": travelling(args.completions)}))
+    print_json("step", **results)
 
 
 if __name__ == "__main__":

@@ -95,7 +95,7 @@ def pass_parts(given: Pass) -> Parts:
         block = 2 * of_block(shape) * element + trained(shape, given.lora) // shape.layers * (2 * element + 4)
     # What an adapter is added to is kept too, and no part of what is computed again.
     again = whole - kept + adapter_bytes(given) * (given.recomputed == "selective")
-    # Of activations' gradients some: bench/memory.py and tests/test_fake_gpu.py measure how much it comes to.
+    # Of activations' gradients some: tests/test_fake_gpu.py measures how much it comes to.
     block += whole // (2 if given.fused else 4 if given.lora.rank else 8) + again
     return {"embedding and head, as computed with": element * (tables(shape) + of_head),
             "activations of a row": shape.layers * kept,

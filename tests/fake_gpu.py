@@ -40,9 +40,8 @@ from torch.utils.flop_counter import flop_registry
 from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "bench"))
+sys.path.append(str(Path(__file__).parent.parent / "bench"))  # behind the root: one of its files has a name of ours
 
-import gpu
 import shapes
 from conftest import ROOT, as_batch, make_groups
 
@@ -55,7 +54,7 @@ from infra import dist
 from infra.weights import named_weights
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
-from preflight import counts, fit
+from preflight import counts
 from prune import keep_all
 from records import Row
 
@@ -287,8 +286,8 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
                 "head, backward": whole.mean(name, ("backward", "head")) / chunks}
 
     element, keys = 2, len(rows[0].segments.key_K)
-    layer = fit.layer_bytes(policy.shape, cfg.model.lora, len(rows[0].ids_T), keys, element)
-    of_chunk = fit.head_bytes(policy.shape, scored / chunks, element)
+    layer = shapes.layer_bytes(policy.shape, cfg.model.lora, len(rows[0].ids_T), keys, element)
+    of_chunk = shapes.head_bytes(policy.shape, scored / chunks, element)
     head, head_backward, of_layers = flop(("forward", "head")), flop(("backward", "head")), flop(("forward", "layers"))
     gradients = head * (2 if policy.head_VD.requires_grad else 1)  # of the head: one product, and one for its own
     products = {name for place, work in whole.device.work.items() for name in work
@@ -301,11 +300,10 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
         "kernels": work("kernels"), "bytes": work("bytes"),
         # What the head's backward pass has more than its gradients is its forward pass again.
         "flop": of_layers + flop(autograd) + head + min(head_backward, gradients),
-        "formula": gpu.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
-        "predicted": {
-            "bytes": {"layer, forward": layer[0], "layer, backward": layer[1], "layer, recomputed": layer[0] * (
-                policy.checkpoint_blocks == "all"), "head, forward": of_chunk[0], "head, backward": of_chunk[1]},
-            "flop": sum(fit.gradient_flop(policy.shape, cfg.model.lora, len(rows[0].ids_T), scored, met))},
+        "formula": shapes.flop(policy, [row.segments for row in rows], scored * len(rows)) / len(rows),
+        "predicted": {"layer, forward": layer[0], "layer, backward": layer[1],
+                      "layer, recomputed": layer[0] * (policy.checkpoint_blocks == "all"),
+                      "head, forward": of_chunk[0], "head, backward": of_chunk[1]},
         "peak": whole.device.peak,
         "counted": held + counts.pass_bytes(counts.Pass(
             policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
@@ -327,7 +325,7 @@ def show(row: dict) -> None:
         moved = row["bytes"][name]
         a_logit = f"{moved / row['logits']:>14.1f}" if name.startswith("head") else ""
         print(f"{name:<24} {kernels:>8.1f} {moved / 1e9:>8.2f} {a_logit}")
-    print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/gpu.py {row['formula'] / 1e12:.3f}; besides these "
+    print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/shapes.py {row['formula'] / 1e12:.3f}; besides these "
           f"forward again, head {row['again']['head']:.2f} and layers {row['again']['layers']:.2f} times")
     print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as preflight/counts counts them {row['counted'] / 2**30:.2f}")
 

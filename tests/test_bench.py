@@ -1,4 +1,4 @@
-"""The bench of a GPU runs without one: all of its parts with tiny models, where their figures mean nothing."""
+"""Every bench runs one round, with sizes so small that its figures mean nothing; that of a GPU without one."""
 
 import json
 import os
@@ -19,10 +19,15 @@ import lora
 from config import ConfigError, Lora
 from model import Decoder
 
-sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
+sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
+import common  # noqa: E402
 import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
+import grade  # noqa: E402
+import peers  # noqa: E402
+import shapes  # noqa: E402
+import step  # noqa: E402
 
 
 @pytest.fixture
@@ -53,11 +58,11 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     assert updates["keep 16, recompute none, compiled"]["first s"] > 10 * whole["seconds"][0]
     shares = [row["share"] for way, row in rows["profile"].items() if way.startswith("`")]
     assert len(shares) == gpu_parts.TOP and shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1
-    assert "aten::mm" in (tmp_path / "results_1M_kernels.txt").read_text()
-    step = rows["step"]
-    assert list(step) == ["grpo_toy", "cppo_toy", "pps_toy", "lora_toy"]
-    assert step["grpo_toy"]["kept"] == 4 * step["cppo_toy"]["kept"] == 4 * step["pps_toy"]["kept"]
-    assert all(row[phase] > 0 for row in step.values() for phase in ("rollout", "reward", "score", "update", "sync"))
+    steps = rows["step"]
+    assert list(steps) == ["grpo_toy", "cppo_toy", "pps_toy", "lora_toy"]
+    assert steps["grpo_toy"]["kept"] == 4 * steps["cppo_toy"]["kept"] == 4 * steps["pps_toy"]["kept"]
+    phases = [f"{name} s" for name in ("rollout", "reward", "update", "sync", "step")]
+    assert min(row[phase] for row in steps.values() for phase in phases) > 0
     assert min(rows["rollout"]["sleep and sync"]["sync s"]) > 0
     assert min(rows["rollout"][f"{gpu_parts.OF_CPU.slots[1]} slots"]["sampled tokens/s"]) > 0
     # As tests/test_repo.py asks of a section of RESULTS.md
@@ -99,7 +104,7 @@ def test_a_way_that_runs_out_of_memory_ends_alone(bench, capsys):
     gpu_parts.each(bench, {"small": lambda: {"seconds": [1.0, 3.0]}, "large": exhausted, "flash": lacking,
                            "next": lambda: {"seconds": [2.0]}})
     way = {"part": "updates", "shape": "1M"}
-    assert gpu.read(bench.out) == [
+    assert common.read(bench.out) == [
         way | {"way": "small", "seconds": [1.0, 3.0]},
         way | {"way": "large", "failed": "OutOfMemoryError: CUDA out of memory. Tried to allocate 2 GiB."},
         way | {"way": "flash", "skipped": "flash-attn cannot be imported"}, way | {"way": "next", "seconds": [2.0]}]
@@ -132,10 +137,10 @@ def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(tmp_path, mon
         part, shape, out = command[3], command[5], Path(command[7])
         ran.append((part, shape))
         if part == "machine":
-            gpu.append(out, {"part": part, "shape": "", "way": "", "device": "NVIDIA H200", "cuda": True,
+            common.append(out, {"part": part, "shape": "", "way": "", "device": "NVIDIA H200", "cuda": True,
                              "details": "139.8 GiB", "commit": "abcdef0 of 2026-11-22"})
         if part == "updates":
-            gpu.append(out, {"part": part, "shape": shape, "way": "16", "MFU": 0.478, "tokens": 65536, "GiB": None})
+            common.append(out, {"part": part, "shape": shape, "way": "16", "MFU": 0.478, "tokens": 65536, "GiB": None})
             return "signal 9: Killed"
         time.sleep(0.02 if part == "step" else 0)
         return ""
@@ -149,7 +154,7 @@ def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(tmp_path, mon
     assert gpu.bench(given) == 1
     assert ran == [("machine", ""), ("updates", "0.5B"), ("updates", "1.5B"), ("step", "0.5B"), ("step", "1.5B")]
     printed = capsys.readouterr().out
-    assert "| shape | way | MFU | tokens |\n| --- | --- | --- | --- |\n| 0.5B | 16 | 0.478 | 65,536 |" in printed
+    assert "| shape | way | MFU   | tokens |\n| ----- | --- | ----- | ------ |\n| 0.5B  | 16  | 0.478 |" in printed
     assert "Failed:\n\n- updates 0.5B: signal 9: Killed\n- updates 1.5B: signal 9: Killed\n" in printed
     assert "- absent 0.5B: no_such_package is not installed\n" in printed and "NO CUDA" not in printed
     monkeypatch.setattr(gpu, "SECONDS", 5.01)
@@ -176,10 +181,10 @@ def test_failing_tests_are_named(bench, tmp_path, monkeypatch):
     gpu_parts.tests(bench)
     (tmp_path / "tests" / "test_broken.py").unlink()
     gpu_parts.tests(bench)
-    broken, failed = gpu.read(bench.out)
-    assert broken["outcome"] == "0 passed, 0 failed, 0 skipped" and "no_such_module" in broken["failed"]
+    broken, failed = common.read(bench.out)
+    assert broken["outcome"] == "0 passed, 1 failed, 0 skipped" and "test_broken" in broken["failed"]
     assert failed["outcome"] == "1 passed, 1 failed, 0 skipped"
-    assert failed["failed"].endswith("test_fails.py::test_fails")
+    assert failed["failed"].endswith("test_fails.test_fails")
 
 
 def test_figures_of_a_device_are_those_that_torch_gives(tmp_path, monkeypatch):
@@ -211,9 +216,9 @@ def test_a_part_that_does_not_exist_is_refused(monkeypatch, capsys):
 def test_a_table_has_the_columns_that_some_row_has_and_lists_as_their_median_and_range():
     rows = [{"part": "check", "shape": "", "way": "a", "seconds": [3.0, 1.0, 2.0], "passed": True, "GiB": None},
             {"part": "check", "shape": "", "way": "|b|", "failed": "why", "tokens": 12345, "rate": 54321.4}]
-    assert gpu.table(rows).splitlines() == [
-        "| way | seconds | passed | tokens | rate |", "| --- | --- | --- | --- | --- |",
-        "| a | 2 (1 - 3) | yes |  |  |", "| \\|b\\| |  |  | 12,345 | 54,321 |"]
+    assert common.table(rows, left_out=("part", "failed")).splitlines() == [
+        "| way   | seconds   | passed | tokens | rate   |", "| ----- | --------- | ------ | ------ | ------ |",
+        "| a     | 2 (1 - 3) | yes    |        |        |", "| \\|b\\| |           |        | 12,345 | 54,321 |"]
 
 
 def test_flop_count_what_tokens_meet():
@@ -224,17 +229,108 @@ def test_flop_count_what_tokens_meet():
         policy = Decoder(small())
     row = SimpleNamespace(queries=(5, 2), keys=(5, 5))
     attention = 12 * 2 * 4 * (12.5 + 8)
-    assert gpu.flop(policy, [row], 4) == 6 * 2 * 128 * 7 + 6 * 40 * 4 + attention
+    assert shapes.flop(policy, [row], 4) == 6 * 2 * 128 * 7 + 6 * 40 * 4 + attention
     lora.adapt(policy, Lora(rank=3), torch.bfloat16)
     blocks = 2 * (4 * 128 + 6 * 3 * 58) - 2 * (32 + 3 * 3 * 4)
-    assert gpu.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
+    assert shapes.flop(policy, [row], 4) == blocks * 7 + 4 * 40 * 4 + attention
+
+
+def test_the_passes_of_an_update_are_predicted_for_gpus_of_known_peaks_below_these():
+    """Not where blocks are computed again."""
+    with torch.device("meta"):
+        policy = Decoder(small())
+    row = SimpleNamespace(queries=(5, 2), keys=(5, 5))
+    h100, h200 = (shapes.pass_seconds(policy, Lora(), [row], 4, f"NVIDIA {name}") for name in ("H100 80GB", "H200"))
+    assert h100 > h200 > shapes.flop(policy, [row], 4) / 989e12
+    assert shapes.pass_seconds(policy, Lora(), [row], 4, "NVIDIA L4") is None
+    policy.checkpoint_blocks = "all"
+    assert shapes.pass_seconds(policy, Lora(), [row], 4, "H100") is None
+
+
+def ran(name: str, *given: str) -> dict:
+    """Run a bench in a process of its own; returns its last line."""
+    done = subprocess.run([sys.executable, f"bench/{name}.py", *given], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    measured = json.loads(done.stdout.splitlines()[-1])
+    assert measured["bench"] == name and "\n| --" in done.stdout
+    return measured
+
+
+def test_the_bench_of_a_step_has_less_to_do_where_less_is_kept(capsys):
+    whole, some = step.steps(rounds=1, keeps=(16, 4))
+    assert whole["tokens"] > 2 * some["tokens"] and whole["update of unpruned"] == [1.0]
+    assert all(whole[f"{name} s"] > 0 for name in ("rollout", "reward", "pack", "update", "sync", "step"))
+    assert capsys.readouterr().out.count("\n| ") == 4
+
+
+def test_the_bench_of_packing_is_never_below_its_ideal():
+    assert 1 <= step.over_ideal("cppo_gsm8k", seed=0) < 2
 
 
 @pytest.mark.slow
-def test_the_bench_of_checkpoints_measures_saves_and_loads():
-    command = [sys.executable, "bench/checkpoint.py", "--shape", "1M", "--ranks", "1", "--rounds", "1"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def test_the_bench_of_rollouts_and_checkpoints_measures_each_engine_and_each_way():
+    measured = ran("step", "--parts", "rollout,checkpoint", "--rounds", "1", "--shapes", "1M", "--slots", "32",
+                   "--shape", "1M", "--ranks", "1")
+    rates = {row["lengths"]: min(row["tokens/s"]) for row in measured["rollout"] if row["engine"] == "torch"}
+    assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
+    rows = {row["way"]: min(row["seconds"]) for row in measured["checkpoint"]["rows"]}
+    assert len(rows) == 4 and all(seconds > 0 for way, seconds in rows.items() if "lost" not in way)
+
+
+def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
+    rows = grade.speed("common", rounds=1, count=14)
+    assert [row["verifier"] for row in rows] == ["winnow", "math-verify"] and min(rows[0]["answers/s"]) > 0
+    assert grade.hostile(8)["texts"] == 8
+
+
+@pytest.mark.slow
+def test_the_bench_of_pruners_has_a_smaller_error_where_more_is_kept(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text("""
+import runpy, sys
+
+sys.argv = ["bench/prune.py"]
+sys.path.insert(0, "bench")
+import common
+import config
+
+load = config.load
+config.load = lambda name, sets=(): load(name, [*sets, "rollout.prompts_per_step=2"])
+bench = runpy.run_path("bench/prune.py", run_name="bench")
+whole = {"topk, group, kept mean", "pps norm, batch", "prompts, pps"}
+names = bench["main"].__globals__
+names |= {"ROLLOUTS": 2, "DRAWS": 2, "EIGHTH": 32, "TASKS": {"toy": ("grpo_toy.yaml", {"early": 1})}}
+names["ARMS"] = {name: arm for name, arm in names["ARMS"].items() if name in whole | {"cuts alone"}}
+bench["main"]()
+""")
+    done = subprocess.run([sys.executable, program], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
-    measured = json.loads(done.stdout.splitlines()[-1])
-    assert all(min(times) > 0 for key, times in measured["seconds"].items() if key != "lost")
-    assert measured["bytes"]["Checkpoints"] > 12 * measured["parameters"] and set(measured["load"]) == {"1", "2"}
+    results = json.loads(done.stdout.splitlines()[-1])["results"]
+    assert len(results) == 4 * 5 and {line["when"] for line in results} == {"early"}
+    measured = [error for line in results for error in line["errors"] if error is not None]
+    assert measured and min(measured) >= 0
+
+
+def test_the_bench_beside_trl_takes_steps_in_turns(tmp_path, monkeypatch, capsys):
+    """With TRL's side replaced by one that takes twice as long as Winnow would."""
+    class Twice(peers.Winnow):
+        def __init__(self, regime, task):
+            super().__init__(regime, "grpo", task)
+            self.label = "TRL GRPO 16/16"
+
+        def step(self):
+            return {name: 2 * value for name, value in super().step().items()}
+
+    monkeypatch.setattr(peers, "Peer", Twice)
+    monkeypatch.setattr(peers, "WARM", 0)
+    chosen = peers.Regime("natural", ROOT / "toy" / "model", 2, False, tmp_path)
+    trl, ours = peers.compare(chosen, ["cppo4"], rounds=1)
+    assert trl["TRL / this"] == [1.0] and ours["tokens"] < trl["tokens"] and ours["update s"] < trl["update s"]
+    assert "natural: 2 x 16 completions" in capsys.readouterr().out
+
+
+@pytest.mark.peers
+def test_the_bench_beside_trl_runs_a_round():
+    result, = ran("peers", "--regimes", "fixed", "--arms", "cppo4", "--rounds", "1")["results"].values()
+    assert [row["length"] for row in result] == [64, 64]

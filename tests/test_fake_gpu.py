@@ -12,8 +12,6 @@ from functools import cache
 import pytest
 from conftest import ROOT
 
-from preflight import fit
-
 FEW = ("--shape", "0.5B", "--layers", "2")
 CASES = {
     "1.5B": ("--shape", "1.5B"),
@@ -105,15 +103,11 @@ def test_the_peak_is_what_memory_py_counts_or_a_little_less(case):
 
 
 @with_cases("1.5B", "7B", "recompute", "lora", "lora_7B")
-def test_bytes_and_flop_of_a_row_are_those_that_fit_predicts_seconds_from(case):
-    """Of kernels beside products and attention, within a tenth; of products, within a hundredth."""
+def test_bytes_of_a_row_are_those_that_the_bench_predicts_seconds_from(case):
+    """Of kernels beside products and attention, within a tenth."""
     row = figures(*CASES[case])
-    assert row["predicted"]["flop"] == pytest.approx(row["flop"], rel=0.01)
-    for name, size in row["predicted"]["bytes"].items():
+    for name, size in row["predicted"].items():
         assert size == pytest.approx(row["bytes"][name], rel=0.1), name
-    of_layer = fit.KERNELS["layer"] + fit.KERNELS["adapters"] * ("lora" in case)
-    for kernels, name in ((of_layer, "layer"), (fit.KERNELS["chunk"], "head")):
-        assert 0.8 * kernels <= row["kernels"][f"{name}, forward"] + row["kernels"][f"{name}, backward"] <= kernels
 
 
 @every_case

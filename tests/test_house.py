@@ -157,17 +157,31 @@ def test_all_files_are_in_the_readmes_table():
     assert set(re.findall(r"`(\w+\.py)`", table)) == {path.name for path in FILES.values()}
 
 
+def check_removed(command: str, commit: str) -> None:
+    """The commit has the command's script, where this clone has the commit."""
+    script = next(word for word in command.split() if word.endswith(".py"))
+    known = subprocess.run(["git", "cat-file", "-e", f"{commit}^{{commit}}"], cwd=ROOT, capture_output=True)
+    if known.returncode == 0:
+        subprocess.run(["git", "cat-file", "-e", f"{commit}:{script}"], cwd=ROOT, check=True)
+
+
 def test_every_table_of_results_says_how_it_was_measured():
-    """Command, commit, date and machine stand in front of it, and the command's script or target exists."""
+    """Command, commit, date and machine stand in front of it, and the command's script or target exists.
+
+    A script, or a part of one, that was removed since has a commit with it: "Command: `...` (removed; in b0008e7)".
+    """
     parts = re.split(r"^#{2,3} ", TEXTS["RESULTS.md"], flags=re.MULTILINE)
     measured = [section for section in parts if tables(section)]
     assert len(measured) > 15
     for section in measured:
-        given = re.search(r"^Command: `(.+)`  \nCommit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. Machine: .+\.$", section,
-                          re.MULTILINE)
+        given = re.search(r"^Command: `(.+)`(?: \(removed; in (\w{7})\))?  \n"
+                          r"Commit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. Machine: .+\.$", section, re.MULTILINE)
         assert given and given.end() < section.index(tables(section)[0]), section[:80]
         assert ".py" in given[1] or given[1].startswith("make "), given[1]
-        check_command(given[1])
+        if given[2]:
+            check_removed(given[1], given[2])
+        else:
+            check_command(given[1])
 
 
 def test_every_kind_has_a_config():
