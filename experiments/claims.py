@@ -1,74 +1,110 @@
 """Do the papers' claims hold on the testbed? Those that can be tested at this size, one by one.
 
-    python experiments/claims.py            # after compare.py --full; about four CPU hours
-    python experiments/claims.py --report   # the table alone, of what is kept
+    python experiments/claims.py           # the tables, of what is kept
 
-docs/experiments.md has each claim, its source, and what would refute it. The bookkeeping is that of the
-comparison: interrupt at any time, start again, and it goes on with the first run that is missing.
+docs/experiments.md has each claim, its source, and what would refute it. The runs beside those of the
+comparison were made by this file at commit b0008e7; results.jsonl.xz has the settings of each.
 """
 
-import argparse
 import json
 import math
-import signal
 from pathlib import Path
 from statistics import mean
 
 import numpy as np
-import redraw_errors
-from claim_runs import (
-    ALLOCATED,
-    CONTROLS,
-    DAPO,
-    GRIDS,
-    GROUPS,
-    PRETRAINED,
-    PRUNED,
-    TUNING_SEEDS,
-    VAPO,
-    run_all,
+from compare import (
+    OTHERS,
+    SEEDS,
+    SOME_SEEDS,
+    Arms,
+    best_rate,
+    cost_table,
+    kept_arms,
+    rate_table,
+    rates_of_six,
+    validated,
 )
-from compare import SEEDS, SOME_SEEDS, Arms, cost_table, parts, rates_of_six
-from measures import Difference, area, area_and_end, curve, difference, least
-from rates import best_rates, rate_table, validated
-from stored import RESULTS, Record, read, records
-from testbed import table
-from tqdm import tqdm
+from runs import RESULTS, Difference, Record, area, area_and_end, curve, difference, least, read, table
 
 MARGIN = 2.0     # points: what "does not fall" may fall, and what "needs" must lose without
 RESAMPLES = 2000
+DRAWS = 5000     # of arms and seeds, for the interval of a correlation
+PRETRAINED = 15  # steps of VAPO's critic alone
+# Groups of 16, as many prompts in all: CPPO prunes 50, 75, 87.5 and 93.75%.
+ALLOCATED = ("groups-of-16", "cppo-50", "cppo-75", "cppo-87", "cppo-94")
+CONTROLS = {"topk-step": "pps", "dppo-biased": "dppo", "grpo-4-prompts": "cppo"}  # at whose learning rate
+GROUPS = ("group-2", "group-4", "group-16")
+DAPO = ("dapo", "dapo-without-clip-higher", "dapo-without-sampling", "dapo-without-token-mean",
+        "dapo-without-length")
+VAPO = ("vapo", "vapo-without-pretraining")
+# Arms at GRPO's rate whose gradient's error is known: the row and budget of bench/prune.py.
+PRUNED = {
+    "cppo": ("topk, group, kept mean", 0.25),
+    "pps": ("pps norm, batch", 0.25),
+    "pps-cost": ("pps norm, batch, by cost", 0.25),
+    "pods": ("pods, kept mean", 0.25),
+    "pps-prompts": ("prompts, pps", 0.5),
+    "nat": ("cuts alone", 0.75),
+    "cppo-keep1": ("topk, group, kept mean", 0.125),
+    "cppo-keep4": ("topk, group, kept mean", 0.5),
+    "topk-all-keep1": ("topk, batch, full batch", 0.125),
+    "topk-all-keep2": ("topk, batch, full batch", 0.25),
+    "pps-keep1": ("pps norm, batch", 0.125),
+    "pps-adv": ("pps |A|, group", 0.25),
+    "pods-keep4": ("pods, kept mean", 0.5),
+    "pps-prompts-quarter": ("prompts, pps", 0.25),
+}
+# Claims of areas: cost, rows in the family, and which arm less which other, with what else sets these apart.
+BIAS = ("bias costs accuracy", "steps", 4, {
+    ("dppo", "dppo-listed"): ", which refills too",
+    ("dppo", "dppo-biased"): ", which trains on half as many tokens",
+    ("pps", "cppo"): ", which keeps 2 of each group",
+    ("pps", "topk-step"): "",
+})
+SMALL_STEPS = ("pruning is more than small steps", "trained tokens", 2, {
+    ("cppo", "grpo-4-prompts"): "",
+    ("pps", "grpo-4-prompts"): "",
+})
+SAVED = ("GRESO saves rollouts at equal accuracy", "generated tokens", 2, {
+    ("greso", "dynamic-sampling"): "",
+    ("greso", "grpo"): "",
+})
+SIZES = {("group-4", "group-2"): "", ("grpo", "group-4"): "", ("group-16", "grpo"): ""}
+MORE = "more completions a prompt teach more"
+NEEDED = ("DAPO needs each of its techniques", "steps", 4, {("dapo", name): "" for name in DAPO[1:]})
 BySeed = dict[int, Record]
-
-
-def kept_arms(results: Path, rate_of: dict[str, str | None], seeds: range) -> Arms:
-    """Read the runs on the test problems of arms at these rates; an arm that lacks a seed is left out."""
-    arms: Arms = {name: {} for name in rate_of}
-    for record in records(results):
-        name, rate, seed, split = (record.about[key] for key in ("arm", "rate", "seed", "split"))
-        if split == "test" and seed in seeds and rate_of.get(name) == rate:
-            arms[name][seed] = record
-    return {name: by_seed for name, by_seed in arms.items() if len(by_seed) == len(seeds)}
-
-
-def of_pairs(arms: Arms) -> Arms:
-    """Leave out arms of which there is one seed alone: no difference has an interval then."""
-    return {name: by_seed for name, by_seed in arms.items() if len(by_seed) > 1}
+Rows = list[list[str]]
 
 
 def gap(these: BySeed, those: BySeed, cost: str, comparisons: int) -> Difference:
     """Compare the areas of two arms at a cost, paired by seed; B is the least that a run spent."""
-    shared = sorted(these.keys() & those.keys())
-    pairs = [(curve(these[seed]), curve(those[seed])) for seed in shared]
+    pairs = [(curve(these[seed]), curve(those[seed])) for seed in SEEDS]
     budget = least([of for pair in pairs for of in pair], cost)
     values = [[area_and_end(of, cost, budget)[0] for of in pair] for pair in pairs]
-    return difference(*map(list, zip(*values, strict=True)), comparisons)
+    first, second = zip(*values, strict=True)
+    return difference(list(first), list(second), comparisons)
 
 
-def seconds_and_accuracy(by_seed: BySeed, seeds: list[int]) -> np.ndarray:
-    """Stack runs' seconds and accuracies at each evaluation, [seeds, 2, E]."""
-    curves = [curve(by_seed[seed]) for seed in seeds]
-    return np.array([[of.spent["seconds"], of.accuracy_E] for of in curves])
+def verdict(low: float, high: float, bound: float = 0.0) -> str:
+    """Say whether an interval lies above a bound."""
+    return "holds" if low > bound else "does not" if high < bound else "cannot tell"
 
+
+def row(claim: str, test: str, of: Difference, bound: float = 0.0) -> list[str]:
+    points = f"{of.mean:+.2f} points [{of.low:+.2f}, {of.high:+.2f}]"
+    return [claim, test, points, verdict(of.low, of.high, bound)]
+
+
+def of_areas(arms: Arms, claim: str, cost: str, comparisons: int, pairs: dict[tuple[str, str], str]) -> Rows:
+    """Compare the areas of pairs of arms."""
+    rows = []
+    for (name, other), but in pairs.items():
+        of = gap(arms[name], arms[other], cost, comparisons)
+        rows.append(row(claim, f"{name} less {other}{but}, area over {cost}", of))
+    return rows
+
+
+# ---- speed at equal accuracy
 
 def seconds_to(level: float, second_E: np.ndarray, accuracy_E: np.ndarray) -> float:
     """Read off when a curve of straight lines first comes to a level; infinity where it never does."""
@@ -84,32 +120,34 @@ def seconds_to(level: float, second_E: np.ndarray, accuracy_E: np.ndarray) -> fl
 
 def level_of(grpo: BySeed) -> float:
     """Compute the level of equal accuracy: three quarters of the way from GRPO's start to its end."""
-    curves = [curve(record) for record in grpo.values()]
-    start = mean(float(of.accuracy_E[0]) for of in curves)
-    end = mean(area_and_end(of, "steps", float(of.spent["steps"][-1]))[1] for of in curves)
-    return start + 0.75 * (end - start)
+    start = mean(float(curve(record).accuracy_E[0]) for record in grpo.values())
+    return start + 0.75 * (mean(ends(grpo)) - start)
+
+
+def ends(by_seed: BySeed) -> list[float]:
+    """Read the end of each run: the mean accuracy over the last quarter of its own steps."""
+    curves = [curve(by_seed[seed]) for seed in SEEDS]
+    return [area_and_end(of, "steps", float(of.spent["steps"][-1]))[1] for of in curves]
 
 
 def speed_up(slow: BySeed, fast: BySeed, level: float) -> tuple[float, float, float, int]:
     """Compare two arms' seconds to a level: the ratio on mean curves, its interval by a bootstrap over seeds,
     and how many seeds alone have one above 1."""
-    seeds = sorted(slow.keys() & fast.keys())
-    both = [seconds_and_accuracy(arm, seeds) for arm in (slow, fast)]
+    both = []
+    for by_seed in (slow, fast):
+        curves = [curve(by_seed[seed]) for seed in sorted(by_seed)]
+        both.append(np.array([[of.spent["seconds"], of.accuracy_E] for of in curves]))
 
     def ratio(of: np.ndarray) -> float:
         of_slow, of_fast = (seconds_to(level, *runs[of].mean(axis=0)) for runs in both)
         return of_slow / of_fast
 
-    draw, every = np.random.default_rng(0), np.arange(len(seeds))
+    draw, every = np.random.default_rng(0), np.arange(len(slow))
     drawn = [ratio(draw.choice(every, len(every))) for _ in range(RESAMPLES)]
     drawn = np.nan_to_num(drawn, nan=1.0, posinf=1e9)  # nan: neither comes there
     low, high = np.percentile(drawn, (2.5, 97.5))
-    return ratio(every), float(low), float(high), sum(ratio(every[i:i + 1]) > 1 for i in every)
-
-
-def verdict(low: float, high: float, bound: float = 0.0) -> str:
-    """Say whether an interval lies above a bound."""
-    return "holds" if low > bound else "does not" if high < bound else "cannot tell"
+    above = sum(ratio(every[i:i + 1]) > 1 for i in every)
+    return ratio(every), float(low), float(high), above
 
 
 def agreed(here: str, above: int, seeds: int) -> str:
@@ -117,165 +155,113 @@ def agreed(here: str, above: int, seeds: int) -> str:
     return here if above == {"holds": seeds, "does not": 0}.get(here) else "cannot tell"
 
 
-def points(of: Difference) -> str:
-    return f"{of.mean:+.2f} points [{of.low:+.2f}, {of.high:+.2f}]"
-
-
-def row(claim: str, test: str, of: Difference, bound: float = 0.0) -> list[str]:
-    return [claim, test, points(of), verdict(of.low, of.high, bound)]
-
-
-def of_speed(six: Arms) -> list[list[str]]:
+def of_speed(six: Arms) -> Rows:
     """Compare DPPO, GRESO and CPPO by the seconds that they take to GRPO's level."""
-    if not six.keys() >= {"grpo", "dppo", "greso", "cppo"}:
-        return []
-    rows, level = [], level_of(six["grpo"])
+    rows, level, seeds = [], level_of(six["grpo"]), len(SEEDS)
     pairs = [("grpo", "dppo"), ("grpo", "greso"), ("grpo", "cppo"), ("greso", "dppo"), ("cppo", "dppo")]
     for slow, fast in pairs:
         ratio, low, high, above = speed_up(six[slow], six[fast], level)
-        seeds = len(six[slow].keys() & six[fast].keys())
-        here = agreed(verdict(low, high, 1.0), above, seeds)
         rows.append([f"{fast} is faster than {slow} at equal accuracy", f"seconds to {level:.1f}%",
                      f"{ratio:.2f} times [{low:.2f}, {high:.2f}], above 1 in {above} of {seeds} seeds",
-                     here])
+                     agreed(verdict(low, high, 1.0), above, seeds)])
     return rows
 
 
-def of_bias(arms: Arms) -> list[list[str]]:
-    """Compare what is unbiased with what is biased, at equal steps."""
-    pairs = {("dppo", "dppo-listed"): ", which refills too",
-             ("dppo", "dppo-biased"): ", which trains on half as many tokens",
-             ("pps", "cppo"): ", which keeps 2 of each group", ("pps", "topk-step"): ""}
-    return [row("bias costs accuracy", f"{unbiased} less {biased}{but}, area over steps",
-                gap(arms[unbiased], arms[biased], "steps", len(pairs)))
-            for (unbiased, biased), but in pairs.items() if arms.keys() >= {unbiased, biased}]
+# ---- what has a measure of its own
 
-
-def of_small_steps(arms: Arms) -> list[list[str]]:
-    """Compare what trains on 32 of 128 completions with GRPO on 32 of 32, at equal trained tokens."""
-    return [row("pruning is more than small steps", f"{name} less grpo-4-prompts, area over trained tokens",
-                gap(arms[name], arms["grpo-4-prompts"], "trained tokens", 2))
-            for name in ("cppo", "pps") if arms.keys() >= {name, "grpo-4-prompts"}]
-
-
-def of_greso(six: Arms) -> list[list[str]]:
-    return [row("GRESO saves rollouts at equal accuracy", f"greso less {name}, area over generated tokens",
-                gap(six["greso"], six[name], "generated tokens", 2))
-            for name in ("dynamic-sampling", "grpo") if six.keys() >= {"greso", name}]
-
-
-def of_allocation(arms: Arms) -> list[list[str]]:
+def of_allocation(arms: Arms) -> Rows:
     """Compare CPPO with dynamic allocation with GRPO, by seconds of a whole run and by ends."""
-    base, rows = arms.get("groups-of-16"), []
-    for name in [name for name in arms if name != "groups-of-16"] if base else ():
-        by_seed = arms[name]
-        ratio = difference(log_seconds(base), log_seconds(by_seed), len(ALLOCATED) - 1)
+    base, *others = ALLOCATED
+    rows = []
+    for name in others:
+        logs = [[math.log(curve(arms[of][seed]).spent["seconds"][-1]) for seed in SEEDS] for of in (base, name)]
+        ratio = difference(*logs, len(others))
         low, middle, high = (math.exp(x) for x in (ratio.low, ratio.mean, ratio.high))
         rows.append([f"{name} is faster than GRPO on as many prompts", "seconds of all steps",
                      f"{middle:.2f} times [{low:.2f}, {high:.2f}]", verdict(low, high, 1.0)])
-        fall = end_gap(by_seed, base, len(ALLOCATED) - 1)
+        fall = difference(ends(arms[name]), ends(arms[base]), len(others))
         rows.append(row("... and accuracy does not fall", f"ends, against {-MARGIN:.0f}", fall, -MARGIN))
     return rows
 
 
-def log_seconds(by_seed: BySeed) -> list[float]:
-    return [math.log(curve(by_seed[seed]).spent["seconds"][-1]) for seed in SEEDS]
-
-
-def end_gap(these: BySeed, those: BySeed, comparisons: int) -> Difference:
-    """Compare ends by shares of a run: arms that take other numbers of steps for as many prompts."""
-    ends = []
-    for by_seed in (these, those):
-        curves = [curve(by_seed[seed]) for seed in SEEDS]
-        ends.append([area_and_end(of, "steps", of.spent["steps"][-1])[1] for of in curves])
-    return difference(*ends, comparisons)
-
-
-def of_groups(at_rate: Arms) -> list[list[str]]:
-    """Compare each size of a group with the one before it."""
-    if "grpo" not in at_rate:
-        return []
-    return [row("more completions a prompt teach more", f"{large} less {small}, area over {cost}",
-                gap(at_rate[large], at_rate[small], cost, 6))
-            for cost in ("steps", "generated tokens")
-            for small, large in (("group-2", "group-4"), ("group-4", "grpo"), ("grpo", "group-16"))
-            if at_rate.keys() >= {small, large}]
-
-
-def of_dapo(at_rate: Arms) -> list[list[str]]:
-    return [row("DAPO needs each of its techniques", f"dapo less {name}, area over steps",
-                gap(at_rate["dapo"], at_rate[name], "steps", 4))
-            for name in DAPO if name != "dapo" and at_rate.keys() >= {"dapo", name}]
-
-
-def of_vapo(at_rate: Arms) -> list[list[str]]:
+def of_vapo(arms: Arms) -> Rows:
     """Compare VAPO with and without value pretraining, over the steps in which the policy learns."""
-    if not at_rate.keys() >= VAPO.keys():
-        return []
     areas = []
-    for name, first in (("vapo", PRETRAINED), ("vapo-without-pretraining", 0)):
-        curves = [curve(at_rate[name][seed]) for seed in SEEDS]
+    for name, first in zip(VAPO, (PRETRAINED, 0), strict=True):
+        curves = [curve(arms[name][seed]) for seed in SEEDS]
         areas.append([area(of.spent["steps"], of.accuracy_E, first, of.spent["steps"][-1]) for of in curves])
     return [row("VAPO needs value pretraining", "with less without, area over the policy's steps",
                 difference(*areas, 1), MARGIN)]
 
 
-def of_errors(pruned: Arms, results: Path) -> list[list[str]]:
-    """Correlate the pruned gradient's error with the area, and write down of which runs, for a figure."""
-    path = results / "gradient_errors.jsonl.gz"
-    if not path.is_file():
-        return []
-    lines = [line for line in read(path).lines if line["when"] == "early"]
+def gradient_errors(results: Path) -> dict[str, float]:
+    """Read the mean squared error of each arm's gradient after 20 steps, over the full gradient's square. An
+    arm is left out if not every rollout could be pruned so far."""
+    lines = [line for line in read(results)["gradient_errors"].lines if line["when"] == "early"]
     early = {(line["arm"], line["budget"]): line["errors"] for line in lines}
-    drawn = {}
-    for name, (_, pruner, budget) in PRUNED.items():
-        errors = early[pruner, budget]
-        if name in pruned and None not in errors:
-            drawn[name] = {"error": mean(errors), "biased": pruner.startswith(("topk", "pods")),
-                           "files": [record.file for record in pruned[name].values()]}
-    if len(drawn) < 4:  # of which a correlation says nothing
-        return []
-    (results / "errors.json").write_text(json.dumps(drawn, indent=1) + "\n")
+    return {name: mean(early[place]) for name, place in PRUNED.items() if None not in early[place]}
+
+
+def is_biased(name: str) -> bool:
+    return PRUNED[name][0].startswith(("topk", "pods"))
+
+
+def areas_of(by_seed: BySeed) -> list[float]:
+    """Compute the area over steps of each run."""
+    curves = [curve(record) for record in by_seed.values()]
+    return [area_and_end(of, "steps", of.spent["steps"][-1])[0] for of in curves]
+
+
+def correlation(error: np.ndarray, areas: np.ndarray) -> tuple[float, float, float]:
+    """Correlate errors, [arms], with mean areas of [arms, seeds]; the interval is of a bootstrap over arms
+    and, within them, seeds."""
+    draw, (arms, seeds) = np.random.default_rng(0), areas.shape
+    drawn = []
+    for _ in range(DRAWS):
+        which, of_arm = draw.integers(0, arms, arms), draw.integers(0, seeds, (arms, seeds))
+        means = np.take_along_axis(areas[which], of_arm, axis=1).mean(axis=1)
+        if np.ptp(error[which]) and np.ptp(means):
+            drawn.append(np.corrcoef(error[which], means)[0, 1])
+    low, high = np.percentile(drawn, (2.5, 97.5))
+    return float(np.corrcoef(error, areas.mean(axis=1))[0, 1]), float(low), float(high)
+
+
+def of_errors(errors: dict[str, float], areas: dict[str, list[float]]) -> Rows:
+    """Correlate the pruned gradient's error with the area."""
+    unbiased = [name for name in errors if not is_biased(name)]
     rows = []
-    for which, arms in (("", drawn), (" that are unbiased", redraw_errors.unbiased(drawn))):
-        r, low, high = redraw_errors.correlation(*redraw_errors.points(results, arms))
+    for which, names in (("", list(errors)), (" that are unbiased", unbiased)):
+        logs = np.log10([errors[name] for name in names])
+        r, low, high = correlation(logs, np.array([areas[name] for name in names]))
         rows.append(["a smaller error of the gradient teaches more",
-                     f"log of the error and area over steps, {len(arms)} arms{which}",
+                     f"log of the error and area over steps, {len(names)} arms{which}",
                      f"correlation {r:+.2f} [{low:+.2f}, {high:+.2f}]", verdict(-high, -low)])
     return rows
 
 
 def report(results: Path) -> None:
     """Print the rates that CPPO with allocation was given, the table of claims, and what the arms spent."""
-    found, rate_of = parts(results), rates_of_six(results)
-    six, others = (of_pairs(found.get(part, {})) for part in ("six", "others"))
-    rate_allocated = best_rates(results, GRIDS, TUNING_SEEDS)
-    allocated = kept_arms(results, rate_allocated, SEEDS)
-    controls = kept_arms(results, {name: rate_of[family] for name, (family, _) in CONTROLS.items()}, SEEDS)
-    at_rate = kept_arms(results, dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate_of["grpo"]), SEEDS)
-    pruned = kept_arms(results, dict.fromkeys(PRUNED, rate_of["grpo"]), SOME_SEEDS)
-    rows = [*of_speed(six), *of_bias(others | six | controls), *of_small_steps(six | controls),
-            *of_greso(six), *of_allocation(allocated), *of_errors(pruned, results), *of_groups(at_rate),
-            *of_dapo(at_rate), *of_vapo(at_rate)]
-    print(*rate_table(validated(results), rate_allocated), "", sep="\n")
+    rate_of, areas = rates_of_six(results), validated(results)
+    rates = {name: best_rate(areas[name], 1) for name in ALLOCATED}
+    others = {name: rate_of[family] for name, (family, _) in OTHERS.items()}
+    allocated = kept_arms(rates, SEEDS, results)
+    controls = kept_arms({name: rate_of[family] for name, family in CONTROLS.items()}, SEEDS, results)
+    at_rate = kept_arms(dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate_of["grpo"]), SEEDS, results)
+    pruned = kept_arms(dict.fromkeys(PRUNED, rate_of["grpo"]), SOME_SEEDS, results)
+    six = kept_arms(rate_of, SEEDS, results)
+    arms = kept_arms(others, SEEDS, results) | six | controls
+    errors = gradient_errors(results)
+    learnt = {name: areas_of(pruned[name]) for name in errors}
+    rows = [*of_speed(six), *of_areas(arms, *BIAS), *of_areas(arms, *SMALL_STEPS), *of_areas(arms, *SAVED),
+            *of_allocation(allocated), *of_errors(errors, learnt), *of_areas(at_rate, MORE, "steps", 6, SIZES),
+            *of_areas(at_rate, MORE, "generated tokens", 6, SIZES), *of_areas(at_rate, *NEEDED),
+            *of_vapo(at_rate)]
+    print(*rate_table(areas, rates), "", sep="\n")
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
     print(*cost_table(allocated | controls | at_rate), "", sep="\n")
-    print(json.dumps({"bench": "claims", "rows": rows}))
-
-
-def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--report", action="store_true", help="train nothing")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    results = args.results.resolve()
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way ends as well
-    if not args.report:
-        with tqdm(unit="run") as bar:
-            run_all(results, bar)
-    report(results)
+    points = {name: {"error": errors[name], "area": mean(learnt[name])} for name in errors}
+    print(json.dumps({"bench": "claims", "rows": rows, "errors": points}))
 
 
 if __name__ == "__main__":
-    main()
+    report(RESULTS)

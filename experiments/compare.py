@@ -3,32 +3,49 @@
     python experiments/compare.py          # `make compare`: 3 seeds of the six, 18 runs, at most an hour
     python experiments/compare.py --full   # also learning rates, 5 seeds, and eight relatives: 4 CPU hours
 
-docs/experiments.md says what is asked and how it is measured. What a run measured is kept in
-experiments/results, and a run that is kept is not run again: interrupt at any time, start again on any
-machine, and it goes on with the first run that is missing. A method runs at the learning rate that its runs
-on the validation split have chosen; without those, as in a part of the comparison, at that of the config.
-experiments/redraw.py computes the same numbers, and draws the figures, from what is kept alone.
+docs/experiments.md says what is asked and how it is measured. What a run measured is kept (runs.py), and a
+run that is kept is not run again: interrupt at any time, start again on any machine, and it goes on with the
+first run that is missing. A method runs at the learning rate that its runs on the validation split have
+chosen; without those, as in a part of the comparison, at that of the config.
 """
 
 import argparse
 import json
 import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from measures import COSTS, area_and_end, cpu_share, curve, difference, holm, least
-from rates import best_rates, rate_table, spelled, tune, validated
-from stored import RECIPE, RESULTS, Record, Run, keep, records
-from testbed import table
+from runs import (
+    RECIPE,
+    RESULTS,
+    ROOT,
+    Record,
+    Run,
+    area_and_end,
+    cpu_share,
+    curve,
+    difference,
+    holm,
+    keep,
+    least,
+    read,
+    table,
+)
 from tqdm import tqdm
 
 import config
+from page.runs import SPENT, short
+from page.summary import phase_seconds
+
+sys.path.append(str(ROOT / "toy"))
+
+import hard  # noqa: E402
 
 PROMPTS = "prune.prompts={kind: bernoulli, drop_prob: 0.5}"
 COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
-LISTED = ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",  # as DPPO's listing drops
-          "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.count=kept")
-# Methods on the testbed: the settings that make GRPO another method. `testbed.py` has three of them.
+# Methods on the testbed: the settings that make GRPO another method.
 SIX = {
     "grpo": (),
     "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.count=kept"),
@@ -42,7 +59,9 @@ OTHERS = {
     "cppo-released": ("cppo", ("prune.completions={kind: topk, keep: 2, scope: batch}", "loss.per=token",
                                "loss.count=kept")),
     # 3,400 tokens are half of what GRPO trains on in its first steps, each completion with its prompt
-    "dppo-listed": ("dppo", (*LISTED, "rollout.until=full", "pack.window=32", "pack.budget=3400")),
+    "dppo-listed": ("dppo", ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
+                             "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.count=kept",
+                             "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
     "pps-cost": ("pps", ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
@@ -52,10 +71,12 @@ OTHERS = {
 }
 EVALUATED = "eval.every=15"
 GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
-GRIDS = dict.fromkeys(SIX, GRID)
+VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, always the same
 SEEDS, SOME_SEEDS = range(5), range(3)
 PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
+TOKENS = list(SPENT)[:3]
 Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
+Areas = dict[str, list[float]]       # learning rate -> the area of each run
 
 
 def arm(name: str, rate: str, seed: int) -> Run:
@@ -64,30 +85,74 @@ def arm(name: str, rate: str, seed: int) -> Run:
     return Run(name, (*settings, EVALUATED), rate, seed, family)
 
 
+def kept_arms(rate_of: dict[str, str], seeds: range, results: Path) -> Arms:
+    """Read the runs of arms at their rates on the test problems, as many as are kept."""
+    kept, arms = read(results), {}
+    for name, rate in rate_of.items():
+        runs = {seed: Run(name, (), rate, seed) for seed in seeds}
+        by_seed = {seed: kept[run.name] for seed, run in runs.items() if run.name in kept}
+        if by_seed:
+            arms[name] = by_seed
+    return arms
+
+
+# ---- learning rates
+
+def write_validation() -> None:
+    """Write 600 problems that are none of training, test, or (above level 1) pre-training."""
+    train, test = hard.splits()
+    seen = {numbers for line, numbers in hard.pretraining() if line["level"] > 1}
+    lines = hard.distinct(600, seed=4, taboo=seen | train.keys() | test.keys())
+    rows = [{"id": f"hard/validation/{i}", **line} for i, line in enumerate(lines.values())]
+    path = ROOT / VALIDATION
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def tune(results: Path, bar: tqdm) -> None:
+    """Run each of the six at every rate of the grid, on seeds that are not used again."""
+    write_validation()
+    for seed in TUNING_SEEDS:
+        for name in SIX:
+            for rate in GRID:
+                keep(replace(arm(name, rate, seed), data=VALIDATION), results, bar)
+
+
+def validated(results: Path) -> dict[str, Areas]:
+    """Read the areas over steps of the runs on the validation split that are kept, {arm: {rate: [seed]}}."""
+    areas: dict[str, Areas] = {}
+    for record in read(results).values():
+        about = record.about
+        if about.get("split") == "validation":
+            area, _ = area_and_end(curve(record), "steps", about["settings"]["steps"])
+            areas.setdefault(about["arm"], {}).setdefault(about["rate"], []).append(area)
+    return areas
+
+
+def best_rate(areas: Areas, seeds: int) -> str | None:
+    """Choose the rate of the largest mean area, once a grid of them has all its seeds; None before."""
+    whole = {rate: mean(of) for rate, of in areas.items() if len(of) == seeds}
+    return max(whole, key=whole.get) if len(whole) >= len(GRID) else None
+
+
 def rates_of_six(results: Path) -> dict[str, str]:
     """Name the rate of each of the six: the chosen one, or the config's."""
-    shipped = spelled(config.load(RECIPE).optim.lr)
-    return {name: rate or shipped for name, rate in best_rates(results, GRIDS, TUNING_SEEDS).items()}
+    shipped, areas = short(config.load(RECIPE).optim.lr), validated(results)
+    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in SIX}
 
 
-def parts(results: Path) -> dict[str, Arms]:
-    """Sort what is kept: the six and their relatives at their rates, and the runs that chose these."""
-    rate_of = rates_of_six(results)
-    found: dict[str, Arms] = {"six": {name: {} for name in SIX}, "others": {}, "validation": {}}
-    found["others"] = {name: {} for name in ("grpo", *OTHERS)}
-    for record in records(results):
-        name, family, rate, seed, split = (record.about[key] for key in
-                                           ("arm", "family", "rate", "seed", "split"))
-        if family in SIX and split == "validation":
-            found["validation"].setdefault(f"{name}, {rate}", {})[seed] = record
-        elif family in SIX and rate == rate_of[family]:
-            for part in ("six", "others"):
-                if name in found[part] and seed in SEEDS:
-                    found[part][name][seed] = record
-    for part, arms in found.items():
-        found[part] = {name: by_seed for name, by_seed in arms.items() if by_seed}
-    return {part: arms for part, arms in found.items() if arms}
+def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
+    """Tabulate the areas on the validation split, and mark the best of each arm."""
+    rows = []
+    for name, rate in best.items():
+        tried = sorted(areas.get(name, {}), key=float)
+        cells = [f"{at}: {mean(areas[name][at]):.2f}{' *' * (at == rate)}" for at in tried]
+        where = "inside" if rate in tried[1:-1] else "an end of what was tried"
+        rows.append([name, ", ".join(cells), where if tried else "not known yet"])
+    return table(["method", "learning rate: area on the validation split", "the best is"], rows)
 
+
+# ---- at equal cost
 
 def compared(arms: Arms) -> dict:
     """Compute the areas and ends of arms at each cost, and their differences to GRPO, paired by seed.
@@ -99,28 +164,27 @@ def compared(arms: Arms) -> dict:
     curves, numbers = {}, {}
     for name, by_seed in arms.items():
         curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
-    for cost in COSTS:
+    for cost in SPENT:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
-        values = {name: {seed: area_and_end(of, cost, budget) for seed, of in by_seed.items()}
-                  for name, by_seed in curves.items()}
-        figures = {name: {} for name in values}
+        figures: dict[str, dict] = {name: {} for name in arms}
         for place, figure in enumerate(("area", "end")):
-            for name, cell in column(values, place, len(values) - 1).items():
+            values = {name: {seed: area_and_end(of, cost, budget)[place] for seed, of in by_seed.items()}
+                      for name, by_seed in curves.items()}
+            for name, cell in column(values).items():
                 figures[name][figure] = cell
         numbers[cost] = {"budget": budget, "arms": figures}
     return numbers
 
 
-def column(values: dict[str, dict[int, tuple[float, float]]], place: int,
-           comparisons: int) -> dict[str, dict]:
+def column(values: dict[str, dict[int, float]]) -> dict[str, dict]:
     """Compute one figure at one cost: each arm's mean, and its difference to GRPO."""
-    cells, gaps = {}, {}
+    cells, gaps, grpo = {}, {}, values.get("grpo", {})
     for name, by_seed in values.items():
-        cells[name] = {"mean": mean(value[place] for value in by_seed.values()), "runs": len(by_seed)}
-        shared = sorted(by_seed.keys() & values.get("grpo", {}).keys())
+        cells[name] = {"mean": mean(by_seed.values()), "runs": len(by_seed)}
+        shared = sorted(by_seed.keys() & grpo.keys())
         if name != "grpo" and len(shared) > 1:
-            gaps[name] = difference([by_seed[seed][place] for seed in shared],
-                                    [values["grpo"][seed][place] for seed in shared], comparisons)
+            these, those = [by_seed[seed] for seed in shared], [grpo[seed] for seed in shared]
+            gaps[name] = difference(these, those, len(values) - 1)
     corrected = holm([gap.p for gap in gaps.values()])
     for (name, gap), p in zip(gaps.items(), corrected, strict=True):
         cells[name] |= {"difference": gap.mean, "low": gap.low, "high": gap.high, "p": p}
@@ -131,15 +195,15 @@ def cell(figures: dict) -> str:
     text = f"{figures['mean']:.2f}"
     if "difference" not in figures:
         return text
-    return f"{text} ({figures['difference']:+.2f} [{figures['low']:+.2f}, {figures['high']:+.2f}], " \
-           f"p {figures['p']:.3f})"
+    interval = f"[{figures['low']:+.2f}, {figures['high']:+.2f}]"
+    return f"{text} ({figures['difference']:+.2f} {interval}, p {figures['p']:.3f})"
 
 
 def comparison_table(numbers: dict, figure: str) -> list[str]:
     """Tabulate one figure at the four costs: the mean, the difference to GRPO, its interval, Holm's p."""
     head = [f"{of['budget']:,.0f} {cost}" for cost, of in numbers.items()]
     rows = []
-    for name, figures in next(iter(numbers.values()))["arms"].items():
+    for name, figures in numbers["steps"]["arms"].items():
         cells = [cell(of["arms"][name][figure]) for of in numbers.values()]
         rows.append([name, str(figures[figure]["runs"]), *cells])
     return table([f"{figure}, %", "runs", *head], rows)
@@ -147,52 +211,51 @@ def comparison_table(numbers: dict, figure: str) -> list[str]:
 
 def cost_table(arms: Arms) -> list[str]:
     """Tabulate what a whole run has spent, and its CPU seconds by phase, means over the seeds."""
-    rows, tokens = [], list(COSTS)[:3]
+    rows = []
     for name, by_seed in arms.items():
         runs = list(by_seed.values())
-        spent = [f"{mean(curve(run).spent[cost][-1] for run in runs):,.0f}" for cost in tokens]
-        seconds = [f"{mean(phase_seconds(run, phase) for run in runs):.1f}" for phase in PHASES]
-        rows.append([name, *spent, *seconds, f"{mean(run.about['cpu_seconds'] for run in runs):.0f}"])
-    return table(["method", *tokens, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
-
-
-def phase_seconds(run: Record, phase: str) -> float:
-    return sum(line.get(f"time/{phase}", 0.0) for line in run.lines) * cpu_share(run)
+        spent = [f"{mean(curve(run).spent[cost][-1] for run in runs):,.0f}" for cost in TOKENS]
+        by_phase = [phase_seconds(run.lines) for run in runs]
+        shares = [cpu_share(run) for run in runs]
+        for phase in PHASES:
+            of_runs = [of.get(phase, 0.0) * share for of, share in zip(by_phase, shares, strict=True)]
+            spent.append(f"{mean(of_runs):.1f}")
+        rows.append([name, *spent, f"{mean(run.about['cpu_seconds'] for run in runs):.0f}"])
+    return table(["method", *TOKENS, *(f"{phase} s" for phase in PHASES), "whole run, CPU s"], rows)
 
 
 def report(results: Path) -> None:
-    """Print the tables of all that is kept, and write down for redraw.py which runs they are of."""
-    found = parts(results)
-    files = {part: {name: [record.file for record in by_seed.values()] for name, by_seed in arms.items()}
-             for part, arms in found.items()}
-    (results / "parts.json").write_text(json.dumps(files, indent=1) + "\n")
-    numbers = {part: compared(arms) for part, arms in found.items()}
-    print(*rate_table(validated(results), best_rates(results, GRIDS, TUNING_SEEDS)), "", sep="\n")
-    for part in ("six", "others"):
-        if part in numbers:
-            print(f"The {part} at equal cost, and the difference to GRPO\n")
-            for figure in ("area", "end"):
-                print(*comparison_table(numbers[part], figure), "", sep="\n")
-            print(*cost_table(found[part]), "", sep="\n")
-    print(json.dumps({"bench": "compare", "rates": rates_of_six(results)} | numbers))
+    """Print the tables of all that is kept."""
+    rate_of = rates_of_six(results)
+    of_others = {"grpo": rate_of["grpo"]} | {name: rate_of[family] for name, (family, _) in OTHERS.items()}
+    parts = {"six": kept_arms(rate_of, SEEDS, results), "others": kept_arms(of_others, SEEDS, results)}
+    printed = {"bench": "compare", "rates": rate_of}
+    print(*rate_table(validated(results), rate_of), "", sep="\n")
+    for part, arms in parts.items():
+        if not arms:
+            continue
+        printed[part] = compared(arms)
+        print(f"The {part} at equal cost, and the difference to GRPO\n")
+        for figure in ("area", "end"):
+            print(*comparison_table(printed[part], figure), "", sep="\n")
+        print(*cost_table(arms), "", sep="\n")
+    print(json.dumps(printed))
 
 
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--full", action="store_true", help="learning rates, 5 seeds, and the relatives")
-    parser.add_argument("--results", type=Path, default=RESULTS)
-    args = parser.parse_args()
-    results = args.results.resolve()
+    full, results = parser.parse_args().full, RESULTS
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way ends as well
     with tqdm(unit="run") as bar:
-        if args.full:
-            tune(arm, GRIDS, TUNING_SEEDS, results, bar)
+        if full:
+            tune(results, bar)
         rate_of = rates_of_six(results)
-        for seed in SEEDS if args.full else SOME_SEEDS:
+        for seed in SEEDS if full else SOME_SEEDS:
             for name in SIX:
                 keep(arm(name, rate_of[name], seed), results, bar)
-        for seed in SEEDS if args.full else ():
+        for seed in SEEDS if full else ():
             for name, (family, _) in OTHERS.items():
                 keep(arm(name, rate_of[family], seed), results, bar)
     report(results)

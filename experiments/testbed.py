@@ -14,21 +14,15 @@ from collections import Counter
 from pathlib import Path
 from statistics import mean
 
+from compare import SIX
 from matplotlib.figure import Figure
+from runs import RECIPE, ROOT, cpu_seconds, run_script, table, train_once
 from tqdm import tqdm
-from training import ROOT, cpu_seconds, run_script, train_once
 
 import config
 from infra import runfolder
 from page.evaluations import count_right
 
-# Methods on the hard toy task: GRPO's config, and the settings that make it another method.
-METHODS = {
-    "grpo": [],
-    "dppo": ["prune.prompts={kind: bernoulli, drop_prob: 0.5}",
-             "prune.completions={kind: bernoulli, drop_prob: 0.5}"],
-    "greso": ["prune.prompts={kind: greso}", "rollout.until=informative"],
-}
 RUNS = [("grpo", 0), ("dppo", 0), ("greso", 0), ("grpo", 1)]
 ANSWERS = 64  # to each problem at each time
 BINS = 8      # of the pass rate; 0 and 1 have bins of their own
@@ -36,24 +30,14 @@ FATES = ("skipped", "all wrong", "all right", "informative")
 EPOCHS = 4    # that a line of the table sums up
 
 
-def train(out: Path, method: str, seed: int) -> Path:
-    half = config.load("grpo_hard.yaml").steps // 2
-    return train_once(out / f"{method}-seed{seed}", "grpo_hard.yaml", *METHODS[method], f"seed={seed}",
-                      f"checkpoint.every={half}", "checkpoint.keep=all")
-
-
-def answered(model: Path, out: Path, answers: int) -> dict:
-    """Answer every training problem so many times, unless that was done; return the result of eval.py."""
-    cfg = config.load("grpo_hard.yaml")
+def answered(model: Path, out: Path) -> dict[str, list[dict]]:
+    """Answer every training problem, unless that was done; return the problems by level."""
+    cfg = config.load(RECIPE)
     if not out.is_file():
         run_script("eval.py", "--model", str(model), "--data", cfg.data.train,
-                   "--temperature", str(cfg.rollout.temperature), "--n", str(answers),
+                   "--temperature", str(cfg.rollout.temperature), "--n", str(ANSWERS),
                    "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
-    return result
-
-
-def by_level(result: dict) -> dict[str, list[dict]]:
     levels: dict[str, list[dict]] = {}
     for problem in result["problems"]:
         levels.setdefault(problem["level"], []).append(problem)
@@ -70,34 +54,35 @@ def bins(problems: list[dict]) -> list[int]:
     return counts
 
 
-def draw(results: dict[str, dict], path: Path) -> None:
+def draw(results: dict[str, dict[str, list[dict]]], path: Path) -> None:
     """Draw how many problems have which pass rate, a panel for each time, the levels on top of each other."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panels = figure.subplots(1, len(results), sharey=True)
     labels = ["0", *(f"to {(i + 1) / BINS:.2f}" for i in range(BINS - 1)), "below 1", "1"]
-    for axes, (when, result) in zip(panels, results.items(), strict=True):
-        below, levels = [0] * (BINS + 2), by_level(result)
+    for axes, (when, levels) in zip(panels, results.items(), strict=True):
+        below = [0] * len(labels)
         for i, (level, problems) in enumerate(levels.items()):
-            counts = bins(problems)
             colour = (0.1, 0.25 + 0.1 * i, 0.95 - 0.15 * i)
-            axes.bar(range(BINS + 2), counts, bottom=below, color=colour, label=f"level {level}")
+            counts = bins(problems)
+            axes.bar(labels, counts, bottom=below, color=colour, label=f"level {level}")
             below = [a + b for a, b in zip(below, counts, strict=True)]
         axes.set_title(when, fontsize=10)
-        axes.set_xticks(range(BINS + 2), labels, rotation=60, fontsize=7)
+        axes.tick_params("x", labelrotation=60, labelsize=7)
         axes.set_xlabel(f"pass rate, {ANSWERS} answers", fontsize=8)
     panels[0].set_ylabel("training problems", fontsize=8)
     panels[-1].legend(fontsize=7, loc="upper left")
     figure.savefig(path, dpi=110, metadata={"Software": None})
 
 
-def level_table(results: dict[str, dict]) -> list[str]:
+def level_table(results: dict[str, dict[str, list[dict]]]) -> list[str]:
     """Write pass rate and tokens of each level, at each time."""
-    head = [f"{what}, {when}" for what in ("pass rate", "tokens") for when in results]
+    head = [f"{figure}, {when}" for figure in ("pass rate", "tokens") for when in results]
     rows = []
-    for level in by_level(next(iter(results.values()))):
-        of_level = [by_level(result)[level] for result in results.values()]
-        rates = [mean(count_right(p) / ANSWERS for p in problems) for problems in of_level]
-        tokens = [mean(r["tokens"] for p in problems for r in p["responses"]) for problems in of_level]
+    for level in results["start"]:
+        of_level = [levels[level] for levels in results.values()]
+        rates = [mean(count_right(problem) / ANSWERS for problem in problems) for problems in of_level]
+        tokens = [mean(response["tokens"] for problem in problems for response in problem["responses"])
+                  for problems in of_level]
         rows.append([level, *(f"{rate:.1%}" for rate in rates), *(f"{length:.1f}" for length in tokens)])
     return table(["level", *head], rows)
 
@@ -125,19 +110,16 @@ def fate_table(runs: dict[str, Path]) -> list[str]:
     return table(["method", "epochs", "came up", *FATES], rows)
 
 
-def run_table(runs: list[tuple[str, int, Path]]) -> list[str]:
+def run_table(runs: dict[tuple[str, int], Path]) -> list[str]:
     """Write each run's seconds, and its held-out accuracy over the steps where it is GRPO."""
     rows = []
-    for method, seed, folder in runs:
+    for (method, seed), folder in runs.items():
         lines = runfolder.read(folder / "metrics.jsonl")
-        curve = [line["eval/hard_test/accuracy"] for line in lines if "eval/hard_test/accuracy" in line]
-        accuracy = ", ".join(f"{value:.1%}" for value in curve) if method == "grpo" else "not looked at"
-        rows.append([method, str(seed), f"{cpu_seconds(folder):.0f}", accuracy])
+        key = "eval/hard_test/accuracy"
+        accuracy = ", ".join(f"{line[key]:.1%}" for line in lines if key in line)
+        rows.append([method, str(seed), f"{cpu_seconds(folder):.0f}",
+                     accuracy if method == "grpo" else "not looked at"])
     return table(["method", "seed", "CPU seconds", "held-out accuracy, step by step"], rows)
-
-
-def table(head: list[str], rows: list[list[str]]) -> list[str]:
-    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
 
 
 def main() -> None:
@@ -145,19 +127,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "testbed")
     out = parser.parse_args().out.resolve()
-    runs = [(method, seed, train(out, method, seed)) for method, seed in tqdm(RUNS, unit="run")]
-    cfg = config.load("grpo_hard.yaml")
-    checkpoints = runs[0][2] / "checkpoints"
+    cfg, runs = config.load(RECIPE), {}
+    for method, seed in tqdm(RUNS, unit="run"):
+        runs[method, seed] = train_once(out / f"{method}-seed{seed}", RECIPE, *SIX[method], f"seed={seed}",
+                                        f"checkpoint.every={cfg.steps // 2}", "checkpoint.keep=all")
+    checkpoints = runs["grpo", 0] / "checkpoints"
     models = {"start": ROOT / cfg.model.path, "middle": checkpoints / f"step_{cfg.steps // 2:06d}",
               "end": checkpoints / f"step_{cfg.steps:06d}"}
-    results = {when: answered(model, out / f"{when}.json", ANSWERS) for when, model in tqdm(models.items())}
+    results = {when: answered(model, out / f"{when}.json") for when, model in tqdm(models.items())}
     draw(results, ROOT / "assets" / "testbed.png")
-    first = {method: folder for method, seed, folder in runs if seed == 0}
+    first = {method: folder for (method, seed), folder in runs.items() if seed == 0}
     for lines in (run_table(runs), level_table(results), fate_table(first)):
         print(*lines, "", sep="\n")
-    never = {when: bins(result["problems"])[0] for when, result in results.items()}
-    print(json.dumps({"bench": "testbed", "accuracy": {w: r["accuracy"] for w, r in results.items()},
-                      "never_right": never, "of": len(results["start"]["problems"])}))
+    never = {when: sum(bins(of)[0] for of in levels.values()) for when, levels in results.items()}
+    print(json.dumps({"bench": "testbed", "never_right": never}))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,299 @@
+"""Make training runs, each once, keep what they measured in one file, and compare them at equal cost.
+
+An experiment's results are lines of JSON, compressed: results.jsonl.xz. A line is a run: its name, what ran
+(arm, learning rate, seed, split, every setting, commit, day, machine, seconds), and the lines of its
+metrics.jsonl by the keys in KEPT. A new run is a new stream behind the others; of two lines of one name the
+last one counts. Run folders go: weights are not kept.
+
+Dimension key:  E evaluations of a run,  P runs in pairs.
+"""
+
+import json
+import lzma
+import math
+import os
+import platform
+import resource
+import shutil
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from datetime import date
+from functools import lru_cache
+from pathlib import Path
+
+import numpy as np
+from filelock import FileLock
+from tqdm import tqdm
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+import config  # noqa: E402
+from infra import runfolder  # noqa: E402
+from page.runs import SPENT, LoggedRun  # noqa: E402
+from settings.loader import flatten  # noqa: E402
+
+RESULTS = Path(__file__).parent / "results.jsonl.xz"
+RECIPE = "grpo_hard.yaml"  # that every arm of a comparison is a difference from
+KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens", "prune/kept",
+        "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "time/rollout",
+        "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
+DIGITS = 6   # behind the point
+LAST = 0.75  # the end of a curve is what lies behind this share of the cost
+
+
+# ---- training
+
+def train_once(out: Path, name: str, *settings: str, resume: bool = False) -> Path:
+    """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
+    `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before."""
+    settings = (*settings, f"out={out}")
+    stored = out / "config.yaml"
+    unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
+    if unchanged and (out / "finished").is_file():
+        return out
+    if not (resume and unchanged):
+        shutil.rmtree(out, ignore_errors=True)
+    command = ["train.py", "--config", name, *["--resume", "auto"] * resume]
+    for setting in settings:
+        command += ["--set", setting]
+    before = children_seconds()
+    run_script(*command)
+    (out / "finished").write_text(f"{children_seconds() - before:.1f}")
+    return out
+
+
+def run_script(*command: str) -> str:
+    """Run a script of this repository, and return what it printed; RuntimeError has its errors."""
+    process = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    if process.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{process.stderr}")
+    return process.stdout
+
+
+def children_seconds() -> float:
+    """Return the CPU seconds that ended child processes have used, and theirs."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+def cpu_seconds(out: Path) -> float:
+    """Return the CPU seconds that a run of `train_once` took, its start and evaluations included."""
+    return float((out / "finished").read_text())
+
+
+# ---- keeping
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One training run of a comparison."""
+
+    arm: str
+    settings: tuple[str, ...]  # those that make the arm of RECIPE
+    rate: str
+    seed: int
+    family: str = ""           # the arm by whose learning rate this one runs
+    data: str | None = None    # a file to evaluate on in place of the test problems: the validation split
+
+    @property
+    def split(self) -> str:
+        return "validation" if self.data else "test"
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.rate}-{self.split}-seed{self.seed}"
+
+    @property
+    def all_settings(self) -> tuple[str, ...]:
+        of_run = ["checkpoint.every=0", f"optim.lr={self.rate}", f"seed={self.seed}"]
+        return (*self.settings, *of_run, *([f"data.eval={self.data}"] if self.data else []))
+
+    def plain_settings(self) -> dict:
+        """List every setting but the folder, as JSON has it."""
+        flat = flatten(config.load(RECIPE, self.all_settings))
+        return json.loads(json.dumps({key: value for key, value in flat.items() if key != "out"}))
+
+
+@dataclass(frozen=True, slots=True)
+class Record:
+    """What is kept of a run."""
+
+    about: dict
+    lines: list[dict]
+
+
+def read(results: Path) -> dict[str, Record]:
+    """Read all that is kept, by the names of runs."""
+    return parsed(results, results.stat().st_size) if results.is_file() else {}
+
+
+@lru_cache(maxsize=1)
+def parsed(results: Path, size: int) -> dict[str, Record]:
+    """Parse the file. It only grows, so that its size tells whether it has changed."""
+    records = {}
+    with lzma.open(results, "rt") as lines:
+        for line in lines:
+            kept = json.loads(line)
+            records[kept["name"]] = Record(kept["about"], kept["lines"])
+    return records
+
+
+def append(name: str, record: Record, results: Path) -> None:
+    """Write a record behind the others: the file is whole at any time, also with a second process at work."""
+    line = json.dumps({"name": name, "about": record.about, "lines": record.lines}, separators=(",", ":"))
+    part = results.with_suffix(".part")
+    with FileLock(results.with_suffix(".lock")):
+        before = results.read_bytes() if results.is_file() else b""
+        part.write_bytes(before + lzma.compress(f"{line}\n".encode()))
+        os.replace(part, results)
+
+
+def is_kept(run: Run, results: Path) -> bool:
+    """Tell whether a run of the same settings is kept. A setting that came or went since does not count."""
+    record = read(results).get(run.name)
+    if record is None:
+        return False
+    then, now = record.about["settings"], run.plain_settings()
+    return all(then[key] == now[key] for key in then.keys() & now.keys())
+
+
+def keep(run: Run, results: Path, bar: tqdm) -> None:
+    """Train a run and keep what it measured, unless that is there. One that was cut off starts anew."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
+    bar.set_description(run.name)
+    bar.update()
+    if is_kept(run, results):
+        return
+    folder = ROOT / "runs" / "measured" / run.name
+    shutil.rmtree(folder, ignore_errors=True)
+    began = time.monotonic()
+    train_once(folder, RECIPE, *run.all_settings)
+    about = describe(run, folder) | {"wall_seconds": round(time.monotonic() - began, 1)}
+    lines = [kept_of(line) for line in runfolder.read(folder / "metrics.jsonl")]
+    append(run.name, Record(about, lines), results)
+    shutil.rmtree(folder)
+
+
+def describe(run: Run, folder: Path) -> dict:
+    """Say what ran, where and when."""
+    ran_on = json.loads((folder / "env.json").read_text())
+    diff = [line for line in (ran_on["diff"] or "").splitlines() if line.startswith("diff --git ")]
+    changed = " with changes" if any("experiments/results" not in line for line in diff) else ""
+    machine = (f"{os.cpu_count()} {platform.machine()} cores, {ran_on['device']}, "
+               f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
+    return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
+            "config": RECIPE, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
+            "date": date.today().isoformat(), "machine": machine, "cpu_seconds": cpu_seconds(folder)}
+
+
+def kept_of(line: dict) -> dict:
+    """Reduce a line of metrics.jsonl to what is kept of it."""
+    return {key: round(value, DIGITS) for key, value in line.items()
+            if key in KEPT or key.startswith("eval/") and key.endswith("/accuracy")}
+
+
+# ---- curves at equal cost
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """Held-out accuracy in percent at each evaluation, and what was spent of each cost until then."""
+
+    spent: dict[str, np.ndarray]
+    accuracy_E: np.ndarray
+
+
+def cpu_share(record: Record) -> float:
+    """Return CPU seconds over wall seconds, of a whole run."""
+    return record.about["cpu_seconds"] / record.about["wall_seconds"]
+
+
+def curve(record: Record) -> Curve:
+    """Read a run's curve. Seconds are those of its steps on the wall, times the share of CPU seconds."""
+    settings = record.about["settings"]
+    run = LoggedRun(RESULTS, settings["seed"], settings["steps"], settings, {}, record.lines)
+    step_E = [line["step"] for line in run.evals]
+    spent = {cost: run.spent(cost, step_E) for cost in SPENT}
+    spent["seconds"] = spent["seconds"] * cpu_share(record)
+    accuracies = [value for line in run.evals for key, value in line.items() if key.startswith("eval/")]
+    return Curve(spent, 100 * np.array(accuracies))
+
+
+def area(x_E: np.ndarray, y_E: np.ndarray, low: float, high: float) -> float:
+    """Average a curve of straight lines between two places.
+
+    area([0, 2], [10, 30], 0, 1) = 15, the mean of 10 and 20.
+    """
+    inside_E = (x_E > low) & (x_E < high)
+    x = np.array([low, *x_E[inside_E], high])
+    return float(np.trapezoid(np.interp(x, x_E, y_E), x) / (high - low))
+
+
+def area_and_end(of: Curve, cost: str, budget: float) -> tuple[float, float]:
+    """Average a curve over all of a budget, and over its last quarter."""
+    x_E = of.spent[cost]
+    return area(x_E, of.accuracy_E, 0, budget), area(x_E, of.accuracy_E, LAST * budget, budget)
+
+
+def least(curves: list[Curve], cost: str) -> float:
+    """Find the most that every one of these runs has spent."""
+    return min(float(of.spent[cost][-1]) for of in curves)
+
+
+# ---- differences, and how sure they are
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A mean of paired differences with its interval, and the chance of one as large by chance alone."""
+
+    mean: float
+    low: float
+    high: float
+    p: float
+
+
+def difference(these_P: list[float], those_P: list[float], comparisons: int) -> Difference:
+    """Compare two or more pairs; the interval is Student's at 1 - 0.05 / comparisons."""
+    gap_P = np.array(these_P) - np.array(those_P)
+    error, df = gap_P.std(ddof=1) / len(gap_P) ** 0.5, len(gap_P) - 1
+    middle = float(gap_P.mean())
+    half = float(quantile(0.05 / comparisons, df) * error)
+    p_value = chance(abs(middle) / max(error, 1e-12), df)
+    return Difference(middle, middle - half, middle + half, p_value)
+
+
+def chance(t: float, df: int) -> float:
+    """Compute the chance of |T| >= t under Student's distribution, by its finite sum in theta = atan(t / sqrt
+    df). chance(2.776, 4) = 0.050."""
+    theta = math.atan(t / df ** 0.5)
+    cos, sin = math.cos(theta), math.sin(theta)
+    term, total = (1.0 if df % 2 == 0 else cos), 0.0
+    for k in range(df % 2, df - 1, 2):  # powers of the cosine that the next term has more than the first
+        total += term
+        term *= cos * cos * (k + 1) / (k + 2)
+    inside = sin * total if df % 2 == 0 else 2 / math.pi * (theta + sin * total)
+    return max(0.0, 1 - inside)
+
+
+def quantile(p: float, df: int) -> float:
+    """Find the t that |T| reaches with chance p, by bisection. quantile(0.05, 4) = 2.776."""
+    low, high = 0.0, 1e6
+    for _ in range(200):
+        middle = (low + high) / 2
+        low, high = (middle, high) if chance(middle, df) > p else (low, middle)
+    return low
+
+
+def holm(p: list[float]) -> list[float]:
+    """Correct p-values for their number. holm([0.01, 0.04, 0.03]) = [0.03, 0.06, 0.06]."""
+    corrected, largest = [0.0] * len(p), 0.0
+    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
+        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
+    """Write a table as markdown."""
+    return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]
