@@ -6,7 +6,7 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,7 +21,6 @@ from settings.loader import (
     CountOrZero,
     Positive,
     PositiveOrZero,
-    ZeroToOne,
     at_least,
     flatten,
 )
@@ -30,6 +29,7 @@ from settings.rules import all_rules
 
 CONFIGS = Path(__file__).parent / "configs"
 OF_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # components of the reward that compare with it
+BUILT_IN = ("accuracy", "wrong", "boxed", "format", "tag_exact", "tag_number", "overlong")
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
 
@@ -97,17 +97,18 @@ class Rollout:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum."""
+    """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
+    weight 0 is measured and logged alone; one of null is not measured."""
     accuracy: float = 1.0          # the marked answer is right
-    wrong: float = 0.0             # 1 where it is not, so a punishment has a weight below 0
-    boxed: float = 0.0             # an answer is in a box, right or not
-    format: float = 0.0            # think and answer tags as CPPO asks for them
-    tag_exact: float = 0.0         # the last answer tag holds the gold answer, commas aside (CPPO)
-    tag_number: float = 0.0        # the last answer tag holds the gold answer's one number (CPPO)
-    overlong: float = 0.0          # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
+    wrong: float | None = None  # 1 where it is not, so a punishment has a weight below 0
+    boxed: float | None = None  # an answer is in a box, right or not
+    format: float | None = None  # think and answer tags as CPPO asks for them
+    tag_exact: float | None = None  # the last answer tag holds the gold answer, commas aside (CPPO)
+    tag_number: float | None = None  # the last answer tag holds the gold answer's one number (CPPO)
+    overlong: float | None = None  # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
     overlong_tokens: int | None = None  # tokens over which `overlong` falls
     # what reward(text, gold, tokens, row) of custom_file returns; {name: weight}: several functions of it
-    custom: float | dict[str, float] = 0.0
+    custom: float | dict[str, float] | None = None
     custom_file: str | None = None  # a Python file of your own (docs/evaluation.md)
     custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
     custom_gib: Positive = 2.0     # memory for a completion
@@ -117,17 +118,22 @@ class Reward:
 
     @property
     def functions(self) -> dict[str, str]:
-        """Map the components that count and are the user's own to the functions of custom_file."""
-        if not isinstance(self.custom, dict):
-            return {"custom": "reward"} if self.custom else {}
-        return {name: name for name, weight in self.custom.items() if weight}
+        """Map the components that are the user's own to the functions of custom_file."""
+        if isinstance(self.custom, dict):
+            return {name: name for name in self.custom}
+        return {} if self.custom is None else {"custom": "reward"}
+
+    @property
+    def components(self) -> dict[str, float]:
+        """Map the components that are measured to their weights."""
+        named = {name: getattr(self, name) for name in BUILT_IN}
+        named |= self.custom if isinstance(self.custom, dict) else {"custom": self.custom}
+        return {name: weight for name, weight in named.items() if weight is not None}
 
     @property
     def weights(self) -> dict[str, float]:
-        """Name the components that count, with their weights."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.type is float}
-        named |= self.custom if isinstance(self.custom, dict) else {"custom": self.custom}
-        return {name: weight for name, weight in named.items() if weight}
+        """Map the components that count to their weights."""
+        return {name: weight for name, weight in self.components.items() if weight}
 
     @property
     def needs_answers(self) -> bool:
@@ -166,15 +172,7 @@ class Pack:
 class Loss:
     per: Literal["token", "sequence", "constant", "sum"] = "sequence"  # what counts the same (token_weight)
     count: Literal["all", "kept"] = "all"  # divide by all that was offered, or by what pruning kept
-    # How far the policy may move. clip: PPO, GRPO, DAPO; clip_sequence: GSPO; clamp: CISPO;
-    # total_variation, binary_kl: Divergence PPO; none: no bound (loss.TRUST)
-    trust: Literal["clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"] = "clip"
-    clip_low: ZeroToOne = 0.2      # the ratio counts from 1 - clip_low
-    clip_high: PositiveOrZero = 0.2  # the ratio counts up to 1 + clip_high
-    dual_clip: float | None = None  # upper bound on the ratio where the advantage is negative; verl has 10
-    divergence: float | None = None  # its bound; in the paper total_variation 0.15, binary_kl 0.05
-    # total_variation, binary_kl: upper bound on the ratio
-    ratio_cap: Annotated[float, settings.above(1, ", and left out with other kinds of loss.trust")] = 20.0
+    trust: kinds.Trust = kinds.Clip()  # how far the policy may move (loss.TRUST)
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
     kl_corrected: bool = False     # k3 times the ratio: its mean gradient is the KL's (TRL's default)
     entropy: PositiveOrZero = 0.0  # weight of a bonus, the mean entropy over all tokens
@@ -189,18 +187,6 @@ class Loss:
 class Update:
     epochs: Count = 1              # passes over each rollout
     minibatches: int = 1           # optimizer steps per pass, each on whole groups
-
-
-@dataclass(frozen=True, slots=True)
-class Optim:
-    lr: Positive                   # learning rate of AdamW
-    schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
-    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
-    beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
-    beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
-    weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
-    clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
-    offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,7 +218,7 @@ class Config:
     model: Model
     data: Data
     rollout: Rollout
-    optim: Optim
+    optim: kinds.Optim
     eval: Eval
     seed: int = 0                  # of everything that is drawn
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU

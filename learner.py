@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 import lora
-from config import Config, ConfigError, Loss, Model, Optim, Pack, Update, has_reference
+from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Role, origin, require_whole
 from infra.runfolder import COPIES
@@ -56,7 +56,7 @@ class Learner:
     preference: bool            # the advantage is that of a preference loss (methods/preference.py)
     weighs: bool                # tokens are weighed by the policy before the update (loss.weigh)
     update: Update
-    optim: Optim
+    optim: kinds.Optim
     pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
     max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
@@ -128,9 +128,14 @@ def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, 
         backbone.compile_passes()
 
 
-def make_optimizers(model: nn.Module, optim: Optim) -> tuple[torch.optim.Optimizer, ...]:
-    """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
+def make_optimizers(model: nn.Module, optim: kinds.Optim) -> tuple[torch.optim.Optimizer, ...]:
+    """Make the optimizers of a model's trained weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
+    return OPTIMIZERS[optim.kind](model, trained, optim)
+
+
+def adamw(model: nn.Module, trained: list[nn.Parameter], optim: kinds.AdamW) -> tuple[torch.optim.AdamW]:
+    """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
     optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=(optim.beta1, optim.beta2),
                                   weight_decay=optim.weight_decay, fused=True)
     for p in trained:
@@ -139,7 +144,11 @@ def make_optimizers(model: nn.Module, optim: Optim) -> tuple[torch.optim.Optimiz
     return (optimizer,)
 
 
-def learning_rate(step: int, optim: Optim, steps: int) -> float:
+# optim.kind -> function of a model, its trained weights and that section of the config
+OPTIMIZERS = {"adamw": adamw}
+
+
+def learning_rate(step: int, optim: kinds.Optim, steps: int) -> float:
     """Compute a step's rate, a pure function: linear warm-up, then constant or a cosine to 0 at `steps`."""
     if step < optim.warmup_steps:
         return optim.lr * (step + 1) / optim.warmup_steps

@@ -13,13 +13,14 @@ which are those of  S completions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
 from config import Loss
 from records import Move, PreparedRow, Pruned, Row
+from settings import kinds
 
 
 def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
@@ -54,56 +55,54 @@ def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: fl
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
 
 
-def clip(logp_C: Tensor, old_logp_C: Tensor, adv_C: Tensor, low: float, high: float, dual: float | None,
-         ) -> Tensor:
+def clip(move: Move, settings: kinds.Clip | kinds.ClipSequence) -> Tensor:
     """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where it stops the gradient.
 
-    Args:    logp_C, old_logp_C  log-probs in nats under the current policy and the one before the update
-             low, high           region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
-             dual                bound on the ratio of a negative advantage, or none (dual clip,
-                                 arXiv:1912.09729)
+    settings.low, high  region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
+    settings.dual       bound on the ratio of a negative advantage, or none (dual clip, arXiv:1912.09729)
     Returns: f_C, without gradient. -f * adv * logp has the gradient of -min(ratio adv, clamp(ratio) adv).
     """
-    ratio_C = (logp_C - old_logp_C).detach().exp()
-    stopped_C = (adv_C > 0) & (ratio_C > 1 + high) | (adv_C < 0) & (ratio_C < 1 - low)
-    if dual is not None:
-        stopped_C |= (adv_C < 0) & (ratio_C > dual)
+    adv_C, ratio_C = move.adv_C, (move.logp_C - move.old_logp_C).detach().exp()
+    stopped_C = (adv_C > 0) & (ratio_C > 1 + settings.high) | (adv_C < 0) & (ratio_C < 1 - settings.low)
+    if settings.dual is not None:
+        stopped_C |= (adv_C < 0) & (ratio_C > settings.dual)
     return torch.where(stopped_C, 0.0, ratio_C)
 
 
-def clip_sequence(move: Move, low: float, high: float, dual: float | None) -> Tensor:
+def clip_sequence(move: Move, settings: kinds.ClipSequence) -> Tensor:
     """Clip by the geometric mean of a completion's token ratios: GSPO (arXiv:2507.18071).
 
     With loss.per=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
     """
     gap_C = segment_mean(move.logp_C - move.old_logp_C, move.segment_C)[move.segment_C]
-    return clip(gap_C, torch.zeros_like(gap_C), move.adv_C, low, high, dual)
+    return clip(replace(move, logp_C=gap_C, old_logp_C=torch.zeros_like(gap_C)), settings)
 
 
-def clamp(logp_C: Tensor, old_logp_C: Tensor, low: float, high: float) -> Tensor:
+def clamp(move: Move, settings: kinds.Clamp) -> Tensor:
     """Clamp the ratio to [1 - low, 1 + high], stop no gradient: CISPO (arXiv:2506.13585). low 1: no bound."""
-    return (logp_C - old_logp_C).detach().exp().clamp(1 - low, 1 + high)
+    ratio_C = (move.logp_C - move.old_logp_C).detach().exp()
+    return ratio_C.clamp(1 - settings.low, 1 + settings.high)
 
 
 GUARD = 1e-8  # added to 1 - p, as by the authors: in float32 the p of a likely token may be rounded to 1
 
 
-def total_variation(move: Move, divergence: float, cap: float) -> Tensor:
+def total_variation(move: Move, settings: kinds.TotalVariation) -> Tensor:
     """Bound how far a token's probability moves, as Divergence PPO (arXiv:2602.04879) does by binary masks.
 
     Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence` in the advantage's
     direction. The probability of a rare token may double, that of a frequent one may not.
     """
     new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
-    return capped(move, (new_C - old_C) * move.adv_C.sign() > divergence, cap)
+    return capped(move, (new_C - old_C) * move.adv_C.sign() > settings.divergence, settings.cap)
 
 
-def binary_kl(move: Move, divergence: float, cap: float) -> Tensor:
+def binary_kl(move: Move, settings: kinds.BinaryKl) -> Tensor:
     """Do as `total_variation`, with the binary KL(old, new) in nats in its place."""
     new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
     others_C = (1 - old_C) * ((1 - old_C + GUARD) / (1 - new_C + GUARD)).log()
     kl_C = old_C * (move.old_logp_C - move.logp_C.detach()) + others_C
-    return capped(move, (kl_C > divergence) & ((new_C - old_C) * move.adv_C > 0), cap)
+    return capped(move, (kl_C > settings.divergence) & ((new_C - old_C) * move.adv_C > 0), settings.cap)
 
 
 def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
@@ -121,17 +120,18 @@ def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segmen
     return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
-# loss.trust -> f, of the move and of that section of the config
+def unbounded(move: Move, settings: kinds.NoBound) -> Tensor:
+    return torch.ones_like(move.adv_C)
+
+
+# loss.trust.kind -> f, of the move and of that section of the config
 TRUST = {
-    "clip": lambda move, settings: clip(move.logp_C, move.old_logp_C, move.adv_C, settings.clip_low,
-                                        settings.clip_high, settings.dual_clip),
-    "clip_sequence": lambda move, settings: clip_sequence(move, settings.clip_low, settings.clip_high,
-                                                          settings.dual_clip),
-    "clamp": lambda move, settings: clamp(move.logp_C, move.old_logp_C, settings.clip_low,
-                                          settings.clip_high),
-    "total_variation": lambda move, settings: total_variation(move, settings.divergence, settings.ratio_cap),
-    "binary_kl": lambda move, settings: binary_kl(move, settings.divergence, settings.ratio_cap),
-    "none": lambda move, settings: torch.ones_like(move.adv_C),  # REINFORCE, A*-PO
+    "clip": clip,
+    "clip_sequence": clip_sequence,
+    "clamp": clamp,
+    "total_variation": total_variation,
+    "binary_kl": binary_kl,
+    "none": unbounded,
 }
 
 
@@ -157,7 +157,7 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
     if factor_C is None:
         factor_C = torch.ones_like(logp_C.detach())
-    f_C = TRUST[loss.trust](Move(logp_C, old_C, adv_C, row.segment_C), loss)
+    f_C = TRUST[loss.trust.kind](Move(logp_C, old_C, adv_C, row.segment_C), loss.trust)
     weight_C = row.weight_C * factor_C
     pull_C = weight_C * f_C * adv_C
     if row.likelihood_C is not None:
@@ -177,7 +177,7 @@ def needs_pass(loss: Loss) -> bool:
 
     One mini-batch needs none: its first pass itself runs under the policy before the update.
     """
-    return loss.old_logp == "recompute" and (loss.trust != "none" or loss.kl_corrected or weighs(loss))
+    return loss.old_logp == "recompute" and (loss.trust.kind != "none" or loss.kl_corrected or weighs(loss))
 
 
 def weighs(loss: Loss) -> bool:

@@ -105,12 +105,13 @@ NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs besi
 
 
 def measured(cfg: Reward, graded: bool = True) -> list[str]:
-    """Name what `score` computes for every completion: accuracy, components with a weight, the notes.
+    """Name what `score` computes for every completion: components that have a weight, if only 0, and notes.
 
     Without gold answers nothing is `graded`: there is neither accuracy nor a note of the verifier's.
     """
-    first, notes = (("accuracy",), NOTES) if graded else ((), ("timed_out",))
-    return [*dict.fromkeys((*first, *cfg.weights)), *notes, *(["died"] if cfg.custom_file else [])]
+    notes = [*NOTES] if graded else ["timed_out"]
+    names = [name for name in cfg.components if graded or name not in OF_ANSWER]
+    return names + notes + (["died"] if cfg.custom_file else [])
 
 
 def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cfg: Reward,

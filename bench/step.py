@@ -48,6 +48,7 @@ from pack import Minibatch, layout, pack
 from preflight import memory
 from records import Batch, Group, Prompt, Rolled, Sample, Segments, Turn
 from rollout import start_engine
+from settings.kinds import AdamW
 from update import update
 
 CAPACITY, RANKS, G, NEW = 16_384, 8, 16, 64
@@ -216,7 +217,7 @@ def in_training(folder: str) -> Role:
     with torch.no_grad():
         for p in model.parameters():
             dist.local(p).fill_(1.0) if p.ndim == 1 else dist.local(p).normal_(std=0.02)
-    optimizer, = make_optimizers(model, config.Optim(lr=1e-4))
+    optimizer, = make_optimizers(model, AdamW(lr=1e-4))
     return model, optimizer
 
 

@@ -17,6 +17,11 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
+from tqdm import tqdm
+
+import config
+from page.runs import SPENT, short
+from page.summary import phase_seconds
 from runs import (
     RECIPE,
     RESULTS,
@@ -33,11 +38,6 @@ from runs import (
     read,
     table,
 )
-from tqdm import tqdm
-
-import config
-from page.runs import SPENT, short
-from page.summary import phase_seconds
 
 sys.path.append(str(ROOT / "toy"))
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import config
 import lora
-from config import Config, Optim
+from config import Config
 from infra import dist
 from infra.weights import read_shape
 from learner import Learner, NotFinite, descend, learning_rate, make_optimizers, out_of_memory, spread
@@ -27,7 +27,7 @@ from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
 from records import Batch, Group, Rolled, Row, Sample, lengths, pending
 from reward import span
-from settings.kinds import Gae
+from settings.kinds import Gae, Optim
 
 
 class ValueModel(nn.Module):

@@ -1,4 +1,4 @@
-"""The settings of methods that come in kinds: where labels come from, advantages, and what is pruned.
+"""The settings that come in kinds: labels, advantages, pruning, trust regions, optimizers.
 
 A section of one of these unions is a dataclass by its `kind`; config.py has all other sections.
 """
@@ -238,3 +238,71 @@ class Prefix:
 
 
 Tokens = WholeCompletions | Prefix
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clip:
+    """PPO (arXiv:1707.06347), GRPO, DAPO: the ratio, or no gradient where the clip has stopped it."""
+    kind: Literal["clip"] = "clip"
+    low: ZeroToOne = 0.2           # the ratio counts from 1 - low
+    high: PositiveOrZero = 0.2     # ... up to 1 + high; above low: DAPO's clip-higher
+    dual: float | None = None      # upper bound on the ratio where the advantage is negative; verl has 10
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClipSequence:
+    """GSPO (arXiv:2507.18071): clip by the geometric mean of a completion's token ratios."""
+    kind: Literal["clip_sequence"] = "clip_sequence"
+    low: ZeroToOne = 0.2           # the mean ratio counts from 1 - low
+    high: PositiveOrZero = 0.2     # ... up to 1 + high
+    dual: float | None = None      # upper bound on it where the advantage is negative
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Clamp:
+    """CISPO (arXiv:2506.13585): the ratio is clamped and every token keeps its gradient."""
+    kind: Literal["clamp"] = "clamp"
+    low: ZeroToOne = 0.2           # the ratio is at least 1 - low
+    high: PositiveOrZero = 0.2     # ... and at most 1 + high
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TotalVariation:
+    """Divergence PPO (arXiv:2602.04879): bound how far a token's probability moves."""
+    kind: Literal["total_variation"] = "total_variation"
+    divergence: Positive           # the bound, on a difference of probabilities; 0.15 in the paper
+    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BinaryKl:
+    """Divergence PPO (arXiv:2602.04879) by the KL of a token against all others."""
+    kind: Literal["binary_kl"] = "binary_kl"
+    divergence: Positive           # the bound, in nats; 0.05 in the paper
+    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NoBound:
+    """REINFORCE, A*-PO: the gradient of -A log pi, however far the policy has moved."""
+    kind: Literal["none"] = "none"
+
+
+Trust = Clip | ClipSequence | Clamp | TotalVariation | BinaryKl | NoBound
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdamW:
+    """AdamW (arXiv:1711.05101) on all weights that are trained."""
+    kind: Literal["adamw"] = "adamw"
+    lr: Positive                   # learning rate
+    schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
+    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
+    beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
+    beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
+    weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
+    clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
+    offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory
+
+
+Optim = AdamW

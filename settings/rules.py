@@ -26,9 +26,6 @@ ONLY_WITH = {
     "rollout.window": ["advantage.bootstrap: nothing is cut"],
     "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
                            "reward.custom_workers"],
-    "loss.trust=clip, clip_sequence or clamp": ["loss.clip_low", "loss.clip_high"],
-    "loss.trust=clip or clip_sequence": ["loss.dual_clip"],
-    "loss.trust=total_variation or binary_kl": ["loss.divergence", "loss.ratio_cap"],
     "prune.prompts.estimate=head": ["prune.prompts.lr"],
     "advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"],
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
@@ -43,12 +40,12 @@ REQUIRES = {
         ("rollout.until", "offered or full", "the rewards of one completion never differ"),
     ],
     "advantage.residual": [
-        ("loss.trust", "none", "only then is its gradient the squared loss's"),
+        ("loss.trust.kind", "none", "only then is its gradient the squared loss's"),
         ("loss.per", "sum", "only then is its gradient the squared loss's"),
         ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
     ],
     "advantage.kind=preference or group_preference": [
-        ("loss.trust", "none", "only then is its gradient the preference loss's"),
+        ("loss.trust.kind", "none", "only then is its gradient the preference loss's"),
         ("loss.per", "sum", "only then is its gradient the preference loss's"),
         ("prune.completions.kind", "none", "no weight makes up for half of a pair"),
         ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
@@ -60,7 +57,7 @@ REQUIRES = {
         ("rollout.until", "offered", "its scale is computed over one round"),
         ("prune.prompts.kind", "none", "its scale would come from the prompts rolled out only")],
     "advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")],
-    "loss.trust=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
+    "loss.trust.kind=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
     "prune.completions.compare=kept": [
         ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
     "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
@@ -79,7 +76,8 @@ REQUIRES = {
         ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
         ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
         ("loss.per", "token, constant or sum", "a step has only a part of a sequence"),
-        ("loss.trust", "clip, clamp, total_variation, binary_kl or none", "a step has parts of sequences"),
+        ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
+         "a step has parts of sequences"),
     ],
 }
 
@@ -192,9 +190,10 @@ def label_rules(cfg: Any) -> Iterator[Rule]:
 def reward_rules(cfg: Any) -> Iterator[Rule]:
     reward, most = cfg.reward, cfg.rollout.max_new_tokens
     yield "reward.accuracy", bool(reward.weights), "other than 0: no other component has a weight"
-    for name, weight in (("overlong_tokens", "overlong"), ("custom_file", "custom")):
-        yield (f"reward.{name}", (getattr(reward, name) is None) == (not getattr(reward, weight)),
-               f"set with reward.{weight}, and null without")
+    for name, used in (("overlong", reward.overlong is not None), ("custom", bool(reward.functions))):
+        beside = "overlong_tokens" if name == "overlong" else "custom_file"
+        yield (f"reward.{beside}", (getattr(reward, beside) is not None) == used,
+               f"set with reward.{name}, and null without")
     yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
            f"in 1..{most} (rollout.max_new_tokens)")
     taken = {f.name for f in fields(reward)} | LOGGED
@@ -212,11 +211,9 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
     yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
            "0 with rollout.window: a step has only the last window of a correct answer")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
-    yield ("loss.dual_clip", loss.dual_clip is None or loss.dual_clip > 1 + loss.clip_high,
-           "above 1 + loss.clip_high, or null")
-    if loss.trust in ("total_variation", "binary_kl"):
-        yield ("loss.divergence", loss.divergence is not None and loss.divergence > 0,
-               f"above 0 with loss.trust={loss.trust}")
+    dual = getattr(loss.trust, "dual", None)
+    if dual is not None:
+        yield "loss.trust.dual", dual > 1 + loss.trust.high, "above 1 + loss.trust.high, or null"
 
 
 def made(flat: dict[str, Any], choice: str) -> bool:

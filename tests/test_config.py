@@ -45,7 +45,7 @@ MUST_BE = [(override, allowed) for allowed, overrides in {
     "a whole number, at least 1": ["steps=3.5", "steps=010", "steps=1:30", "steps=-010", "steps=2024-01-01"],
     "a whole number, at least 1, or all": ["checkpoint.keep=most", "checkpoint.keep=2.5"],
     "a finite number, above 0": ["optim.lr=fast", "optim.lr=1:30.5"],
-    "a finite number, or null": ["loss.dual_clip=x"],
+    "a finite number, or null": ["loss.trust.dual=x"],
     "true or false": ["optim.offload=1"],
     "one of token, sequence, constant, sum": ["loss.per=word"],
     "one of all, attention, mlp": ["model.lora.targets=head"],
@@ -62,9 +62,9 @@ MUST_BE = [(override, allowed) for allowed, overrides in {
     "above 0, or null": ["rollout.cache_gib=0", "advantage.kind=soft_value & advantage.residual=0",
                          "advantage.kind=gae & advantage.alpha=0"],
     "above 1, or null": ["loss.mask_ratio=1"],
-    "above 1, and left out with other kinds of loss.trust": ["loss.ratio_cap=1"],
+    "above 1": ["loss.trust={kind: binary_kl, divergence: 1, cap: 1}"],
     "at least 1, and left out unless rollout.until=informative": ["rollout.oversample=0.5"],
-    "in [0, 1]": ["loss.clip_low=1.1", "advantage.kind=gae & advantage.lam=1.1"],
+    "in [0, 1]": ["loss.trust.low=1.1", "advantage.kind=gae & advantage.lam=1.1"],
     "in [0, 1)": ["optim.beta2=1", "optim.beta1=-0.1"],
     "in (0, 1]": ["eval.top_p=0"],
     "in (0, 1)": ["prune.prompts.kind=greso & prune.prompts.target=0",
@@ -148,20 +148,20 @@ NAMED = {
     ("update.minibatches=4", "update.minibatches=4 must be a divisor of 6 (rollout.prompts_per_step)"),
     ("rollout.group_size=1", "rollout.group_size=1 must be at least 2"),
     ("reward.accuracy=0", "reward.accuracy=0.0 must be other than 0: no other component has"),
-    ("loss.dual_clip=1.1", "loss.dual_clip=1.1 must be above 1 + loss.clip_high"),
-    ("loss.trust=clamp & loss.dual_clip=10", "loss.dual_clip=10.0 must be left out, or null, unless loss.trust"),
-    ("loss.trust=none & loss.clip_low=0.1", "loss.clip_low=0.1 must be left out, or 0.2, unless loss.trust=clip"),
-    ("loss.trust=total_variation", "loss.divergence=None must be above 0 with loss.trust=total_var"),
-    ("loss={trust: binary_kl, divergence: 0}", "loss.divergence=0.0 must be above 0 with"),
-    ("loss.divergence=0.1", "loss.divergence=0.1 must be left out, or null, unless loss.trust=total_variation"),
-    ("loss.ratio_cap=5", "loss.ratio_cap=5.0 must be left out, or 20.0, unless loss.trust=total_variation or b"),
+    ("loss.trust.dual=1.1", "loss.trust.dual=1.1 must be above 1 + loss.trust.high"),
+    ("loss.trust.kind=clamp & loss.trust.dual=10", "loss.trust.dual belongs to clip and clip_sequence; this is clamp"),
+    ("loss.trust.kind=none & loss.trust.low=0.1", "loss.trust.low belongs to clip, clip_sequence and clamp; this is"),
+    ("loss.trust.kind=total_variation", "missing key 'loss.trust.divergence' (a finite number, above 0)"),
+    ("loss.trust={kind: binary_kl, divergence: 0}", "loss.trust.divergence=0 must be above 0"),
+    ("loss.trust.divergence=0.1", "loss.trust.divergence belongs to total_variation and binary_kl; this is clip"),
+    ("loss.trust=clip", "loss.trust='clip' must be a section with kind, one of clip, clip_sequence, clamp"),
     ("loss.kl_corrected=true", "loss.kl_corrected=True must be false, or left out, unless loss.kl > 0"),
     ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "=0.1 must be 0 unless reward.accuracy has a weight"),
     ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0 with prune.prompts.kind=bernoulli and"),
     ("loss.entropy=0.1 & THINNED", "loss.entropy=0.1 must be 0 with prune.prompts.kind=bernoulli and loss.count=all:"),
     ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be false with prune."),
-    ("RESIDUAL", "loss.trust=clip must be none with advantage.residual=0.001: only then is its gradient"),
-    ("RESIDUAL & loss.trust=none", "loss.per=sequence must be sum with advantage.residual=0.001"),
+    ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
+    ("RESIDUAL & loss.trust.kind=none", "loss.per=sequence must be sum with advantage.residual=0.001"),
     ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
     ("reward.overlong_tokens=4", "reward.overlong_tokens=4 must be set with reward.overlong"),
     ("reward={overlong: 1, overlong_tokens: 0}", "reward.overlong_tokens=0 must be in 1..8"),
@@ -370,9 +370,9 @@ def test_the_overrides_are_one_layer_in_whatever_order_they_come(good):
 
 
 def test_overrides_win_in_order_and_yaml_reads_their_values(good):
-    cfg = load(good, ["optim.lr=1e-6", "out=a", "out=b", "data.system_prompt=x: y", "loss.dual_clip=null",
+    cfg = load(good, ["optim.lr=1e-6", "out=a", "out=b", "data.system_prompt=x: y", "loss.trust.dual=null",
                       "prune={truncated: yes}", "optim={offload: true, beta1: 010.5e-2}", "rollout.slots=1_000"])
-    assert (cfg.optim.lr, cfg.out, cfg.data.system_prompt, cfg.loss.dual_clip) == (1e-6, "b", "x: y", None)
+    assert (cfg.optim.lr, cfg.out, cfg.data.system_prompt, cfg.loss.trust.dual) == (1e-6, "b", "x: y", None)
     assert (cfg.prune.truncated, cfg.optim.offload, cfg.optim.beta1, cfg.rollout.slots) == (True, True, 0.105, 1000)
 
 
@@ -416,8 +416,8 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     assert {entry.partition(":")[0] for used in rules.ONLY_WITH.values() for entry in used} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(config.Critic)}
     assert set(rules.ONLY_WITH["advantage.kind=gae"]) == critic
-    assert rules.made({"loss.trust": "clip"}, "loss.trust=clamp or clip")
-    assert not rules.made({"loss.trust": "clip"}, "loss.trust=clamp or clip_sequence")
+    assert rules.made({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
+    assert not rules.made({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
     assert rules.made({"rollout.window": 4}, "rollout.window") and not rules.made({}, "rollout.window")
     assert rules.made({"loss.tis_cap": None}, "loss.tis_cap=null")
     assert not rules.made({"loss.tis_cap": 2.0}, "loss.tis_cap=null")

@@ -138,12 +138,11 @@ def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
     ("{timed_out: 1}", "none of accuracy"), ("{custom: 1}", "none of accuracy"),
     ("{mine: high}", "reward.custom.mine='high' must be a finite number"),
     ("{mine: .nan}", "reward.custom.mine=nan must be a finite number"),
-    ("[mine]", "reward.custom=['mine'] must be a finite number or {name: number}"),
-    ("null", "reward.custom=None must be a finite number or {name: number}"),
+    ("[mine]", "reward.custom=['mine'] must be a finite number, or a mapping {name: a finite number}, or null"),
     ("{}", "reward.custom_file=.* must be set with reward.custom, and null without"),
     ("{a: 1}\nreward.custom_seconds=0", "reward.custom_seconds=0 must be above 0"),
     ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "reward.custom_file=None must be set with reward.custom"),
-    ("0\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless "),
+    ("null\nreward.custom_file=null\nreward.custom_workers=3", "custom_workers=3 must be left out, or null, unless "),
 ])
 def test_wrong_settings_are_named(custom, message, tmp_path):
     path = file_of(tmp_path, "")

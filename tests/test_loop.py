@@ -86,7 +86,7 @@ HOW = {"recompute": (), "engine": ("loss.old_logp=engine",), "corrected": ("loss
 def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     """Two epochs of two mini-batches, twice: right groups, own denominators, old and reference policy kept apart."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3", "loss.per=constant",
-                     "loss.dual_clip=1.3", "loss.clip_high=0.25", "optim.lr=0.06", "optim.warmup_steps=2",
+                     "loss.trust.dual=1.3", "loss.trust.high=0.25", "optim.lr=0.06", "optim.warmup_steps=2",
                      "optim.beta1=0.5", "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8",
                      "pack.capacity=176", *HOW[how])
     groups = make_groups([[3, 9, 5, 2], [4, 1, 7, 8], [6, 6, 2, 3], [9, 2, 4, 5]], [5, 3, 9, 1])

@@ -188,21 +188,21 @@ def by_trl(step: Step, peer) -> dict[str, Tensor]:
 
 PLAIN_KL = {"beta": 0.04, "use_bias_correction_kl": False}
 SEQUENCE = {"importance_sampling_level": "sequence", "epsilon": 0.01, "epsilon_high": 0.02}
-OF_SEQUENCE = ["loss.trust=clip_sequence", "loss.clip_low=0.01", "loss.clip_high=0.02"]
+OF_SEQUENCE = ["loss.trust.kind=clip_sequence", "loss.trust.low=0.01", "loss.trust.high=0.02"]
 CUT = {"mask_truncated_completions": True}
 TOKEN_RATIO = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 2.0}
 # name -> (GRPOConfig, changes to grpo_toy.yaml)
 OBJECTIVES = {
     "grpo": ({"loss_type": "grpo"}, []),
     "temperature": ({"loss_type": "grpo", "temperature": 0.7}, ["rollout.temperature=0.7"]),
-    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ["loss.per=token", "loss.clip_high=0.28"]),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ["loss.per=token", "loss.trust.high=0.28"]),
     "bnpo": ({"loss_type": "bnpo"}, ["loss.per=token"]),
     "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, ["loss.per=constant", "advantage.kind=centred"]),
     "gspo": ({"loss_type": "grpo", **SEQUENCE}, OF_SEQUENCE),
     "luspo": ({"loss_type": "luspo", **SEQUENCE}, [*OF_SEQUENCE, "loss.per=sum"]),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2},
-              ["loss.per=token", "loss.trust=clamp", "loss.clip_low=1", "loss.clip_high=0.2"]),
-    "two-sided": ({"loss_type": "grpo", "delta": 1.5}, ["loss.dual_clip=1.5"]),
+              ["loss.per=token", "loss.trust.kind=clamp", "loss.trust.low=1", "loss.trust.high=0.2"]),
+    "two-sided": ({"loss_type": "grpo", "delta": 1.5}, ["loss.trust.dual=1.5"]),
     "grpo-kl": ({"loss_type": "grpo", **PLAIN_KL}, ["loss.kl=0.04"]),
     "dapo-kl": ({"loss_type": "dapo", **PLAIN_KL}, ["loss.per=token", "loss.kl=0.04"]),
     "grpo-kl-corrected": ({"loss_type": "grpo", "beta": 0.04}, ["loss.kl=0.04", "loss.kl_corrected=true"]),

@@ -56,7 +56,7 @@ class Step:
             scored = replace(scored, old_logp_C=scored.ref_logp_C)
             sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
         stopped = sums.metrics(1)["train/clipped"]
-        assert batch.pruned.keep_NG.sum() < 8 or 0 < stopped < 1 or self.cfg.loss.trust == "none"
+        assert batch.pruned.keep_NG.sum() < 8 or 0 < stopped < 1 or self.cfg.loss.trust.kind == "none"
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])
 
 

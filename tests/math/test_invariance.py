@@ -47,7 +47,7 @@ Gradient = dict[str, torch.Tensor]
 def objective(name: str, out, *settings: str) -> config.Config:
     """A toy config of an objective at a test's size; its completions in windows are those of test_objectives."""
     pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
-    more = {"divppo": ["loss.divergence=1e-3"], "apo": ["data.limit=16", "loss.entropy=0.1"]}.get(name, [])
+    more = {"divppo": ["loss.trust.divergence=1e-3"], "apo": ["data.limit=16", "loss.entropy=0.1"]}.get(name, [])
     return toy_config(out, *pretrained, *more, *settings, name=f"{name}_toy.yaml")
 
 
@@ -86,7 +86,7 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
     grad, measured = gradient_of(learner, as_batch(groups, adv_NG, pruned), moved=0.02)
-    free = cfg.loss.trust in ("clamp", "none")
+    free = cfg.loss.trust.kind in ("clamp", "none")
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1 or free
     return measured["train/loss"], grad
 
@@ -186,7 +186,8 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, r
     1/N sum_q 1/k sum_i 1/|o_i| sum_t -min(r A, clamp(r) A) + beta k3, r against the policy before the update.
     With LoRA the KL is still to a copy of the initial policy here, and to none in training."""
     groups, adv_NG = rolled
-    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.clip_high=0.28", *adapter)
+    cfg = toy_config(tmp_path / "run", f"prune.completions.keep={keep}", "loss.kl=0.1", "loss.trust.high=0.28",
+                     *adapter)
     initial, policy = (load(TOY, torch.float64) for _ in range(2))
     layers = moved_adapter(cfg, policy) if adapter else nudge(policy, 0.02)
     for n, group in enumerate(groups):

@@ -23,6 +23,7 @@ from loss import (
 from methods.critic import value_loss
 from prune import keep_all, keep_largest
 from records import Move, PreparedRow, Pruned
+from settings.kinds import BinaryKl, Clamp, Clip, ClipSequence, TotalVariation
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
 ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torch.float64)
@@ -72,7 +73,7 @@ def test_clip_has_the_gradient_of_the_textbook_surrogate(low, high, dual):
         textbook_C = torch.where(adv_C < 0, torch.maximum(textbook_C, dual * adv_C), textbook_C)
     expected, = torch.autograd.grad(-textbook_C.sum(), logp_C)
 
-    f_C = clip(logp_C, old_C, adv_C, low, high, dual)
+    f_C = clip(Move(logp_C, old_C, adv_C, torch.arange(30)), Clip(low=low, high=high, dual=dual))
     assert not f_C.requires_grad
     ours, = torch.autograd.grad(-(f_C * adv_C * logp_C).sum(), logp_C)
     torch.testing.assert_close(ours, expected)
@@ -152,22 +153,22 @@ def move(ratios: list[float], old: list[float], adv: list[float], lengths: list[
 def test_the_sequence_ratio_of_one_token_is_the_tokens():
     ratios = [0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5]
     one = move(ratios, [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
-    by_token = clip(one.logp_C, one.old_logp_C, one.adv_C, 0.2, 0.3, None)
-    torch.testing.assert_close(clip_sequence(one, 0.2, 0.3, None), by_token)
+    by_token = clip(one, Clip(low=0.2, high=0.3))
+    torch.testing.assert_close(clip_sequence(one, ClipSequence(low=0.2, high=0.3)), by_token)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_and_stops_all_or_none():
     """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone."""
     three = move([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
     root = (1.2 * 1.8) ** 0.5
-    assert clip_sequence(three, 0.2, 0.3, None).tolist() == pytest.approx([1, 1, 0, 0, root, root])
+    assert clip_sequence(three, ClipSequence(low=0.2, high=0.3)).tolist() == pytest.approx([1, 1, 0, 0, root, root])
 
 
 def test_clamp_stops_no_token_and_without_a_bound_is_the_ratio():
-    ratio_C = torch.tensor([0.1, 0.9, 1.1, 5.0], dtype=torch.float64)
-    old_C = torch.full((4,), -1.5, dtype=torch.float64)
-    assert clamp(old_C + ratio_C.log(), old_C, 0.2, 0.2).tolist() == pytest.approx([0.8, 0.9, 1.1, 1.2])
-    torch.testing.assert_close(clamp(old_C + ratio_C.log(), old_C, 1.0, 1e9), ratio_C)
+    ratios = [0.1, 0.9, 1.1, 5.0]
+    moved = move(ratios, [0.15] * 4, [1, -1, 1, -1], [4])
+    assert clamp(moved, Clamp(low=0.2, high=0.2)).tolist() == pytest.approx([0.8, 0.9, 1.1, 1.2])
+    assert clamp(moved, Clamp(low=1.0, high=1e9)).tolist() == pytest.approx(ratios)
 
 
 def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_one():
@@ -175,18 +176,17 @@ def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_on
     a move against the advantage is never stopped, and the ratio is held at the cap."""
     ratios, old = [2, 1.2, 1.2, 0.75, 0.75, 30], [0.01, 0.8, 0.8, 0.8, 0.8, 1e-4]
     adv = [1, 1, -1, -1, 1, 1]
-    f_C = total_variation(move(ratios, old, adv, [6]), 0.15, 20.0)
+    f_C = total_variation(move(ratios, old, adv, [6]), TotalVariation(divergence=0.15))
     assert f_C.tolist() == pytest.approx([2, 0, 1.2, 0, 0.75, 20])
-    assert clip(*(getattr(move(ratios, old, adv, [6]), name) for name in ("logp_C", "old_logp_C", "adv_C")),
-                0.2, 0.21, None)[1] > 0
+    assert clip(move(ratios, old, adv, [6]), Clip(low=0.2, high=0.21))[1] > 0
 
 
 def test_binary_kl_by_hand():
     """0.5 -> 0.6 has 0.0204 nats, 0.8 -> 0.96 has 0.1731; a certain token stays certain, and one that was not and now
     is has moved by infinitely many."""
     m = move([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
-    assert binary_kl(m, 0.05, 20.0).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
-    assert binary_kl(m, 0.0203, 20.0)[0] == 0 and binary_kl(m, 0.0205, 20.0)[0] > 0
+    assert binary_kl(m, BinaryKl(divergence=0.05)).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
+    assert binary_kl(m, BinaryKl(divergence=0.0203))[0] == 0 and binary_kl(m, BinaryKl(divergence=0.0205))[0] > 0
 
 
 def test_binary_kl_stops_no_token_for_its_rounding():
@@ -199,7 +199,7 @@ def test_binary_kl_stops_no_token_for_its_rounding():
     logp_C = logits_CV.gather(1, top_C1)[:, 0] - logits_CV.logsumexp(dim=1)
     assert ((logp_C.exp() == 1) & (old_C.exp() < 1)).any()
     same = Move(logp_C, old_C, torch.ones_like(old_C), torch.zeros(len(old_C), dtype=torch.long))
-    assert (binary_kl(same, 0.05, 20.0) > 0).all()
+    assert (binary_kl(same, BinaryKl(divergence=0.05)) > 0).all()
 
 
 def test_the_residual_has_the_gradient_of_the_squared_loss():

@@ -50,7 +50,7 @@ class Short(Step):
     """Few tokens, so that all cuts can be gone through."""
 
     def __init__(self, folder, out, *settings: str):
-        super().__init__(folder, out, "loss.clip_low=0.02", "loss.clip_high=0.02", *settings,
+        super().__init__(folder, out, "loss.trust.low=0.02", "loss.trust.high=0.02", *settings,
                          f"prune.tokens={{kind: prefix, whole: {WHOLE}, least: {LEAST}}}")
         self.groups, self.rows = make_groups(LENGTHS, [5, 3]), []
 
@@ -90,8 +90,8 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, per, ti
 
 
 @pytest.mark.parametrize("settings", [
-    ["advantage.kind=centred", "loss.trust=clamp", "loss.tis_cap=2"],
-    ["advantage.kind=leave_one_out", "loss={trust: total_variation, divergence: 0.001, clip_low: 0.2, clip_high: 0.2}",
+    ["advantage.kind=centred", "loss.trust.kind=clamp", "loss.tis_cap=2"],
+    ["advantage.kind=leave_one_out", "loss.trust={kind: total_variation, divergence: 0.001}",
      "loss.likelihood=0.1"],
 ], ids=["cispo", "divergence"])
 def test_so_it_is_with_other_losses_of_single_tokens_and_in_a_mini_batch(settings, tiny, tmp_path, monkeypatch):
@@ -167,10 +167,10 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
 
 
 @pytest.mark.parametrize(("settings", "why"), [
-    (["loss.trust=clip_sequence"], "none with loss.trust=clip_sequence: its ratio is over all tokens"),
+    (["loss.trust.kind=clip_sequence"], "none with loss.trust.kind=clip_sequence: its ratio is over all tokens"),
     (["advantage.kind=gae", "critic.lr=1e-4"], "none with advantage.kind=gae: a critic's advantages need all tokens"),
     (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is over all tokens"),
-    (["advantage={kind: soft_value, residual: 1e-3}", "loss.per=sum", "loss.trust=none"],
+    (["advantage={kind: soft_value, residual: 1e-3}", "loss.per=sum", "loss.trust.kind=none"],
      "none with advantage.residual=0.001: its log-ratio is over all tokens"),
     (["rollout.until=full", "pack.budget=4096"], "none with rollout.until=full: pack.budget counts whole completions"),
 ])

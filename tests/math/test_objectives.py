@@ -96,12 +96,12 @@ def cispo(answers, cfg):
 
 def divppo(answers, cfg):
     """The ratio is to the engine, and a token drops out where its probability has moved too far the way of A."""
-    total, limit = 0.0, cfg.loss.divergence
+    total, limit = 0.0, cfg.loss.trust.divergence
     for x in answers:
         for now, beh in zip(x.now_T, x.beh_T, strict=True):
             p, q = beh.exp().item(), now.exp().item()
             kl = p * math.log(p / q) + (1 - p) * math.log((1 - p) / (1 - q))
-            far = abs(q - p) > limit if cfg.loss.trust == "total_variation" else kl > limit
+            far = abs(q - p) > limit if cfg.loss.trust.kind == "total_variation" else kl > limit
             if not (far and (q - p) * x.centred > 0):
                 total -= (now - beh).exp() * x.centred
     return total / len(answers) / cfg.rollout.max_new_tokens
@@ -209,15 +209,15 @@ GRADED = ["reward.overlong=1", "reward.overlong_tokens=16"]
 OBJECTIVES = {
     "grpo": (grpo, "grpo_toy", []), "dapo": (dapo, "dapo_toy", []), "drgrpo": (drgrpo, "drgrpo_toy", []),
     "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []),
-    "divppo": (divppo, "divppo_toy", ["loss.divergence=1e-3"]),
-    "divppo-kl": (divppo, "divppo_toy", ["loss.trust=binary_kl", "loss.divergence=1e-5"]),
+    "divppo": (divppo, "divppo_toy", ["loss.trust.divergence=1e-3"]),
+    "divppo-kl": (divppo, "divppo_toy", ["loss.trust.kind=binary_kl", "loss.trust.divergence=1e-5"]),
     "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
     "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
     "apo": (apo, "apo_toy", []),
     "kl": (with_kl, "grpo_toy", ["loss.kl=0.5"]),
     "kl-corrected": (with_kl, "grpo_toy", ["loss.kl=0.5", "loss.kl_corrected=true"]),
     "entropy": (with_entropy, "grpo_toy", ["loss.entropy=0.1"]),
-    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust=none", "loss.per=sum"]),
+    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust.kind=none", "loss.per=sum"]),
     "odpo": (by_pairs, "odpo_toy", []), "odpo-graded": (by_pairs, "odpo_toy", GRADED),
     "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_toy", [*GRADED, "advantage.pairs=extremes"]),
     "rpo": (by_pairs, "rpo_toy", []), "madpo": (by_pairs, "madpo_toy", []),
@@ -342,7 +342,7 @@ class Case:
 def test_the_gradient_is_that_of_the_textbook_loss(name, tiny, tmp_path):
     case = Case(name, tiny, tmp_path / "run")
     expected, ours = case.by_formula(), case.by_training()
-    assert (0 < case.stopped < 1) == (case.cfg.loss.trust not in ("clamp", "none"))
+    assert (0 < case.stopped < 1) == (case.cfg.loss.trust.kind not in ("clamp", "none"))
     for key, grad in expected.items():
         size = float(grad.abs().max())
         assert size > 1e-8

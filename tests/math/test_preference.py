@@ -103,7 +103,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
     gradients = {}
     monkeypatch.setattr(preference, "group_weight", lambda ratio_NG, adv_NG, beta: torch.ones_like(adv_NG[:, :1]))
     for kind in ("group_preference", "centred"):
-        cfg = toy_config(tmp_path / kind, f"model.path={tiny}", "rollout.group_size=4", "loss.trust=none",
+        cfg = toy_config(tmp_path / kind, f"model.path={tiny}", "rollout.group_size=4", "loss.trust.kind=none",
                          "loss.per=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
         learner = learner_on(tiny, cfg)
         nudge(learner.policy, 0.02)
@@ -146,7 +146,7 @@ def test_metrics_are_left_out_where_there_are_no_pairs():
      "prune.completions.kind=topk must be none with advantage.kind=preference"),
     (["prune.completions={kind: pps, keep: 2}"], "prune.completions.kind=pps must be none"),
     (["prune.tokens.kind=prefix"], "prune.tokens.kind=prefix must be none"),
-    (["loss.trust=clip"], "loss.trust=clip must be none"),
+    (["loss.trust.kind=clip"], "loss.trust.kind=clip must be none"),
     (["loss.per=token"], "loss.per=token must be sum"),
     (["loss.tis_cap=2"], "loss.tis_cap=2.0 must be null with advantage.kind=preference"),
     (["loss.mask_ratio=2"], "loss.mask_ratio=2.0 must be null"),

@@ -34,8 +34,8 @@ def offer(per: str) -> Offer:
 
 
 @pytest.mark.parametrize(("per", "settings"), [
-    ("token", ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.clip_high=0.28"]),
-    ("sequence", ["loss={trust: clip_sequence, clip_low: 0.01, clip_high: 0.01}"]),
+    ("token", ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.trust.high=0.28"]),
+    ("sequence", ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
     ("constant", ["loss={kl_corrected: true, entropy: 0.3}"]),
 ], ids=["vapo", "gspo", "corrected KL and entropy"])
 def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(per, settings, tiny, tmp_path):
@@ -84,7 +84,7 @@ def is_paired(kind: str) -> bool:
 
 def by_kind(kind: str) -> list[str]:
     """Settings that compare completions by this kind."""
-    alone = ["loss.trust=none", "loss.per=sum"] if is_paired(kind) else []
+    alone = ["loss.trust.kind=none", "loss.per=sum"] if is_paired(kind) else []
     return [f"advantage={needed(choices(kinds.Advantage)[kind])}", *alone, *MORE.get(kind, [])]
 
 
