@@ -208,16 +208,16 @@ def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targ
                                        "model.lora.rank=2", f"model.lora.targets={targets}", name="ppo_toy.yaml"))
     named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"}
     heads = {"value.weight", "value.bias"}
-    for (model, optimizer), expected in zip(learner.roles(made).values(), (
+    for (model, optimizers), expected in zip(learner.roles(made).values(), (
             named, heads | {f"backbone.{name}" for name in named}), strict=True):
         trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
         assert trained == dict.fromkeys(expected, torch.float32)
         frozen = {p.dtype for p in model.parameters() if not p.requires_grad}
         assert frozen == {torch.bfloat16}
-        saved = checkpoint.tensors(model, optimizer)
+        saved = checkpoint.tensors(model, optimizers)
         assert {kind: tensors.keys() for kind, tensors in saved.items()} == dict.fromkeys(
             ("weights", "step", "exp_avg", "exp_avg_sq"), expected)
-        assert len(optimizer.param_groups[0]["params"]) == len(expected)
+        assert len(optimizers[0].param_groups[0]["params"]) == len(expected)
     ones = torch.ones(1, 2, dtype=torch.float64)
     row, = made.rows(Minibatch.plain(make_groups([[3, 4]], [5]), ones.bool(), ones, ones))
     assert row.adv_C.dtype == torch.float32  # not rounded to the base's

@@ -298,10 +298,10 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
     (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
     (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
     (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
-    (["data.columns.question=1"], "data.columns.question=1 must be a text or null"),
-    (["data.columns=x"], "data.columns='x' must be a mapping with question, answer, id, .* or null"),
+    (["data.columns.question=1"], "data.columns.question=1 must be a text, or null"),
+    (["data.columns=x"], "data.columns='x' must be a mapping {question, answer, id, .*}, or null"),
     (["rollout.stop=[1]"], r"rollout.stop\[0\]=1 must be a text"),
-    (["rollout.stop=x"], "rollout.stop='x' must be a list of which each is a text or null"),
+    (["rollout.stop=x"], "rollout.stop='x' must be a list, each item a text, or null"),
     (['rollout.stop=[""]'], "must be texts that are not empty"),
 ])
 def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):

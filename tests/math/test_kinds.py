@@ -5,7 +5,6 @@ it: the weights of what it keeps are one over the probabilities, and it draws by
 """
 
 from itertools import product
-from typing import get_args, get_type_hints
 
 import pytest
 import torch
@@ -13,14 +12,13 @@ from conftest import as_rewards, example
 
 import prune
 from advantage import ESTIMATORS, advantage
-from config import Loss
 from loss import TRUST
 from prune import COMPLETIONS, Memory, Offer
 from records import Move
 from settings import kinds
 from settings.loader import choices
 
-ADVANTAGES, PRUNERS, PROMPTS = (choices(union) for union in (kinds.Advantage, kinds.Completions, kinds.Prompts))
+ADVANTAGES, PRUNERS, PROMPTS, BOUNDS = map(choices, (kinds.Advantage, kinds.Completions, kinds.Prompts, kinds.Trust))
 NAN = torch.nan
 # Graded, 0/1, all equal, one without a reward, only one with a reward, none.
 REWARD_NG = torch.tensor([[0.5, -1, 2, 0.25], [1, 0, 0, 1], [1, 1, 1, 1], [0, NAN, 1, 0], [NAN, NAN, 1, NAN],
@@ -29,7 +27,7 @@ REWARD_NG = torch.tensor([[0.5, -1, 2, 0.25], [1, 0, 0, 1], [1, 1, 1, 1], [0, NA
 
 def test_every_kind_of_the_config_has_its_function():
     """But for those of a file of their own in methods/."""
-    assert set(COMPLETIONS) == set(PRUNERS) and set(TRUST) == set(get_args(get_type_hints(Loss)["trust"]))
+    assert set(COMPLETIONS) == set(PRUNERS) and set(TRUST) == set(BOUNDS)
     assert set(ESTIMATORS) <= set(ADVANTAGES) and set(prune.PROMPTS) | prune.REFILLING <= set(PROMPTS)
 
 
@@ -121,7 +119,7 @@ def test_a_trust_region_is_a_factor_for_each_token_without_gradient(kind):
     old_C = -torch.rand(8, dtype=torch.float64, generator=generator)
     adv_C = torch.tensor([1, 1, 1, 1, -2, -2, -2, -2], dtype=torch.float64)
     logp_C = (old_C + 0.3 * torch.randn(8, dtype=torch.float64, generator=generator)).clamp(max=-0.01).requires_grad_()
-    segment_C, settings = torch.tensor([0] * 3 + [1] * 5), Loss(trust=kind, divergence=0.05)
+    segment_C, settings = torch.tensor([0] * 3 + [1] * 5), example(BOUNDS[kind])
     f_C = TRUST[kind](Move(logp_C, old_C, adv_C, segment_C), settings)
     assert f_C.shape == (8,) and f_C.isfinite().all() and not f_C.requires_grad
     other_C = TRUST[kind](Move(logp_C * (1 + segment_C), old_C, adv_C, segment_C), settings)

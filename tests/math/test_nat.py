@@ -50,7 +50,7 @@ class Short(Step):
     """Few tokens, so that all cuts can be gone through."""
 
     def __init__(self, folder, out, *settings: str):
-        super().__init__(folder, out, "loss.trust.low=0.02", "loss.trust.high=0.02", *settings,
+        super().__init__(folder, out, "loss.trust={kind: clip, low: 0.02, high: 0.02}", *settings,
                          f"prune.tokens={{kind: prefix, whole: {WHOLE}, least: {LEAST}}}")
         self.groups, self.rows = make_groups(LENGTHS, [5, 3]), []
 
@@ -90,7 +90,7 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, per, ti
 
 
 @pytest.mark.parametrize("settings", [
-    ["advantage.kind=centred", "loss.trust.kind=clamp", "loss.tis_cap=2"],
+    ["advantage.kind=centred", "loss.trust={kind: clamp, low: 0.02, high: 0.02}", "loss.tis_cap=2"],
     ["advantage.kind=leave_one_out", "loss.trust={kind: total_variation, divergence: 0.001}",
      "loss.likelihood=0.1"],
 ], ids=["cispo", "divergence"])
