@@ -135,8 +135,8 @@ def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None
     if too_long and (too_long == len(ids) or not drop_longer):
         raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
                           f"data.max_prompt_tokens={max_tokens} ({too_long} of {len(ids)} prompts do); raise "
-                          "the setting (eval.py: --max-prompt-tokens), remove the problems, or leave them "
-                          "out by data.drop_longer=true (training)")
+                          "the setting, remove the problems, or leave them out by data.drop_longer=true "
+                          "(training)")
     if too_long:
         print(f"{too_long} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
               "and are left out", file=sys.stderr)

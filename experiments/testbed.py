@@ -47,8 +47,8 @@ def answered(model: Path, out: Path, answers: int) -> dict:
     cfg = config.load("grpo_hard.yaml")
     if not out.is_file():
         run_script("eval.py", "--model", str(model), "--data", cfg.data.train,
-                   "--temperature", str(cfg.rollout.temperature), "--n", str(answers),
-                   "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out))
+                   "--set", f"eval.temperature={cfg.rollout.temperature}", "--set", f"eval.n={answers}",
+                   "--set", f"eval.max_new_tokens={cfg.rollout.max_new_tokens}", "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
     return result
 

@@ -55,21 +55,29 @@ class Store:
         self.path.unlink()
 
 
-def places(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
-    """List every model that paths and patterns name, with the file of its result.
-
-    It is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
-    """
-    paths = [*dict.fromkeys(path for text in models for path in matching(text, "--model"))]
+def require_place(out: Path | None) -> None:
+    """Raise ConfigError where no result can be written."""
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out: folder {out.parent} not found; create it first")
-    if out and len(paths) < 2 and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name the file in it that the result is to be")
-    if len(paths) < 2 or not out:
-        return [(str(path), out) for path in paths] or [("", out)]
+    if out and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it for the result")
+
+
+def list_models(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
+    """List every model that paths and patterns name, with the file of its result.
+
+    The file is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
+    """
+    named = [path for text in models for path in matching(text, "--model")]
+    paths = list(dict.fromkeys(named))
+    if len(paths) == 1 or not out:
+        require_place(out)
+        return [(str(path), out) for path in paths]
     if out.is_file() or out.suffix == ".json":
         raise ConfigError(f"--out {out} must be a folder for the results of {len(paths)} models")
-    out.mkdir(exist_ok=True)
+    if not out.is_dir():
+        require_place(out)
+        out.mkdir()
     return [(str(path), out / f"{name}.json") for path, name in zip(paths, short_names(paths), strict=True)]
 
 

@@ -159,7 +159,7 @@ def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
     near = difflib.get_close_matches(str(chosen), [*row, *inner], n=1)
     advice = f" (did you mean {near[0]!r}?)" if near else ""
     return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}{advice}; set "
-            f"data.columns={{{name}: ...}} to the column that has it (eval.py: --columns)")
+            f"data.columns={{{name}: ...}} to the column that has it")
 
 
 def messages_of(question: object, place: str) -> tuple[dict, ...]:

@@ -216,7 +216,7 @@ def use_rows(path: Path, rng: random.Random) -> int:
 
 
 def use_model(path: Path, rng: random.Random) -> int:
-    return run(eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--max-new-tokens", 4)
+    return run(eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--set", "eval.max_new_tokens=4")
 
 
 def use_run(path: Path, rng: random.Random) -> int:
@@ -266,7 +266,7 @@ def prepare(folder: Path) -> dict[str, Target]:
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
 
     def make() -> int:
-        evaluate = ["--model", model, "--data", folder / "few.jsonl", "--max-new-tokens", 4]
+        evaluate = ["--model", model, "--data", folder / "few.jsonl", "--set", "eval.max_new_tokens=4"]
         return (run(train.main, "--config", folder / "run.yaml") or
                 run(eval.main, *evaluate, "--out", folder / "result.json"))
 

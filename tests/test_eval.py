@@ -16,6 +16,7 @@ import survive
 import torch
 from conftest import ROOT, TOY, toy_config
 
+import config
 import data
 import eval as evaluation
 import train
@@ -110,6 +111,10 @@ def test_paired_intervals_cover_the_truth_at_their_rate(monkeypatch):
     assert 0.91 < np.mean([low <= 0.1 <= high for low, high in bounds]) < 0.98
 
 
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
 def held_out(path, count: int) -> str:
     rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(random.Random(0).sample(rows, count)))
@@ -153,8 +158,8 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
     levels = [json.dumps(row | {"level": f"Level {i % 2}"}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "few.jsonl").write_text("".join(levels))
-    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--n",
-                                "16", "--temperature", "1", "--max-new-tokens", "48")
+    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
+                                *sets("eval.n=16", "eval.temperature=1", "eval.max_new_tokens=48"))
     found = result["results"]["few"]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
     assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
@@ -228,8 +233,8 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     data_file = held_out(tmp_path / "few.jsonl", 60)
 
     def command(name: str) -> list[str]:
-        return ["eval.py", "--model", str(TOY), "--data", data_file, "--samples", "4", "--temperature", "1",
-                "--slots", "8", "--max-new-tokens", "24", "--out", str(tmp_path / name)]
+        more = sets("eval.n=4", "eval.temperature=1", "rollout.slots=8", "eval.max_new_tokens=24")
+        return ["eval.py", "--model", str(TOY), "--data", data_file, *more, "--out", str(tmp_path / name)]
 
     def text(name: str) -> list[str]:
         found = json.loads((tmp_path / name).read_text())["results"]["few"]
@@ -293,8 +298,8 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
 
     def run(name: str, *more: str) -> int:
         monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", data_file, "--n", "2", "--slots", "4",
-            "--temperature", "1", "--out", str(tmp_path / name), *more])
+            "eval.py", "--model", str(TOY), "--data", data_file, "--out", str(tmp_path / name),
+            *sets("eval.n=2", "rollout.slots=4", "eval.temperature=1"), *more])
         return evaluation.main()
 
     run("whole.json")
@@ -313,7 +318,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     assert (tmp_path / "cut.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
     run("cut.json")
     assert sum(calls) == 12
-    assert run("cut.json", "--top-p", "0.5") == 2
+    assert run("cut.json", *sets("eval.top_p=0.5")) == 2
     said = capsys.readouterr().err
     assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in said
 
@@ -349,8 +354,8 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
     for seed in "12":
         monkeypatch.setattr(sys, "argv", [
             "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
-            "--system-prompt", "Zebra.", "--temperature", "0.7", "--top-p", "0.9", "--seed", seed,
-            "--slots", "3", "--max-new-tokens", "5"])
+            "--seed", seed, *sets("data.system_prompt=Zebra.", "eval.temperature=0.7", "eval.top_p=0.9",
+                                  "rollout.slots=3", "eval.max_new_tokens=5")])
         evaluation.main()
     assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
     assert asked[0][3] != asked[1][3]
@@ -361,15 +366,17 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
     ("cppo_math", ("math500", 1, 0.0, 1.0, 1024, "I hope it is correct'")),
     ("cppo_amc_aime", ("amc23,aime24", 4, 0.6, 0.95, 3072, "I hope it is correct'")),
     ("dapo", ("aime24", 32, 1.0, 0.7, 20480, "within \\boxed{}."))])
-def test_protocols_are_presets_that_arguments_change(name, expected, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "m", "--protocol", name, "--slots", "7"])
-    args = evaluation.arguments()
-    assert (args.data, args.n, args.temperature, args.top_p, args.max_new_tokens) == expected[:5]
-    assert expected[5] in args.system_prompt and args.slots == 7
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--n", "2", "--temperature", "0.5", "--system-prompt", "S"])
-    args = evaluation.arguments()
-    changed = (args.data, args.n, args.temperature, args.top_p, args.system_prompt)
-    assert changed == (expected[0], 2, 0.5, expected[3], "S")
+def test_papers_evaluate_as_their_configs_say(name, expected):
+    cfg = config.load(f"eval/{name}.yaml", ["eval.limit=7"])
+    found = cfg.data.eval, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, cfg.eval.max_new_tokens
+    assert found == expected[:5] and expected[5] in cfg.data.system_prompt
+    assert cfg.reward.accuracy and cfg.data.max_prompt_tokens >= 512 and cfg.eval.limit == 7
+
+
+def test_every_config_of_an_evaluation_is_tested():
+    names = {path.stem for path in (config.CONFIGS / "eval").glob("*.yaml")}
+    assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"}
+    assert config.load("eval/default.yaml").reward == config.Reward()
 
 
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
@@ -387,10 +394,12 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
      "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
-    (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
-    (["--temperature", "-1"], "--temperature must be at least 0"), (["--n", "0"], "--n must be at least 1"),
-    (["--n", "4", "--temperature", "1", "--k", "2,8"], "--k must be of numbers in 1..4 (--n)"),
-    (["--n", "4"], "--n must be 1 at --temperature 0: greedy answers are all the same"),
+    (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens allow sequences of 50"),
+    (sets("eval.temperature=-1"), "eval.temperature=-1.0 must be at least 0"),
+    ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
+    (sets("eval.n=4"), "eval.n=4 must be 1 at eval.temperature=0: greedy answers are all the same"),
+    (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),
+    (["--config", "eval/none.yaml"], "config 'eval/none.yaml' not found"),
     (["--data", "gsm9k"], "data set 'gsm9k' is not known"),
     (["--data", "no.jsonl"], "data file no.jsonl not found"),
     (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
@@ -398,12 +407,13 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
     (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
-    (["--top-p", "0"], "--top-p must be in (0, 1]"),
+    (["--out", "nowhere/x.json", "--rescore", "no.json"], "--out: folder nowhere not found"),
+    (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
-    (["--device", "cuda"], "device=cuda, but this machine shows"),
+    (sets("device=cuda"), "device=cuda, but this machine shows"),
 ])
 def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, capsys):
-    if "cuda" in changes and torch.cuda.is_available():
+    if "device=cuda" in changes and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     monkeypatch.chdir(ROOT)
     monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group

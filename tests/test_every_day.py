@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
 from test_checkpoint import sharded
+from test_eval import sets
 from test_invariance import on_ranks
 from test_runfolder import hold
 
@@ -236,7 +237,7 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     size = 1e-2 if settings else 1e-3
     on_ranks(2, tmp_path, save_policy, tmp_path / "two", size, *settings)
     save_policy(tmp_path / "one", 2 * size, *settings)
-    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "24", "--n", "2", "--temperature", "1")
+    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=24", "eval.n=2", "eval.temperature=1"))
     results = {}
     for run in ("two", "one"):
         for kind in ("hf", "checkpoints/step_000007"):
@@ -288,8 +289,8 @@ def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, command, capsys):
     assert (cfg.out, cfg.reward.custom_file) == (str(tmp_path / "run"), str(tmp_path / "own.py"))
     assert find_model(cfg.model.path) == tmp_path / "model"
     assert len(data.load_problems(cfg.data.train)) == len(data.load_problems("math500", "~")) == 1
-    assert command(evaluation, "--model", "~/model", "--data", "~/few.jsonl", "--max-new-tokens", "4", "--out",
-                   "~/out.json") == 0
+    assert command(evaluation, "--model", "~/model", "--data", "~/few.jsonl", "--out", "~/out.json",
+                   *sets("eval.max_new_tokens=4")) == 0
     assert (tmp_path / "out.json").is_file()
     begun(tmp_path / "run", cfg, 1)
     assert command(report, "~/run", "--out", "~/page") == 0 and (tmp_path / "page" / "report.html").is_file()
@@ -345,11 +346,11 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
         write_tiny(tmp_path / name / "hf", seed=seed)
     write_tiny(tmp_path / "c" / "hf", num_hidden_layers=1)
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:4]))
-    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "4")
+    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=4", "eval.limit=3"))
     started, start = [], evaluation.start_engine
     monkeypatch.setattr(evaluation, "start_engine", lambda *given: started.append(1) or start(*given))
     assert command(evaluation, "--model", tmp_path / "*" / "hf", tmp_path / "a" / "hf", *given, "--out",
-                   tmp_path / "out", "--limit", "3") == 0
+                   tmp_path / "out") == 0
     assert len(started) == 2  # a and b differ in their weights alone
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line.startswith("/")] == [str(tmp_path / name / "hf") for name in "abc"]
@@ -358,7 +359,7 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
         assert result["head"]["model"]["path"] == str(tmp_path / name / "hf")
         assert result["results"]["few"]["count"] == 3
         alone = tmp_path / f"{name}.json"
-        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--limit", "3", "--out", alone) == 0
+        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--out", alone) == 0
         assert json.loads(alone.read_text()) == result
     for out, said in ((tmp_path / "a.json", "a.json must be a folder for the results of 2 models"),
                       (tmp_path / "no" / "x", f"--out: folder {tmp_path / 'no'} not found")):

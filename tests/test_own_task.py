@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import TOY, load, toy_config, write_tiny
 from test_data import edit, write
+from test_eval import sets
 from test_rollout import prompts, spec
 
 import config
@@ -23,7 +24,7 @@ import learner
 import report
 import train
 from config import ConfigError, Data
-from infra import dist, flags, runfolder
+from infra import dist, runfolder
 from infra.rows import answered
 from infra.weights import export
 from page import evaluations
@@ -214,12 +215,9 @@ def test_the_trained_model_has_the_template_that_it_was_trained_with(tmp_path):
     assert theirs.chat_template == data.Tokenizer(tmp_path / "hf").source == QWEN3
 
 
-def test_a_new_line_can_be_given_on_the_command_line(monkeypatch):
+def test_a_new_line_can_be_given_on_the_command_line():
     cfg = config.load("grpo_toy.yaml", [r'data.prompt="Q: {question}\nA:"', 'rollout.stop=["\\n\\n"]'])
     assert cfg.data.prompt == "Q: {question}\nA:" and cfg.rollout.stop == ["\n\n"]
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--prompt", r"Q: {question}\nA:", "--stop", r"\n\n", "Q:"])
-    args = flags.arguments()
-    assert (args.prompt, args.stop) == (cfg.data.prompt, ["\n\n", "Q:"])
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}"])
@@ -452,30 +450,25 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_
     folder = str(base_model(tmp_path / "model"))
     few = str(write(tmp_path / "few.jsonl", {"question": "q", "answer": "1"}))
     if path == "eval.py":
-        given = ["--model", folder, "--data", few, "--max-new-tokens", "4"]
+        given = ["--model", folder, "--data", few, *sets("eval.max_new_tokens=4")]
         assert command(evaluation, monkeypatch, *given) == 2
     else:
         assert command(train, monkeypatch, "--config", "cppo_toy.yaml", "--set", f"model.path={folder}", "--set",
                        f"out={tmp_path / 'run'}", "--check") == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "set data.prompt to a plain text such as \"Question: {question}" in said and "--chat-template" in said
+    assert "set data.prompt to a plain text such as \"Question: {question}" in said
+    assert "data.chat_template to a jinja file" in said
     if path == "eval.py":
-        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {question}", "--stop", "a", "e") == 0
+        assert command(evaluation, monkeypatch, *given, *sets("data.prompt=Q: {question}", "rollout.stop=[a, e]")) == 0
         (tmp_path / "qwen3.jinja").write_text(QWEN3)
         given[3] = str(write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"}))
-        given += ["--columns", "question=prompt,answer=label"]
-        thinking = ["--chat-template", str(tmp_path / "qwen3.jinja"), "--template", "enable_thinking=false"]
+        given += sets("data.columns={question: prompt, answer: label}")
+        thinking = sets(f"data.chat_template={tmp_path / 'qwen3.jinja'}", "data.template.enable_thinking=false")
         seen, generate = [], TorchEngine.generate
         monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, *rest: seen.append(prompts) or generate(
             self, prompts, *rest))
         assert command(evaluation, monkeypatch, *given, *thinking) == 0
         assert data.Tokenizer(TOY).decode(seen[-1][0]).endswith("<think>\n\n</think>\n\n")
-        assert command(evaluation, monkeypatch, *given[:-1], "questoin=prompt") == 2
-        assert "unknown key '--columns.questoin'. Did you mean '--columns.question'?" in capsys.readouterr().err
-        assert command(evaluation, monkeypatch, *given, *thinking, "--prompt", "Q: {question}") == 2
-        assert "--prompt must be given without" in capsys.readouterr().err
-        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {x}") == 2
-        assert "--prompt must be a text with {question}" in capsys.readouterr().err
 
 
 def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):

@@ -187,8 +187,8 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     tokens are often equally likely, most of the texts and grades."""
     results = {}
     for engine in ("torch", "vllm"):
-        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--engine", engine,
-                   "--max-new-tokens", "64", "--out", tmp_path / f"{engine}.json")
+        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--set",
+                   f"rollout.engine={engine}", "--set", "eval.max_new_tokens=64", "--out", tmp_path / f"{engine}.json")
         assert done.returncode == 0, done.stderr
         results[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
     theirs, ours = (results[engine]["results"]["test"] for engine in ("vllm", "torch"))
