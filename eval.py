@@ -32,6 +32,7 @@ from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import origin, policy_files
 from infra.digests import hash_files, sha256
+from infra.lines import reading
 from infra.results import Store, list_models, read_result, require_place, require_same, write_result
 from infra.rows import answered
 from infra.runfolder import COPIES, changed_files, note
@@ -290,6 +291,13 @@ def counted(result: dict, sizes: list[int] | None = None) -> dict:
     return {"head": result["head"], "results": results}
 
 
+def count_anew(path: Path, sizes: list[int] | None = None) -> dict:
+    """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
+    result = read_result(path)
+    with reading(path):
+        return counted(result, sizes)
+
+
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
     result = deepcopy(result)
@@ -441,10 +449,12 @@ def show(result: dict, args: argparse.Namespace, *above: str) -> None:
 def command(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
     if args.compare:
-        print(comparison_table(*(counted(read_result(path)) for path in args.compare)))
+        results = [count_anew(path) for path in args.compare]
+        with reading(" or ".join(map(str, args.compare))):
+            print(comparison_table(*results))
     elif args.rescore:
         require_place(args.out)
-        result = rescore(read_result(args.rescore), args.k)
+        result = rescore(count_anew(args.rescore, args.k), args.k)
         if args.out:
             write_result(args.out, result)
         show(result, args)

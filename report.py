@@ -28,6 +28,7 @@ from markupsafe import Markup
 from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import replayable
+from infra.lines import reading
 from infra.signals import exit_status
 from page.charts import COLOURS, curves, score_charts
 from page.compare import Table, tables
@@ -108,9 +109,13 @@ def inlined() -> dict[str, Any]:
 def texts(runs: list[LoggedRun]) -> Markup:
     """Write what script.js shows as json, in which no text can end its <script> or begin a comment."""
     most = TEXTS // len(runs) // 2
-    data = {"runs": [{"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
-                      "samples": completions(run.samples, most), "held_out": held_out(run.folder, most)}
-                     for run in runs]}
+    shown = []
+    for run in runs:
+        with reading(run.folder / "samples.jsonl"):
+            samples = completions(run.samples, most)
+        shown.append({"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
+                      "samples": samples, "held_out": held_out(run.folder, most)})
+    data = {"runs": shown}
     finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
     return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
 
@@ -143,8 +148,9 @@ def newest(run: LoggedRun) -> dict[str, Any] | None:
     if not run.samples:
         return None
     line = run.samples[-1]
-    shown = [shortened(completion, 1000) | {"right": completion["components"].get("accuracy")}
-             for completion in line["completions"][:3]]
+    with reading(run.folder / "samples.jsonl"):
+        shown = [shortened(completion, 1000) | {"right": completion["components"].get("accuracy")}
+                 for completion in line["completions"][:3]]
     return {"step": line["step"], "gold": line["gold"], "completions": shown}
 
 

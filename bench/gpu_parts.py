@@ -314,7 +314,7 @@ def learning(bench: Bench) -> None:
     train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "rollout.engine=torch",
                                               f"model.dtype={'bfloat16' if bench.cuda else 'float32'}",
                                               "checkpoint.every=0"]))
-    lines = runfolder.read(out / "metrics.jsonl")
+    lines = runfolder.read_log(out / "metrics.jsonl")
     evals = [line for line in lines if summary.is_evaluation(line)]
     first, last = evals[0], evals[-1]
     mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)

@@ -32,7 +32,7 @@ def interval(rewards: list[float]) -> tuple[float, float, float]:
 
 def before_and_after(folder: Path) -> tuple[tuple[float, float, float], tuple[float, float, float]]:
     """Read the rewards of prompts in the first step and in the last ones, from samples.jsonl."""
-    lines = runfolder.read(folder / "samples.jsonl")
+    lines = runfolder.read_log(folder / "samples.jsonl")
     last = lines[-1]["step"]
     rewards: dict[bool, list[float]] = {True: [], False: []}
     for line in lines:
@@ -45,7 +45,7 @@ def before_and_after(folder: Path) -> tuple[tuple[float, float, float], tuple[fl
 def row(name: str, seed: int, folder: Path) -> str:
     """Write one line of the table."""
     before, after = before_and_after(folder)
-    seconds = sum(line.get("time/step", 0.0) for line in runfolder.read(folder / "metrics.jsonl"))
+    seconds = sum(line.get("time/step", 0.0) for line in runfolder.read_log(folder / "metrics.jsonl"))
     cells = [f"{middle:.2f} [{low:.2f}, {high:.2f}]" for low, middle, high in (before, after)]
     learnt = "yes" if after[0] > before[2] else "no"
     return f"| {name} | {seed} | {cells[0]} | {cells[1]} | {learnt} | {seconds:.0f} |"

@@ -26,7 +26,7 @@ COMMON = ["eval.every=5", "checkpoint.every=0", "data.limit=3500"]
 
 def row(folder: Path) -> dict[str, float]:
     """Read off a run: accuracy before and after, seconds of its steps, bytes of its checkpoint."""
-    lines = [line for line in runfolder.read(folder / "metrics.jsonl") if "time/step" in line]
+    lines = [line for line in runfolder.read_log(folder / "metrics.jsonl") if "time/step" in line]
     step, = (folder / "checkpoints").glob("step_*")
     scores = accuracies(folder, "test")
     return {"before": scores[0], "after": scores[-1], "seconds": sum(line["time/step"] for line in lines),

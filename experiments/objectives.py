@@ -82,7 +82,7 @@ def main() -> None:
         file, *settings = METHODS[name]
         settings += [f"steps={steps_of(file, settings, args.steps)}", f"seed={seed}", "eval.every=0"]
         folder = train_once(out, file, *settings)
-        results.setdefault(name, []).append(runfolder.read(folder / "metrics.jsonl"))
+        results.setdefault(name, []).append(runfolder.read_log(folder / "metrics.jsonl"))
     show(results)
     kept = {name: list(map(evaluations, several)) for name, several in results.items()}
     print(json.dumps({"bench": "objectives", "results": kept}))

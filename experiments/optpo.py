@@ -57,7 +57,7 @@ def by_parts(lines: list[dict], key: str) -> list[float]:
 
 def row(task: str, arm: str, seed: int, folder: Path) -> list[str]:
     """Write a run's row: held-out accuracy, then completions, wrong labels and accuracy in training."""
-    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = runfolder.read_log(folder / "metrics.jsonl")
     evaluations = [line for line in lines if "time/eval" in line]
     cells = []
     for line in (evaluations[0], evaluations[-1]):

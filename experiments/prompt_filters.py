@@ -47,14 +47,14 @@ GROUP = 8             # rollout.group_size, and answers to each problem there
 
 def rolled_out(folder: Path) -> list[int]:
     """Count the prompts that a run has rolled out, after each step, from 0."""
-    lines = [line for line in runfolder.read(folder / "metrics.jsonl") if "rollout/prompts" in line]
+    lines = [line for line in runfolder.read_log(folder / "metrics.jsonl") if "rollout/prompts" in line]
     return [0, *accumulate(line["rollout/prompts"] for line in lines)]
 
 
 def curve(folder: Path, counts: list[int]) -> list[float]:
     """Read a run's held-out accuracy at these numbers of prompts rolled out."""
     prompts = rolled_out(folder)
-    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = runfolder.read_log(folder / "metrics.jsonl")
     evaluated = [prompts[line["step"]] for line in lines if "eval/hard_test/accuracy" in line]
     return np.interp(counts, evaluated, accuracies(folder, "hard_test")).tolist()
 
@@ -68,7 +68,7 @@ def labels(folder: Path, step: int) -> dict[str, bool]:
 def chances(folder: Path, step: int) -> dict[str, float]:
     """Return the chance of a rollout of each problem at its first turn after a step."""
     first: dict[str, float] = {}
-    for line in runfolder.read(folder / "decisions.jsonl"):
+    for line in runfolder.read_log(folder / "decisions.jsonl"):
         for prompt in line["prompts"] if line["step"] > step else ():
             first.setdefault(prompt["id"], prompt["prob"])
     return first

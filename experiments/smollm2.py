@@ -115,7 +115,7 @@ def cost_table(folders: dict[str, Path]) -> list[str]:
     """Write seconds by phase and tokens of each run."""
     rows = []
     for name, folder in folders.items():
-        lines = runfolder.read(folder / "metrics.jsonl")
+        lines = runfolder.read_log(folder / "metrics.jsonl")
         seconds = [sum(line.get(f"time/{phase}", 0.0) for line in lines) for phase in PHASES]
         tokens = [sum(line.get(key, 0) for line in lines) for key in ("rollout/tokens", "train/tokens")]
         rows.append([name, *(f"{of:.0f}" for of in seconds), *(f"{of:,}" for of in tokens)])

@@ -115,7 +115,7 @@ def fate_table(runs: dict[str, Path]) -> list[str]:
     rows = []
     for method, folder in runs.items():
         counts: dict[int, Counter] = {}
-        for line in runfolder.read(folder / "decisions.jsonl"):
+        for line in runfolder.read_log(folder / "decisions.jsonl"):
             for prompt in line["prompts"]:
                 counts.setdefault(prompt["epoch"] // EPOCHS, Counter())[fate(prompt)] += 1
         for block, counter in counts.items():
@@ -129,7 +129,7 @@ def run_table(runs: list[tuple[str, int, Path]]) -> list[str]:
     """Write each run's seconds, and its held-out accuracy over the steps where it is GRPO."""
     rows = []
     for method, seed, folder in runs:
-        lines = runfolder.read(folder / "metrics.jsonl")
+        lines = runfolder.read_log(folder / "metrics.jsonl")
         curve = [line["eval/hard_test/accuracy"] for line in lines if "eval/hard_test/accuracy" in line]
         accuracy = ", ".join(f"{value:.1%}" for value in curve) if method == "grpo" else "not looked at"
         rows.append([method, str(seed), f"{cpu_seconds(folder):.0f}", accuracy])

@@ -62,7 +62,7 @@ def cpu_seconds(out: Path) -> float:
 
 def accuracies(folder: Path, name: str) -> list[float]:
     """Return the accuracy on a set of each evaluation of a run."""
-    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = runfolder.read_log(folder / "metrics.jsonl")
     return [line[f"eval/{name}/accuracy"] for line in lines if f"eval/{name}/accuracy" in line]
 
 

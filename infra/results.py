@@ -12,8 +12,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
-from infra.formats import DAMAGED, RESPONSE, TEXT, answered, numbers, require
-from infra.lines import append, read, replace, rewrite
+from infra.lines import DAMAGED, append, read_log, reading, replace, rewrite
 from settings.loader import parse_json
 from settings.paths import matching, short_names
 
@@ -30,15 +29,14 @@ class Store:
         (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
         require_same(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
-        for line in lines:
-            require(line, str(self.path), {"set": TEXT, "response": (dict,)})
-            response = line["response"]
-            require(response, str(self.path), RESPONSE | {"id": TEXT, "k": (int,)})
-            self.responses_of(line["set"])[response["id"], response["k"]] = response
+        with reading(self.path):
+            for line in lines:
+                response = line["response"]
+                self.responses_of(line["set"])[response["id"], response["k"]] = response
 
     def open(self, head: dict) -> list[dict]:
         """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
-        lines = read(self.path) or [head]
+        lines = read_log(self.path) or [head]
         rewrite(self.path, lines)
         return lines
 
@@ -99,35 +97,34 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
 
 
 def read_result(path: Path) -> dict:
-    """Read a result. Raises ConfigError where there is none."""
+    """Read a result. Raises ConfigError where there is none, or one that is not whole."""
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
     result = parse_json(path.read_bytes(), path, DAMAGED)
-    head, results = (result.get(key) if isinstance(result, dict) else None for key in ("head", "results"))
-    sets = head.get("sets") if isinstance(head, dict) else None
-    if not isinstance(sets, dict) or not isinstance(results, dict) or not results.keys() <= sets.keys():
-        raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
-    for name, of in results.items():
-        require(sets[name], f"{path}: head.sets.{name}", {"data": TEXT, "count": (int,)})
-        require_answers(of, f"{path}: results.{name}")
-        if len(of["problems"]) != sets[name]["count"]:
-            raise ConfigError(f"{path}: results.{name} has {len(of['problems'])} problems and its head "
-                              f"{sets[name]['count']}; {DAMAGED}")
+    with reading(path):
+        if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
+            raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
+        if not result["results"].keys() <= result["head"]["sets"].keys():
+            raise ConfigError(f"{path}: its head does not name its sets; {DAMAGED}")
+        for name, summary in result["results"].items():
+            require_alike(f"{path}: {name}", summary["problems"], result["head"]["sets"][name]["count"])
     return result
 
 
-def require_answers(of: dict, place: str) -> None:
-    """Raise ConfigError where a set's problems or their responses lack something, or are not all alike."""
-    require(of, place, {"problems": (list,)})
-    alike = set()
-    for i, problem in enumerate(of["problems"]):
-        answered(problem, f"{place}.problems[{i}]")
-        first = problem["responses"][0]
-        alike.add((len(problem["responses"]), "verdict" in first, "reward" in first))
-    if len(alike) != 1:
-        raise ConfigError(f"{place}: problems must be some, with as many responses, graded alike; {DAMAGED}")
-    if of.get("reward_range") and len(numbers(of["reward_range"], place, "reward_range")) != 2:
-        raise ConfigError(f"{place}: reward_range must be two numbers; {DAMAGED}")
+def require_alike(place: str, problems: list[dict], count: int) -> None:
+    """Raise ConfigError unless all problems are there, with as many responses each, judged alike."""
+    if len(problems) != count:
+        raise ConfigError(f"{place} has {len(problems)} problems and its head {count}; {DAMAGED}")
+    counts, judged = set(), set()
+    for problem in problems:
+        counts.add(len(problem["responses"]))
+        for response in problem["responses"]:
+            judged.add(("verdict" in response, "reward" in response))
+            texts = [response["text"], problem["gold"] if "verdict" in response else ""]
+            if not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"{place}: text and gold of {problem['id']} must be texts; {DAMAGED}")
+    if len(counts) != 1 or len(judged) != 1:
+        raise ConfigError(f"{place}: all problems must have as many responses, judged alike; {DAMAGED}")
 
 
 def write_result(path: Path, result: dict) -> None:

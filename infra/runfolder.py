@@ -32,8 +32,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra import formats
-from infra.lines import append, read, replace, rewrite
+from infra.lines import append, read_log, reading, replace, rewrite
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -88,7 +87,9 @@ def claim(cfg: Config, resume: Resume) -> Path:
 
 def has_a_step(folder: Path) -> bool:
     """Tell whether a run has done a step, of which something would be lost."""
-    logged = any(line["step"] > 0 for line in read(folder / "metrics.jsonl", formats.stepped))
+    path = folder / "metrics.jsonl"
+    with reading(path):
+        logged = any(line["step"] > 0 for line in read_log(path))
     return logged or any((folder / "checkpoints").glob("step_*"))
 
 
@@ -185,8 +186,8 @@ def state_of(folder: Path) -> dict:
     one that failed. One that died had no time to say so."""
     if is_locked(folder):
         return {"state": "running"}
-    lines = read(folder / "state.json", formats.ended)
-    return lines[0] if lines else {"state": "died"}
+    lines = read_log(folder / "state.json")
+    return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
 
 
 def evaluations(folder: Path) -> dict[int, Path]:
@@ -297,9 +298,9 @@ class Log:
                 shutil.copyfile(stored, kept)
             replace(stored, config.dump(cfg))
         for name in LOGS:
-            kept = [line for line in read(self.folder / name, formats.stepped)
-                    if line["step"] <= step]
-            rewrite(self.folder / name, kept)
+            path = self.folder / name
+            with reading(path):
+                rewrite(path, [line for line in read_log(path) if line["step"] <= step])
 
     def forget_later(self, evaluated_after: int) -> None:
         """Remove how the run has ended, and its evaluations after a step."""
@@ -333,7 +334,7 @@ class Log:
             ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())  # the run there, for good
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
-            for line in read(self.folder / "metrics.jsonl"):
+            for line in read_log(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
 
     def write_ending(self, state: dict) -> None:

@@ -179,10 +179,12 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
 
 def plot_own_interval(axes: Axes, run: LoggedRun, score: Score, most: int) -> None:
     """Draw each evaluation's own interval."""
-    (step_E, low_E), (_, high_E) = (thinned(*run.series(key), most) for key in score.keys[1:])
-    axes.vlines(step_E, score.scale * low_E, score.scale * high_E, color=COLOURS[0], linewidth=0.8)
+    step_E, low_E, high_E = run.intervals(score)
+    few_E, low_E = thinned(step_E, low_E, most)
+    few_E, high_E = thinned(step_E, high_E, most)
+    axes.vlines(few_E, low_E, high_E, color=COLOURS[0], linewidth=0.8)
     for end_E in (low_E, high_E):
-        axes.plot(step_E, score.scale * end_E, "_", color=COLOURS[0], markersize=4)
+        axes.plot(few_E, end_E, "_", color=COLOURS[0], markersize=4)
 
 
 def plot_interval(axes: Axes, lines: list[Line], i: int, bounds: tuple[float, float]) -> None:

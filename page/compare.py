@@ -133,8 +133,8 @@ def noise(groups: Groups, score: Score) -> float:
     """Return half the widest 95% interval of a first evaluation; 0 where none was logged."""
     widths = [0.0]
     for run in sum(groups.values(), []):
-        ends = [run.series(key)[1] for key in score.keys[1:]]
-        widths += [score.scale / 2 * (high - low) for low, high in zip(ends[0][:1], ends[1][:1], strict=True)]
+        _, low_E, high_E = run.intervals(score)
+        widths += list((high_E - low_E)[:1] / 2)
     return max(widths)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 
-from infra import formats, runfolder
+from infra.lines import read_log, reading
 from page.charts import COLOURS, Chart, draw, thinned
 from page.compare import amount
 from page.runs import LoggedRun
@@ -15,13 +15,16 @@ RIGHT, WRONG = COLOURS[2], COLOURS[1]
 
 def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     """Say in numbers and draw what pruning kept. Empty before the first step."""
-    decided = runfolder.read(run.folder / "decisions.jsonl", formats.decided)
+    path = run.folder / "decisions.jsonl"
+    decided = read_log(path)
     if not decided:
         return [], []
-    right, wrong = kept_by_difficulty(decided)
-    weights = kept_weights(decided)
+    with reading(path):
+        right, wrong = kept_by_difficulty(decided)
+        weights = kept_weights(decided)
+        by_reward = any("reward" in prompt for line in decided for prompt in line["prompts"])
     value, well, badly = "accuracy", "right completions", "wrong completions"
-    if any("reward" in prompt for line in decided for prompt in line["prompts"]):
+    if by_reward:
         value, well, badly = "mean reward", "rewards above the group's mean", "others"
     charts = [
         Chart("Share kept against difficulty", f"by the {value} of the completion's group, from hard to easy",

@@ -15,7 +15,8 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError
-from infra import formats, runfolder
+from infra import runfolder
+from infra.lines import read_log, read_metrics
 from page.show import as_yaml
 from page.summary import Score, is_evaluation
 from settings.loader import read
@@ -51,8 +52,7 @@ class LoggedRun:
     @cached_property
     def samples(self) -> list[dict]:
         """Read samples.jsonl. Lines of versions that kept no completions one by one are left out."""
-        return [line for line in runfolder.read(self.folder / "samples.jsonl", formats.sampled)
-                if "completions" in line]
+        return [line for line in read_log(self.folder / "samples.jsonl") if "completions" in line]
 
     @property
     def steps_done(self) -> int:
@@ -72,11 +72,18 @@ class LoggedRun:
         step_E, value_E = self.series(score.keys[0])
         return step_E, np.round(score.scale * value_E, 9)  # 58, not 57.99999999999999, is a level reached
 
+    def intervals(self, score: Score) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the steps at which a score was measured, and the ends of its intervals."""
+        _, low, high = score.keys
+        points = [(line["step"], line[low], line[high]) for line in self.evals if score.keys[0] in line]
+        step_E, low_E, high_E = np.array(points, dtype=float).reshape(-1, 3).T
+        return step_E, score.scale * low_E, score.scale * high_E
+
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
         """Add up what was spent until these steps were done. A step without the metric spent nothing."""
         key = SPENT[kind]
         steps_done = [0, *(step["step"] for step in self.steps)]
-        total = np.cumsum([0, *(1 if key is None else step.get(key, 0) for step in self.steps)])
+        total = np.cumsum([0, *(1 if key is None else step.get(key) or 0 for step in self.steps)])
         return total[np.searchsorted(steps_done, until_E, side="right") - 1].astype(float)
 
 
@@ -104,7 +111,7 @@ def read_run(folder: Path) -> LoggedRun:
         raise ConfigError(f"{path}: steps={total!r} must be a whole number; give folders of train.py")
     comparable = {key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)}
     return LoggedRun(folder, settings.get("seed", 0), total, comparable, runfolder.state_of(folder),
-                     runfolder.read(folder / "metrics.jsonl", formats.measured))
+                     read_metrics(folder / "metrics.jsonl"))
 
 
 def flatten(settings: dict, path: str = "") -> dict[str, Any]:

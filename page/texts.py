@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from infra import formats, runfolder
+from infra import runfolder
+from infra.lines import read_log, reading
 from page.evaluations import mean_reward
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
@@ -82,9 +83,10 @@ def changes(files: dict[int, Path]) -> list[dict]:
     pairs: list[dict] = []
     first = last = None
     for step, path in files.items():
-        answers = {(line["set"], line["id"]): line for line in runfolder.read(path, formats.evaluated)}
-        if last:
-            pairs = compared(*last, step, answers) + pairs
+        with reading(path):
+            answers = {(line["set"], line["id"]): line for line in read_log(path)}
+            if last:
+                pairs = compared(*last, step, answers) + pairs
         first, last = first or (step, answers), (step, answers)
     return [*compared(*first, *last), *pairs] if len(files) > 2 else pairs
 

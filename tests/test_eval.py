@@ -136,7 +136,7 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
     prompt = "Only the number."
     train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
                            f"data.system_prompt={prompt}", *sampled))
-    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     result, printed = evaluated(tmp_path, "--model", str(tmp_path / "run" / "hf"), "--config",
                                 str(tmp_path / "run" / "config.yaml"))
     assert result["head"]["system_prompt"] == prompt

@@ -3,6 +3,7 @@ or patterns, work from another folder, and train without a set to evaluate on.""
 
 import json
 import os
+import shutil
 import stat
 import sys
 from contextlib import suppress
@@ -72,7 +73,7 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", broken)
         assert command(train, "--config", yaml) == 2
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0]
     for name in ("soft_values.jsonl", "of_the_user.jsonl"):
         (tmp_path / "run" / name).touch()
     assert command(train, "--config", yaml, "--resume") == 2
@@ -83,7 +84,7 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
         assert command(train, "--config", yaml) == 2
     assert (tmp_path / "run" / "soft_values.jsonl").is_file()  # what was sampled for this config serves it still
     assert command(train, "--config", yaml, "--set", "seed=5") == 0
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 1]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 1]
     assert config.load(tmp_path / "run" / "config.yaml").seed == 5
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert "of_the_user.jsonl" in left and "soft_values.jsonl" not in left
@@ -112,7 +113,7 @@ def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, mon
     try:
         assert command(train, "--config", written(cfg)) == 2
         assert f"is in use by process {process.pid} on" in capsys.readouterr().err
-        assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 1
+        assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 1
     finally:
         os.killpg(process.pid, 9)
         process.wait()
@@ -128,7 +129,7 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
     monkeypatch.setattr(train, "set_up", meanwhile)
     with pytest.raises(ConfigError, match="already holds a run with this config"):
         train.train(cfg)
-    assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
 @pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
@@ -151,12 +152,12 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     folder = tmp_path / "run"
     assert config.load(folder / f"config_until_{first:06d}.yaml") == once
     assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=4", *sets[1::2]])
-    steps = [[line for line in runfolder.read(place / "metrics.jsonl") if "reward/mean" in line]
+    steps = [[line for line in runfolder.read_log(place / "metrics.jsonl") if "reward/mean" in line]
              for place in (tmp_path / "whole", folder)]
     one, other = ([{key: x for key, x in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
                   for lines in steps)
     assert one == other and len(one) == 4
-    evaluated = {line["step"] for line in runfolder.read(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
+    evaluated = {line["step"] for line in runfolder.read_log(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
     assert evaluated == {0, first, 2, 3, 4} and len(list((folder / "checkpoints").glob("step_*"))) == 2
     exported = weights(load(folder / "hf"))
     assert all(torch.equal(exported[name], p.float()) for name, p in expected.items())
@@ -215,6 +216,57 @@ def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
     for _ in range(2):
         runfolder.Log(folder).track(toy_config(folder, "log.wandb=winnow"))
     assert asked[0] == asked[1] == json.loads((folder / "env.json").read_text())["wandb"]
+
+
+# ---- a run goes on with what it began with
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """A run of one step in a folder of its own, with its model and data."""
+    folder = tmp_path_factory.mktemp("first")
+    shutil.copytree(TOY, folder / "model")
+    for name in ("train", "test"):
+        lines = (ROOT / "toy" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:12]))
+    train.train(going(folder))
+    return folder
+
+
+def going(folder, *settings: str):
+    return toy_config(folder / "run", "steps=1", *SHORT, f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
+                      f"data.eval={folder / 'test.jsonl'}", *settings)
+
+
+def in_another_order(text: str) -> str:
+    return "".join(reversed(text.splitlines(keepends=True)))
+
+
+def with_one_more_word(text: str) -> str:
+    return json.dumps(json.loads(text) | {"one_more": 1})
+
+
+@pytest.mark.parametrize(("name", "change", "setting"), [
+    ("train.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
+    ("train.jsonl", lambda text: text[:text.rindex("{")], "12 prompts .* at data.train, where there are now 11"),
+    ("test.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.eval .test., where"),
+    ("model/generation_config.json", with_one_more_word, r"json and jinja files of sha256 \w{16} at model.path, where"),
+    ("model/tokenizer_config.json", with_one_more_word, "json and jinja files .* at model.path, where"),
+])
+def test_a_run_that_finds_other_inputs_does_not_go_on(name, change, setting, first_step):
+    path = first_step / name
+    before = path.read_text()
+    path.write_text(change(before))
+    try:
+        with pytest.raises(ConfigError, match=f"step_000001 was trained with {setting}.*or begin another run"):
+            train.train(going(first_step, "steps=2"), resume="always")
+    finally:
+        path.write_text(before)
+
+
+def test_a_run_goes_on_from_copies_and_with_less_to_evaluate_on(first_step, tmp_path):
+    shutil.copytree(first_step / "run", tmp_path / "run")
+    train.train(replace(going(first_step, "steps=2", "eval.limit=3"), out=str(tmp_path / "run")), resume="always")
+    assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 
 # ---- checkpoints and exports
@@ -380,7 +432,7 @@ def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
     assert command(train, *none) == 0
     printed = capsys.readouterr().out
     assert "after 1 steps, without a set to evaluate on (data.eval)\n" in printed and "hf --data SET\n" in printed
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert command(report, tmp_path / "run") == 0
     assert command(evaluation, "--model", TOY, "--config", tmp_path / "run" / "config.yaml") == 2
     assert "--data must be given" in capsys.readouterr().err

@@ -476,7 +476,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     cfg = own_task(tmp_path)
     train.train(cfg)
     printed, run = capsys.readouterr(), Path(cfg.out)
-    first, *steps, last = runfolder.read(run / "metrics.jsonl")
+    first, *steps, last = runfolder.read_log(run / "metrics.jsonl")
     scores = [last[f"eval/held_out/{key}"] for key in ("reward", "reward_low", "reward_high")]
     assert scores[0] > 0 and -1 <= scores[1] < scores[0] < scores[2] <= 1
     logged = {key for line in (first, *steps, last) for key in line}
@@ -485,14 +485,14 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     assert all(step["reward/mean"] == pytest.approx(step["reward/custom"]) for step in steps)
     bounds = f"reward {scores[0]:.3f} [{scores[1]:.3f}, {scores[2]:.3f}]"
     assert f"step 2: held_out {bounds}" in printed.err and bounds in printed.out
-    answers = [r for p in runfolder.read(run / "eval_000002.jsonl") for r in p["responses"]]
+    answers = [r for p in runfolder.read_log(run / "eval_000002.jsonl") for r in p["responses"]]
     assert {"verdict", "answer"}.isdisjoint(answers[0]) and answers[0]["components"] == {"custom": answers[0]["reward"]}
     assert scores[0] == pytest.approx(np.mean([r["reward"] for r in answers]))
     assert all(r["finished"] == ("ee" in r["text"] or "\n" in r["text"] or r["tokens"] < 32) for r in answers)
-    line = runfolder.read(run / "samples.jsonl")[0]
+    line = runfolder.read_log(run / "samples.jsonl")[0]
     assert line["prompt"].startswith("Question: Tell me of") and line["prompt"].endswith("\nAnswer:")
     assert "accuracy" not in line["completions"][0]["components"]
-    offered = [p for d in runfolder.read(run / "decisions.jsonl") for p in d["prompts"]]
+    offered = [p for d in runfolder.read_log(run / "decisions.jsonl") for p in d["prompts"]]
     assert all(len(p["reward"]) == 8 and "right" not in p for p in offered)
 
     out = tmp_path / "out.json"
@@ -516,7 +516,7 @@ def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, caps
     """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
     cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5")
     train.train(cfg)
-    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     assert {"eval/few/accuracy", "eval/few/reward", "eval/few/low", "eval/few/reward_low"} <= last.keys()
     assert -1e-9 <= last["eval/few/reward_low"] <= last["eval/few/reward"] <= last["eval/few/reward_high"] <= 1.5
     table = capsys.readouterr().out

@@ -373,7 +373,7 @@ def test_what_pruning_did_is_drawn_as_it_was_decided(tmp_path):
 
 def test_a_long_curve_is_drawn_by_means_and_the_page_says_so(tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 901)
-    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = runfolder.read_log(folder / "metrics.jsonl")
     lines = [line | {f"other/{i}": 1.0 for i in range(100)} if "time/step" in line else line for line in lines]
     runfolder.rewrite(folder / "metrics.jsonl", lines)
     text, _ = page_of([folder], tmp_path / "out")

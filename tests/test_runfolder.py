@@ -107,7 +107,7 @@ def test_a_run_writes_down_how_it_ends_and_tells_wandb(error, state, tmp_path):
         assert runfolder.state_of(tmp_path) == {"state": "running"}
         if error:
             raise error
-    assert runfolder.read(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
+    assert runfolder.read_log(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
     assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
     log.unlock()
     assert runfolder.state_of(tmp_path) == state
@@ -157,7 +157,7 @@ def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
     assert [line.split(":")[0] for line in steps] == ["step 1/3", "step 2/3", "step 3/3"]
     assert all(re.search(r": reward [\d.]+, length [\d.]+, kept \d+/32, [\d.]+ s, \d:\d\d:\d\d left$", line)
                for line in steps)
-    first = runfolder.read(tmp_path / "run" / "metrics.jsonl")[0]
+    first = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[0]
     assert first["time/start"] > 0 < first["time/eval"]
     assert re.search(r"^seconds  start [\d.]+  eval [\d.]+  rollout ", out, re.MULTILINE)
     assert f" eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out

@@ -90,7 +90,7 @@ def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name
     whole, cut = gone_on(cfg), replace(cfg, out=str(tmp_path / "cut"))
     nth = 4 if (name, what) != ("cppo", "evaluation") else 3  # of five with the one before the first step
     assert stopped_in(cut, what, nth, rank=0) == (True, 0)
-    done = runfolder.read(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
+    done = runfolder.read_log(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
     assert 0 < done < 4 and (tmp_path / "cut" / "checkpoints" / "latest").read_text() == f"step_{done:06d}"
     assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
     resumed = gone_on(cut)

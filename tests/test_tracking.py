@@ -71,7 +71,7 @@ def by_step(lines: list[dict]) -> dict[int, dict]:
 
 def same_as_metrics(folder: Path) -> bool:
     sent = [line for path in recorded(folder) for line in history(path)]
-    return by_step(sent) == by_step(runfolder.read(folder / "metrics.jsonl"))
+    return by_step(sent) == by_step(runfolder.read_log(folder / "metrics.jsonl"))
 
 
 @pytest.fixture
@@ -99,7 +99,7 @@ def test_metrics_config_and_completions_are_recorded(offline, tmp_path):
     shown = [line for line in history(path) if "completions.path" in line]
     assert [line["step"] for line in shown] == [1, 2]
     table = json.loads((path.parent / "files" / shown[1]["completions.path"]).read_text())
-    lines = [line for line in runfolder.read(tmp_path / "run" / "samples.jsonl") if line["step"] == 2]
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "samples.jsonl") if line["step"] == 2]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert len(rows) == 2 * cfg.rollout.group_size and [row["id"] for row in rows[::8]] == [x["id"] for x in lines]
     for row, completion in zip(rows, (c for line in lines for c in line["completions"]), strict=True):
@@ -173,7 +173,7 @@ def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_pa
     warnings = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
     reason = {"network": "Failed to get resume status", "login": "No API key configured"}[missing]
     assert len(warnings) == 1 and reason in warnings[0] and "`wandb sync` sends it later" in warnings[0], warnings
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 2]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 2]
     assert same_as_metrics(tmp_path / "run") and runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 

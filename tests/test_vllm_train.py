@@ -40,7 +40,7 @@ def after(patch: str, *settings: str) -> list[str]:
 def steps_of(folder: Path) -> list[dict]:
     """What was logged for each step, without the times."""
     return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
-            for line in runfolder.read(folder / "metrics.jsonl") if "train/loss" in line]
+            for line in runfolder.read_log(folder / "metrics.jsonl") if "train/loss" in line]
 
 
 def is_in_step(line: dict) -> bool:
@@ -59,7 +59,7 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 def test_the_toy_learns(launcher, settings, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", *settings))
     assert done.returncode == 0, done.stderr
-    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
     before, *_, learnt = (line for line in lines if "eval/test/accuracy" in line)
     assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
     assert len(steps_of(tmp_path / "run")) == 40
