@@ -161,4 +161,4 @@ class Task:
     prompts: list[Prompt]       # the same, rendered; fewer where data.drop_longer left some out
     sets: list                  # eval.Set of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
-    inputs: dict[str, str] = field(default_factory=dict)  # hashes of all this (infra/digests.py)
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of all this (infra/checkpoint.py)

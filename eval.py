@@ -30,8 +30,7 @@ import verify
 from config import Config, ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
-from infra.checkpoint import origin, policy_files
-from infra.digests import hash_files, sha256
+from infra.checkpoint import hash_files, origin, policy_files, sha256
 from infra.lines import reading
 from infra.results import Store, list_models, read_result, require_place, require_same, write_result
 from infra.rows import answered

@@ -29,7 +29,7 @@ import torch.distributed.checkpoint as dcp
 from shapes import write_config
 
 from config import Optim
-from infra import checkpoint, digests, dist
+from infra import checkpoint, dist
 from infra.checkpoint import Checkpoints, Role, find
 from learner import adam
 from model import Decoder, empty_model, sdpa_padded
@@ -101,7 +101,7 @@ def save(rank: int, ranks: int, folder: str, rounds: int) -> None:
     if rank == 0:
         sizes = {
             "torch.save": (out / "plain.pt").stat().st_size,
-            "Checkpoints": sum(size for size, _ in digests.listed(newest).values()),
+            "Checkpoints": sum(size for size, _ in checkpoint.read_list(newest).values()),
         }
         parameters = sum(p.numel() for p in role[0].parameters())
         saved = {"seconds": by_way, "bytes": sizes, "parameters": parameters}

@@ -117,7 +117,7 @@ def refused_changes(there: Config, now: Config) -> list[str]:
 
 
 def is_moved(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names at another path what `require_same_files` or digests.py compares."""
+    """Tell whether a setting names at another path a file whose content is compared elsewhere."""
     paths = config.flatten(there)[key], config.flatten(now)[key]
     return key in (*COPIES, "model.lora.path") and None not in paths
 
