@@ -32,7 +32,7 @@ from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import hash_files, origin, policy_files, sha256
 from infra.lines import reading
-from infra.results import Store, list_models, read_result, require_place, require_same, write_result
+from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
 from infra.rows import answered
 from infra.runfolder import COPIES, changed_files, note
 from infra.signals import exit_status
@@ -49,7 +49,7 @@ from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
 
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
-ROUNDS_OF_SLOTS = 4   # how often all decoding slots are filled between two writes of the responses
+ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -
 
 def summarise(problems: list[dict], sizes: list[int] | None = None,
               bounds: tuple[float, float] | None = None) -> dict:
-    """Summarise n responses to each problem: `of_verdicts` where they are graded, `of_rewards` where they are
+    """Summarise n responses to each problem: `summarise_verdicts` where they are graded, `of_rewards` where they are
     scored with rewards within `bounds`.
 
     A problem none of whose responses has a reward is left out of the mean. length is in tokens; groups holds
@@ -174,15 +174,15 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
     if scored:
         value_N, figures = list(map(mean_reward, scored)), partial(reward_figures, bounds=bounds)
-        result |= figures(value_N) | {"reward_range": bounds, "groups": grouped(scored, value_N, figures)}
+        result |= figures(value_N) | {"reward_range": bounds, "groups": summarise_groups(scored, value_N, figures)}
     if "verdict" in responses[0]:
         value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
-        result |= figures(value_N) | of_verdicts(problems, sizes)
-        result["groups"] = grouped(problems, value_N, figures)
+        result |= figures(value_N) | summarise_verdicts(problems, sizes)
+        result["groups"] = summarise_groups(problems, value_N, figures)
     return result | {"count": len(problems), "problems": problems}
 
 
-def of_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
+def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     """Summarise graded responses: lenient counts one also where its last number is right, last_number only
     there; pass and majority are {k: value} for these sizes, or powers of 2 up to n, and for n, majority over
     blocks of k responses."""
@@ -221,7 +221,7 @@ def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
     return {"reward": mean(value_N), "reward_low": low, "reward_high": high, "count": len(value_N)}
 
 
-def grouped(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
+def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
     """Compute figures by level and by subject, where the problems have them."""
     groups: dict[str, dict] = {}
     for kind in ("level", "subject"):
@@ -283,18 +283,18 @@ def identify(held_out: Set) -> dict:
     return {"count": len(data), "data": sha256(data), "prompts": sha256(prompts)}
 
 
-def counted(result: dict, sizes: list[int] | None = None) -> dict:
+def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
     """Summarise the responses of a result anew."""
     results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
                for name, old in result["results"].items()}
     return {"head": result["head"], "results": results}
 
 
-def count_anew(path: Path, sizes: list[int] | None = None) -> dict:
+def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
     """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
     result = read_result(path)
     with reading(path):
-        return counted(result, sizes)
+        return summarise_result(result, sizes)
 
 
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
@@ -307,10 +307,10 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
                                             strict=True):
                 response |= found
     result["head"]["verifier"] = verifier_version()
-    return counted(result, sizes)
+    return summarise_result(result, sizes)
 
 
-def with_math_verify(results: dict[str, dict]) -> dict[str, dict]:
+def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
     """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
     results = deepcopy(results)
     for result in results.values():
@@ -401,10 +401,10 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
         head, stored = dist.gather([describe_result(cfg, sampling, spec, tokenizer, sets), stored]
                                    if dist.rank() == 0 else [])
         if stored:
-            require_same(out, stored["head"], head)
+            require_same_head(out, stored["head"], head)
             print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
-            return counted(stored | {"head": head}, args.k)
-        store = Store(out, head, ROUNDS_OF_SLOTS * cfg.rollout.slots * dist.world_size())
+            return summarise_result(stored | {"head": head}, args.k)
+        store = Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
     engine = engines.start(engine_name, spec, cfg.model.path)
     engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
     results = {}
@@ -441,19 +441,19 @@ def evaluate_models(args: argparse.Namespace) -> None:
 
 def show(result: dict, args: argparse.Namespace, *above: str) -> None:
     """Print the table of a result."""
-    results = with_math_verify(result["results"]) if args.also else result["results"]
+    results = add_math_verify(result["results"]) if args.also else result["results"]
     print(*above, results_table(results), sep="\n", flush=True)
 
 
-def command(args: argparse.Namespace) -> None:
+def evaluate_or_compare(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
     if args.compare:
-        results = [count_anew(path) for path in args.compare]
+        results = [summarise_file(path) for path in args.compare]
         with reading(" or ".join(map(str, args.compare))):
             print(comparison_table(*results))
     elif args.rescore:
         require_place(args.out)
-        result = rescore(count_anew(args.rescore, args.k), args.k)
+        result = rescore(summarise_file(args.rescore, args.k), args.k)
         if args.out:
             write_result(args.out, result)
         show(result, args)
@@ -482,7 +482,7 @@ def main() -> int:
     add("--rescore", type=user_path, help="a result: grade its responses again")
     add("--also", choices=["math-verify"], help="its verdicts too, and where they differ from ours")
     add("--compare", type=user_path, nargs=2, help="two results on the same problems")
-    run_it = partial(command, parser.parse_args())
+    run_it = partial(evaluate_or_compare, parser.parse_args())
     return exit_status(run_it, "the same command goes on from there, if it has --out")
 
 

@@ -56,7 +56,7 @@ class Run:
     sampler: Sampler                       # or what stands in for it (methods/stand_ins.py)
     history: PromptHistory
     checkpoints: Checkpoints
-    log: runfolder.Log
+    log: runfolder.RunLog
     inputs: dict[str, str]                 # hashes of data, tokenizer and weights
     first: int                             # the step to begin with
 
@@ -119,7 +119,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     task = load(cfg)
     files = files_of(cfg.reward, task.tokenizer)
     dist.init(memory.find_device(cfg.device))
-    log = runfolder.Log(folder if dist.rank() == 0 else None)
+    log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     path, saved = find_newest(resume, folder / "checkpoints")

@@ -139,7 +139,7 @@ class Winnow:
         decided = memory.decide(cfg, task.source)
         learner, engine = train.set_up(decided, task)
         easy = middle(cfg.reward, cfg.rollout.differ_in)
-        log = runfolder.Log(out)
+        log = runfolder.RunLog(out)
         log.create(cfg, "never", learner.device, memory.choices(cfg, decided), 
                    train.files_of(cfg.reward, task.tokenizer))
         next(log.steps(0, cfg.steps))

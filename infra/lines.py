@@ -12,7 +12,7 @@ from settings.loader import SHORT
 DAMAGED = "the file was damaged; bring it back, or do without it"
 
 
-class Line(dict):
+class LogLine(dict):
     """An object in a log, which knows its place: a missing key is an error that names file and line."""
 
     def __init__(self, found: dict, place: str):
@@ -36,25 +36,25 @@ def reading(place: Path | str) -> Iterator[None]:
 
 
 def parse_line(text: bytes, place: str) -> Any:
-    """Parse JSON whose objects are Lines; None for what is no JSON."""
+    """Parse JSON whose objects are LogLines; None for what is no JSON."""
     try:
-        return json.loads(text, object_hook=lambda found: Line(found, place))
+        return json.loads(text, object_hook=lambda found: LogLine(found, place))
     except (ValueError, RecursionError):
         return None
 
 
-def read_log(path: Path) -> list[Line]:
+def read_log(path: Path) -> list[LogLine]:
     """Read the lines of a log; [] where there is none.
 
     What a dying process or machine has torn at the end is left out: a last line without its end, and lines
     behind the last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
-    lines: list[Line] = []
+    lines: list[LogLine] = []
     broken = 0
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(written, start=1):
         line = parse_line(text, f"{path}:{number}")
-        if not isinstance(line, Line):
+        if not isinstance(line, LogLine):
             broken = broken or number
             continue
         if broken:
@@ -64,7 +64,7 @@ def read_log(path: Path) -> list[Line]:
     return lines
 
 
-def read_metrics(path: Path) -> list[Line]:
+def read_metrics(path: Path) -> list[LogLine]:
     """Read metrics.jsonl, whose values are numbers or null. Raises ConfigError for others."""
     lines = read_log(path)
     for line in lines:
@@ -99,7 +99,7 @@ def rewrite(path: Path, lines: list[dict]) -> None:
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def mended(path: Path) -> list[Line]:
+def mend_log(path: Path) -> list[LogLine]:
     """Read a log, and cut off a torn last line so that it can be appended to."""
     lines = read_log(path)
     rewrite(path, lines)

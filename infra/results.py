@@ -27,7 +27,7 @@ class Store:
         self.path = out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
         (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
-        require_same(self.path, stored, head)
+        require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         with reading(self.path):
             for line in lines:
@@ -79,7 +79,7 @@ def list_models(models: list[str], out: Path | None) -> list[tuple[str, Path | N
     return [(str(path), out / f"{name}.json") for path, name in zip(paths, short_names(paths), strict=True)]
 
 
-def require_same(path: Path, old: dict, new: dict) -> None:
+def require_same_head(path: Path, old: dict, new: dict) -> None:
     """Raise ConfigError where a file's responses are those of another head."""
     difference = next(differences(old, json.loads(json.dumps(new))), None)
     if difference:

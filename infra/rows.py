@@ -15,7 +15,7 @@ from settings.loader import parse_json
 from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)
-SETS = {
+NAMED_SETS = {
     "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
     "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
     "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
@@ -83,7 +83,7 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
     Raises ConfigError."""
     import datasets  # slow to import, and needed for names only
 
-    name, config, split = SETS[name][2:] if name in SETS else name.split(":")
+    name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -94,19 +94,19 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(SETS)}, "
+CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
 def file_of(name: str, folder: str | None) -> Path | None:
     """Find the file of a data set; None for one on the hub. Raises ConfigError for what is neither."""
-    path = find_path(Path(folder, SETS[name][1]) if folder and name in SETS else name)
+    path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
     if path.suffix in READERS and not path.is_file():
         where = "" if path.is_absolute() else f" from {Path.cwd()}, nor from {REPOSITORY}"
         raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
     if path.suffix in READERS:
         return path
-    if name in SETS or (name.count(":") == 2 and "/" in name):
+    if name in NAMED_SETS or (name.count(":") == 2 and "/" in name):
         return None
     raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
 
@@ -122,9 +122,9 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
     """
     rows, there = [row for row in rows if isinstance(row, dict)], {}
     for name, column in columns.items():
-        ours = any(cell(row, name, {}) is not None for row in rows)
+        ours = any(find_cell(row, name, {}) is not None for row in rows)
         needed = name in ("question", "answer") and not ours
-        if column is None or needed or any(cell(row, name, columns) is not None for row in rows):
+        if column is None or needed or any(find_cell(row, name, columns) is not None for row in rows):
             there[name] = column
         else:
             print(f"{source}: no row has the column {column!r} that data.columns names for {name}"
@@ -132,7 +132,7 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
     return there
 
 
-def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
+def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     """Take a row's value for our `name`, None without one: of the column that `columns` has for it, else of
     the one that is called so, or one of OTHERS. "a.b" is b inside column a, unless one is called so."""
     places = (columns[name],) if name in columns else (name, *OTHERS.get(name, ()))

@@ -196,7 +196,7 @@ def evaluations(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
-def said_of(error: BaseException) -> str:
+def describe_error(error: BaseException) -> str:
     """Say in one line what a run failed by."""
     text = f"{type(error).__name__}: {error}".split("\n")[0]
     if isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1":
@@ -204,15 +204,15 @@ def said_of(error: BaseException) -> str:
     return text
 
 
-def environment(device: torch.device) -> dict:
+def describe_environment(device: torch.device) -> dict:
     """Describe what runs: command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {
         "argv": sys.argv,
-        "commit": git("rev-parse", "HEAD"),
-        "diff": git("diff", "HEAD"),
+        "commit": run_git("rev-parse", "HEAD"),
+        "diff": run_git("diff", "HEAD"),
         "python": platform.python_version(),
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -221,7 +221,7 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def git(*command: str) -> str | None:
+def run_git(*command: str) -> str | None:
     """Return what git says in the code's folder; None where there is no git or no repository."""
     folder = Path(__file__).parent
     try:
@@ -233,7 +233,7 @@ def git(*command: str) -> str | None:
 
 # ---- the files, and what a person sees
 
-class Log:
+class RunLog:
     """Write the files of the run folder and show how the run goes.
 
     Rank 0 does it. On other ranks the folder is None, and nothing is written or shown.
@@ -280,7 +280,7 @@ class Log:
             if text is not None:
                 (self.folder / COPIES[setting]).write_text(text)
         replace(stored, config.dump(cfg))
-        ran_on = environment(device) | {"chosen": chosen}
+        ran_on = describe_environment(device) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
 
     def resume(self, step: int, cfg: Config) -> None:
@@ -320,7 +320,7 @@ class Log:
             raise
         except BaseException as error:
             with suppress(OSError):  # of a full disk, which is perhaps the error itself
-                self.write_ending({"state": "failed", "error": said_of(error)})
+                self.write_ending({"state": "failed", "error": describe_error(error)})
             self.unlock()
             raise
         self.write_ending({"state": "finished"})

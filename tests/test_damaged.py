@@ -21,7 +21,7 @@ import eval as evaluation
 import report
 from config import ConfigError
 from infra import dist, lines, results, weights
-from infra.runfolder import Log
+from infra.runfolder import RunLog
 from infra.tokenizer import Tokenizer
 from model import load_model
 from verify import cases
@@ -240,7 +240,7 @@ def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, lo
 def test_a_run_does_not_go_on_from_a_log_without_steps(logged, tmp_path):
     folder = shutil.copytree(logged, tmp_path / "run")
     spoil(folder / "samples.jsonl", (("step",), "1"))
-    said = said_by(Log(folder).resume, 1, config.load(folder / "config.yaml", [f"out={folder}"]))
+    said = said_by(RunLog(folder).resume, 1, config.load(folder / "config.yaml", [f"out={folder}"]))
     assert said.startswith(f"{folder / 'samples.jsonl'} holds a value that no run writes (TypeError: ")
 
 
@@ -249,7 +249,7 @@ def test_a_run_does_not_go_on_from_a_log_without_steps(logged, tmp_path):
 def test_what_is_torn_at_the_end_of_a_log_is_left_out(torn, tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
-    assert lines.read_log(path) == lines.mended(path) == [{"step": 1}, {"step": 2}]
+    assert lines.read_log(path) == lines.mend_log(path) == [{"step": 1}, {"step": 2}]
     lines.append(path, {"step": 3})
     assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
 
@@ -294,10 +294,10 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path):
 ])
 def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
     path = Path(written(tmp_path / "result.json", "right", "wrong"))
-    assert evaluation.count_anew(path)["results"]["few"]["accuracy"] == 0.5
+    assert evaluation.summarise_file(path)["results"]["few"]["accuracy"] == 0.5
     lines.rewrite(path, [json.loads(path.read_text())])
     spoil(path, (keys, value))
-    said = said_by(evaluation.count_anew, path)
+    said = said_by(evaluation.summarise_file, path)
     assert message in said and str(path) in said and "bring it back" in said, said
 
 

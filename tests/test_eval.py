@@ -184,7 +184,7 @@ def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
     for problem in problems:
         problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
     result = {"few": evaluation.summarise(problems)}
-    both = evaluation.with_math_verify(result)
+    both = evaluation.add_math_verify(result)
     assert "math_verify" not in result["few"] and both["few"]["math_verify"] == 2 / 3
     head, row, *differ = evaluation.results_table(both).splitlines()
     assert head.endswith("math-verify") and row.endswith("66.7%") and row.split()[3] == "33.3%"
@@ -287,7 +287,7 @@ class Interrupted(Exception):
 def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
     """Killed in its third chunk of five, with a line half written."""
     monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(evaluation, "ROUNDS_OF_SLOTS", 1)
+    monkeypatch.setattr(evaluation, "ROUNDS_BETWEEN_WRITES", 1)
     data_file, generate, calls = held_out(tmp_path / "few.jsonl", 10), TorchEngine.generate, []
 
     def dies(self, prompts, *rest):

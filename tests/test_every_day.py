@@ -96,7 +96,7 @@ def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
     cfg, device = toy_config(tmp_path / "run", "steps=1"), torch.device("cpu")
     texts = {"reward.custom_file": "one", "data.chat_template": None}
     for text, stays in (("one", True), ("two", False), (None, False)):
-        with_table = runfolder.Log(tmp_path / "run")
+        with_table = runfolder.RunLog(tmp_path / "run")
         with_table.create(cfg, "never", device, {}, texts)
         (tmp_path / "run" / "soft_values.jsonl").touch()
         with_table.create(cfg, "never", device, {}, texts | {"reward.custom_file": text})
@@ -214,7 +214,7 @@ def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
     monkeypatch.setattr(runfolder, "Tracker", lambda cfg, folder, run_id: asked.append(run_id) or
                         type("", (), {"log": lambda self, line: None})())
     for _ in range(2):
-        runfolder.Log(folder).track(toy_config(folder, "log.wandb=winnow"))
+        runfolder.RunLog(folder).track(toy_config(folder, "log.wandb=winnow"))
     assert asked[0] == asked[1] == json.loads((folder / "env.json").read_text())["wandb"]
 
 

@@ -507,7 +507,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
     report.write_report([run], tmp_path / "page")
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
-    assert "held_out: reward, at the least that a run spent" in tables.replace("\\_", "_")
+    assert "held_out: reward, at the budget that every run reached" in tables.replace("\\_", "_")
     assert "accuracy" not in tables and "Held-out reward: held_out" in page and "no gold answer" in page
     assert "by the mean reward of the completion" in page and bounds in page
 
@@ -523,7 +523,7 @@ def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, caps
     assert table.count("few ") == 2 and "held-out accuracy" in table
     report.write_report([tmp_path / "run"], tmp_path / "page", level=50)
     tables = (tmp_path / "page" / "report.md").read_text()
-    assert "few: spent to reach 50.0%" in tables and "few: spent to reach a reward of" in tables
+    assert "few: cost to reach 50.0%" in tables and "few: cost to reach a reward of" in tables
     assert "a reward of 50" not in tables  # the level is of accuracies
     with pytest.raises(ConfigError, match="--level 120 must be above 0 and at most 100"):
         report.write_report([tmp_path / "run"], tmp_path / "page", level=120)
@@ -533,4 +533,4 @@ def test_a_level_is_a_reward_where_nothing_has_an_accuracy(tmp_path):
     cfg = own_task(tmp_path)
     train.train(cfg)
     report.write_report([Path(cfg.out)], tmp_path / "page", level=0.01)
-    assert "spent to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()
+    assert "cost to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()

@@ -155,8 +155,8 @@ def spent_to_reach(folders, kind: str, level: float) -> str:
 def check_tables(tables, rows, level) -> None:
     """Every cell of the tables of accuracy and of what was spent. rows: label -> finished runs."""
     everybody = [folder for folders in rows.values() for folder in folders]
-    accuracy = tables["few: accuracy in %, at the least that a run spent"]
-    halves = tables["few: accuracy in %, at half of that"]
+    accuracy = tables["few: accuracy in %, at the budget that every run reached"]
+    halves = tables["few: accuracy in %, at half of that budget"]
     columns = [at_budget(everybody[:1], kind, 1.0, everybody)[0] for kind in KINDS]
     assert accuracy[0] == ["run", "runs", "before", *columns, "at its end"]
     assert halves[0] == ["run", *(at_budget(everybody[:1], kind, 0.5, everybody)[0] for kind in KINDS)]
@@ -166,7 +166,7 @@ def check_tables(tables, rows, level) -> None:
                          *(at_budget(folders, kind, 1.0, everybody)[1] for kind in KINDS),
                          cell_of([(x, x) for x in last], percent=True)]
         assert half == [label, *(at_budget(folders, kind, 0.5, everybody)[1] for kind in KINDS)]
-    reach = tables[f"few: spent to reach {level:.1f}%"]
+    reach = tables[f"few: cost to reach {level:.1f}%"]
     assert reach == [["run", *KINDS],
                      *([label, *(spent_to_reach(folders, kind, level) for kind in KINDS)] for label, folders in
                        rows.items())]
@@ -194,7 +194,7 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path)
     assert "[nan" not in text and "±" not in text  # two seeds have no interval
     _, tables = page_of(folders, tmp_path / "out", level=60)
     check_tables(tables, rows, level=60)
-    assert tables["few: spent to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
+    assert tables["few: cost to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
 
 
 def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path):
@@ -202,7 +202,7 @@ def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path
                for seed in range(3)]
     _, tables = page_of(folders, tmp_path / "out", level=50)
     check_tables(tables, {"run": folders}, level=50)
-    low, high = re.findall(r"\[(.*), (.*)\]", tables["few: accuracy in %, at the least that a run spent"][1][-1])[0]
+    low, high = re.findall(r"\[(.*), (.*)\]", tables["few: accuracy in %, at the budget that every run reached"][1][-1])[0]
     assert 0 <= float(low) < float(high) == 100
 
 
@@ -212,7 +212,7 @@ def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
     falling = write_run(tmp_path / "falling", [0.3, 0.9, 0.5, 0.4, 0.97], "seed=1", every=10)
     check_tables(page_of([dense, falling], tmp_path / "d")[1], {"dense": [dense, falling]}, level=90.3)
     ends_only = write_run(tmp_path / "ends", [curve[0], curve[-1]], every=40)
-    reach = "few: spent to reach 90.3%"
+    reach = "few: cost to reach 90.3%"
     assert page_of([dense], tmp_path / "a")[1][reach][1][:2] == ["dense", "20 to 25"]
     assert page_of([ends_only], tmp_path / "b")[1][reach][1] == ["ends", *["not known"] * 4]
     every_step = write_run(tmp_path / "every", [0.3, 0.5, 0.9, 0.95, *[0.97] * 7])
@@ -223,7 +223,7 @@ def test_a_level_that_some_seeds_reach_says_how_many(tmp_path):
     runs = [write_run(tmp_path / f"run{seed}", [0.1, top], f"seed={seed}") for seed, top in enumerate((0.8, 0.4))]
     _, tables = page_of(runs, tmp_path / "out", level=60)
     check_tables(tables, {"run": runs}, level=60)
-    assert tables["few: spent to reach 60.0%"][1] == ["run", *["reached by 1 of 2"] * 4]
+    assert tables["few: cost to reach 60.0%"][1] == ["run", *["reached by 1 of 2"] * 4]
 
 
 def test_a_run_begun_again_elsewhere_after_it_died_is_not_given_twice(tmp_path):
@@ -237,7 +237,7 @@ def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path):
     runs = [write_run(tmp_path / rate, [0.2, 0.24], f"optim.lr={rate}") for rate in ("1e-4", "1e-5")]
     text, tables = page_of(runs, tmp_path / "out")
     assert "The best row gains 4.0 points, and one evaluation is known to ±8.0" in text
-    assert "few: spent to reach 23.6%" not in tables
+    assert "few: cost to reach 23.6%" not in tables
 
 
 def test_the_cost_of_runs(tmp_path):
@@ -496,7 +496,7 @@ def test_samples_of_an_older_version_and_numbers_that_are_none_leave_the_page_wh
 
 def test_a_level_counts_as_reached_at_the_very_level(tmp_path):
     run = write_run(tmp_path / "run", [0.2, 0.4, 0.58, 0.58])  # 100 x 0.58 is a little less than 58
-    assert page_of([run], tmp_path / "out", level=58)[1]["few: spent to reach 58.0%"][1][1] != "not reached"
+    assert page_of([run], tmp_path / "out", level=58)[1]["few: cost to reach 58.0%"][1][1] != "not reached"
 
 
 def test_rates_that_differ_in_their_last_digit_are_two_rows(tmp_path):

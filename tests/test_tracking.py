@@ -107,7 +107,7 @@ def test_metrics_config_and_completions_are_recorded(offline, tmp_path):
 
 
 def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_counts(offline, tmp_path, monkeypatch):
-    cfg, log_step = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT), runfolder.Log.step
+    cfg, log_step = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT), runfolder.RunLog.step
 
     def fail(log, step, metrics):
         log_step(log, step, metrics)
@@ -115,7 +115,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_co
             raise RuntimeError("a cable\nwas pulled")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runfolder.Log, "step", fail)
+        patch.setattr(runfolder.RunLog, "step", fail)
         with pytest.raises(RuntimeError):
             train.train(cfg)
     assert runfolder.state_of(tmp_path / "run") == {"state": "failed", "error": "RuntimeError: a cable"}
@@ -129,7 +129,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_co
 
 DYING = """
 import os, sys, train
-save, log_step = train.Checkpoints.save, train.runfolder.Log.step
+save, log_step = train.Checkpoints.save, train.runfolder.RunLog.step
 def save_whole(checkpoints, *given):
     save(checkpoints, *given)
     checkpoints.wait()
@@ -138,7 +138,7 @@ def die(log, step, *given):
     log_step(log, step, *given)
     if step == 2:
         os._exit(9)
-train.runfolder.Log.step = die
+train.runfolder.RunLog.step = die
 sys.exit(train.main())
 """
 
@@ -159,7 +159,7 @@ def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_
 
 @pytest.mark.parametrize("missing", ["network", "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking, "PATIENCE", 0.5)
+    monkeypatch.setattr(tracking, "LONGEST_WAIT", 0.5)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))

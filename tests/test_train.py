@@ -141,7 +141,7 @@ def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
         (tmp_path / name).write_text('{"state": "failed"}\n')
     cfg = toy_config(tmp_path / "run")
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
-    runfolder.Log(tmp_path).resume(1, cfg)
+    runfolder.RunLog(tmp_path).resume(1, cfg)
     assert not list(tmp_path.glob("config_until*"))  # nothing has changed
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
     assert runfolder.read_log(tmp_path / "samples.jsonl") == []
@@ -373,12 +373,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
 
 PAUSING = """
 import os, signal, sys, train
-log_step = train.runfolder.Log.step
+log_step = train.runfolder.RunLog.step
 def pausing(log, step, *given):
     log_step(log, step, *given)
     if step == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-train.runfolder.Log.step = pausing
+train.runfolder.RunLog.step = pausing
 sys.exit(train.main())
 """
 
@@ -419,7 +419,7 @@ def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch):
 
 def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished, monkeypatch, capsys):
     place, _ = finished
-    hold = "import sys; from infra import runfolder; log = runfolder.Log(runfolder.Path(sys.argv[1])); log.lock(); " \
+    hold = "import sys; from infra import runfolder; log = runfolder.RunLog(runfolder.Path(sys.argv[1])); log.lock(); " \
            "print('locked', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", hold, str(place / "run")], cwd=ROOT, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
@@ -428,7 +428,7 @@ def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished
     assert f"is in use by process {process.pid} on" in capsys.readouterr().err
     process.kill()
     process.communicate()
-    log = runfolder.Log(place / "run")
+    log = runfolder.RunLog(place / "run")
     log.lock()
     log.held.release()
 
@@ -458,7 +458,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys)
     def full(self, name, line):
         raise OSError(28, "No space left on device", f"{self.folder / name}")
 
-    monkeypatch.setattr(runfolder.Log, "write", full)
+    monkeypatch.setattr(runfolder.RunLog, "write", full)
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
     said = capsys.readouterr().err
     assert "No space left on device: '" in said and "--resume auto goes on from the newest checkpoint" in said
