@@ -26,13 +26,13 @@ def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[di
     lines = []
     for n in ended[:count]:
         group = rolled.groups[n]
-        completions = list(format_text(rolled, n, batch, trained.get(id(group)), decode))
+        completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
         lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
                       "gold": group.prompt.answer, "completions": completions})
     return lines
 
 
-def format_text(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode) -> Iterator[dict]:
+def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode) -> Iterator[dict]:
     """Yield the completions of the n-th group, which is trained on at `place` of the batch, or not at all
     (None). The advantage is that of the rewards, before a critic or a reference changes it: of what is
     trained on as it is there (PODS compares only those kept)."""

@@ -121,24 +121,30 @@ def held_out(path, count: int) -> str:
     return str(path)
 
 
-def evaluated(tmp_path, *arguments: str) -> tuple[dict, str]:
-    command = [sys.executable, "eval.py", *arguments, "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads((tmp_path / "out.json").read_text()), done.stdout
+@pytest.fixture
+def run(monkeypatch):
+    """Run eval.py in this process, whose group is not the run's."""
+    monkeypatch.setattr(dist, "close", lambda: None)
+
+    def run_with(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
+        return evaluation.main()
+
+    return run_with
 
 
 @pytest.mark.parametrize("sampled", [[], pytest.param(["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"],
                                                       marks=pytest.mark.slow)])
-def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
+def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run, capsys):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 40)
     prompt = "Only the number."
     train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
                            f"data.system_prompt={prompt}", *sampled))
     last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
-    result, printed = evaluated(tmp_path, "--model", str(tmp_path / "run" / "hf"), "--config",
-                                str(tmp_path / "run" / "config.yaml"))
+    folder, out = tmp_path / "run", tmp_path / "out.json"
+    assert run("--model", folder / "hf", "--config", folder / "config.yaml", "--out", out) == 0
+    result = json.loads(out.read_text())
     assert result["head"]["system_prompt"] == prompt
     result = result["results"]["held_out"]
     for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
@@ -146,11 +152,11 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
     if sampled:
         assert (result["pass"]["4"], result["majority"]["4"]) == (last["eval/held_out/pass"],
                                                                   last["eval/held_out/majority"])
-    assert f"{result['accuracy']:.1%}" in printed
+    assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_sixteen_answers_to_each_problem(tmp_path):
+def test_sixteen_answers_to_each_problem(tmp_path, run, capsys):
     """pass@k of the file is the share of all subsets of its responses; graded again it is the same file.
 
     Accuracy by level is that of the problems of each level.
@@ -158,8 +164,9 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
     levels = [json.dumps(row | {"level": f"Level {i % 2}"}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "few.jsonl").write_text("".join(levels))
-    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
-                                *sets("eval.n=16", "eval.temperature=1", "eval.max_new_tokens=48"))
+    out, settings = tmp_path / "out.json", sets("eval.n=16", "eval.temperature=1", "eval.max_new_tokens=48")
+    assert run("--model", TOY, "--data", tmp_path / "few.jsonl", "--out", out, *settings) == 0
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
     found = result["results"]["few"]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
     assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
@@ -169,11 +176,9 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
     assert (found["low"], found["high"]) == statistics.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
     assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
-    again, _ = evaluated(tmp_path, "--rescore", str(tmp_path / "out.json"))
-    assert again == result and "few by level: 0 " in printed
-    compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2],
-                              cwd=ROOT, capture_output=True, text=True)
-    assert "+0.0%" in compared.stdout and compared.returncode == 0
+    assert run("--rescore", out, "--out", out) == 0 and run("--compare", out, out) == 0
+    assert json.loads(out.read_text()) == result and "few by level: 0 " in printed
+    assert "+0.0%" in capsys.readouterr().out
 
 
 def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
@@ -260,9 +265,9 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
-    result, _ = evaluated(tmp_path, "--model", str(TOY), "--data", held_out(tmp_path / "few.jsonl", 3))
+    result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
     for problem in result["results"]["few"]["problems"]:
-        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}", "verdict": "wrong"}
+        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
     again = evaluation.rescore(result)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
@@ -284,9 +289,8 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, run, capsys):
     """Killed in its third chunk of five, with a line half written."""
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
     monkeypatch.setattr(evaluation, "ROUNDS_BETWEEN_WRITES", 1)
     data_file, generate, calls = held_out(tmp_path / "few.jsonl", 10), TorchEngine.generate, []
 
@@ -296,29 +300,27 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
             raise Interrupted
         return generate(self, prompts, *rest)
 
-    def run(name: str, *more: str) -> int:
-        monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", data_file, "--out", str(tmp_path / name),
-            *sets("eval.n=2", "rollout.slots=4", "eval.temperature=1"), *more])
-        return evaluation.main()
+    def evaluate(name: str, *more: str) -> int:
+        return run("--model", TOY, "--data", data_file, "--out", tmp_path / name, *more,
+                   *sets("eval.n=2", "rollout.slots=4", "eval.temperature=1"))
 
-    run("whole.json")
+    evaluate("whole.json")
     monkeypatch.setattr(TorchEngine, "generate", dies)
     with pytest.raises(Interrupted):
-        run("cut.json")
+        evaluate("cut.json")
     partial = tmp_path / "cut.json.partial"
     partial.write_text(partial.read_text() + '{"set": "few", "resp')
-    assert run("cut.json", "--seed", "1") == 2
+    assert evaluate("cut.json", "--seed", "1") == 2
     said = capsys.readouterr().err
     assert "cut.json.partial holds responses of other settings: sampling.seed was 0 and is 1" in said
     calls.clear()
     calls.extend([0] * 3)
-    run("cut.json")
+    evaluate("cut.json")
     assert sum(calls) == 12 and not partial.exists()
     assert (tmp_path / "cut.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
-    run("cut.json")
+    evaluate("cut.json")
     assert sum(calls) == 12
-    assert run("cut.json", *sets("eval.top_p=0.5")) == 2
+    assert evaluate("cut.json", *sets("eval.top_p=0.5")) == 2
     said = capsys.readouterr().err
     assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in said
 
@@ -341,7 +343,7 @@ def test_scores_count_what_the_engine_wrote():
     assert len(set(asked)) == 6  # a seed for each problem and run
 
 
-def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
+def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch, run):
     asked, generate = [], TorchEngine.generate
 
     def spy(self, prompts, seeds, *rest):
@@ -349,14 +351,11 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
         return generate(self, prompts, seeds, *rest)
 
     monkeypatch.setattr(TorchEngine, "generate", spy)
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
     (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    settings = sets("data.system_prompt=Zebra.", "eval.temperature=0.7", "eval.top_p=0.9", "rollout.slots=3",
+                    "eval.max_new_tokens=5")
     for seed in "12":
-        monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
-            "--seed", seed, *sets("data.system_prompt=Zebra.", "eval.temperature=0.7", "eval.top_p=0.9",
-                                  "rollout.slots=3", "eval.max_new_tokens=5")])
-        evaluation.main()
+        run("--model", TOY, "--data", tmp_path / "few.jsonl", "--seed", seed, *settings)
     assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
     assert asked[0][3] != asked[1][3]
 
@@ -412,12 +411,10 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
     (sets("device=cuda"), "device=cuda, but this machine shows"),
 ])
-def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, capsys):
+def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, capsys):
     if "device=cuda" in changes and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(TOY), "--data", "toy/test.jsonl", *changes])
-    assert evaluation.main() == 2
+    assert run("--model", TOY, "--data", "toy/test.jsonl", *changes) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1

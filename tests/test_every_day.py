@@ -1,6 +1,7 @@
 """What somebody does every day: start again after a mistake, go on for longer, evaluate a checkpoint, use paths with ~
 or patterns, work from another folder, and train without a set to evaluate on."""
 
+import fcntl
 import json
 import os
 import shutil
@@ -16,7 +17,6 @@ from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
 from test_checkpoint import sharded
 from test_eval import sets
 from test_invariance import on_ranks
-from test_runfolder import hold
 
 import config
 import data
@@ -108,15 +108,12 @@ def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
 def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, monkeypatch, capsys):
     """Said before any model is loaded."""
     cfg = toy_config(tmp_path / "run", *SHORT)
-    process = hold(begun(tmp_path / "run", cfg, 0))
     monkeypatch.setattr(train, "set_up", None)
-    try:
+    with (begun(tmp_path / "run", cfg, 0) / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert command(train, "--config", written(cfg)) == 2
-        assert f"is in use by process {process.pid} on" in capsys.readouterr().err
-        assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 1
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
+    assert f"out={tmp_path / 'run'} is in use by" in capsys.readouterr().err
+    assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(tmp_path, monkeypatch):
@@ -132,7 +129,7 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
     assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "stopped"])
 def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, command, monkeypatch, capsys):
     """With other settings of evaluation, checkpoints and log besides, none of which changes a step."""
     whole = toy_config(tmp_path / "whole", "steps=4", "optim.warmup_steps=3", *SHORT)
@@ -233,8 +230,8 @@ def first_step(tmp_path_factory):
 
 
 def going(folder, *settings: str):
-    return toy_config(folder / "run", "steps=1", *SHORT, f"model.path={folder / 'model'}", f"data.train={folder / 'train.jsonl'}",
-                      f"data.eval={folder / 'test.jsonl'}", *settings)
+    return toy_config(folder / "run", "steps=1", *SHORT, f"model.path={folder / 'model'}",
+                      f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'test.jsonl'}", *settings)
 
 
 def in_another_order(text: str) -> str:
@@ -282,7 +279,7 @@ def save_policy(folder: Path, size: float, *settings: str) -> None:
     export(model, TOY, folder / "hf")
 
 
-@pytest.mark.parametrize("settings", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+@pytest.mark.parametrize("settings", [["model.lora.rank=2"], pytest.param([], marks=pytest.mark.slow)], ids=str)
 def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, command, capsys):
     """Its answers are those of the exported model, and a result names the weights by their hash."""
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]))

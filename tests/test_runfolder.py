@@ -150,7 +150,7 @@ def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monke
 
 
 def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
-    train.train(toy_config(tmp_path / "run", "steps=3"))
+    train.train(toy_config(tmp_path / "run", "steps=3", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"))
     out, err = capfd.readouterr()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out + err)  # control characters but the end of a line
     steps = [line for line in err.splitlines() if re.match(r"step \d+/3: ", line)]

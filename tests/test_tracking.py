@@ -106,6 +106,7 @@ def test_metrics_config_and_completions_are_recorded(offline, tmp_path):
         assert {key: row[key] for key in tracking.COLUMNS} == {key: completion[key] for key in tracking.COLUMNS}
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_counts(offline, tmp_path, monkeypatch):
     cfg, log_step = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT), runfolder.RunLog.step
 
@@ -157,7 +158,7 @@ def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_
     assert same_as_metrics(tmp_path / "run")
 
 
-@pytest.mark.parametrize("missing", ["network", "login"])
+@pytest.mark.parametrize("missing", [pytest.param("network", marks=pytest.mark.slow), "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tracking, "LONGEST_WAIT", 0.5)
     monkeypatch.setenv("WANDB_MODE", "online")
