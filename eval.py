@@ -65,17 +65,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """Problems, the prompts that they become, in the same order, and what answers are judged by."""
+    """The problems of an evaluation set, their prompts in the same order, and the reward."""
 
     name: str
     problems: list[Problem]
     prompts: list[Prompt]
-    reward: Reward | None = None  # of training, where accuracy is not what it rewards
+    reward: Reward | None = None  # of training, unless it rewards accuracy
     graded: bool = True           # every problem has a gold answer
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Return the least and the most that the reward can be."""
+        """Return the lowest and the highest possible reward."""
         return span(self.reward.weights) if self.reward else None
 
     def first(self, limit: int | None) -> "Set":
@@ -160,11 +160,10 @@ def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -
 
 def summarise(problems: list[dict], sizes: list[int] | None = None,
               bounds: tuple[float, float] | None = None) -> dict:
-    """Summarise n responses to each problem: `summarise_verdicts` where they are graded, `of_rewards` where they are
-    scored with rewards within `bounds`.
+    """Summarise n responses to each problem: accuracies if they are graded, rewards if they have `bounds`.
 
-    A problem none of whose responses has a reward is left out of the mean. length is in tokens; groups holds
-    accuracy, or else reward, by level and by subject. Raises ConfigError for a size above n.
+    A problem without any reward is left out of the mean reward. length is in tokens; groups holds accuracies,
+    or else rewards, by level and by subject. Raises ConfigError for a size above n.
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
@@ -174,7 +173,8 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
     if scored:
         value_N, figures = list(map(mean_reward, scored)), partial(reward_figures, bounds=bounds)
-        result |= figures(value_N) | {"reward_range": bounds, "groups": summarise_groups(scored, value_N, figures)}
+        result |= figures(value_N) | {"reward_range": bounds}
+        result["groups"] = summarise_groups(scored, value_N, figures)
     if "verdict" in responses[0]:
         value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
         result |= figures(value_N) | summarise_verdicts(problems, sizes)
@@ -183,9 +183,11 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
 
 
 def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
-    """Summarise graded responses: lenient counts one also where its last number is right, last_number only
-    there; pass and majority are {k: value} for these sizes, or powers of 2 up to n, and for n, majority over
-    blocks of k responses."""
+    """Summarise graded responses, for these sizes k, or the powers of 2 up to n, and for n.
+
+    last_number counts a response whose last number is right, lenient also one whose marked answer is. pass
+    and majority are {k: value}, majority over blocks of k responses.
+    """
     n = len(problems[0]["responses"])
     require_sizes(sizes, n)
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
@@ -235,7 +237,7 @@ def summarise_groups(problems: list[dict], value_N: list[float], figures: Callab
     return groups
 
 
-# ---- what identifies a result, and grading it again
+# ---- the head of a result, and grading a result again
 
 def verifier_version() -> str:
     """Identify the verifier: its files, and the libraries that read and compute formulas for it."""
@@ -246,7 +248,7 @@ def verifier_version() -> str:
 
 def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer: Tokenizer,
                     sets: list[Set]) -> dict:
-    """Collect everything that identifies a result: model, data, prompts, sampling, verifier.
+    """Collect the settings and hashes that identify a result: model, data, prompts, sampling, verifier.
 
     A model is identified by the hash of its weights, configuration and tokenizer.
     """
@@ -268,7 +270,7 @@ def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer
 
 
 def reward_head(reward: Reward) -> dict | None:
-    """Identify the reward that answers are scored with; None where accuracy is all that is measured."""
+    """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
     own = reward.custom_file and hash_files([Path(reward.custom_file)])
@@ -276,7 +278,7 @@ def reward_head(reward: Reward) -> dict | None:
 
 
 def identify(held_out: Set) -> dict:
-    """Identify a set: its problems, all columns where a reward reads them, and the prompts they become."""
+    """Identify a set by its problems and prompts, and by all columns if a reward may read them."""
     data = [(p.id, p.question, p.answer, *p.messages, *[p.row] * bool(held_out.reward))
             for p in held_out.problems]
     prompts = [prompt.ids for prompt in held_out.prompts]

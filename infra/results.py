@@ -1,9 +1,10 @@
-"""Store evaluations on disk: responses as they come, and a result that is whole or not there.
+"""Store evaluations on disk: responses as they come, and the result once it is complete.
 
-    results.json            {"head": ..., "results": {set: its summary}}; eval.py fills both
-    results.json.partial    the responses so far, behind a line with the head; gone when the result is whole
+    results.json            {"head": ..., "results": {set: its summary}}, written by eval.py
+    results.json.partial    a line with the head, then the responses so far; gone when the result is written
 
-The head identifies a result. Responses of another head are never mixed in.
+The head holds the settings that identify a result. Responses that were made with other settings are never
+mixed in.
 """
 
 import json
@@ -20,7 +21,7 @@ from settings.paths import matching, short_names
 class Store:
     """Keep the responses of an evaluation as they come. Rank 0 writes them; all ranks know them.
 
-    Raises ConfigError where the file holds responses of another head.
+    Raises ConfigError if the responses in the file were made with other settings.
     """
 
     def __init__(self, out: Path, head: dict, chunk: int):
@@ -80,15 +81,16 @@ def list_models(models: list[str], out: Path | None) -> list[tuple[str, Path | N
 
 
 def require_same_head(path: Path, old: dict, new: dict) -> None:
-    """Raise ConfigError where a file's responses are those of another head."""
+    """Raise ConfigError if the responses of a file were made with other settings."""
     difference = next(differences(old, json.loads(json.dumps(new))), None)
     if difference:
-        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, "
-                          "remove it to begin again, or where only the verifier differs --rescore it")
+        raise ConfigError(f"{path} holds responses that were made with other settings: {difference}; "
+                          "give another --out, remove it to begin again, or --rescore it if only the "
+                          "verifier differs")
 
 
 def differences(old: object, new: object, path: str = "") -> Iterator[str]:
-    """Yield where two heads differ, with both values."""
+    """Yield each difference of two heads, with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*new, *old)):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
@@ -97,7 +99,7 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
 
 
 def read_result(path: Path) -> dict:
-    """Read a result. Raises ConfigError where there is none, or one that is not whole."""
+    """Read a result. Raises ConfigError if there is none, or if it is damaged."""
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
     result = parse_json(path.read_bytes(), path, DAMAGED)

@@ -1,4 +1,4 @@
-"""Read data sets of questions and answers: each row with the place that an error about it names."""
+"""Read data sets of questions and answers: each row with its place, for error messages."""
 
 import csv
 import difflib
@@ -99,7 +99,7 @@ CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
 
 
 def file_of(name: str, folder: str | None) -> Path | None:
-    """Find the file of a data set; None for one on the hub. Raises ConfigError for what is neither."""
+    """Find the file of a data set; None for a set on the hub. Raises ConfigError if it is neither."""
     path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
     if path.suffix in READERS and not path.is_file():
         where = "" if path.is_absolute() else f" from {Path.cwd()}, nor from {REPOSITORY}"
@@ -115,10 +115,9 @@ def file_of(name: str, folder: str | None) -> Path | None:
 
 def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
                ) -> dict[str, str | None]:
-    """Choose what a set takes from other columns than those of our own names: what `columns` names and some
-    row has. Print what none has, which is then taken as in a set without `columns`.
+    """Keep those columns that some row of a set has. Print the others: our own names are used for them.
 
-    A question or an answer of neither name stays, for the error about it.
+    A question or an answer that is found under neither name stays, for the error about it.
     """
     rows, there = [row for row in rows if isinstance(row, dict)], {}
     for name, column in columns.items():
@@ -133,8 +132,11 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
 
 
 def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
-    """Take a row's value for our `name`, None without one: of the column that `columns` has for it, else of
-    the one that is called so, or one of OTHERS. "a.b" is b inside column a, unless one is called so."""
+    """Return a row's value for our `name`, or None if it has none.
+
+    It is in the column that `columns` maps the name to, else in the column of that name, or of OTHERS. "a.b"
+    is b inside column a, unless a column is called "a.b".
+    """
     places = (columns[name],) if name in columns else (name, *OTHERS.get(name, ()))
     for place in filter(None, places):
         value: object = row.get(place)
@@ -142,14 +144,14 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        empty = isinstance(value, float) and not math.isfinite(value)  # nan, as pandas writes one of numbers
+        empty = isinstance(value, float) and not math.isfinite(value)  # pandas writes nan for an empty cell
         if value is not None and not empty:
             return value
     return None
 
 
 def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
-    """Word what to do about a row that has no value for our `name`."""
+    """Write the error for a row that has no value for our `name`."""
     chosen = columns.get(name, name)
     if chosen is None:
         return f"data.columns={{{name}: null}} says that there is no {name}, which is needed here"
@@ -191,7 +193,7 @@ def messages_of(question: object, place: str) -> tuple[dict, ...]:
 
 
 def answered(problems: list[Problem], name: str) -> bool:
-    """Tell whether all problems have a gold answer, and print it where some do and some do not."""
+    """Tell whether all problems have a gold answer, and print it if only some do."""
     without = sum(not p.answer for p in problems)
     if 0 < without < len(problems):
         print(f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured",

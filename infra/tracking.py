@@ -32,7 +32,8 @@ def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[di
     return lines
 
 
-def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode) -> Iterator[dict]:
+def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None,
+                         decode: Decode) -> Iterator[dict]:
     """Yield the completions of the n-th group, which is trained on at `place` of the batch, or not at all
     (None). The advantage is that of the rewards, before a critic or a reference changes it: of what is
     trained on as it is there (PODS compares only those kept)."""

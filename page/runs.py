@@ -1,7 +1,7 @@
-"""Read run folders, put the runs of one config together, and read them off at equal cost.
+"""Read run folders, group the runs of one config, and compare them at equal cost.
 
-A figure between two evaluations is interpolated where these lie at most a tenth of the run's steps apart. Up
-to half of them the two ends are told instead; further apart it is not known. Accuracies are in percent.
+A figure between two evaluations is interpolated if these lie at most a tenth of the run's steps apart. Up to
+half of the steps the two ends are given instead; further apart it is not known. Accuracies are in percent.
 """
 
 import re
@@ -21,7 +21,7 @@ from page.show import as_yaml
 from page.summary import Score, is_evaluation
 from settings.loader import read
 
-# What is spent -> the metric of a step that adds to it; a step itself counts 1.
+# A kind of cost -> the metric of a step that adds to it; a step itself counts 1.
 SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps
@@ -32,7 +32,7 @@ UNCOMPARED = ("seed", "out", "log.", "checkpoint.")  # beginnings of settings by
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run as its folder tells it."""
+    """A run, as read from its folder."""
 
     folder: Path
     seed: int
@@ -103,7 +103,7 @@ Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read off a run: a figure (low = high), or the two evaluations that it lies between."""
+    """A figure of a run (low = high), or the two evaluations that it lies between."""
 
     low: float
     high: float
@@ -189,7 +189,7 @@ def format_value(value: Any) -> str:
 
 def read_between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float,
                  value_E: np.ndarray) -> Reading | None:
-    """Read a curve off between its evaluations i and i + 1; None where they are too far apart to tell."""
+    """Read a curve between its evaluations i and i + 1; None if they are too far apart."""
     if weight == 0:
         return Reading(value_E[i], value_E[i])
     gap = (step_E[i + 1] - step_E[i]) / run.total
@@ -202,7 +202,7 @@ def read_between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float,
 
 
 def score_at(run: LoggedRun, score: Score, kind: str, budget: float) -> Reading | None:
-    """Read off a score when so much of a kind was spent; None where it is not known."""
+    """Read a score at a budget of one kind of cost; None if it is not known."""
     step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     if not len(step_E) or not spent_E[0] <= budget <= spent_E[-1]:
@@ -218,7 +218,7 @@ def reaches(run: LoggedRun, score: Score, level: float) -> bool:
 
 
 def cost_to_reach(run: LoggedRun, score: Score, kind: str, level: float) -> Reading | None:
-    """Read off what was spent of a kind when the score came to a level that it does reach."""
+    """Read the cost at which the score reached a level that it does reach."""
     step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     i = int((value_E >= level).argmax())

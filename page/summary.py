@@ -12,7 +12,7 @@ from settings.paths import REPOSITORY
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the answers to an evaluation set are measured by: a key of runfolder.SCORES.
+    """The measure of an evaluation set, accuracy or reward: a key of runfolder.SCORES.
 
     People read accuracies in percent: a value is `scale` times what the metrics have.
     """

@@ -1,7 +1,7 @@
-"""Choose the completions and held-out answers that a page shows, within a number of bytes.
+"""Choose the completions and held-out answers of a page, within a number of bytes.
 
-Of a run whose texts are too many, every k-th step is on the page; of answers that changed the first of each
-pair of evaluations, and the newest pairs. Texts may be cut too. The page says what it leaves out.
+If a run has too many texts, the page shows every k-th step, the first of the answers that changed between two
+evaluations, and the newest pairs of evaluations. Texts may be cut too. The page says what it leaves out.
 """
 
 import json

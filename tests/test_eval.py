@@ -258,7 +258,7 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     assert 64 <= partial.read_text().count("\n") - 1 < 240
     other = [*torchrun, *command("cut"), "--seed", "1"]
     refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
-    assert "cut.partial holds responses of other settings: sampling.seed was 0 and is 1" in refused.stderr
+    assert "cut.partial holds responses that were made with other settings: sampling.seed was 0" in refused.stderr
     assert refused.returncode and "Timeout" not in refused.stderr
     assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
     assert text("cut") == text("one") == text("two")
@@ -312,7 +312,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     partial.write_text(partial.read_text() + '{"set": "few", "resp')
     assert evaluate("cut.json", "--seed", "1") == 2
     said = capsys.readouterr().err
-    assert "cut.json.partial holds responses of other settings: sampling.seed was 0 and is 1" in said
+    assert "cut.json.partial holds responses that were made with other settings: sampling.seed was 0 and is 1" in said
     calls.clear()
     calls.extend([0] * 3)
     evaluate("cut.json")
@@ -322,7 +322,7 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
     assert sum(calls) == 12
     assert evaluate("cut.json", *sets("eval.top_p=0.5")) == 2
     said = capsys.readouterr().err
-    assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in said
+    assert "cut.json holds responses that were made with other settings: sampling.top_p was 1.0 and is 0.5" in said
 
 
 def test_scores_count_what_the_engine_wrote():
