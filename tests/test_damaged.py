@@ -20,7 +20,7 @@ import data
 import eval as evaluation
 import report
 from config import ConfigError
-from infra import dist, lines, results, weights
+from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.tokenizer import Tokenizer
 from model import load_model
@@ -53,36 +53,32 @@ def model(tmp_path) -> Path:
     return shutil.copytree(TOY, tmp_path / "model")
 
 
-@pytest.mark.parametrize(("change", "message"), [
-    ({"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
-    ({"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
-    ({"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
-    ({"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
-    ({"hidden_size": None}, "hidden_size=None must be a whole number"),
-    ({"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
-    ({"vocab_size": True}, "vocab_size=True must be a whole number"),
-    ({"hidden_size": 10**9}, r"weights do not match config.json: they have 4 layers and .*, 1000000000\)"),
-    ({"intermediate_size": 10**12}, "weights do not match config.json"),
-    ({"num_hidden_layers": 10**9}, "weights do not match config.json: they have 4 layers .* it says 1000000000 and"),
-    ({"vocab_size": 100}, "weights do not match config.json"), ({"head_dim": 3}, "a head_dim of 3, which is odd"),
-    ({"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
-    ({"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
-    ({"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"), ({"rope_scaling": [1]}, "rope_scaling="),
-    ({"rope_parameters": [1]}, "rope_parameters="), ({"layer_types": 3}, "layer_types=3 must be a list"),
-    ({"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),
-    ({"torch_dtype": [1]}, "torch_dtype="), ({"model_type": ["qwen2"]}, "model_type="),
-    ({"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a finite number"),
-    ({"max_position_embeddings": "x"}, "max_position_embeddings='x' must be a whole number"),
-    ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
-    ({"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
-])
-def test_a_config_of_a_model_that_says_nonsense_is_named(change, message, model):
-    path = model / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | change))
-    assert re.search(message, said := said_by(use, model)) and str(model) in said, said
-
-
 @pytest.mark.parametrize(("name", "content", "message"), [
+    ("config.json", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+    ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
+    ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
+    ("config.json", {"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
+    ("config.json", {"hidden_size": None}, "hidden_size=None must be a whole number"),
+    ("config.json", {"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
+    ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
+    ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
+    ("config.json", {"intermediate_size": 10**12}, "weights do not match config.json"),
+    ("config.json", {"num_hidden_layers": 10**9}, "they have 4 layers .* it says 1000000000 and"),
+    ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
+    ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
+    ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
+    ("config.json", {"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
+    ("config.json", {"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"),
+    ("config.json", {"rope_scaling": [1]}, "rope_scaling="),
+    ("config.json", {"rope_parameters": [1]}, "rope_parameters="),
+    ("config.json", {"layer_types": 3}, "layer_types=3 must be a list"),
+    ("config.json", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),
+    ("config.json", {"torch_dtype": [1]}, "torch_dtype="),
+    ("config.json", {"model_type": ["qwen2"]}, "model_type="),
+    ("config.json", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a finite number"),
+    ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings='x' must be a whole number"),
+    ("config.json", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+    ("config.json", {"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
     ("model.safetensors", b"", "cannot be read .header too small|cannot be read"),
     ("model.safetensors", b"garbage" * 100, "model.safetensors cannot be read"),
     ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
@@ -101,9 +97,13 @@ def test_a_config_of_a_model_that_says_nonsense_is_named(change, message, model)
     ("generation_config.json", b'{"eos_token_id": 1.5}', "eos_token_id=1.5 must be one"),
 ])
 def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
+    """A mapping changes the file's settings; None leaves its first half."""
     path = model / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2] if content is None else content)
-    assert re.search(message, said := said_by(use, model)) and name in said, said
+    said = said_by(use, model)
+    assert re.search(message, said) and str(model) in said and name in said, said
 
 
 @pytest.mark.parametrize("template", ["{{1/0}}", "{{1+'a'}}", "{% for i in range(10**9) %}{% endfor %}",
@@ -155,13 +155,6 @@ def test_a_value_that_stands_for_gigabytes_is_shortened(tmp_path):
     assert re.search(r"seed=\[.*\.\.\.\] must be a whole number", said_by(config.load, tmp_path / "run.yaml"))
 
 
-@pytest.mark.parametrize("content", [b'{"head": null, "results": {}}', b"[]", b"\xff\xfe{"])
-def test_what_is_no_result_is_named(content, tmp_path):
-    path = tmp_path / "result.json"
-    path.write_bytes(content)
-    assert str(path) in said_by(results.read_result, path)
-
-
 @pytest.mark.parametrize(("line", "message"), [
     (b"\xff\xfe{", "not valid JSON"),
     (b'{"gold": "1", "completion": "1", "correct": true, "category": [1]}', "must be a text"),
@@ -170,10 +163,6 @@ def test_a_case_that_is_none_is_named_by_its_line(line, message, tmp_path):
     path = tmp_path / "cases.jsonl"
     path.write_bytes(line)
     assert re.search(f"{path}:1: .*{message}", said_by(cases.read_cases, path))
-
-
-def test_an_evaluation_is_not_written_over_a_folder(tmp_path):
-    assert "is a folder; name a file" in said_by(results.list_models, ["model"], tmp_path)
 
 
 # ---- logs
@@ -290,7 +279,8 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path):
     (("head", "sets", "few", "count"), 3, "few has 2 problems and its head 3"),
     (("head", "sets", "few", "count"), None, "KeyError: 'count'"),
     (("head", "sets", "few"), None, "its head does not name its sets"),
-    (("head",), [], "is not a result of eval.py --out"), (("head",), 3, "holds a value that no run writes"),
+    (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),
+    (("head",), 3, "holds a value that no run writes"),
     (("results",), [], "holds a value that no run writes"),
     (("results", "few"), 3, "holds a value that no run writes"),
 ])
