@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError
-from infra.rows import READERS, SETS, cell, columns_of, file_of, messages_of, no_column, read_hub
+from infra.rows import NAMED_SETS, READERS, columns_of, file_of, find_cell, messages_of, no_column, read_hub
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
 from settings.loader import SHORT
@@ -24,14 +24,14 @@ NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or 
 
 def load_problems(name: str, folder: str | None = None, training: bool = False,
                   columns: dict[str, str | None] | None = None, answers: bool = True) -> list[Problem]:
-    """Load a file of READERS, a named set (SETS), or a hub name "user/set:config:split".
+    """Load a file of READERS, a named set (NAMED_SETS), or a hub name "user/set:config:split".
 
     `folder` (data.dir) is where the files of named sets lie; without it they come from the hub. `columns` is
     data.columns, which named sets do without; with `answers` every row must have one. For `training` rows
     with a mark of DOUBTS are left out, and counted on stderr, as is a named set that is not whole. Raises
     ConfigError with file and line for a malformed row, and for ids that repeat.
     """
-    columns = columns if columns and name not in SETS else {}
+    columns = columns if columns and name not in NAMED_SETS else {}
     path = file_of(name, folder)
     rows = list(READERS[path.suffix](path) if path else read_hub(name))
     columns = columns_of(name, [row for _, row in rows], columns)
@@ -39,8 +39,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
         rows = with_an_answer(rows, name, columns)
     stem = (path or Path(name)).stem
     rows = [(f"{stem}/{i}", place, row) for i, (place, row) in enumerate(rows)]
-    if name in SETS and len(rows) != SETS[name][0]:
-        print(f"{name} holds {len(rows)} problems here, not {SETS[name][0]}", file=sys.stderr)
+    if name in NAMED_SETS and len(rows) != NAMED_SETS[name][0]:
+        print(f"{name} holds {len(rows)} problems here, not {NAMED_SETS[name][0]}", file=sys.stderr)
     for mark, why in DOUBTS.items() if training else ():
         unmarked = [row for row in rows if not (isinstance(row[2], dict) and row[2].get(mark))]
         if len(unmarked) < len(rows):
@@ -62,7 +62,7 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
 def with_an_answer(rows: list[tuple[str, dict]], name: str, columns: dict) -> list[tuple[str, dict]]:
     """Leave out rows of the hub that box no answer, two of MATH's, which a user cannot mend; count them."""
     usable = [(place, row) for place, row in rows
-              if cell(row, "answer", columns) is not None or "solution" not in row
+              if find_cell(row, "answer", columns) is not None or "solution" not in row
               or last_boxed(row["solution"] or "")]
     if len(usable) < len(rows):
         print(f"{name}: {len(rows) - len(usable)} of {len(rows)} rows box no answer and are left out",
@@ -77,8 +77,8 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
     if not isinstance(row, dict):
         raise ConfigError(f"{place}: a line must be an object with 'question' and 'answer', not "
                           f"{type(row).__name__}")
-    question, answer = cell(row, "question", columns), cell(row, "answer", columns)
-    messages, solution = messages_of(question, place), cell(row, "solution", columns) or ""
+    question, answer = find_cell(row, "question", columns), find_cell(row, "answer", columns)
+    messages, solution = messages_of(question, place), find_cell(row, "solution", columns) or ""
     if messages:
         question = messages[-1]["content"]
     if isinstance(answer, list):  # OlympiadBench's several answers, and solutions
@@ -102,7 +102,7 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
             column = f" (column {columns.get(key)!r})" * (key in columns)
             raise ConfigError(f"{place}: {key!r}{column} must be a non-empty text, not {SHORT.repr(value)}; "
                               f"mend or remove the line{without}")
-    own_id, level, subject = (cell(row, key, columns) for key in ("id", "level", "subject"))
+    own_id, level, subject = (find_cell(row, key, columns) for key in ("id", "level", "subject"))
     level, subject = (None if x is None else str(x).removeprefix("Level ") for x in (level, subject))
     name = default_id if own_id is None else str(own_id)
     return Problem(name, question, answer, solution, level, subject, row, messages)
@@ -135,8 +135,8 @@ def to_prompts(problems: list[Problem], tokenizer: Tokenizer, system: str | None
     if too_long and (too_long == len(ids) or not drop_longer):
         raise ConfigError(f"prompt {problems[longest].id} has {len(ids[longest])} tokens, more than "
                           f"data.max_prompt_tokens={max_tokens} ({too_long} of {len(ids)} prompts do); raise "
-                          "the setting (eval.py: --max-prompt-tokens), remove the problems, or leave them "
-                          "out by data.drop_longer=true (training)")
+                          "the setting, remove the problems, or leave them out by data.drop_longer=true "
+                          "(training)")
     if too_long:
         print(f"{too_long} of {len(ids)} prompts have more than data.max_prompt_tokens={max_tokens} "
               "and are left out", file=sys.stderr)
@@ -161,4 +161,4 @@ class Task:
     prompts: list[Prompt]       # the same, rendered; fewer where data.drop_longer left some out
     sets: list                  # eval.Set of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
-    inputs: dict[str, str] = field(default_factory=dict)  # hashes of all this (infra/digests.py)
+    inputs: dict[str, str] = field(default_factory=dict)  # hashes of all this (infra/checkpoint.py)

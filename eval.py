@@ -1,12 +1,13 @@
 """Evaluate a model: sample, grade, count. Compare results, and grade them again.
 
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
-    python eval.py --model DIR_or_name --protocol NAME          # as a paper does it; see PROTOCOLS
+    python eval.py --model DIR_or_name --config eval/dapo.yaml  # as a paper does it: configs/eval/
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
     python eval.py --rescore results.json                       # grade the same responses again
-    python eval.py --rescore results.json --also math-verify    # and its verdicts beside ours
+    python eval.py --rescore results.json --also math-verify    # and math-verify's verdicts beside ours
     python eval.py --compare a.json b.json                      # paired: difference, interval, McNemar's test
 
+--set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
 train.py calls the same functions. With --out the responses are kept as they come, and an interrupted
 evaluation goes on where it stopped.
 
@@ -24,14 +25,14 @@ from pathlib import Path
 
 import torch
 
+import config
 import verify
-from config import ConfigError, Data, Reward
+from config import Config, ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
-from infra.checkpoint import origin, policy_files
-from infra.digests import hash_files, sha256
-from infra.flags import arguments, check_arguments, data_of
-from infra.results import Store, places, read_result, require_same, write_result
+from infra.checkpoint import hash_files, origin, policy_files, sha256
+from infra.lines import reading
+from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
 from infra.rows import answered
 from infra.runfolder import COPIES, changed_files, note
 from infra.signals import exit_status
@@ -48,7 +49,7 @@ from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
 
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
-ROUNDS_OF_SLOTS = 4   # how often all decoding slots are filled between two writes of the responses
+ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,17 +65,17 @@ class Sampling:
 
 @dataclass(frozen=True, slots=True)
 class Set:
-    """Problems, the prompts that they become, in the same order, and what answers are judged by."""
+    """The problems of an evaluation set, their prompts in the same order, and the reward."""
 
     name: str
     problems: list[Problem]
     prompts: list[Prompt]
-    reward: Reward | None = None  # of training, where accuracy is not what it rewards
+    reward: Reward | None = None  # of training, unless it rewards accuracy
     graded: bool = True           # every problem has a gold answer
 
     @property
     def bounds(self) -> tuple[float, float] | None:
-        """Return the least and the most that the reward can be."""
+        """Return the lowest and the highest possible reward."""
         return span(self.reward.weights) if self.reward else None
 
     def first(self, limit: int | None) -> "Set":
@@ -160,11 +161,10 @@ def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -
 
 def summarise(problems: list[dict], sizes: list[int] | None = None,
               bounds: tuple[float, float] | None = None) -> dict:
-    """Summarise n responses to each problem: `of_verdicts` where they are graded, `of_rewards` where they are
-    scored with rewards within `bounds`.
+    """Summarise n responses to each problem: accuracies if they are graded, rewards if they have `bounds`.
 
-    A problem none of whose responses has a reward is left out of the mean. length is in tokens; groups holds
-    accuracy, or else reward, by level and by subject. Raises ConfigError for a size above n.
+    A problem without any reward is left out of the mean reward. length is in tokens; groups holds accuracies,
+    or else rewards, by level and by subject. Raises ConfigError for a size above n.
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
@@ -174,22 +174,24 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
     if scored:
         value_N, figures = list(map(mean_reward, scored)), partial(reward_figures, bounds=bounds)
-        result |= figures(value_N) | {"reward_range": bounds, "groups": grouped(scored, value_N, figures)}
+        result |= figures(value_N) | {"reward_range": bounds}
+        result["groups"] = summarise_groups(scored, value_N, figures)
     if "verdict" in responses[0]:
         value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
-        result |= figures(value_N) | of_verdicts(problems, sizes)
-        result["groups"] = grouped(problems, value_N, figures)
+        result |= figures(value_N) | summarise_verdicts(problems, sizes)
+        result["groups"] = summarise_groups(problems, value_N, figures)
     return result | {"count": len(problems), "problems": problems}
 
 
-def of_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
-    """Summarise graded responses: lenient counts one also where its last number is right, last_number only
-    there; pass and majority are {k: value} for these sizes, or powers of 2 up to n, and for n, majority over
-    blocks of k responses."""
+def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
+    """Summarise graded responses, for these sizes k, or the powers of 2 up to n, and for n.
+
+    last_number counts a response whose last number is right, lenient also one whose marked answer is. pass
+    and majority are {k: value}, majority over blocks of k responses.
+    """
     n = len(problems[0]["responses"])
+    require_sizes(sizes, n)
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
-    if not 1 <= sizes[0] <= sizes[-1] <= n:  # of a result that is graded again
-        raise ConfigError(f"--k must hold numbers in 1..{n}, the answers to each problem (--n), not {sizes}")
     responses = [response for problem in problems for response in problem["responses"]]
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
@@ -201,6 +203,13 @@ def of_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     for verdict in ("unparsed", "timed_out"):
         result[verdict] = mean(r["verdict"] == verdict for r in responses)
     return result
+
+
+def require_sizes(sizes: list[int] | None, n: int) -> None:
+    """Raise ConfigError for a k of pass@k that n answers to each problem do not allow."""
+    if sizes and not 1 <= min(sizes) <= max(sizes) <= n:
+        raise ConfigError(f"--k must hold numbers in 1..{n}, the answers to each problem (eval.n), not "
+                          f"{sizes}")
 
 
 def accuracy_figures(value_N: list[float], n: int) -> dict:
@@ -215,7 +224,7 @@ def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
     return {"reward": mean(value_N), "reward_low": low, "reward_high": high, "count": len(value_N)}
 
 
-def grouped(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
+def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
     """Compute figures by level and by subject, where the problems have them."""
     groups: dict[str, dict] = {}
     for kind in ("level", "subject"):
@@ -229,7 +238,7 @@ def grouped(problems: list[dict], value_N: list[float], figures: Callable) -> di
     return groups
 
 
-# ---- what identifies a result, and grading it again
+# ---- the head of a result, and grading a result again
 
 def verifier_version() -> str:
     """Identify the verifier: its files, and the libraries that read and compute formulas for it."""
@@ -238,26 +247,31 @@ def verifier_version() -> str:
     return " ".join([code[:16], *libraries])
 
 
-def head_of(args: argparse.Namespace, sampling: Sampling, spec: EngineSpec, tokenizer: Tokenizer,
-            sets: list[Set]) -> dict:
-    """Collect everything that identifies a result: model, data, prompts, sampling, verifier.
+def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer: Tokenizer,
+                    sets: list[Set]) -> dict:
+    """Collect the settings and hashes that identify a result: model, data, prompts, sampling, verifier.
 
     A model is identified by the hash of its weights, configuration and tokenizer.
     """
     kinds = (".safetensors", ".json", ".jinja")
     files = [path for path in sorted(spec.folder.iterdir()) if path.suffix in kinds]
-    files += policy_files(args.model)  # of a checkpoint
+    files += policy_files(cfg.model.path)  # of a checkpoint
     return {
-        "model": {"path": args.model, "files": hash_files(files)},
-        "template": sha256(tokenizer.source), "system_prompt": args.system_prompt, "engine": args.engine,
-        "dtype": str(spec.dtype), "sampling": asdict(sampling), "verifier": verifier_version(),
-        "stop": args.stop, "reward": reward_head(args.reward),
+        "model": {"path": cfg.model.path, "files": hash_files(files)},
+        "template": sha256(tokenizer.source),
+        "system_prompt": cfg.data.system_prompt,
+        "engine": cfg.rollout.engine,
+        "dtype": str(spec.dtype),
+        "sampling": asdict(sampling),
+        "verifier": verifier_version(),
+        "stop": cfg.rollout.stop,
+        "reward": reward_head(cfg.reward),
         "sets": {s.name: identify(s) for s in sets},
     }
 
 
 def reward_head(reward: Reward) -> dict | None:
-    """Identify the reward that answers are scored with; None where accuracy is all that is measured."""
+    """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
     own = reward.custom_file and hash_files([Path(reward.custom_file)])
@@ -265,18 +279,25 @@ def reward_head(reward: Reward) -> dict | None:
 
 
 def identify(held_out: Set) -> dict:
-    """Identify a set: its problems, all columns where a reward reads them, and the prompts they become."""
+    """Identify a set by its problems and prompts, and by all columns if a reward may read them."""
     data = [(p.id, p.question, p.answer, *p.messages, *[p.row] * bool(held_out.reward))
             for p in held_out.problems]
     prompts = [prompt.ids for prompt in held_out.prompts]
     return {"count": len(data), "data": sha256(data), "prompts": sha256(prompts)}
 
 
-def counted(result: dict, sizes: list[int] | None = None) -> dict:
+def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
     """Summarise the responses of a result anew."""
     results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
                for name, old in result["results"].items()}
     return {"head": result["head"], "results": results}
+
+
+def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
+    """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
+    result = read_result(path)
+    with reading(path):
+        return summarise_result(result, sizes)
 
 
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
@@ -289,10 +310,10 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
                                             strict=True):
                 response |= found
     result["head"]["verifier"] = verifier_version()
-    return counted(result, sizes)
+    return summarise_result(result, sizes)
 
 
-def with_math_verify(results: dict[str, dict]) -> dict[str, dict]:
+def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
     """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
     results = deepcopy(results)
     for result in results.values():
@@ -330,86 +351,142 @@ def files_of(reward: Reward, tokenizer: Tokenizer) -> dict[str, str | None]:
             "data.chat_template": tokenizer.own_template}
 
 
-def engine_spec(args: argparse.Namespace, device: torch.device, tokenizer: Tokenizer,
-                sets: list[Set]) -> EngineSpec:
+def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[Set]) -> EngineSpec:
     """Describe the engine that samples these sets. Raises ConfigError if they are too long for the model."""
-    folder = find_model(origin(args.model))
+    folder = find_model(origin(cfg.model.path))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
-    longest = max(lengths) + args.max_new_tokens
-    check_positions(folder, longest, "the prompts and --max-new-tokens")
+    longest = max(lengths) + cfg.eval.max_new_tokens
+    check_positions(folder, longest, "the prompts and eval.max_new_tokens")
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
-    dtype = auto if args.dtype == "auto" else getattr(torch, args.dtype)
-    backend = choose_backend(args.attention, device, dtype)
-    return EngineSpec(folder, dtype, device, backend, tokenizer.eos_ids, args.slots, longest,
-                      args.tensor_parallel, args.cache_gib, tokenizer.stops)
+    dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
+    backend = choose_backend(cfg.model.attention, device, dtype)
+    return EngineSpec(folder, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots, longest,
+                      cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, tokenizer.stops)
 
 
-def engine_of(args: argparse.Namespace, spec: EngineSpec) -> Engine:
-    """Start the engine, or take that of the model before where weights alone differ. Raises ConfigError."""
-    kind = args.engine, read_shape(spec.folder), replace(spec, folder=None)
-    before, engine = vars(args).get("started", (None, None))
-    if before and before != kind and args.engine == "vllm":
-        raise ConfigError(f"--model: {args.model} has another shape than the model before it, and vLLM has "
-                          "one engine per process; evaluate it by a command of its own")
-    args.started = kind, engine if before == kind else start_engine(args.engine, spec)
-    return args.started[1]
+class Engines:
+    """Start the engine of each model; a model that differs in its weights only gets the one before it."""
+
+    def __init__(self):
+        self.kind, self.engine = None, None
+
+    def start(self, name: str, spec: EngineSpec, model: str) -> Engine:
+        """Raises ConfigError for a second engine of vLLM's, which can have one in a process."""
+        kind = name, read_shape(spec.folder), replace(spec, folder=None)
+        if self.kind not in (None, kind) and name == "vllm":
+            raise ConfigError(f"--model: {model} has another shape than the model before it, and vLLM has "
+                              "one engine per process; evaluate it by a command of its own")
+        if self.kind != kind:
+            self.kind, self.engine = kind, start_engine(name, spec)
+        return self.engine
 
 
-def run(args: argparse.Namespace) -> dict:
-    """Evaluate as the arguments say; responses that --out holds already are not sampled again."""
-    check_arguments(args)
-    device = dist.init(find_device(args.device))
-    data = data_of(args)
-    tokenizer = Tokenizer(find_model(origin(args.model)), data, args.stop or ())
-    sets = [s.first(args.limit) for s in load_sets(data, tokenizer, args.reward)]
-    custom_reward.try_out(args.reward, *(s.problems for s in sets if s.reward))
-    run_folder = user_path(args.config or "").parent
-    for setting in changed_files(run_folder, files_of(args.reward, tokenizer)):
-        if (copy := run_folder / COPIES[setting]).is_file():
+def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
+    """Print which files of the user's are not the ones that the run of a folder began with."""
+    for setting in changed_files(run, texts):
+        if (copy := run / COPIES[setting]).is_file():
             print(f"the file of {setting} has changed since the run began: it was {copy}", file=sys.stderr)
-    args.engine, spec = fit_engine(args.engine, engine_spec(args, device, tokenizer, sets))
-    sampling = Sampling(args.max_new_tokens, args.n, args.temperature, args.top_p, args.seed)
+
+
+def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engines: Engines) -> dict:
+    """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
+    device = dist.init(find_device(cfg.device))
+    tokenizer = Tokenizer(find_model(origin(cfg.model.path)), cfg.data, cfg.rollout.stop or ())
+    sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
+    custom_reward.try_out(cfg.reward, *(s.problems for s in sets if s.reward))
+    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
+    engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, sets))
+    cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
+    sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     store = None
-    if args.out:
-        stored = read_result(args.out) if dist.rank() == 0 and args.out.is_file() else None
-        head, stored = dist.gather([head_of(args, sampling, spec, tokenizer, sets), stored]
+    if out:
+        stored = read_result(out) if dist.rank() == 0 and out.is_file() else None
+        head, stored = dist.gather([describe_result(cfg, sampling, spec, tokenizer, sets), stored]
                                    if dist.rank() == 0 else [])
         if stored:
-            require_same(args.out, stored["head"], head)
-            print(f"{args.out} is complete; nothing is sampled again", file=sys.stderr)
-            return counted(stored | {"head": head}, args.k)
-        store = Store(args.out, head, ROUNDS_OF_SLOTS * args.slots * dist.world_size())
-    engine = engine_of(args, spec)
-    engine.sync(load_policy(args.model, spec.folder, spec.dtype))
+            require_same_head(out, stored["head"], head)
+            print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
+            return summarise_result(stored | {"head": head}, args.k)
+        store = Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
+    engine = engines.start(engine_name, spec, cfg.model.path)
+    engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
     results = {}
     for s in sets:
         progress = s.name if dist.rank() == 0 else None
         problems = answer_problems(engine, tokenizer, s, sampling, progress, store)
         results[s.name] = summarise(problems, args.k, s.bounds)
     if store and dist.rank() == 0:
-        write_result(args.out, {"head": head, "results": results})
+        write_result(out, {"head": head, "results": results})
         store.remove()
     return {"results": results}
 
 
-def show(args: argparse.Namespace) -> None:
-    """Do what the arguments ask for and print the table, or that of each model."""
+def evaluate_models(args: argparse.Namespace) -> None:
+    """Evaluate every model of the command line and print its table."""
+    cfg = config.load(args.config, args.set)
+    if args.data is not None:
+        cfg = replace(cfg, data=replace(cfg.data, eval=args.data))
+    if args.data_dir is not None:
+        cfg = replace(cfg, data=replace(cfg.data, dir=args.data_dir))
+    if not args.model:
+        raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
+    if not cfg.data.eval:
+        raise ConfigError("--data must be given: sets separated by commas, or a --config that has some")
+    require_sizes(args.k, cfg.eval.n)
+    files, engines = list_models(args.model, args.out), Engines()
+    for path, out in files:
+        model = replace(cfg.model, path=path)
+        result = evaluate_model(replace(cfg, model=model), args, out, engines)
+        if dist.rank() == 0:
+            name = [path] if len(files) > 1 else []
+            show(result, args, *name)
+
+
+def show(result: dict, args: argparse.Namespace, *above: str) -> None:
+    """Print the table of a result."""
+    results = add_math_verify(result["results"]) if args.also else result["results"]
+    print(*above, results_table(results), sep="\n", flush=True)
+
+
+def evaluate_or_compare(args: argparse.Namespace) -> None:
+    """Do what the command line asks for."""
     if args.compare:
-        print(comparison_table(*(counted(read_result(path)) for path in args.compare)))
-        return
-    files = places(args.model or [], args.out)
-    for args.model, args.out in files:
-        result = rescore(read_result(args.rescore), args.k) if args.rescore else run(args)
-        if args.rescore and args.out:
+        results = [summarise_file(path) for path in args.compare]
+        with reading(" or ".join(map(str, args.compare))):
+            print(comparison_table(*results))
+    elif args.rescore:
+        require_place(args.out)
+        result = rescore(summarise_file(args.rescore, args.k), args.k)
+        if args.out:
             write_result(args.out, result)
-        if args.rescore or dist.rank() == 0:
-            results = with_math_verify(result["results"]) if args.also else result["results"]
-            print(*[args.model] * (len(files) > 1), results_table(results), sep="\n", flush=True)
+        show(result, args)
+    else:
+        evaluate_models(args)
+
+
+def whole_numbers(text: str) -> list[int]:
+    return list(map(int, text.split(",")))
 
 
 def main() -> int:
-    goes_on = "the same command goes on from there, if it has --out"
-    return exit_status(lambda: show(arguments(__doc__)), goes_on)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    add = parser.add_argument
+    add("--model", nargs="+", default=[],
+        help="Hugging Face folders, checkpoints, patterns of these, or a hub name")
+    add("--data", help="sets separated by commas (data.eval)")
+    add("--data-dir", help="folder with the files of named sets (data.dir)")
+    add("--config", default="eval/default.yaml",
+        help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml")
+    add("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
+    add("--k", type=whole_numbers, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
+    add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
+    add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
+    add("--rescore", type=user_path, help="a result: grade its responses again")
+    add("--also", choices=["math-verify"], help="its verdicts too, and where they differ from ours")
+    add("--compare", type=user_path, nargs=2, help="two results on the same problems")
+    run_it = partial(evaluate_or_compare, parser.parse_args())
+    return exit_status(run_it, "the same command goes on from there, if it has --out")
 
 
 if __name__ == "__main__":

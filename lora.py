@@ -28,8 +28,7 @@ from torch import Tensor, nn
 
 from config import Config, ConfigError, Lora
 from infra import dist
-from infra.checkpoint import beside_tensors, with_policy
-from infra.digests import hash_files, require_same
+from infra.checkpoint import beside_tensors, hash_files, require_same_inputs, with_policy
 from infra.weights import (
     differing,
     export,
@@ -232,7 +231,7 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
         return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
     flat = saved["config"]
     settings = Lora(*(flat[f"model.lora.{name}"] for name in ("rank", "alpha", "targets")))
-    require_same(path, saved["inputs"], base_of(settings, folder))
+    require_same_inputs(path, saved["inputs"], base_of(settings, folder))
     model = empty_model(folder, torch.promote_types(dtype, torch.float32))
     adapt(model, settings, model.norm.weight.dtype)
     load_weights(model.to_empty(device="cpu"), folder)

@@ -35,8 +35,9 @@ import config
 from advantage import advantage
 from collect import Selection, choose
 from config import Config, ConfigError
-from infra import dist, formats, runfolder
+from infra import dist, runfolder
 from infra.checkpoint import replayable
+from infra.lines import read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
@@ -82,7 +83,7 @@ def require_pruning_alone(own: Config, given: Config) -> None:
 def logged(folder: Path, step: int) -> tuple[dict, dict]:
     """Find a step's lines in decisions.jsonl and metrics.jsonl. Raises ConfigError where it cannot be done
     again."""
-    decided = {line["step"]: line for line in runfolder.read(folder / "decisions.jsonl", formats.decided)}
+    decided = {line["step"]: line for line in read_log(folder / "decisions.jsonl")}
     if step not in decided:
         raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
     if "rounds" not in decided[step]:
@@ -93,10 +94,7 @@ def logged(folder: Path, step: int) -> tuple[dict, dict]:
             f"--step {step} needs the policy before it, checkpoints/step_{step - 1:06d}, which {folder} does "
             f"not have; it can replay {', '.join(map(str, able))}; a run keeps every step's with "
             "checkpoint.every=1 and checkpoint.keep=all")
-    for n, prompt in enumerate(decided[step]["prompts"]):
-        formats.require(prompt, f"{folder}/decisions.jsonl: step {step}: prompts[{n}]", formats.DRAWN)
-    measured = [line for line in runfolder.read(folder / "metrics.jsonl", formats.measured)
-                if "time/step" in line]
+    measured = [line for line in read_metrics(folder / "metrics.jsonl") if "time/step" in line]
     return decided[step], next(line for line in measured if line["step"] == step)
 
 

@@ -2,12 +2,11 @@
 
     python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
 
-Runs whose configs differ in nothing but `seed` and `out` are one row. Methods cost differently, so each is
-read off at the same number of steps, of generated tokens, of trained tokens and of seconds (evaluation
-apart): all and half of what the finished run that spent least has spent; and by what it had spent when it
-came to an accuracy, or a reward: --level, or nine tenths of the way from the start to the best row's end.
-Runs that have not finished are drawn and named, and left out of the tables. report.md has the tables for a
-pull request.
+Runs whose configs differ in `seed` and `out` only are one row. Methods differ in cost, so scores are
+compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
+evaluation): at the budget that every finished run reached and at half of it. Another table has the cost to
+reach a score: --level, or nine tenths of the way from the start to the best row's end. Runs that have not
+finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
 """
 
 import argparse
@@ -28,13 +27,14 @@ from markupsafe import Markup
 from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import replayable
+from infra.lines import reading
 from infra.signals import exit_status
-from page.charts import COLOURS, curves, score_charts
-from page.compare import Table, tables
+from page.charts import COLOURS, draw_curves, score_charts
+from page.compare import ReportTable, make_tables
 from page.pruning import pruning_charts
 from page.runs import Groups, LoggedRun, group_runs, read_run
 from page.summary import Score, score_cell, scores_of
-from page.texts import completions, held_out, shortened
+from page.texts import choose_answers, choose_completions, shorten_texts
 from settings.paths import matching, user_path
 
 PARTS = Path(__file__).parent / "page"
@@ -43,12 +43,12 @@ TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What report.html and report.md are made of."""
+    """The content of report.html and report.md."""
 
     runs: list[LoggedRun]
     groups: Groups
-    scores: list[Score]  # what the evaluation sets are measured by
-    tables: list[Table]
+    scores: list[Score]  # of the evaluation sets: accuracy or reward
+    tables: list[ReportTable]
     remarks: list[str]   # on runs that the tables leave out
 
 
@@ -63,68 +63,73 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     check_level(level, scores)
     remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.steps_done} of "
                f"{run.total} steps." for run in runs if not run.finished]
-    comparison = Comparison(runs, groups, scores, tables(groups, scores, level), remarks)
+    comparison = Comparison(runs, groups, scores, make_tables(groups, scores, level), remarks)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except FileExistsError:
         raise ConfigError(f"--out {out} is a file; give a folder") from None
-    write(out / "report.md", markdown(comparison))
-    write(out / "report.html", html(comparison, refresh))
+    write_page(out / "report.md", write_markdown(comparison))
+    write_page(out / "report.html", fill_page(comparison, refresh))
     return out / "report.html"
 
 
-def write(path: Path, text: str) -> None:
+def write_page(path: Path, text: str) -> None:
     """Write a file at once: a browser never reads half a page."""
     fresh = path.with_name(f"{path.name}.unfinished")
-    fresh.write_text(text, encoding="utf-8", errors="backslashreplace")  # of half a character, in a text
+    fresh.write_text(text, encoding="utf-8", errors="backslashreplace")  # a text may hold half a character
     fresh.replace(path)
 
 
-def html(comparison: Comparison, refresh: int) -> str:
+def fill_page(comparison: Comparison, refresh: int) -> str:
     """Fill page.html."""
     environment = jinja2.Environment(loader=jinja2.FileSystemLoader(PARTS), autoescape=True, trim_blocks=True,
                                      lstrip_blocks=True, undefined=jinja2.StrictUndefined)
     runs, groups = comparison.runs, comparison.groups
-    drawn, undrawn = curves(groups)
+    drawn, undrawn = draw_curves(groups)
     shown = {
         "title": runs[0].folder.resolve().name if len(runs) == 1 else f"{len(runs)} runs",
         "legend": [(label, i % len(COLOURS), i // len(COLOURS) % 3) for i, label in enumerate(groups)],
         "scores": {f"Held-out {s.kind}: {s.name}": score_charts(groups, s) for s in comparison.scores},
         "curves": drawn, "undrawn": undrawn,
-        "runs": [described(run) for run in runs], "data": texts(runs),
+        "runs": [describe_run(run) for run in runs], "data": page_texts(runs),
         "written": datetime.now().strftime("%Y-%m-%d %H:%M:%S"), "refresh": refresh,
     }
-    return environment.get_template("page.html").render(comparison=comparison, **shown, **inlined())
+    return environment.get_template("page.html").render(comparison=comparison, **shown, **read_parts())
 
 
-def inlined() -> dict[str, Any]:
-    """Read style and script, and hash the script: the page lets no other run."""
+def read_parts() -> dict[str, Any]:
+    """Read style and script, and hash the script: the page lets no other script run."""
     script = (PARTS / "script.js").read_text()
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     return {"script": Markup(script), "script_hash": f"sha256-{digest}",
             "style": Markup((PARTS / "style.css").read_text())}
 
 
-def texts(runs: list[LoggedRun]) -> Markup:
-    """Write what script.js shows as json, in which no text can end its <script> or begin a comment."""
+def page_texts(runs: list[LoggedRun]) -> Markup:
+    """Write the data of script.js as JSON in which no text can end the <script> or begin a comment."""
     most = TEXTS // len(runs) // 2
-    data = {"runs": [{"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
-                      "samples": completions(run.samples, most), "held_out": held_out(run.folder, most)}
-                     for run in runs]}
+    shown = []
+    for run in runs:
+        with reading(run.folder / "samples.jsonl"):
+            samples = choose_completions(run.samples, most)
+        shown.append({"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
+                      "samples": samples, "held_out": choose_answers(run.folder, most)})
+    data = {"runs": shown}
     finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
     return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
 
 
-def described(run: LoggedRun) -> dict[str, Any]:
-    """Say what page.html shows of a run."""
+def describe_run(run: LoggedRun) -> dict[str, Any]:
+    """Collect what page.html shows of a run."""
     numbers, charts = pruning_charts(run)
     return {"name": str(run.folder), "state": run.state["state"], "error": run.state.get("error"),
-            "steps_done": run.steps_done, "total": run.total, "facts": facts(run), "newest": newest(run),
+            "steps_done": run.steps_done, "total": run.total,
+            "facts": describe_progress(run), "newest": newest_completions(run),
             "pruning": numbers, "pruning_charts": charts, "config": (run.folder / "config.yaml").read_text()}
 
 
-def facts(run: LoggedRun) -> list[str]:
-    """Say how a run does: time left, reward, held-out scores."""
+def describe_progress(run: LoggedRun) -> list[str]:
+    """Write the time left, the newest reward and the held-out scores."""
     said = []
     if run.state["state"] == "running" and run.steps_done:
         spent = sum(line.get("time/step", 0) + line.get("time/eval", 0) for line in run.lines)
@@ -138,28 +143,29 @@ def facts(run: LoggedRun) -> list[str]:
     return said
 
 
-def newest(run: LoggedRun) -> dict[str, Any] | None:
+def newest_completions(run: LoggedRun) -> dict[str, Any] | None:
     """Take the first completions of the newest group in samples.jsonl."""
     if not run.samples:
         return None
     line = run.samples[-1]
-    shown = [shortened(completion, 1000) | {"right": completion["components"].get("accuracy")}
-             for completion in line["completions"][:3]]
+    with reading(run.folder / "samples.jsonl"):
+        shown = [shorten_texts(completion, 1000) | {"right": completion["components"].get("accuracy")}
+                 for completion in line["completions"][:3]]
     return {"step": line["step"], "gold": line["gold"], "completions": shown}
 
 
-def markdown(comparison: Comparison) -> str:
+def write_markdown(comparison: Comparison) -> str:
     """Write the tables as markdown, for a pull request."""
-    page = ["# Runs compared", *map(cell, comparison.remarks)]
+    page = ["# Runs compared", *map(escape_cell, comparison.remarks)]
     for table in comparison.tables:
-        head = [list(map(cell, table.head)), ["---"] * len(table.head)]
-        rows = [*head, *(map(cell, row) for row in table.rows)]
+        head = [list(map(escape_cell, table.head)), ["---"] * len(table.head)]
+        rows = [*head, *(map(escape_cell, row) for row in table.rows)]
         lines = "\n".join("| " + " | ".join(row) + " |" for row in rows) if table.rows else ""
-        page += [f"## {cell(table.title)}", *filter(None, (table.note, lines))]
+        page += [f"## {escape_cell(table.title)}", *filter(None, (table.note, lines))]
     return "\n\n".join(page) + "\n"
 
 
-def cell(text: str) -> str:
+def escape_cell(text: str) -> str:
     """Write a text so that markdown shows it as it is, in a table too."""
     escaped = re.sub(r"([\\`*_\[\]|~#$])", r"\\\1", text)
     return " ".join(escaped.replace("&", "&amp;").replace("<", "&lt;").split())
@@ -188,7 +194,7 @@ def main() -> int:
     parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
                         help="go on while a run does: write the page again every so many seconds")
     args = parser.parse_args()
-    return exit_status(lambda: command(args), "the page stays as it was written last")
+    return exit_status(lambda: make_report(args), "the page stays as it was written last")
 
 
 def check_level(level: float | None, scores: list[Score]) -> None:
@@ -197,7 +203,7 @@ def check_level(level: float | None, scores: list[Score]) -> None:
         raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
 
 
-def command(args: argparse.Namespace) -> None:
+def make_report(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
     paths = [path for text in args.runs for path in matching(text, "RUN_DIR")]
     # runs/* names the last page too, and whatever else lies there. A path that is not there is an error.

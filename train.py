@@ -25,7 +25,7 @@ from collect import Sampler, Selection, choose, lacks, middle, shortage
 from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import custom_reward, digests, dist, runfolder, tracking
+from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, save_plainly
 from infra.rows import answered
 from infra.runfolder import Resume
@@ -56,7 +56,7 @@ class Run:
     sampler: Sampler                       # or what stands in for it (methods/stand_ins.py)
     history: PromptHistory
     checkpoints: Checkpoints
-    log: runfolder.Log
+    log: runfolder.RunLog
     inputs: dict[str, str]                 # hashes of data, tokenizer and weights
     first: int                             # the step to begin with
 
@@ -119,14 +119,14 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     task = load(cfg)
     files = files_of(cfg.reward, task.tokenizer)
     dist.init(memory.find_device(cfg.device))
-    log = runfolder.Log(folder if dist.rank() == 0 else None)
+    log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     path, saved = find_newest(resume, folder / "checkpoints")
     inputs = task.inputs | lora.base_of(cfg.model.lora, task.source)
     if path is not None:
         runfolder.require_same_files(folder, files)
-        digests.require_same(path, saved["inputs"], inputs)
+        checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = memory.decide(cfg, task.source, saved["config"])
     learner, engine = set_up(decided, task)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
@@ -195,7 +195,7 @@ def load(cfg: Config) -> data.Task:
     prompts = data.to_prompts(problems, tokenizer, settings.system_prompt, longest, settings.drop_longer)
     # What is evaluated on by no longer than eval.limit is left out of training all the same.
     return data.Task(source, tokenizer, problems, prompts, [s.first(cfg.eval.limit) for s in sets], graded,
-                     digests.inputs_of(source, prompts, {s.name: s.prompts for s in sets}))
+                     checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets}))
 
 
 def due(every: int, step: int, last: int) -> bool:

@@ -55,8 +55,8 @@ def answered(model: Path, problems: Path, out: Path) -> list[dict]:
     cfg = config.load(CONFIG)
     if not out.is_file():
         run_script("eval.py", "--model", str(model), "--data", str(problems),
-                   "--max-new-tokens", str(cfg.eval.max_new_tokens),
-                   "--system-prompt", cfg.data.system_prompt, "--out", str(out))
+                   "--set", f"eval.max_new_tokens={cfg.eval.max_new_tokens}",
+                   "--set", f"data.system_prompt={cfg.data.system_prompt}", "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
     return result["problems"]
 

@@ -35,8 +35,8 @@ def answered(model: Path, out: Path) -> dict[str, list[dict]]:
     cfg = config.load(RECIPE)
     if not out.is_file():
         run_script("eval.py", "--model", str(model), "--data", cfg.data.train,
-                   "--temperature", str(cfg.rollout.temperature), "--n", str(ANSWERS),
-                   "--max-new-tokens", str(cfg.rollout.max_new_tokens), "--out", str(out))
+                   "--set", f"eval.temperature={cfg.rollout.temperature}", "--set", f"eval.n={ANSWERS}",
+                   "--set", f"eval.max_new_tokens={cfg.rollout.max_new_tokens}", "--out", str(out))
     result, = json.loads(out.read_text())["results"].values()
     levels: dict[str, list[dict]] = {}
     for problem in result["problems"]:
@@ -100,7 +100,7 @@ def fate_table(runs: dict[str, Path]) -> list[str]:
     rows = []
     for method, folder in runs.items():
         counts: dict[int, Counter] = {}
-        for line in runfolder.read(folder / "decisions.jsonl"):
+        for line in runfolder.read_log(folder / "decisions.jsonl"):
             for prompt in line["prompts"]:
                 counts.setdefault(prompt["epoch"] // EPOCHS, Counter())[fate(prompt)] += 1
         for block, counter in counts.items():
@@ -114,7 +114,7 @@ def run_table(runs: dict[tuple[str, int], Path]) -> list[str]:
     """Write each run's seconds, and its held-out accuracy over the steps where it is GRPO."""
     rows = []
     for (method, seed), folder in runs.items():
-        lines = runfolder.read(folder / "metrics.jsonl")
+        lines = runfolder.read_log(folder / "metrics.jsonl")
         key = "eval/hard_test/accuracy"
         accuracy = ", ".join(f"{line[key]:.1%}" for line in lines if key in line)
         rows.append([method, str(seed), f"{cpu_seconds(folder):.0f}",

@@ -2,7 +2,7 @@
 
     checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
     checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, history of prompts
-    checkpoints/step_000123/files.json  every file above with its size and its digest (infra/digests.py)
+    checkpoints/step_000123/files.json  every file above with its size and its digest
     checkpoints/latest                  name of the newest
 
 A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is
@@ -10,13 +10,15 @@ replaced, then old ones are removed: whatever dies in between, the checkpoint be
 place.
 """
 
+import hashlib
 import io
+import json
 import os
 import re
 import shutil
 import sys
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -31,13 +33,15 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
-from infra import digests, dist
+from infra import dist
 from infra.runfolder import Resume
 from infra.signals import Stopped
+from records import Prompt
 from settings.paths import user_path
 
 Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
+Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
 STEP = re.compile(r"step_\d{6,}")
 
 
@@ -89,7 +93,7 @@ class Checkpoints:
                 upload.result()
             if dist.rank() == 0:
                 (fresh / "extra.pt").write_bytes(extra)
-            written = digests.of_rank(fresh, dist.rank())
+            written = list_files(fresh, dist.rank())
             by_rank = dist.gather([written], next(iter(self.groups.values())))  # which the saves have left
             if dist.rank() == 0:
                 publish(fresh, self.keep, {name: value for own in by_rank for name, value in own.items()})
@@ -179,7 +183,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     wrong = []
     for path in dist.gather(newest_first(folder) if dist.rank() == 0 else []):
-        if not (damage := digests.damage(path)):
+        if not (damage := find_damage(path)):
             return path, torch.load(path / "extra.pt", weights_only=True)
         wrong.append(damage)
         if dist.rank() == 0:
@@ -210,7 +214,7 @@ def tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (),
     return by_kind
 
 
-def publish(fresh: Path, keep: Keep, files: digests.Files) -> None:
+def publish(fresh: Path, keep: Keep, files: Files) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
     for role in (path for path in fresh.iterdir() if path.is_dir()):
@@ -218,7 +222,7 @@ def publish(fresh: Path, keep: Keep, files: digests.Files) -> None:
         if parts < dist.world_size():
             raise OSError(f"{role} has files of {parts} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
-    (fresh / "files.json").write_text(digests.listing(files))
+    (fresh / "files.json").write_text(format_list(files))
     for path in (fresh / "extra.pt", fresh / "files.json"):
         flush(path)
     # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
@@ -247,7 +251,7 @@ def replayable(run: Path, last: int) -> list[int]:
     """List the steps of a run up to `last` whose policy is at hand: the first, and those after a whole
     checkpoint."""
     whole = [int(path.name[len("step_"):]) for path in step_folders(run / "checkpoints")
-             if not digests.cut_off(path)]
+             if not find_missing(path)]
     return [step for step in (1, *(done + 1 for done in whole)) if step <= last]
 
 
@@ -262,7 +266,7 @@ def newest_first(folder: Path) -> list[Path]:
 
 def require_whole(step: Path) -> None:
     """Raise ConfigError where a file of a checkpoint is missing or cut off, or extra.pt is damaged."""
-    refuse(step, digests.cut_off(step) or digests.changed(step, ["extra.pt"]))
+    refuse(step, find_missing(step) or find_changed(step, ["extra.pt"]))
 
 
 def refuse(step: Path, damage: str) -> None:
@@ -308,7 +312,7 @@ def with_policy(path: str, model: nn.Module) -> nn.Module:
     step, dtype = user_path(path), next(model.parameters()).dtype
     if not is_checkpoint(step):
         return model
-    refuse(step, digests.damage(step, "policy/"))
+    refuse(step, find_damage(step, "policy/"))
     stored = dcp.FileSystemReader(step / "policy").read_metadata().state_dict_metadata
     wide, = {t.properties.dtype for name, t in stored.items() if name.startswith("weights.")}
     load_tensors(step / "policy", tensors(model.to(wide)))
@@ -329,3 +333,107 @@ def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
                           f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} "
                           "differ); resume with the model that wrote it")
     dcp.load(state, checkpoint_id=path)
+
+
+# ---- files.json: {"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}
+# A file that is not listed does not count: file managers and NFS leave some.
+
+def writer_of(name: str) -> int:
+    """Return the rank that writes a file; rank 0 writes those without a rank in their name."""
+    match = re.search(r"__(\d+)_\d+\.distcp$", name)
+    return int(match[1]) if match else 0
+
+
+def list_files(step: Path, rank: int) -> Files:
+    """Return size and digest of the files that a rank has written."""
+    names = [str(path.relative_to(step)) for path in sorted(step.rglob("*")) if path.is_file()]
+    return {name: [(step / name).stat().st_size, hash_file(step / name)]
+            for name in names if writer_of(name) == rank}
+
+
+def format_list(files: Files) -> str:
+    return json.dumps({"files": files, "sha256": sha256(files)})
+
+
+def read_list(step: Path) -> Files:
+    """Read files.json; {} where it is missing or not as it was written."""
+    path = step / "files.json"
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    try:
+        files = json.loads(text)["files"]
+    except (ValueError, KeyError, TypeError):
+        return {}
+    return files if text == format_list(files) else {}
+
+
+def find_missing(step: Path) -> str:
+    """Say which file of a checkpoint is missing or has another size, "" where none is. Nothing is hashed."""
+    files = read_list(step)
+    for name, (size, _) in files.items():
+        found = (step / name).stat().st_size if (step / name).is_file() else "no"
+        if found != size:
+            return f"{name} has {found} bytes of {size}"
+    return "" if files else "files.json, which lists the files, is missing or damaged"
+
+
+def find_changed(step: Path, names: Iterable[str]) -> str:
+    """Say which of these files is not as it was written, "" where none is."""
+    files = read_list(step)
+    for name in names:
+        try:
+            if hash_file(step / name) != files[name][1]:
+                return f"{name} is not as it was written: its sha256 is not the one in files.json"
+        except OSError as error:  # of a disk that is going
+            return f"{name} cannot be read: {error}"
+    return ""
+
+
+def find_damage(step: Path, part: str = "") -> str:
+    """Name a damaged file of a checkpoint, among those whose name begins with `part`; "" if all are whole.
+
+    Collective. Each rank reads the files that it wrote itself, if there are as many ranks as there were then.
+    """
+    missing, = dist.gather([find_missing(step)] if dist.rank() == 0 else [])
+    mine = [name for name in read_list(step)
+            if name.startswith(part) and writer_of(name) % dist.world_size() == dist.rank()]
+    return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")
+
+
+# ---- hashes, and what a run began with
+
+def sha256(*values: object) -> str:
+    """Hash values as JSON; what JSON cannot write is hashed as its str()."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Hash the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(paths: list[Path]) -> str:
+    """Hash the names and contents of files, in threads, since one hash keeps one core busy."""
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(hash_file, paths))
+    return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
+
+
+def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:
+    """Describe, by setting, the files and prompts that the steps of a run depend on."""
+    named = {"data.train": prompts} | {f"data.eval ({name})": asked for name, asked in sets.items()}
+    texts = sorted(path for path in model.iterdir() if path.suffix in (".json", ".jinja"))
+    inputs = {"model.path": f"json and jinja files of sha256 {hash_files(texts)[:16]}"}
+    for setting, asked in named.items():
+        digest = sha256([(prompt.id, prompt.ids, prompt.answer, prompt.row) for prompt in asked])
+        inputs[setting] = f"{len(asked)} prompts of sha256 {digest[:16]}"
+    return inputs
+
+
+def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
+    """Raise ConfigError where a checkpoint was trained on other weights, data or tokenizers than these."""
+    for setting, found in here.items():
+        if began.get(setting) != found:
+            raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
+                              f"there are now {found}; bring the former back, or begin another run with "
+                              "--set out=...")

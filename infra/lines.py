@@ -1,36 +1,79 @@
 """Read and write the files of a run so that what was whole stays whole, whatever dies: JSON lines."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from config import ConfigError
+from settings.loader import SHORT
+
+DAMAGED = "the file was damaged; bring it back, or do without it"
 
 
-def read(path: Path, require: Callable[[dict, str], None] | None = None) -> list[dict]:
-    """Read the lines of a log; [] where there is none. Each has what its reader must `require`
-    (infra/formats.py).
+class LogLine(dict):
+    """An object in a log, which knows its place: a missing key is an error that names file and line."""
+
+    def __init__(self, found: dict, place: str):
+        super().__init__(found)
+        self.place = place
+
+    def __missing__(self, key: str) -> None:
+        raise ConfigError(f"{self.place}: {key!r} is missing; {DAMAGED}")
+
+
+@contextmanager
+def reading(place: Path | str) -> Iterator[None]:
+    """Make one clear error of whatever the content of a damaged or hand-edited file causes."""
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+        why = f"{type(error).__name__}: {error}".replace("\n", " ")
+        raise ConfigError(f"{place} holds a value that no run writes ({why[:200]}); {DAMAGED}") from error
+
+
+def parse_line(text: bytes, place: str) -> Any:
+    """Parse JSON whose objects are LogLines; None for what is no JSON."""
+    try:
+        return json.loads(text, object_hook=lambda found: LogLine(found, place))
+    except (ValueError, RecursionError):
+        return None
+
+
+def read_log(path: Path) -> list[LogLine]:
+    """Read the lines of a log; [] where there is none.
 
     What a dying process or machine has torn at the end is left out: a last line without its end, and lines
     behind the last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
-    lines: list[dict] = []
+    lines: list[LogLine] = []
     broken = 0
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
-    for number, line in enumerate(written, start=1):
-        try:
-            found = json.loads(line)
-        except (ValueError, RecursionError):
-            found = None
-        if isinstance(found, dict) and broken:
+    for number, text in enumerate(written, start=1):
+        line = parse_line(text, f"{path}:{number}")
+        if not isinstance(line, LogLine):
+            broken = broken or number
+            continue
+        if broken:
             raise ConfigError(f"{path}:{broken} is no JSON object, though lines behind it are: the file was "
                               "damaged; bring it back, or remove that line and do without what it held")
-        if isinstance(found, dict):
-            if require:
-                require(found, f"{path}:{number}")
-            lines.append(found)
-        else:
-            broken = broken or number
+        lines.append(line)
+    return lines
+
+
+def read_metrics(path: Path) -> list[LogLine]:
+    """Read metrics.jsonl, whose values are numbers or null. Raises ConfigError for others."""
+    lines = read_log(path)
+    for line in lines:
+        for key, value in {"step": line["step"], **line}.items():
+            kinds = int if key == "step" else (int, float, type(None))
+            too_large = isinstance(value, int) and abs(value) >= 2**63
+            if too_large or not isinstance(value, kinds):
+                raise ConfigError(f"{line.place}: {key!r} is {SHORT.repr(value)} and must be a number, or a "
+                                  f"whole one for a step; {DAMAGED}")
     return lines
 
 
@@ -56,8 +99,8 @@ def rewrite(path: Path, lines: list[dict]) -> None:
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def mended(path: Path) -> list[dict]:
+def mend_log(path: Path) -> list[LogLine]:
     """Read a log, and cut off a torn last line so that it can be appended to."""
-    lines = read(path)
+    lines = read_log(path)
     rewrite(path, lines)
     return lines

@@ -1,9 +1,10 @@
-"""Store evaluations on disk: responses as they come, and a result that is whole or not there.
+"""Store evaluations on disk: responses as they come, and the result once it is complete.
 
-    results.json            {"head": ..., "results": {set: its summary}}; eval.py fills both
-    results.json.partial    the responses so far, behind a line with the head; gone when the result is whole
+    results.json            {"head": ..., "results": {set: its summary}}, written by eval.py
+    results.json.partial    a line with the head, then the responses so far; gone when the result is written
 
-The head identifies a result. Responses of another head are never mixed in.
+The head holds the settings that identify a result. Responses that were made with other settings are never
+mixed in.
 """
 
 import json
@@ -12,8 +13,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
-from infra.formats import DAMAGED, RESPONSE, TEXT, answered, numbers, require
-from infra.lines import append, read, replace, rewrite
+from infra.lines import DAMAGED, append, read_log, reading, replace, rewrite
 from settings.loader import parse_json
 from settings.paths import matching, short_names
 
@@ -21,24 +21,23 @@ from settings.paths import matching, short_names
 class Store:
     """Keep the responses of an evaluation as they come. Rank 0 writes them; all ranks know them.
 
-    Raises ConfigError where the file holds responses of another head.
+    Raises ConfigError if the responses in the file were made with other settings.
     """
 
     def __init__(self, out: Path, head: dict, chunk: int):
         self.path = out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
         (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
-        require_same(self.path, stored, head)
+        require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
-        for line in lines:
-            require(line, str(self.path), {"set": TEXT, "response": (dict,)})
-            response = line["response"]
-            require(response, str(self.path), RESPONSE | {"id": TEXT, "k": (int,)})
-            self.responses_of(line["set"])[response["id"], response["k"]] = response
+        with reading(self.path):
+            for line in lines:
+                response = line["response"]
+                self.responses_of(line["set"])[response["id"], response["k"]] = response
 
     def open(self, head: dict) -> list[dict]:
         """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
-        lines = read(self.path) or [head]
+        lines = read_log(self.path) or [head]
         rewrite(self.path, lines)
         return lines
 
@@ -55,34 +54,43 @@ class Store:
         self.path.unlink()
 
 
-def places(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
-    """List every model that paths and patterns name, with the file of its result.
-
-    It is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
-    """
-    paths = [*dict.fromkeys(path for text in models for path in matching(text, "--model"))]
+def require_place(out: Path | None) -> None:
+    """Raise ConfigError where no result can be written."""
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out: folder {out.parent} not found; create it first")
-    if out and len(paths) < 2 and out.is_dir():
-        raise ConfigError(f"--out {out} is a folder; name the file in it that the result is to be")
-    if len(paths) < 2 or not out:
-        return [(str(path), out) for path in paths] or [("", out)]
+    if out and out.is_dir():
+        raise ConfigError(f"--out {out} is a folder; name a file in it for the result")
+
+
+def list_models(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
+    """List every model that paths and patterns name, with the file of its result.
+
+    The file is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
+    """
+    named = [path for text in models for path in matching(text, "--model")]
+    paths = list(dict.fromkeys(named))
+    if len(paths) == 1 or not out:
+        require_place(out)
+        return [(str(path), out) for path in paths]
     if out.is_file() or out.suffix == ".json":
         raise ConfigError(f"--out {out} must be a folder for the results of {len(paths)} models")
-    out.mkdir(exist_ok=True)
+    if not out.is_dir():
+        require_place(out)
+        out.mkdir()
     return [(str(path), out / f"{name}.json") for path, name in zip(paths, short_names(paths), strict=True)]
 
 
-def require_same(path: Path, old: dict, new: dict) -> None:
-    """Raise ConfigError where a file's responses are those of another head."""
+def require_same_head(path: Path, old: dict, new: dict) -> None:
+    """Raise ConfigError if the responses of a file were made with other settings."""
     difference = next(differences(old, json.loads(json.dumps(new))), None)
     if difference:
-        raise ConfigError(f"{path} holds responses of other settings: {difference}; give another --out, "
-                          "remove it to begin again, or where only the verifier differs --rescore it")
+        raise ConfigError(f"{path} holds responses that were made with other settings: {difference}; "
+                          "give another --out, remove it to begin again, or --rescore it if only the "
+                          "verifier differs")
 
 
 def differences(old: object, new: object, path: str = "") -> Iterator[str]:
-    """Yield where two heads differ, with both values."""
+    """Yield each difference of two heads, with both values."""
     if isinstance(old, dict) and isinstance(new, dict):
         for key in dict.fromkeys((*new, *old)):
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
@@ -91,35 +99,34 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
 
 
 def read_result(path: Path) -> dict:
-    """Read a result. Raises ConfigError where there is none."""
+    """Read a result. Raises ConfigError if there is none, or if it is damaged."""
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
     result = parse_json(path.read_bytes(), path, DAMAGED)
-    head, results = (result.get(key) if isinstance(result, dict) else None for key in ("head", "results"))
-    sets = head.get("sets") if isinstance(head, dict) else None
-    if not isinstance(sets, dict) or not isinstance(results, dict) or not results.keys() <= sets.keys():
-        raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
-    for name, of in results.items():
-        require(sets[name], f"{path}: head.sets.{name}", {"data": TEXT, "count": (int,)})
-        require_answers(of, f"{path}: results.{name}")
-        if len(of["problems"]) != sets[name]["count"]:
-            raise ConfigError(f"{path}: results.{name} has {len(of['problems'])} problems and its head "
-                              f"{sets[name]['count']}; {DAMAGED}")
+    with reading(path):
+        if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
+            raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
+        if not result["results"].keys() <= result["head"]["sets"].keys():
+            raise ConfigError(f"{path}: its head does not name its sets; {DAMAGED}")
+        for name, summary in result["results"].items():
+            require_alike(f"{path}: {name}", summary["problems"], result["head"]["sets"][name]["count"])
     return result
 
 
-def require_answers(of: dict, place: str) -> None:
-    """Raise ConfigError where a set's problems or their responses lack something, or are not all alike."""
-    require(of, place, {"problems": (list,)})
-    alike = set()
-    for i, problem in enumerate(of["problems"]):
-        answered(problem, f"{place}.problems[{i}]")
-        first = problem["responses"][0]
-        alike.add((len(problem["responses"]), "verdict" in first, "reward" in first))
-    if len(alike) != 1:
-        raise ConfigError(f"{place}: problems must be some, with as many responses, graded alike; {DAMAGED}")
-    if of.get("reward_range") and len(numbers(of["reward_range"], place, "reward_range")) != 2:
-        raise ConfigError(f"{place}: reward_range must be two numbers; {DAMAGED}")
+def require_alike(place: str, problems: list[dict], count: int) -> None:
+    """Raise ConfigError unless all problems are there, with as many responses each, judged alike."""
+    if len(problems) != count:
+        raise ConfigError(f"{place} has {len(problems)} problems and its head {count}; {DAMAGED}")
+    counts, judged = set(), set()
+    for problem in problems:
+        counts.add(len(problem["responses"]))
+        for response in problem["responses"]:
+            judged.add(("verdict" in response, "reward" in response))
+            texts = [response["text"], problem["gold"] if "verdict" in response else ""]
+            if not all(isinstance(text, str) for text in texts):
+                raise ConfigError(f"{place}: text and gold of {problem['id']} must be texts; {DAMAGED}")
+    if len(counts) != 1 or len(judged) != 1:
+        raise ConfigError(f"{place}: all problems must have as many responses, judged alike; {DAMAGED}")
 
 
 def write_result(path: Path, result: dict) -> None:

@@ -1,4 +1,4 @@
-"""Read data sets of questions and answers: each row with the place that an error about it names."""
+"""Read data sets of questions and answers: each row with its place, for error messages."""
 
 import csv
 import difflib
@@ -15,7 +15,7 @@ from settings.loader import parse_json
 from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)
-SETS = {
+NAMED_SETS = {
     "gsm8k_train": (7473, "gsm8k_train.jsonl", "openai/gsm8k", "main", "train"),
     "gsm8k": (1319, "gsm8k_test.jsonl", "openai/gsm8k", "main", "test"),
     "math_train": (7500, "math_train.jsonl", "DigitalLearningGmbH/MATH-lighteval", "default", "train"),
@@ -83,7 +83,7 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
     Raises ConfigError."""
     import datasets  # slow to import, and needed for names only
 
-    name, config, split = SETS[name][2:] if name in SETS else name.split(":")
+    name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
     try:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -94,19 +94,19 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
 
 
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(SETS)}, "
+CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
 def file_of(name: str, folder: str | None) -> Path | None:
-    """Find the file of a data set; None for one on the hub. Raises ConfigError for what is neither."""
-    path = find_path(Path(folder, SETS[name][1]) if folder and name in SETS else name)
+    """Find the file of a data set; None for a set on the hub. Raises ConfigError if it is neither."""
+    path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
     if path.suffix in READERS and not path.is_file():
         where = "" if path.is_absolute() else f" from {Path.cwd()}, nor from {REPOSITORY}"
         raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
     if path.suffix in READERS:
         return path
-    if name in SETS or (name.count(":") == 2 and "/" in name):
+    if name in NAMED_SETS or (name.count(":") == 2 and "/" in name):
         return None
     raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
 
@@ -115,16 +115,15 @@ def file_of(name: str, folder: str | None) -> Path | None:
 
 def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
                ) -> dict[str, str | None]:
-    """Choose what a set takes from other columns than those of our own names: what `columns` names and some
-    row has. Print what none has, which is then taken as in a set without `columns`.
+    """Keep those columns that some row of a set has. Print the others: our own names are used for them.
 
-    A question or an answer of neither name stays, for the error about it.
+    A question or an answer that is found under neither name stays, for the error about it.
     """
     rows, there = [row for row in rows if isinstance(row, dict)], {}
     for name, column in columns.items():
-        ours = any(cell(row, name, {}) is not None for row in rows)
+        ours = any(find_cell(row, name, {}) is not None for row in rows)
         needed = name in ("question", "answer") and not ours
-        if column is None or needed or any(cell(row, name, columns) is not None for row in rows):
+        if column is None or needed or any(find_cell(row, name, columns) is not None for row in rows):
             there[name] = column
         else:
             print(f"{source}: no row has the column {column!r} that data.columns names for {name}"
@@ -132,9 +131,12 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
     return there
 
 
-def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
-    """Take a row's value for our `name`, None without one: of the column that `columns` has for it, else of
-    the one that is called so, or one of OTHERS. "a.b" is b inside column a, unless one is called so."""
+def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
+    """Return a row's value for our `name`, or None if it has none.
+
+    It is in the column that `columns` maps the name to, else in the column of that name, or of OTHERS. "a.b"
+    is b inside column a, unless a column is called "a.b".
+    """
     places = (columns[name],) if name in columns else (name, *OTHERS.get(name, ()))
     for place in filter(None, places):
         value: object = row.get(place)
@@ -142,14 +144,14 @@ def cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        empty = isinstance(value, float) and not math.isfinite(value)  # nan, as pandas writes one of numbers
+        empty = isinstance(value, float) and not math.isfinite(value)  # pandas writes nan for an empty cell
         if value is not None and not empty:
             return value
     return None
 
 
 def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
-    """Word what to do about a row that has no value for our `name`."""
+    """Write the error for a row that has no value for our `name`."""
     chosen = columns.get(name, name)
     if chosen is None:
         return f"data.columns={{{name}: null}} says that there is no {name}, which is needed here"
@@ -159,7 +161,7 @@ def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
     near = difflib.get_close_matches(str(chosen), [*row, *inner], n=1)
     advice = f" (did you mean {near[0]!r}?)" if near else ""
     return (f"there is no column {chosen!r} for the {name} among {', '.join(map(str, row))}{advice}; set "
-            f"data.columns={{{name}: ...}} to the column that has it (eval.py: --columns)")
+            f"data.columns={{{name}: ...}} to the column that has it")
 
 
 def messages_of(question: object, place: str) -> tuple[dict, ...]:
@@ -191,7 +193,7 @@ def messages_of(question: object, place: str) -> tuple[dict, ...]:
 
 
 def answered(problems: list[Problem], name: str) -> bool:
-    """Tell whether all problems have a gold answer, and print it where some do and some do not."""
+    """Tell whether all problems have a gold answer, and print it if only some do."""
     without = sum(not p.answer for p in problems)
     if 0 < without < len(problems):
         print(f"{name}: {without} of {len(problems)} problems have no answer, so accuracy is not measured",

@@ -1,12 +1,12 @@
-"""The run folder: what was run, what came of it, and how it ended.
+"""Write and read the run folder: the settings of a run, its logs, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
     checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
-samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which
-probability and weight (metrics.decisions), and eval_000005.jsonl each problem of the evaluation after step 5
-with its responses. state.json says how the run ended; while it runs there is none (`state_of`).
+samples.jsonl has groups as text (tracking.samples), decisions.jsonl the prompts and completions of each step
+with their probabilities and weights (metrics.decisions), and eval_000005.jsonl the problems of the evaluation
+after step 5 with their responses. state.json says how the run ended; a run under way has none (`state_of`).
 """
 
 import fcntl
@@ -32,17 +32,16 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra import formats
-from infra.lines import append, read, replace, rewrite
+from infra.lines import append, read_log, reading, replace, rewrite
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
-# Files of the user's that a run depends on: what each was at the start lies in the run folder.
+# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
 COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
-Resume = Literal["never", "always", "auto"]  # auto: where there is something to go on from
+Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
 FREE = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
-# Those that make room, on which a step depends in its last bits alone.
+# Settings that save memory; they change the last bits of a step only.
 ROOM = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload", "rollout.slots",
         "rollout.cache_gib")
 SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
@@ -52,7 +51,7 @@ LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 # ---- may this run use the folder?
 
 def claim(cfg: Config, resume: Resume) -> Path:
-    """Check that this run may use its folder before anything is written. Raises ConfigError with remedies."""
+    """Check, before anything is written, that this run may use its folder. Raises ConfigError."""
     folder = Path(cfg.out)
     stored = folder / "config.yaml"
     above = next(place for place in (folder, *folder.absolute().parents) if place.exists())
@@ -87,8 +86,10 @@ def claim(cfg: Config, resume: Resume) -> Path:
 
 
 def has_a_step(folder: Path) -> bool:
-    """Tell whether a run has done a step, of which something would be lost."""
-    logged = any(line["step"] > 0 for line in read(folder / "metrics.jsonl", formats.stepped))
+    """Tell whether a run has finished a step, which would be lost if the folder were taken over."""
+    path = folder / "metrics.jsonl"
+    with reading(path):
+        logged = any(line["step"] > 0 for line in read_log(path))
     return logged or any((folder / "checkpoints").glob("step_*"))
 
 
@@ -104,7 +105,7 @@ def changed_settings(there: Config, now: Config) -> dict[str, str]:
 
 
 def refused_changes(there: Config, now: Config) -> list[str]:
-    """Name the changed settings with which a run cannot go on, because the steps done depend on them."""
+    """Name the changed settings that keep a run from going on: its finished steps depend on them."""
     refused = []
     for key, change in changed_settings(there, now).items():
         grows = key == "steps" and now.steps > there.steps
@@ -116,21 +117,23 @@ def refused_changes(there: Config, now: Config) -> list[str]:
 
 
 def is_moved(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names at another path what `require_same_files` or digests.py compares."""
+    """Tell whether a setting names at another path a file whose content is compared elsewhere."""
     paths = config.flatten(there)[key], config.flatten(now)[key]
     return key in (*COPIES, "model.lora.path") and None not in paths
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
-    """Name the settings whose file is not what it was when the run in a folder began. `texts` has what each
-    of COPIES holds now, None where it is not set."""
+    """Name the settings whose file has changed since the run in a folder began.
+
+    `texts` holds the present text of each file of COPIES, or None if it is not set.
+    """
     copies = {setting: folder / name for setting, name in COPIES.items()}
     return [setting for setting, path in copies.items()
             if texts[setting] != (path.read_text() if path.is_file() else None)]
 
 
 def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
-    """Raise ConfigError where a file of COPIES is not the one that the run began with."""
+    """Raise ConfigError if a file of COPIES has changed since the run began."""
     for setting in changed_files(folder, texts):
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
                           f"{folder / COPIES[setting]}, write the new one over that copy to go on with it "
@@ -138,7 +141,7 @@ def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
 
 
 def is_done(cfg: Config, resume: Resume) -> bool:
-    """Tell whether a run that is to go on has done all its steps. Raises ConfigError as `claim` does."""
+    """Tell whether a run has finished all its steps and its export. Raises ConfigError as `claim` does."""
     folder = claim(cfg, resume)
     ended = resume != "never" and state_of(folder)["state"] == "finished" and (folder / "hf").is_dir()
     return ended and config.load(folder / "config.yaml").steps == cfg.steps
@@ -147,9 +150,8 @@ def is_done(cfg: Config, resume: Resume) -> bool:
 def lock_folder(folder: Path) -> FileLock:
     """Keep other runs out of the folder until this process ends, however it ends.
 
-    One process may lock a folder several times: it resumes a run that failed in it. A process that it forks
-    does not hold the lock. Raises ConfigError if another run is in the folder for a second: `state_of` is in
-    it for an instant.
+    One process may lock a folder several times, to resume a run that failed in it. Its forks do not hold the
+    lock. Raises ConfigError if another run holds it for a second; `state_of` holds it for an instant.
     """
     folder.mkdir(parents=True, exist_ok=True)
     holder = folder / "lock"
@@ -181,12 +183,14 @@ def is_locked(folder: Path) -> bool:
 
 
 def state_of(folder: Path) -> dict:
-    """Tell how a run stands: {"state": "running", "finished", "stopped", "failed" or "died"}, and "error" of
-    one that failed. One that died had no time to say so."""
+    """Return {"state": "running", "finished", "stopped", "failed" or "died"}, and a failed run's "error".
+
+    A run that died was killed before it could write its state.
+    """
     if is_locked(folder):
         return {"state": "running"}
-    lines = read(folder / "state.json", formats.ended)
-    return lines[0] if lines else {"state": "died"}
+    lines = read_log(folder / "state.json")
+    return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
 
 
 def evaluations(folder: Path) -> dict[int, Path]:
@@ -195,23 +199,23 @@ def evaluations(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
-def said_of(error: BaseException) -> str:
-    """Say in one line what a run failed by."""
+def describe_error(error: BaseException) -> str:
+    """Describe the error of a failed run in one line."""
     text = f"{type(error).__name__}: {error}".split("\n")[0]
     if isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1":
         text += " (seen by rank 0; where another rank ended first, its traceback says why)"
     return text
 
 
-def environment(device: torch.device) -> dict:
+def describe_environment(device: torch.device) -> dict:
     """Describe what runs: command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {
         "argv": sys.argv,
-        "commit": git("rev-parse", "HEAD"),
-        "diff": git("diff", "HEAD"),
+        "commit": run_git("rev-parse", "HEAD"),
+        "diff": run_git("diff", "HEAD"),
         "python": platform.python_version(),
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -220,8 +224,8 @@ def environment(device: torch.device) -> dict:
     }
 
 
-def git(*command: str) -> str | None:
-    """Return what git says in the code's folder; None where there is no git or no repository."""
+def run_git(*command: str) -> str | None:
+    """Return the output of git in the code's folder; None without git or a repository."""
     folder = Path(__file__).parent
     try:
         process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
@@ -230,9 +234,9 @@ def git(*command: str) -> str | None:
     return process.stdout.strip() if process.returncode == 0 else None
 
 
-# ---- the files, and what a person sees
+# ---- writing the files, and progress on the screen
 
-class Log:
+class RunLog:
     """Write the files of the run folder and show how the run goes.
 
     Rank 0 does it. On other ranks the folder is None, and nothing is written or shown.
@@ -252,17 +256,17 @@ class Log:
             self.held = lock_folder(self.folder)
 
     def unlock(self) -> None:
-        """Leave the folder to others."""
+        """Release the folder."""
         if self.held is not None:
             self.held.release()
             self.held = None
 
     def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict,
                texts: dict[str, str | None]) -> None:
-        """Write what is needed to know later what ran, and begin the logs anew. `chosen`: memory.choices;
-        `texts`: of the files of COPIES.
+        """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        Raises ConfigError where another run has been in the folder since it was claimed.
+        `chosen` is of memory.choices, `texts` of the files of COPIES. Raises ConfigError if another run has
+        used the folder since it was claimed.
         """
         if self.folder is None:
             return
@@ -279,13 +283,13 @@ class Log:
             if text is not None:
                 (self.folder / COPIES[setting]).write_text(text)
         replace(stored, config.dump(cfg))
-        ran_on = environment(device) | {"chosen": chosen}
+        ran_on = describe_environment(device) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
 
     def resume(self, step: int, cfg: Config) -> None:
-        """Forget what was logged after `step`, the checkpoint's: the resumed run does it again.
+        """Cut the logs back to the checkpoint's step: the resumed run does the later ones again.
 
-        Where settings differ, say which, write the config that runs now, and keep the one until this step.
+        If settings differ, print them, write the new config, and keep the old one as config_until_STEP.yaml.
         """
         if self.folder is None:
             return
@@ -293,16 +297,16 @@ class Log:
         stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
         if changed := changed_settings(config.load(stored), cfg):
             self.say(f"going on from step {step} with {', '.join(changed.values())}")
-            if not kept.exists():  # else nothing between the two is left
+            if not kept.exists():  # else no step between the two is left
                 shutil.copyfile(stored, kept)
             replace(stored, config.dump(cfg))
         for name in LOGS:
-            kept = [line for line in read(self.folder / name, formats.stepped)
-                    if line["step"] <= step]
-            rewrite(self.folder / name, kept)
+            path = self.folder / name
+            with reading(path):
+                rewrite(path, [line for line in read_log(path) if line["step"] <= step])
 
     def forget_later(self, evaluated_after: int) -> None:
-        """Remove how the run has ended, and its evaluations after a step."""
+        """Remove state.json, and the evaluations after a step."""
         (self.folder / "state.json").unlink(missing_ok=True)
         for step, path in evaluations(self.folder).items():
             if step > evaluated_after:
@@ -310,7 +314,7 @@ class Log:
 
     @contextmanager
     def running(self, cfg: Config) -> Iterator[None]:
-        """Track the run where `cfg` asks for it, write down how it ends, and leave the folder to others."""
+        """Track the run if `cfg` asks for it, write down how it ends, and release the folder."""
         try:
             self.track(cfg)
             yield
@@ -318,40 +322,42 @@ class Log:
             self.write_ending({"state": "stopped"})
             raise
         except BaseException as error:
-            with suppress(OSError):  # of a full disk, which is perhaps the error itself
-                self.write_ending({"state": "failed", "error": said_of(error)})
+            with suppress(OSError):  # a full disk may be the error itself
+                self.write_ending({"state": "failed", "error": describe_error(error)})
             self.unlock()
             raise
         self.write_ending({"state": "finished"})
         self.unlock()
 
     def track(self, cfg: Config) -> None:
-        """Begin to send metrics to wandb. A run that is resumed sends those it has again, since of the last
-        seconds before it died nothing may have got there."""
+        """Begin to send metrics to wandb.
+
+        A resumed run sends all of its metrics again: those of its last seconds may not have got there.
+        """
         if self.folder is not None and cfg.log.wandb is not None:
             path = self.folder / "env.json"
             ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())  # the run there, for good
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
-            for line in read(self.folder / "metrics.jsonl"):
+            for line in read_log(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
 
     def write_ending(self, state: dict) -> None:
-        """Write state.json, once wandb has what is left."""
+        """Write state.json, after wandb has sent its last metrics."""
         if self.tracker is not None:
             self.tracker.finish(exit_code=int("error" in state))
         if self.folder is not None:
             rewrite(self.folder / "state.json", [state])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
-        """Yield the steps still to do, and move a bar where there is a terminal."""
+        """Yield the remaining steps, and show a progress bar at a terminal."""
         self.outer = tqdm(range(first, last), "training", initial=first, total=last, unit="step",
                           disable=None if self.folder else True)  # None: unless there is a terminal
         self.first, self.start = first, perf_counter()
         yield from self.outer
 
     def bar(self, name: str) -> str | None:
-        """Return the name of a bar inside the step, None on a rank that shows nothing."""
+        """Return the name of a bar within the step, or None on a rank that shows nothing."""
         return None if self.folder is None else name
 
     def write(self, name: str, line: dict) -> None:
@@ -389,9 +395,9 @@ class Log:
             self.say(f"step {step}: {name} {scores or 'no reward'}, {result['length']:.1f} tokens")
 
     def step(self, step: int, metrics: dict[str, float]) -> None:
-        """Log the metrics of a step, and show some behind the bar, or in a line where there is none."""
+        """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""
         self.measure({"step": step} | metrics)
-        names = {"reward": "reward/mean", "length": "rollout/length"}  # absent where a step rolls nothing out
+        names = {"reward": "reward/mean", "length": "rollout/length"}  # absent if a step rolls nothing out
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
         shown["kept"] = f"{metrics['prune/kept']}/{metrics['prune/offered']}"
         self.outer.set_postfix(shown)
@@ -415,12 +421,12 @@ class Log:
                      f"{shown['text'][:400]!r}")
 
     def warn(self, step: int, warning: str) -> None:
-        """Say what is wrong with a step, where something is."""
+        """Print a warning about a step, if there is one."""
         if warning:
             self.say(f"step {step}: {warning}")
 
     def say(self, text: str) -> None:
-        """Print a line above the bar, if there is anything to say."""
+        """Print a line above the bar, unless it is empty."""
         if self.folder is not None and text:
             tqdm.write(text, file=sys.stderr)
 
@@ -434,6 +440,6 @@ def score_text(figures: dict, kind: str) -> str:
 
 
 def note(text: str) -> None:
-    """Print a line of progress where stderr is no terminal, which would show a bar."""
+    """Print a line of progress unless stderr is a terminal, which shows a bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)

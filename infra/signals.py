@@ -1,7 +1,6 @@
-"""How a program ends: by a signal that asks it to stop, and with which exit status."""
+"""Stop a run at a signal, and turn errors into exit statuses."""
 
 import errno
-import io
 import multiprocessing
 import os
 import signal
@@ -24,15 +23,14 @@ NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACC
 
 
 class Stopped(KeyboardInterrupt):
-    """The run was asked to stop, and ends as of the last step that was done."""
+    """The run was asked to stop; it ends with the last finished step."""
 
 
 class Stop:
-    """SIGTERM, Ctrl-C or the end of its terminal (SIGHUP, unless nohup has it ignored) asks the run to save
-    and end: at once while it samples, and after the step while it trains. A second signal ends it at once.
+    """Ask the run to save and end at SIGTERM, Ctrl-C (SIGINT) or SIGHUP, unless nohup has SIGHUP ignored.
 
-    torchrun passes on a Ctrl-C that the terminal has sent to its workers already, so what follows within a
-    second is still the first.
+    A run that samples ends at once, one that trains after the step. A second signal ends it at once; torchrun
+    repeats a Ctrl-C that its workers have got already, so a signal within a second of the first is no second.
     """
 
     def __init__(self):
@@ -60,8 +58,10 @@ def asked_to_stop(stop: Stop | None) -> bool:
 
 
 def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
-    """Make `engine.generate`, which all ranks call, raise Stopped on all once any is asked to stop; what they
-    have sampled is dropped. Ranks that sample in lock-step, not each `alone`, come to the end of it first."""
+    """Make `engine.generate` raise Stopped on all ranks once one of them is asked to stop.
+
+    What they have sampled is dropped. Ranks that sample in lock-step, not each `alone`, finish it first.
+    """
     if stop is None:
         return
     generate = engine.generate
@@ -84,40 +84,15 @@ def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
     engine.generate = generate_or_stop
 
 
-class Terminal(io.FileIO):
-    """A terminal that may be closed: what is written to it from then on goes nowhere, and is no error."""
-
-    def write(self, text: Any) -> int:
-        try:
-            return super().write(text)
-        except OSError as error:
-            if error.errno != errno.EIO:
-                raise
-            return len(text)
-
-
-def outlive_terminal() -> None:
-    for name in ("stdout", "stderr"):
-        stream = getattr(sys, name)
-        if stream.isatty():
-            lasting = io.BufferedWriter(Terminal(stream.fileno(), "w", closefd=False))
-            setattr(sys, name, io.TextIOWrapper(lasting, stream.encoding, stream.errors, line_buffering=True))
-
-
 def exit_status(program: Callable[[], int | None], remedy: str = "start it again") -> int:
-    """Run a program to its exit status: its own or 0, 2 after what the user can mend, 130 after a signal,
-    141 where nobody reads its output any more. `remedy` says what goes on with work that was stopped.
+    """Run a program and return its exit status: its own or 0, 2 for a user's error, 130 after a signal.
+
+    `remedy` tells how to go on with work that was stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
-        sys.exit(1)  # a worker of the verifier, and its import of the main program has come here
-    outlive_terminal()
+        sys.exit(1)  # a worker of the verifier that imports the main program: stop
     try:
-        status = program() or 0
-        sys.stdout.flush()
-        return status
-    except BrokenPipeError:  # whoever read the output has gone: `--show | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains at its end
-        return 128 + signal.SIGPIPE
+        return program() or 0
     except (ConfigError, VerifyError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -61,7 +61,7 @@ class Tokenizer:
         if not isinstance(self.source, str):
             raise ConfigError(f"{folder} has a tokenizer without a chat template, as base models do; set "
                               'data.prompt to a plain text such as "Question: {question}\\nAnswer:", or '
-                              "data.chat_template to a jinja file (eval.py: --prompt, --chat-template)")
+                              "data.chat_template to a jinja file")
         environment, where = chat_environment(), path if path.is_file() else folder
         try:
             self.template = environment.from_string(self.source)

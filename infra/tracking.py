@@ -14,7 +14,7 @@ from typing import Any
 from config import Config, ConfigError, flatten
 from records import Batch, Rolled, plain
 
-PATIENCE = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
+LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
 COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "prob", "weight")
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
@@ -26,13 +26,14 @@ def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[di
     lines = []
     for n in ended[:count]:
         group = rolled.groups[n]
-        completions = list(written_out(rolled, n, batch, trained.get(id(group)), decode))
+        completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
         lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
                       "gold": group.prompt.answer, "completions": completions})
     return lines
 
 
-def written_out(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode) -> Iterator[dict]:
+def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None,
+                         decode: Decode) -> Iterator[dict]:
     """Yield the completions of the n-th group, which is trained on at `place` of the batch, or not at all
     (None). The advantage is that of the rewards, before a critic or a reference changes it: of what is
     trained on as it is there (PODS compares only those kept)."""
@@ -72,7 +73,7 @@ class Tracker:
     def __init__(self, cfg: Config, folder: Path, run_id: str):
         self.wandb, self.folder, self.warned = importlib.import_module("wandb"), folder, False
         self.failures = (self.wandb.Error, OSError)  # OSError where its own process is gone, or time is up
-        settings = self.wandb.Settings(console="off", init_timeout=PATIENCE, finish_timeout=PATIENCE,
+        settings = self.wandb.Settings(console="off", init_timeout=LONGEST_WAIT, finish_timeout=LONGEST_WAIT,
                                        finish_timeout_raises=True)
         init = partial(self.wandb.init, project=cfg.log.wandb, id=run_id, resume="allow", dir=folder,
                        name=folder.resolve().name, config=flatten(cfg), settings=settings)

@@ -19,7 +19,7 @@ from tqdm import tqdm
 from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
-from infra.lines import append, mended
+from infra.lines import append, mend_log
 from records import Group, Prompt, Rewards
 from settings.kinds import SoftValue
 
@@ -60,7 +60,7 @@ def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue,
     the run has taken steps, they are only read. Raises ConfigError where some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
-    lines, = dist.gather([mended(path)] if dist.rank() == 0 else [])
+    lines, = dist.gather([mend_log(path)] if dist.rank() == 0 else [])
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:

@@ -18,7 +18,7 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from page.compare import LEAST, amount
+from page.compare import LEAST, format_amount
 from page.runs import SPENT, Groups, LoggedRun
 from page.summary import Score
 from verify.statistics import half_width
@@ -33,7 +33,7 @@ CHARTS = {
     ],
     "Completions": [
         ("Length", ["rollout/length"], "tokens per completion"),
-        ("Cut", ["rollout/truncated"], "share of completions cut at rollout.max_new_tokens"),
+        ("Truncated", ["rollout/truncated"], "share of completions cut at rollout.max_new_tokens"),
         ("Entropy", ["rollout/entropy"], "nats per sampled token"),
     ],
     "Pruning": [
@@ -68,11 +68,11 @@ CHARTS = {
 APART = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
 COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
 INK, GRID = "#c0ff01", "#c0fe01"
-POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
+PAGE_POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
 EVALUATIONS = 4_000  # likewise, of the points of all charts of accuracy
 SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
 
-Line = tuple[np.ndarray, np.ndarray]  # x and y of its points
+Curve = tuple[np.ndarray, np.ndarray]  # x and y of its points
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,14 +83,14 @@ class Chart:
     svg: Markup
 
 
-def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
+def draw_curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
     """Draw the metrics of all steps, section by section, and say what is not drawn as it was logged."""
     runs = sum(groups.values(), [])
     keys = sorted({key for run in runs for line in run.lines for key in line})
     keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in APART)]
     zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.lines)]
     left = [key for key in keys if key not in zero]
-    most = max(30, POINTS // max(1, len(left) * len(runs)))
+    most = max(30, PAGE_POINTS // max(1, len(left) * len(runs)))
     remarks = [f"0 throughout, and not drawn: {', '.join(zero)}."] if zero else []
     if any(len(run.steps) > most for run in runs):
         remarks.append(f"Of more than {most} steps a point is the mean over neighbouring ones.")
@@ -99,13 +99,13 @@ def curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
         for title, patterns, note in charts:
             drawn = [key for pattern in patterns for key in left if fnmatch(key, pattern)]
             left = [key for key in left if key not in drawn]
-            for together in split(drawn, title, len(runs)):
+            for together in split_into_charts(drawn, title, len(runs)):
                 name = title if title and (len(runs) == 1 or len(drawn) == 1) else ", ".join(together)
-                sections.setdefault(section, []).append(chart(name, note, groups, together, most))
+                sections.setdefault(section, []).append(draw_chart(name, note, groups, together, most))
     return sections, remarks
 
 
-def split(keys: list[str], title: str, runs: int) -> list[list[str]]:
+def split_into_charts(keys: list[str], title: str, runs: int) -> list[list[str]]:
     """Put metrics of one run into one chart of at most 8 lines; metrics of several runs, or without a title,
     each into its own."""
     if runs > 1 or not title:
@@ -113,25 +113,25 @@ def split(keys: list[str], title: str, runs: int) -> list[list[str]]:
     return [keys[i:i + len(COLOURS)] for i in range(0, len(keys), len(COLOURS))]
 
 
-def chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> Chart:
+def draw_chart(title: str, note: str, groups: Groups, keys: list[str], most: int) -> Chart:
     """Draw metrics against steps, in at most so many points each."""
     def plot(axes: Axes) -> None:
         runs = sum(groups.values(), [])
         for i, key in enumerate(keys if len(runs) == 1 else []):
-            axes.plot(*thinned(*runs[0].series(key), most), color=COLOURS[i], linewidth=1.3)
+            axes.plot(*thin_points(*runs[0].series(key), most), color=COLOURS[i], linewidth=1.3)
         for i, group in enumerate(groups.values() if len(runs) > 1 else []):
-            plot_group(axes, group, [thinned(*run.series(keys[0]), most) for run in group], i)
+            plot_group(axes, group, [thin_points(*run.series(keys[0]), most) for run in group], i)
         axes.set_ylim(bottom=min(0, axes.get_ylim()[0]))
 
     labels = [key.partition("/")[2] for key in keys] if len(keys) > 1 else []
     labels = labels if len(set(labels)) == len(labels) else keys
-    return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw(plot))
+    return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw_svg(plot))
 
 
-def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Line], i: int) -> None:
-    """Draw a thin line per run, and a thick one, the mean of those that finished, if their steps are alike.
+def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> None:
+    """Draw a thin line per run, and a thick one, the mean of the finished runs, if their steps are alike.
 
-    A run on its own is thick where it has finished.
+    A single finished run is drawn thick.
     """
     style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
     finished = [line for run, line in zip(group, lines, strict=True) if run.finished]
@@ -142,7 +142,7 @@ def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Line], i: int) ->
         axes.plot(x, y, linewidth=1.8, **style)
 
 
-def thinned(x: np.ndarray, y: np.ndarray, most: int) -> Line:
+def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
     """Take means over neighbours, so that at most so many points are left."""
     blocks = np.array_split(np.arange(len(x)), most) if len(x) > most else np.arange(len(x))[:, None]
     return np.array([x[block].mean() for block in blocks]), np.array([y[block].mean() for block in blocks])
@@ -154,7 +154,7 @@ def score_charts(groups: Groups, score: Score) -> list[Chart]:
     """Draw a score against what was spent of each kind; that of one run with its intervals."""
     kinds = SPENT if len(sum(groups.values(), [])) > 1 else ["steps"]
     return [Chart(f"{score.kind.capitalize()} against {kind}", "in %" if score.percent else "", [],
-                  draw(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
+                  draw_svg(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
 
 
 def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
@@ -166,7 +166,7 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
         lines = []
         for run in group:
             step_E, value_E = run.held_out(score)
-            lines.append(thinned(run.spent(kind, step_E), value_E, most))
+            lines.append(thin_points(run.spent(kind, step_E), value_E, most))
             axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
         plot_group(axes, group, lines, i)
         ended = [line for run, line in zip(group, lines, strict=True) if run.finished]
@@ -179,13 +179,15 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
 
 def plot_own_interval(axes: Axes, run: LoggedRun, score: Score, most: int) -> None:
     """Draw each evaluation's own interval."""
-    (step_E, low_E), (_, high_E) = (thinned(*run.series(key), most) for key in score.keys[1:])
-    axes.vlines(step_E, score.scale * low_E, score.scale * high_E, color=COLOURS[0], linewidth=0.8)
+    step_E, low_E, high_E = run.intervals(score)
+    few_E, low_E = thin_points(step_E, low_E, most)
+    few_E, high_E = thin_points(step_E, high_E, most)
+    axes.vlines(few_E, low_E, high_E, color=COLOURS[0], linewidth=0.8)
     for end_E in (low_E, high_E):
-        axes.plot(step_E, score.scale * end_E, "_", color=COLOURS[0], markersize=4)
+        axes.plot(few_E, end_E, "_", color=COLOURS[0], markersize=4)
 
 
-def plot_interval(axes: Axes, lines: list[Line], i: int, bounds: tuple[float, float]) -> None:
+def plot_interval(axes: Axes, lines: list[Curve], i: int, bounds: tuple[float, float]) -> None:
     """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
     if len(lines) >= LEAST and len({len(x) for x, _ in lines}) == 1:
         value_RE = np.array([y for _, y in lines])
@@ -197,7 +199,7 @@ def plot_interval(axes: Axes, lines: list[Line], i: int, bounds: tuple[float, fl
 
 # ---- SVG
 
-def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
+def draw_svg(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
     """Let a function draw on axes, and return them as SVG that takes its colours from style.css."""
     text = StringIO()
     with matplotlib.rc_context({"svg.fonttype": "none", "font.family": "sans-serif", "path.simplify": False}):
@@ -212,7 +214,7 @@ def draw(plot: Callable[[Axes], None], integer_x: bool = True) -> Markup:
         axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer_x))
         axes.yaxis.set_major_locator(MaxNLocator(5))
         for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(FuncFormatter(lambda value, _: amount(value, 4)))
+            axis.set_major_formatter(FuncFormatter(lambda value, _: format_amount(value, 4)))
         figure.savefig(text, format="svg", transparent=True, metadata={"Date": None})
     return Markup(as_part_of_a_page(text.getvalue()))
 

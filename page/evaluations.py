@@ -20,13 +20,13 @@ def results_table(results: dict[str, dict]) -> str:
     lines = [*accuracy_lines(graded), *reward_lines(scored)]
     for name, r in results.items():
         for kind, groups in r["groups"].items():
-            cells = [f"{label} {figure(x)} of {x['count']}" for label, x in groups.items()]
+            cells = [f"{label} {format_score(x)} of {x['count']}" for label, x in groups.items()]
             lines.append(f"{name} by {kind}: {', '.join(cells)}")
-        lines += disagreements(name, r)
+        lines += list_disagreements(name, r)
     return "\n".join(lines)
 
 
-def disagreements(name: str, result: dict) -> list[str]:
+def list_disagreements(name: str, result: dict) -> list[str]:
     """List the answers of a set on which math-verify and we differ, with both readings."""
     lines = []
     for problem in result["problems"] if "math_verify" in result else []:
@@ -39,7 +39,7 @@ def disagreements(name: str, result: dict) -> list[str]:
     return lines
 
 
-def figure(x: dict) -> str:
+def format_score(x: dict) -> str:
     return f"{x['accuracy']:.1%}" if "accuracy" in x else f"{x['reward']:.3f}"
 
 

@@ -1,45 +1,48 @@
-"""Draw what pruning did in a run: who was kept, at what weight, and what it saved."""
+"""Draw the pruning of a run: the completions kept, their weights, and the tokens saved."""
 
 import numpy as np
 from matplotlib.axes import Axes
 
-from infra import formats, runfolder
-from page.charts import COLOURS, Chart, draw, thinned
-from page.compare import amount
+from infra.lines import read_log, reading
+from page.charts import COLOURS, Chart, draw_svg, thin_points
+from page.compare import format_amount
 from page.runs import LoggedRun
 
-POINTS = 500       # of a line; longer ones are drawn by means of neighbouring steps
+LINE_POINTS = 500       # of a line; longer ones are drawn by means of neighbouring steps
 BINS = 10          # of the accuracy of a group; 0 and 1 have bins of their own
 RIGHT, WRONG = COLOURS[2], COLOURS[1]
 
 
 def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     """Say in numbers and draw what pruning kept. Empty before the first step."""
-    decided = runfolder.read(run.folder / "decisions.jsonl", formats.decided)
+    path = run.folder / "decisions.jsonl"
+    decided = read_log(path)
     if not decided:
         return [], []
-    right, wrong = kept_by_difficulty(decided)
-    weights = kept_weights(decided)
+    with reading(path):
+        right, wrong = kept_by_difficulty(decided)
+        weights = kept_weights(decided)
+        by_reward = any("reward" in prompt for line in decided for prompt in line["prompts"])
     value, well, badly = "accuracy", "right completions", "wrong completions"
-    if any("reward" in prompt for line in decided for prompt in line["prompts"]):
+    if by_reward:
         value, well, badly = "mean reward", "rewards above the group's mean", "others"
     charts = [
         Chart("Share kept against difficulty", f"by the {value} of the completion's group, from hard to easy",
               [(well, 2), (badly, 1)],
-              draw(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
+              draw_svg(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
         Chart("Weights of kept completions", "share of them; a weight of 1 is no correction", [],
-              draw(lambda axes: plot_weights(axes, weights), integer_x=False)),
+              draw_svg(lambda axes: plot_weights(axes, weights), integer_x=False)),
         Chart("Tokens generated and trained", "added up over the steps", [("generated", 0), ("trained", 1)],
-              draw(lambda axes: plot_tokens(axes, run))),
+              draw_svg(lambda axes: plot_tokens(axes, run))),
     ]
     skipped = run.series("prune/skipped")
     if skipped[1].any():
         charts.append(Chart("Prompts skipped", "of a step, before they were rolled out", [],
-                            draw(lambda axes: axes.plot(*thinned(*skipped, POINTS), color=COLOURS[0]))))
-    return in_numbers(run), charts
+                            draw_svg(lambda axes: plot_skipped(axes, *skipped))))
+    return describe_pruning(run), charts
 
 
-def in_numbers(run: LoggedRun) -> list[str]:
+def describe_pruning(run: LoggedRun) -> list[str]:
     """Say what pruning kept of completions and tokens, and how many prompts it skipped."""
     total = {key: run.series(key)[1].sum() for key in (
         "prune/kept", "prune/offered", "train/tokens", "rollout/tokens", "prune/skipped", "rollout/prompts")}
@@ -47,8 +50,8 @@ def in_numbers(run: LoggedRun) -> list[str]:
     for used, of, what in (("prune/kept", "prune/offered", "completions offered were kept"),
                            ("train/tokens", "rollout/tokens", "tokens generated were trained on")):
         if total[of]:
-            texts.append(f"{total[used] / total[of]:.1%} of {amount(total[of])} {what}")
-    skipped, rolled = amount(total["prune/skipped"]), amount(total["rollout/prompts"])
+            texts.append(f"{total[used] / total[of]:.1%} of {format_amount(total[of])} {what}")
+    skipped, rolled = format_amount(total["prune/skipped"]), format_amount(total["rollout/prompts"])
     return [*texts, f"{skipped} prompts were skipped and {rolled} rolled out"]
 
 
@@ -60,13 +63,13 @@ def kept_by_difficulty(decided: list[dict]) -> tuple[np.ndarray, np.ndarray]:
     """
     counts = np.zeros((2, 2, BINS + 1))
     prompts = [prompt for line in decided for prompt in line["prompts"]]
-    rewards = [reward for prompt in prompts for reward in known(prompt.get("reward", ()))]
+    rewards = [reward for prompt in prompts for reward in drop_unknown(prompt.get("reward", ()))]
     for prompt in (prompt for prompt in prompts if "right" in prompt or "reward" in prompt):
         value_G = prompt.get("right", prompt.get("reward"))
-        place = float(np.mean(known(value_G) or [0]))
+        place = float(np.mean(drop_unknown(value_G) or [0]))
         if "reward" in prompt:
             value_G = [None if value is None else int(value > place) for value in value_G]
-            place = ease(place, rewards)
+            place = scale_reward(place, rewards)
         inner = min(max(round(BINS * place), 1), BINS - 1)
         i = {0.0: 0, 1.0: BINS}.get(place, inner)
         weight_G = prompt.get("completion_weight", [0.0] * len(value_G))
@@ -76,11 +79,11 @@ def kept_by_difficulty(decided: list[dict]) -> tuple[np.ndarray, np.ndarray]:
     return counts[0], counts[1]
 
 
-def known(value_G: list[float | None]) -> list[float]:
+def drop_unknown(value_G: list[float | None]) -> list[float]:
     return [value for value in value_G if value is not None]
 
 
-def ease(reward: float, rewards: list[float]) -> float:
+def scale_reward(reward: float, rewards: list[float]) -> float:
     """Place a mean reward between the least (0) and the most (1) that a completion of the run got."""
     least, most = min(rewards, default=0.0), max(rewards, default=0.0)
     return (reward - least) / (most - least) if most > least else 0.0
@@ -108,9 +111,13 @@ def plot_weights(axes: Axes, weights: np.ndarray) -> None:
         axes.hist(weights, edges, weights=np.full(len(weights), 1 / len(weights)), color=COLOURS[0])
 
 
+def plot_skipped(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
+    axes.plot(*thin_points(x, y, LINE_POINTS), color=COLOURS[0])
+
+
 def plot_tokens(axes: Axes, run: LoggedRun) -> None:
     """Draw what was generated and trained until each step."""
     step_S = np.array([step["step"] for step in run.steps])
     for kind, colour in (("generated tokens", COLOURS[0]), ("trained tokens", COLOURS[1])):
-        axes.plot(*thinned(step_S, run.spent(kind, step_S), POINTS), color=colour)
+        axes.plot(*thin_points(step_S, run.spent(kind, step_S), LINE_POINTS), color=colour)
     axes.set_ylim(bottom=0)

@@ -1,7 +1,7 @@
-"""Read run folders, put the runs of one config together, and read them off at equal cost.
+"""Read run folders, group the runs of one config, and compare them at equal cost.
 
-A figure between two evaluations is interpolated where these lie at most a tenth of the run's steps apart. Up
-to half of them the two ends are told instead; further apart it is not known. Accuracies are in percent.
+A figure between two evaluations is interpolated if these lie at most a tenth of the run's steps apart. Up to
+half of the steps the two ends are given instead; further apart it is not known. Accuracies are in percent.
 """
 
 import re
@@ -15,12 +15,13 @@ from typing import Any
 import numpy as np
 
 from config import ConfigError
-from infra import formats, runfolder
+from infra import runfolder
+from infra.lines import read_log, read_metrics
 from page.show import as_yaml
 from page.summary import Score, is_evaluation
 from settings.loader import read
 
-# What is spent -> the metric of a step that adds to it; a step itself counts 1.
+# A kind of cost -> the metric of a step that adds to it; a step itself counts 1.
 SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps
@@ -31,7 +32,7 @@ UNCOMPARED = ("seed", "out", "log.", "checkpoint.")  # beginnings of settings by
 
 @dataclass(frozen=True)
 class LoggedRun:
-    """A run as its folder tells it."""
+    """A run, as read from its folder."""
 
     folder: Path
     seed: int
@@ -51,8 +52,7 @@ class LoggedRun:
     @cached_property
     def samples(self) -> list[dict]:
         """Read samples.jsonl. Lines of versions that kept no completions one by one are left out."""
-        return [line for line in runfolder.read(self.folder / "samples.jsonl", formats.sampled)
-                if "completions" in line]
+        return [line for line in read_log(self.folder / "samples.jsonl") if "completions" in line]
 
     @property
     def steps_done(self) -> int:
@@ -72,12 +72,30 @@ class LoggedRun:
         step_E, value_E = self.series(score.keys[0])
         return step_E, np.round(score.scale * value_E, 9)  # 58, not 57.99999999999999, is a level reached
 
+    def intervals(self, score: Score) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Return the steps at which a score was measured, and the ends of its intervals."""
+        _, low, high = score.keys
+        points = [(line["step"], line[low], line[high]) for line in self.evals if score.keys[0] in line]
+        step_E, low_E, high_E = np.array(points, dtype=float).reshape(-1, 3).T
+        return step_E, score.scale * low_E, score.scale * high_E
+
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
-        """Add up what was spent until these steps were done. A step without the metric spent nothing."""
-        key = SPENT[kind]
-        steps_done = [0, *(step["step"] for step in self.steps)]
-        total = np.cumsum([0, *(1 if key is None else step.get(key, 0) for step in self.steps)])
-        return total[np.searchsorted(steps_done, until_E, side="right") - 1].astype(float)
+        return add_up_cost(self.steps, kind, until_E)
+
+
+def add_up_cost(steps: list[dict], kind: str, until_E: np.ndarray) -> np.ndarray:
+    """Add up a cost, one of SPENT, over the lines of a run's steps until each of these steps was done.
+
+    A step without the metric costs nothing. add_up_cost([{"step": 1, "train/tokens": 5},
+    {"step": 2, "train/tokens": 7}], "trained tokens", [0, 1, 2]) = [0, 5, 12].
+    """
+    key = SPENT[kind]
+    done, costs = [0], [0.0]
+    for line in steps:
+        done.append(line["step"])
+        costs.append(1 if key is None else line.get(key) or 0)
+    total = np.cumsum(costs)
+    return total[np.searchsorted(done, until_E, side="right") - 1].astype(float)
 
 
 Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but the seed
@@ -85,7 +103,7 @@ Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but 
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read off a run: a figure (low = high), or the two evaluations that it lies between."""
+    """A figure of a run (low = high), or the two evaluations that it lies between."""
 
     low: float
     high: float
@@ -98,20 +116,20 @@ def read_run(folder: Path) -> LoggedRun:
         hint = f": '{folder}/*'" if any(folder.glob("*/config.yaml")) else ""
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml; give folders that train.py "
                           f"wrote{hint}")
-    settings = flatten(read(path))
+    settings = name_settings(read(path))
     total = settings.get("steps")
     if not isinstance(total, int):
         raise ConfigError(f"{path}: steps={total!r} must be a whole number; give folders of train.py")
     comparable = {key: value for key, value in settings.items() if not key.startswith(UNCOMPARED)}
     return LoggedRun(folder, settings.get("seed", 0), total, comparable, runfolder.state_of(folder),
-                     runfolder.read(folder / "metrics.jsonl", formats.measured))
+                     read_metrics(folder / "metrics.jsonl"))
 
 
-def flatten(settings: dict, path: str = "") -> dict[str, Any]:
+def name_settings(settings: dict, path: str = "") -> dict[str, Any]:
     """Name every setting of a config file by its dotted path."""
     flat = {}
     for key, value in settings.items():
-        flat |= flatten(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
+        flat |= name_settings(value, f"{path}{key}.") if isinstance(value, dict) else {f"{path}{key}": value}
     return flat
 
 
@@ -132,7 +150,7 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
         if len(set(seeds)) < len(seeds):
             folders = ", ".join(str(run.folder) for run in group)
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
-    keys = differing([group[0] for group in groups])
+    keys = differing_settings([group[0] for group in groups])
     named: Groups = {}
     for group in groups:
         named[label_of(group, keys, named)] = group
@@ -146,7 +164,7 @@ def label_of(group: list[LoggedRun], keys: list[str], taken: Iterable[str]) -> s
     the whole path.
     """
     run = group[0]
-    label = ", ".join(f"{key}={short(run.settings[key])}" for key in keys if key in run.settings)
+    label = ", ".join(f"{key}={format_value(run.settings[key])}" for key in keys if key in run.settings)
     if not label or len(label) > LONGEST_LABEL:
         label = run.folder.resolve().name
         if len(group) > 1:
@@ -154,13 +172,13 @@ def label_of(group: list[LoggedRun], keys: list[str], taken: Iterable[str]) -> s
     return label if label not in taken else str(run.folder)
 
 
-def differing(runs: list[LoggedRun]) -> list[str]:
+def differing_settings(runs: list[LoggedRun]) -> list[str]:
     """Name the settings in which runs differ."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({repr(run.settings.get(key, ABSENT)) for run in runs}) > 1]
 
 
-def short(value: Any) -> str:
+def format_value(value: Any) -> str:
     """Write a value as people type it: 1e-4 and not 0.0001, null and not None."""
     if isinstance(value, float) and 0 < abs(value) < 1e-3:
         return format(Decimal(repr(value)), "e")
@@ -169,8 +187,9 @@ def short(value: Any) -> str:
 
 # ---- at equal cost
 
-def between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float, value_E: np.ndarray) -> Reading | None:
-    """Read a curve off between its evaluations i and i + 1; None where they are too far apart to tell."""
+def read_between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float,
+                 value_E: np.ndarray) -> Reading | None:
+    """Read a curve between its evaluations i and i + 1; None if they are too far apart."""
     if weight == 0:
         return Reading(value_E[i], value_E[i])
     gap = (step_E[i + 1] - step_E[i]) / run.total
@@ -183,14 +202,14 @@ def between(run: LoggedRun, step_E: np.ndarray, i: int, weight: float, value_E: 
 
 
 def score_at(run: LoggedRun, score: Score, kind: str, budget: float) -> Reading | None:
-    """Read off a score when so much of a kind was spent; None where it is not known."""
+    """Read a score at a budget of one kind of cost; None if it is not known."""
     step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     if not len(step_E) or not spent_E[0] <= budget <= spent_E[-1]:
         return None
     i = int(np.searchsorted(spent_E, budget, side="right")) - 1
     weight = 0.0 if i + 1 == len(spent_E) else (budget - spent_E[i]) / (spent_E[i + 1] - spent_E[i])
-    return between(run, step_E, i, weight, value_E)
+    return read_between(run, step_E, i, weight, value_E)
 
 
 def reaches(run: LoggedRun, score: Score, level: float) -> bool:
@@ -198,12 +217,12 @@ def reaches(run: LoggedRun, score: Score, level: float) -> bool:
     return bool((run.held_out(score)[1] >= level).any())
 
 
-def to_reach(run: LoggedRun, score: Score, kind: str, level: float) -> Reading | None:
-    """Read off what was spent of a kind when the score came to a level that it does reach."""
+def cost_to_reach(run: LoggedRun, score: Score, kind: str, level: float) -> Reading | None:
+    """Read the cost at which the score reached a level that it does reach."""
     step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     i = int((value_E >= level).argmax())
     if i == 0:
         return Reading(spent_E[0], spent_E[0])
     weight = (level - value_E[i - 1]) / (value_E[i] - value_E[i - 1])
-    return between(run, step_E, i - 1, weight, spent_E)
+    return read_between(run, step_E, i - 1, weight, spent_E)

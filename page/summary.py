@@ -5,14 +5,14 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.formats import measured
-from infra.runfolder import SCORES, read, score_text
+from infra.lines import read_metrics
+from infra.runfolder import SCORES, score_text
 from settings.paths import REPOSITORY
 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """What the answers to an evaluation set are measured by: a key of runfolder.SCORES.
+    """The measure of an evaluation set, accuracy or reward: a key of runfolder.SCORES.
 
     People read accuracies in percent: a value is `scale` times what the metrics have.
     """
@@ -46,7 +46,7 @@ def scores_of(lines: list[dict]) -> list[Score]:
 
 def summary(folder: Path) -> str:
     """Tabulate scores before and after with 95% intervals, and seconds by phase; name the next commands."""
-    lines = read(folder / "metrics.jsonl", measured)
+    lines = read_metrics(folder / "metrics.jsonl")
     evals = [line for line in lines if is_evaluation(line)]
     first, last = (evals[0], evals[-1]) if evals else ({}, {})  # data.eval=null
     after = f"after {lines[-1]['step']} steps"
@@ -77,10 +77,10 @@ def is_evaluation(line: dict) -> bool:
 
 def score_cell(line: dict, score: Score) -> str:
     """Write a score with its interval; "-" where there is none: no answer has a reward, say."""
-    if score.keys[0] not in line:
+    if line.get(score.keys[0]) is None:
         return "-"
-    figures = {key.removeprefix(f"eval/{score.name}/"): value for key, value in line.items()}
-    return score_text(figures, score.kind)
+    figures = {key.rpartition("/")[2]: line[key] for key in score.keys}
+    return "-" if None in figures.values() else score_text(figures, score.kind)
 
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
@@ -90,5 +90,5 @@ def phase_seconds(lines: list[dict]) -> dict[str, float]:
         for key in line:
             if key.startswith("time/"):
                 phase = key.removeprefix("time/")
-                seconds[phase] = seconds.get(phase, 0.0) + line[key]
+                seconds[phase] = seconds.get(phase, 0.0) + (line[key] or 0.0)
     return seconds

@@ -1,7 +1,7 @@
-"""Choose the completions and held-out answers that a page shows, within a number of bytes.
+"""Choose the completions and held-out answers of a page, within a number of bytes.
 
-Of a run whose texts are too many, every k-th step is on the page; of answers that changed the first of each
-pair of evaluations, and the newest pairs. Texts may be cut too. The page says what it leaves out.
+If a run has too many texts, the page shows every k-th step, the first of the answers that changed between two
+evaluations, and the newest pairs of evaluations. Texts may be cut too. The page says what it leaves out.
 """
 
 import json
@@ -9,30 +9,31 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from infra import formats, runfolder
+from infra import runfolder
+from infra.lines import read_log, reading
 from page.evaluations import mean_reward
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
 ROWS = (1000, 200, 50, 20, 8, 3)            # answers that changed, for each pair of evaluations
 
 
-def size(value: Any) -> int:
+def count_bytes(value: Any) -> int:
     """Count the bytes that a value takes in the page."""
     return len(json.dumps(value, ensure_ascii=False).encode(errors="backslashreplace"))
 
 
-def shortened(value: Any, limit: int | None) -> Any:
+def shorten_texts(value: Any, limit: int | None) -> Any:
     """Cut all texts inside a value, and say so at their ends."""
     if isinstance(value, dict):
-        return {key: shortened(inner, limit) for key, inner in value.items()}
+        return {key: shorten_texts(inner, limit) for key, inner in value.items()}
     if isinstance(value, list):
-        return [shortened(inner, limit) for inner in value]
+        return [shorten_texts(inner, limit) for inner in value]
     if not isinstance(value, str) or limit is None or len(value) <= limit:
         return value
     return f"{value[:limit]} … ({len(value) - limit:,} more characters in the run folder)"
 
 
-def completions(samples: list[dict], most: int) -> dict:
+def choose_completions(samples: list[dict], most: int) -> dict:
     """Choose the steps whose groups are shown, from lines of samples.jsonl: all, or every k-th and the last.
 
     {"every": k, "steps": [{"step", "groups": [line]}]}; at most so many bytes, but for one step.
@@ -43,22 +44,22 @@ def completions(samples: list[dict], most: int) -> dict:
     steps = [{"step": step, "groups": groups} for step, groups in sorted(by_step.items())]
     every, shown = 1, steps
     for limit in TEXT_LIMITS:
-        cut = [shortened(step, limit) for step in steps]
-        sizes = [size(step) for step in cut]
-        fitting = (k for k in range(1, len(steps) + 1) if sum(every_kth(sizes, k)) <= most)
+        cut = [shorten_texts(step, limit) for step in steps]
+        sizes = [count_bytes(step) for step in cut]
+        fitting = (k for k in range(1, len(steps) + 1) if sum(take_every(sizes, k)) <= most)
         every = next(fitting, len(steps))
-        shown = every_kth(cut, every)
+        shown = take_every(cut, every)
         if every <= max(1, len(steps) // 20):  # as many steps as a reader may want to go through
             break
     return {"every": every, "steps": shown}
 
 
-def every_kth(items: list, k: int) -> list:
+def take_every(items: list, k: int) -> list:
     """Take every k-th item, counted back from the last."""
     return items[::-1][::k][::-1] if k else items
 
 
-def held_out(folder: Path, most: int) -> dict:
+def choose_answers(folder: Path, most: int) -> dict:
     """Choose the held-out answers that changed between two evaluations, of the first and the last one, and of
     each and the one before it.
 
@@ -67,29 +68,30 @@ def held_out(folder: Path, most: int) -> dict:
     text of the first answer and the score of its answers: the share that was right, or the mean reward where
     the set has no gold answers ("scored": "reward"). At most so many bytes, but for one pair.
     """
-    pairs = changes(runfolder.evaluations(folder))
+    pairs = compare_evaluations(runfolder.evaluations(folder))
     for limit, rows in zip((*TEXT_LIMITS, *TEXT_LIMITS[-1:] * 2), ROWS, strict=True):
-        shown = [pair | {"rows": shortened(pair["rows"][:rows], limit)} for pair in pairs]
-        if size(shown) <= most:
+        shown = [pair | {"rows": shorten_texts(pair["rows"][:rows], limit)} for pair in pairs]
+        if count_bytes(shown) <= most:
             break
-    while len(shown) > 1 and size(shown) > most:
+    while len(shown) > 1 and count_bytes(shown) > most:
         shown = shown[:len(shown) // 2]
     return {"pairs": shown, "left_out": len(pairs) - len(shown)}
 
 
-def changes(files: dict[int, Path]) -> list[dict]:
+def compare_evaluations(files: dict[int, Path]) -> list[dict]:
     """Compare the first evaluation with the last, and each, the newest first, with the one before it."""
     pairs: list[dict] = []
     first = last = None
     for step, path in files.items():
-        answers = {(line["set"], line["id"]): line for line in runfolder.read(path, formats.evaluated)}
-        if last:
-            pairs = compared(*last, step, answers) + pairs
+        with reading(path):
+            answers = {(line["set"], line["id"]): line for line in read_log(path)}
+            if last:
+                pairs = compare_pair(*last, step, answers) + pairs
         first, last = first or (step, answers), (step, answers)
-    return [*compared(*first, *last), *pairs] if len(files) > 2 else pairs
+    return [*compare_pair(*first, *last), *pairs] if len(files) > 2 else pairs
 
 
-def compared(before: int, old: dict, after: int, new: dict) -> list[dict]:
+def compare_pair(before: int, old: dict, after: int, new: dict) -> list[dict]:
     """Compare the evaluations after two steps, set by set. They are {(set, id): line of eval_*.jsonl}."""
     by_set: dict[str, dict] = {}
     for (name, key), line in new.items():
@@ -103,7 +105,8 @@ def compared(before: int, old: dict, after: int, new: dict) -> list[dict]:
         if len(pair["rows"]) < ROWS[0]:
             texts = {"before": old[name, key]["responses"][0]["text"], "after": line["responses"][0]["text"]}
             row = {"id": key, "question": line["question"], "gold": line["gold"]} | texts
-            pair["rows"].append(shortened(row, TEXT_LIMITS[1]) | {"score_before": was, "score_after": now})
+            scores = {"score_before": was, "score_after": now}
+            pair["rows"].append(shorten_texts(row, TEXT_LIMITS[1]) | scores)
     return list(by_set.values())
 
 

@@ -190,13 +190,13 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     machine, shape = Machine.here(spec.device), read_shape(spec.folder)
     kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
     if kind == "torch" and (spec.tensor_parallel > 1 or spec.cache_gib):
-        raise ConfigError("--tensor-parallel and --cache-gib are vLLM's, and the embedded engine samples "
-                          "here; leave them out, or name --engine vllm")
+        raise ConfigError("rollout.tensor_parallel and rollout.cache_gib are vLLM's, and the embedded engine "
+                          "samples here; leave them out, or set rollout.engine=vllm")
     spread = spec.tensor_parallel if kind == "vllm" else 0
     slots = slots_that_fit(spec.slots, FILLED * machine.free, lambda slots: engine_bytes(
         shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib))
     if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
-        print(f"chosen here: --engine {kind} --slots {slots}", flush=True)
+        print(f"chosen here: rollout.engine={kind}, rollout.slots={slots}", flush=True)
     if dist.rank() == 0 and machine.no_cuda:
         print(f"on the CPU: {machine.no_cuda}", flush=True)
     return kind, replace(spec, slots=slots)

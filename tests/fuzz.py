@@ -23,19 +23,18 @@ import struct
 import sys
 import tempfile
 import traceback
+from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import mean
-from time import monotonic
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch._dynamo  # noqa: F401  a second that every fork would spend
 import yaml
-from conftest import TOY, write_tiny
+from conftest import ROOT, TOY, write_tiny
+from safetensors import safe_open
 from tqdm import tqdm
 
 import config
@@ -47,7 +46,6 @@ from infra import dist
 from infra.signals import exit_status
 
 SECONDS, CLOCK, BYTES = 10, 60, 1 << 30  # of computing, by the clock, and of memory beside what is imported
-ROOT = Path(__file__).parent.parent
 VALUES = [None, True, False, 0, 1, -1, 3, 2**31, 2**63, 10**18, 10**400, 0.5, -0.5, 1e308, math.inf, -math.inf,
           math.nan, "", "a", "none", "auto", "1e400", "0x10", "1:30", "x" * 5000, "\ud800", "\u2028", "é", "../x", "/",
           ".", "\0", [], {}, [[]], [None], {"a": 1}, ["a", 1], "DEEP", "DIGITS"]
@@ -83,54 +81,44 @@ def mutated_tree(tree: Any, rng: random.Random) -> Any:
         elif how == 5:
             owner[key] = deepcopy(other[other_key])
         elif how == 6 and isinstance(value, int | float) and abs(value) < 1e300:
-            owner[key] = rng.choice([value + 1, value - 1, -value, value * 1000, str(value), float(value)])
+            owner[key] = rng.choice([value + 1, -value, value * 1000, str(value), float(value)])
         else:
             owner[key] = rng.choice([[value], {"a": value}, str(value), [value] * 1000])
     return tree
 
 
-def json_text(tree: Any) -> str:
-    text = json.dumps(tree)
-    for name, wild in TEXTS.items():
-        text = text.replace(name, wild)
-    return text
-
-
 def mutated_bytes(content: bytes, rng: random.Random) -> bytes:
     start = rng.randrange(len(content) + 1)
     end = min(len(content), start + rng.choice([1, 2, 16, 1000]))
-    return rng.choice([
-        lambda: content[:start], lambda: b"", lambda: content[:start] + content[end:],
-        lambda: content[:start] + rng.randbytes(end - start) + content[end:],
-        lambda: content[:start] + rng.choice(PIECES) + content[start:],
-        lambda: content[:start] + content[start:end] * 3 + content[end:], lambda: content + content,
-        lambda: content.replace(b"\n", b"\r\n"), lambda: b"\xef\xbb\xbf" + content,
-        lambda: content.decode(errors="replace").encode("utf-16"), lambda: content + b"\0" * 100])()
+    before, piece, after = content[:start], content[start:end], content[end:]
+    return rng.choice([before, b"", before + after, before + rng.randbytes(len(piece)) + after,
+                       before + rng.choice(PIECES) + piece + after, before + piece * 3 + after, content + content,
+                       content.replace(b"\n", b"\r\n"), b"\xef\xbb\xbf" + content,
+                       content.decode(errors="replace").encode("utf-16"), content + b"\0" * 100])
 
 
 def mutated_json(content: bytes, rng: random.Random) -> bytes:
-    return json_text(mutated_tree(json.loads(content), rng)).encode()
+    text = json.dumps(mutated_tree(json.loads(content), rng))
+    for name, wild in TEXTS.items():
+        text = text.replace(name, wild)
+    return text.encode()
 
 
 def mutated_lines(content: bytes, rng: random.Random) -> bytes:
-    """Of JSON lines: one is changed, or their order."""
-    lines = content.decode().splitlines()
+    """Of JSON lines: one is changed, removed, repeated or torn."""
+    lines = content.splitlines()
     at, how = rng.randrange(len(lines)), rng.randrange(8)
+    new = [lines[at][:rng.randrange(len(lines[at]))]]
     if how < 5:
-        lines[at] = json_text(mutated_tree(json.loads(lines[at]), rng))
-    elif how == 5:
-        del lines[at]
-    elif how == 6:
-        lines.insert(rng.randrange(len(lines)), lines[at])
-    else:
-        lines[at] = lines[at][:rng.randrange(len(lines[at]))]
-    return "\n".join([*lines, ""]).encode()
+        new = [mutated_json(lines[at], rng)]
+    elif how < 7:
+        new = [lines[at]] * 2 * (how - 5)
+    return b"\n".join([*lines[:at], *new, *lines[at + 1:], b""])
 
 
 def mutated_yaml(content: bytes, rng: random.Random) -> bytes:
-    tree = yaml.safe_load(content)
     if rng.random() < 0.7:
-        return yaml.safe_dump(mutated_tree(tree, rng)).encode()
+        return yaml.safe_dump(mutated_tree(yaml.safe_load(content), rng)).encode()
     lines = content.decode().splitlines()
     at = rng.randrange(len(lines))
     old = lines[at]
@@ -141,32 +129,9 @@ def mutated_yaml(content: bytes, rng: random.Random) -> bytes:
 def mutated_weights(content: bytes, rng: random.Random) -> bytes:
     """Of safetensors: its header as JSON, with its true length or another."""
     size, = struct.unpack("<Q", content[:8])
-    header = json_text(mutated_tree(json.loads(content[8:8 + size]), rng)).encode()
+    header = mutated_json(content[8:8 + size], rng)
     stated = rng.choice([len(header)] * 6 + [0, len(header) + 1, 2**40, 2**63])
     return struct.pack("<Q", stated) + header + content[8 + size:]
-
-
-def mutate_folder(folder: Path, rng: random.Random) -> str:
-    """Change a folder: what is in one of its files, or which there are. Returns what was done."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
-    path, other, how = rng.choice(files), rng.choice(files), rng.randrange(12)
-    if how == 0:
-        path.unlink()
-    elif how == 1:
-        path.unlink()
-        path.mkdir()
-    elif how == 2 and path != other:
-        shutil.copyfile(other, path)
-    elif how == 3:
-        path.rename(path.with_name(rng.choice([".DS_Store", "a.tmp", "step_000009", "x.unfinished"])))
-    elif how == 4:
-        (path.parent / rng.choice([".DS_Store", ".nfs0001", "step_000009", "x.unfinished", "é"])).write_bytes(b"x")
-    elif how == 5:
-        path.unlink()
-        path.symlink_to(rng.choice([path.name, "nowhere", "/"]))
-    else:
-        mutate_file(path, rng)
-    return f"{how} {path.relative_to(folder)} {other.relative_to(folder) if how == 2 else ''}"
 
 
 BY_SUFFIX = {".json": mutated_json, ".jsonl": mutated_lines, ".yaml": mutated_yaml, ".safetensors": mutated_weights}
@@ -178,24 +143,34 @@ def mutate_file(path: Path, rng: random.Random) -> None:
     path.write_bytes((by_structure or mutated_bytes)(content, rng))
 
 
+def mutate_folder(folder: Path, rng: random.Random) -> None:
+    """Change a folder: the content of one of its files, or which there are."""
+    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    path, other, how = rng.choice(files), rng.choice(files), rng.randrange(12)
+    if how > 4 or how == 2 and path == other:
+        mutate_file(path, rng)
+    elif how == 2:
+        shutil.copyfile(other, path)
+    elif how == 3:
+        path.rename(path.with_name(rng.choice([".DS_Store", "a.tmp", "step_000009", "x.unfinished"])))
+    elif how == 4:
+        (path.parent / rng.choice([".DS_Store", ".nfs0001", "step_000009", "x.unfinished"])).write_bytes(b"x")
+    else:
+        path.unlink()
+        if how == 1:
+            rng.choice([path.mkdir, lambda: path.symlink_to(rng.choice([path.name, "nowhere", "/"]))])()
+
+
+def mutate_logs(path: Path, rng: random.Random) -> None:
+    """Change one of the files beside the checkpoints."""
+    mutate_file(rng.choice(sorted(p for p in path.iterdir() if p.is_file() and p.suffix)), rng)
+
+
 # ---- targets
 
 def run(program: Callable[[], int], *arguments: object) -> int:
     sys.argv = ["program", *map(str, arguments)]
     return program()
-
-
-@dataclass
-class Target:
-    """What is mutated: `seeds` are copied to `place`, `mutate` changes the copy, `use` runs the program on it."""
-
-    seeds: list[Path]
-    mutate: Callable[[Path, random.Random], object]
-    use: Callable[[Path, random.Random], int]
-    share: int              # of the mutants, in percent
-    ended: dict[int, int] = field(default_factory=dict)
-    seconds: list[float] = field(default_factory=list)
-    bytes: list[int] = field(default_factory=list)
 
 
 def use_config(path: Path, rng: random.Random) -> int:
@@ -216,7 +191,7 @@ def use_rows(path: Path, rng: random.Random) -> int:
 
 
 def use_model(path: Path, rng: random.Random) -> int:
-    return run(eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--max-new-tokens", 4)
+    return run(eval.main, "--model", path, "--data", path.parent / "few.jsonl", "--set", "eval.max_new_tokens=4")
 
 
 def use_run(path: Path, rng: random.Random) -> int:
@@ -231,32 +206,37 @@ def use_logs(path: Path, rng: random.Random) -> int:
 
 
 def use_result(path: Path, rng: random.Random) -> int:
-    arguments = rng.choice([["--rescore", path], ["--compare", path, path.parent / "result.json"]])
-    return run(eval.main, *arguments)
+    return run(eval.main, *rng.choice([["--rescore", path], ["--compare", path, path.parent / "result.json"]]))
 
 
 def use_cases(path: Path, rng: random.Random) -> int:
     return run(reward.main, "--cases", path)
 
 
-def mutate_logs(path: Path, rng: random.Random) -> None:
-    """Whatever lies beside the checkpoints."""
-    mutate_file(rng.choice(sorted(p for p in path.iterdir() if p.is_file() and p.suffix)), rng)
+# name -> share of the mutants in percent, what is copied and changed, how it is changed, and the program that reads it
+TARGETS = {
+    "config": (52, "configs", mutate_file, use_config),
+    "rows": (17, "rows.jsonl", mutate_file, use_rows),
+    "model": (15, "tiny", mutate_folder, use_model),
+    "checkpoint": (2, "run", lambda path, rng: mutate_folder(path / "checkpoints", rng), use_run),
+    "logs": (2, "run", mutate_logs, use_logs),
+    "result": (8, "result.json", mutate_file, use_result),
+    "cases": (4, "cases.jsonl", mutate_file, use_cases)}
 
 
-def prepare(folder: Path) -> dict[str, Target]:
+def head(source: Path, path: Path, count: int) -> None:
+    path.write_text("".join(source.read_text().splitlines(keepends=True)[:count]))
+
+
+def prepare(folder: Path) -> None:
     """Make what is to be mutated: a model, a run that has stopped after two of three steps, a result, cases."""
     model = folder / "tiny"
     forked(lambda: dist.init("cpu") and write_tiny(model) and 0, folder / "made")
-    sharded = shutil.copytree(model, folder / "sharded")
-    (sharded / "model.safetensors").rename(sharded / "a.safetensors")
-    names = json.loads((sharded / "a.safetensors").read_bytes()[8:][:struct.unpack(
-        "<Q", (sharded / "a.safetensors").read_bytes()[:8])[0]])
-    index = {"metadata": {}, "weight_map": {name: "a.safetensors" for name in names if name != "__metadata__"}}
-    (sharded / "model.safetensors.index.json").write_text(json.dumps(index))
-    few = (TOY.parent / "test.jsonl").read_text().splitlines()[:4]
-    (folder / "few.jsonl").write_text("\n".join(few) + "\n")
-    (folder / "rows.jsonl").write_text("\n".join((TOY.parent / "train.jsonl").read_text().splitlines()[:12]) + "\n")
+    with safe_open(model / "model.safetensors", "pt") as weights:
+        index = {"metadata": {}, "weight_map": dict.fromkeys(weights.keys(), "model.safetensors")}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    head(TOY.parent / "test.jsonl", folder / "few.jsonl", 4)
+    head(TOY.parent / "train.jsonl", folder / "rows.jsonl", 12)
     cfg = config.load("dppo_toy.yaml", [
         f"model.path={model}", f"out={folder / 'run'}", f"data.eval={folder / 'few.jsonl'}", "steps=3", "eval.every=1",
         "checkpoint.every=1", "checkpoint.keep=all", "rollout.max_new_tokens=8", "eval.max_new_tokens=4",
@@ -266,11 +246,11 @@ def prepare(folder: Path) -> dict[str, Target]:
     (folder / "cases.jsonl").write_text("".join(json.dumps(case) + "\n" for case in cases))
 
     def make() -> int:
-        evaluate = ["--model", model, "--data", folder / "few.jsonl", "--max-new-tokens", 4]
+        evaluate = ["--model", model, "--data", folder / "few.jsonl", "--set", "eval.max_new_tokens=4"]
         return (run(train.main, "--config", folder / "run.yaml") or
                 run(eval.main, *evaluate, "--out", folder / "result.json"))
 
-    made, said, *_ = forked(make, folder / "made")
+    made, said, _ = forked(make, folder / "made")
     assert made == 0, said
     whole = folder / "run"
     shutil.copyfile(whole / "hf" / "model.safetensors", folder / "expected")
@@ -278,22 +258,14 @@ def prepare(folder: Path) -> dict[str, Target]:
         shutil.rmtree(gone)
     (whole / "checkpoints" / "latest").write_text("step_000002")
     (whole / "state.json").write_text('{"state": "stopped"}\n')
-    return {
-        "config": Target(sorted((ROOT / "configs").glob("*.yaml")), mutate_file, use_config, 52),
-        "rows": Target([folder / "rows.jsonl"], mutate_file, use_rows, 17),
-        "model": Target([model, sharded], mutate_folder, use_model, 15),
-        "checkpoint": Target([whole], lambda path, rng: mutate_folder(path / "checkpoints", rng), use_run, 2),
-        "logs": Target([whole], mutate_logs, use_logs, 2),
-        "result": Target([folder / "result.json"], mutate_file, use_result, 8),
-        "cases": Target([folder / "cases.jsonl"], mutate_file, use_cases, 4)}
 
 
 # ---- mutants
 
-def forked(work: Callable[[], int], said: Path) -> tuple[int, str, float, int]:
-    """Do work in a fork, within limits; returns its status, negative for a signal, what it said, the seconds that it
-    took, and the bytes of memory beside those that were there."""
-    before, start, pid = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, monotonic(), os.fork()
+def forked(work: Callable[[], int], said: Path) -> tuple[int, str, int]:
+    """Do work in a fork, within limits; returns its status, negative for a signal, what it said, and the bytes of
+    memory beside those that were there."""
+    before, pid = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, os.fork()
     if pid == 0:
         status = 1
         try:
@@ -317,11 +289,11 @@ def forked(work: Callable[[], int], said: Path) -> tuple[int, str, float, int]:
             os._exit(status)
     _, status, usage = os.wait4(pid, 0)
     text = said.read_text(errors="replace") if said.exists() else ""
-    return os.waitstatus_to_exitcode(status), text, monotonic() - start, max(0, usage.ru_maxrss - before) * 1024
+    return os.waitstatus_to_exitcode(status), text, max(0, usage.ru_maxrss - before) * 1024
 
 
 def wrong(status: int, said: str, used: int) -> str:
-    """Say what is wrong with how a program ended; nothing where nothing is."""
+    """Say what is wrong with how a program ended; "" if nothing is."""
     errors = [line for line in re.split(r"[\n\r]", said) if line.startswith("error: ")]
     if "Traceback" in said or status not in (0, 2):
         return f"status {status}"
@@ -330,45 +302,45 @@ def wrong(status: int, said: str, used: int) -> str:
     return f"{used / 2**20:.0f} MiB" if used > BYTES else ""
 
 
+def try_mutant(number: int, seed: int, names: list[str], folder: Path) -> tuple[str, int, bool]:
+    """Make a mutant and run its program; returns its target, the status and whether it ended as it should."""
+    rng = random.Random(f"{seed}/{number}")
+    name, = rng.choices(names, [TARGETS[name][0] for name in names])
+    _, source, mutate, use = TARGETS[name]
+    source = folder / source if source != "configs" else rng.choice(sorted((ROOT / "configs").glob("*.yaml")))
+    place, said_in = folder / f"mutant_{number}{source.suffix}", folder / f"said_{number}"
+    (shutil.copytree if source.is_dir() else shutil.copyfile)(source, place)
+    mutate(place, rng)
+    status, said, used = forked(lambda: use(place, rng), said_in)
+    if remark := wrong(status, said, used):
+        shown = "\n".join(line[:300] for line in said.strip().splitlines()[-4:])
+        tqdm.write(f"--- {name} {number}: {remark}; {source.name} -> {place}\n{shown}")
+    else:
+        said_in.unlink()
+        shutil.rmtree(place) if place.is_dir() else place.unlink()
+    return name, status, not remark
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mutants", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--first", type=int, default=0, help="the number of the first mutant")
-    parser.add_argument("--only", help="one target")
+    parser.add_argument("--only", choices=TARGETS, help="one target")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-    folder, failed = Path(tempfile.mkdtemp(prefix="fuzz_")), 0
+    folder, ended = Path(tempfile.mkdtemp(prefix="fuzz_")), Counter()
     os.environ["TMPDIR"], tempfile.tempdir = str(folder), None
-    targets = prepare(folder)
-    if args.only:
-        targets = {args.only: targets[args.only]}
+    prepare(folder)
     gc.freeze()  # what is there stays shared with the forks
+    names = [args.only] if args.only else list(TARGETS)
     for number in tqdm(range(args.first, args.first + args.mutants), "fuzz", unit="mutant"):
-        rng = random.Random(f"{args.seed}/{number}")
-        name, = rng.choices(list(targets), [target.share for target in targets.values()])
-        target, place = targets[name], folder / f"mutant_{number}"
-        seed = rng.choice(target.seeds)
-        place = place.with_suffix(seed.suffix)
-        (shutil.copytree if seed.is_dir() else shutil.copyfile)(seed, place)
-        done = target.mutate(place, rng)
-        said_in = folder / f"said_{number}"  # of its own: a tracker of a fork before may still write
-        status, said, seconds, used = forked(lambda t=target, p=place, r=rng: t.use(p, r), said_in)
-        target.ended[status] = target.ended.get(status, 0) + 1
-        target.seconds.append(seconds)
-        target.bytes.append(used)
-        if remark := wrong(status, said, used):
-            failed += 1
-            tqdm.write(f"--- {name} {number}: {remark}; {seed.name} {done or ''} -> {place}\n" + "\n".join(
-                line[:300] for line in said.strip().splitlines()[-4:]))
-        else:
-            said_in.unlink()
-            shutil.rmtree(place) if place.is_dir() else place.unlink()
-    print(f"{'target':<12}{'mutants':>8}{'used':>8}{'refused':>8}{'mean s':>8}{'longest s':>11}{'most MiB':>10}")
-    for name, target in targets.items():
-        if target.seconds:
-            print(f"{name:<12}{len(target.seconds):>8}{target.ended.get(0, 0):>8}{target.ended.get(2, 0):>8}"
-                  f"{mean(target.seconds):>8.2f}{max(target.seconds):>11.1f}{max(target.bytes) / 2**20:>10.0f}")
+        name, status, fine = try_mutant(number, args.seed, names, folder)
+        ended[name, status] += fine
+    print(f"{'target':<12}{'used':>8}{'refused':>8}")
+    for name in names:
+        print(f"{name:<12}{ended[name, 0]:>8}{ended[name, 2]:>8}")
+    failed = args.mutants - ended.total()
     print(f"{failed} of {args.mutants} mutants ended otherwise" + (f", kept in {folder}" if failed else ""))
     if not failed:
         shutil.rmtree(folder)

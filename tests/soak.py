@@ -74,13 +74,13 @@ class Measured:
 
 def steps(count: int, every: int) -> bool:
     """Train, and tell whether nothing has grown."""
-    measured, log_step = Measured(), runfolder.Log.step
+    measured, log_step = Measured(), runfolder.RunLog.step
 
     def watched(log, *given) -> None:
         log_step(log, *given)
         measured.read()
 
-    runfolder.Log.step = watched
+    runfolder.RunLog.step = watched
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "run"
         more = [f"steps={count}", f"out={out}", f"checkpoint.every={every}"]

@@ -134,7 +134,7 @@ def record(out: Path) -> tuple:
     checkpoint.load_tensors(out / "checkpoints" / step / "policy", state)
     extra = torch.load(out / "checkpoints" / step / "extra.pt", weights_only=True)
     metrics = [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
-               for line in runfolder.read(out / "metrics.jsonl")]
+               for line in runfolder.read_log(out / "metrics.jsonl")]
     bits = [t.numpy().tobytes() for part in state.values() for t in part.values()]
     exported = (out / "hf" / "model.safetensors").read_bytes()
     return (step, bits, repr(extra["history"]), json.dumps(metrics),

@@ -18,7 +18,7 @@ import data
 import learner
 import train
 from config import ConfigError
-from infra import checkpoint, digests, dist
+from infra import checkpoint, dist
 from infra.checkpoint import Checkpoints, find
 from infra.weights import export, read_shape
 from model import Decoder
@@ -163,8 +163,8 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
     elif damage == "no list":
         (newest / "files.json").unlink()
     else:
-        contents = digests.contents
-        monkeypatch.setattr(digests, "contents", lambda path: contents(
+        contents = checkpoint.hash_file
+        monkeypatch.setattr(checkpoint, "hash_file", lambda path: contents(
             path.parent if path == newest / "policy" / ".metadata" else path))
     assert go_on(checkpoints)["step"] == 1
     assert bool(re.search(f"step_000002 is not whole: {said}", capsys.readouterr().err)) == (damage != "unfinished")
@@ -210,10 +210,10 @@ def test_each_rank_reads_its_part_of_a_checkpoint_and_all_take_the_one_before(tm
 
 def read_on_ranks(folder) -> list:
     """The checkpoint that is taken, and the files of it that this rank has read."""
-    read, contents = set(), digests.contents
-    digests.contents = lambda path: read.add(path) or contents(path)
+    read, contents = set(), checkpoint.hash_file
+    checkpoint.hash_file = lambda path: read.add(path) or contents(path)
     path, _ = find(folder)
-    digests.contents = contents
+    checkpoint.hash_file = contents
     return [path.name, {file.name for file in read if file.is_relative_to(path)}]
 
 
@@ -236,7 +236,7 @@ def test_a_pointer_that_names_nothing_leaves_the_newest(pointer, role, tmp_path)
 def test_a_run_that_dies_while_it_publishes_goes_on_and_saves_again(before, role, tmp_path, monkeypatch):
     """`latest` is replaced last but for the removal of old checkpoints, which are there until then."""
     checkpoints = saved(tmp_path, role, 1, keep=1)
-    target = {"the pointer": (checkpoint.os, "replace"), "the list": (digests, "listing")}[before]
+    target = {"the pointer": (checkpoint.os, "replace"), "the list": (checkpoint, "format_list")}[before]
 
     def die(*_):
         raise OSError(28, "No space left on device")

@@ -190,7 +190,7 @@ def test_easy_and_hard_meet_in_the_middle_of_what_groups_are_compared_by():
 
 
 def finite(folder) -> list[dict]:
-    lines = runfolder.read(folder / "metrics.jsonl")
+    lines = runfolder.read_log(folder / "metrics.jsonl")
     assert all(math.isfinite(value) for line in lines for value in line.values())
     return [line for line in lines if "time/step" in line]
 
@@ -233,7 +233,7 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
         one, two = weights(plain), weights(other)
         assert all(torch.equal(one[key], two[key]) for key in one), name
         logs = [[{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
-                 for line in runfolder.read(tmp_path / run / "metrics.jsonl")] for run in ("plain", name)]
+                 for line in runfolder.read_log(tmp_path / run / "metrics.jsonl")] for run in ("plain", name)]
         assert logs[0] == logs[1]
 
 
@@ -247,7 +247,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=3", "data.limit=5",
                      "update.minibatches=2", "update.epochs=2", *settings, name="grpo_toy.yaml")
     trained = train.train(cfg)
-    line = runfolder.read(tmp_path / "run" / "decisions.jsonl")[2]
+    line = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
     task = train.load(cfg)
     learner, engine = train.set_up(memory.decide(cfg, task.source), task)
@@ -353,8 +353,8 @@ def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
                      "checkpoint.every=1", "checkpoint.keep=2", "update.minibatches=1", name="apo_toy.yaml")
     whole = weights(train.train(cfg))
     lines = {line["id"]: torch.tensor([line["rewards"]], dtype=torch.float64)
-             for line in runfolder.read(tmp_path / "run" / "soft_values.jsonl")}
-    for line in runfolder.read(tmp_path / "run" / "samples.jsonl"):
+             for line in runfolder.read_log(tmp_path / "run" / "soft_values.jsonl")}
+    for line in runfolder.read_log(tmp_path / "run" / "samples.jsonl"):
         value = soft_value.soft_value(lines[line["id"]], 0.5).item()
         completion, = line["completions"]
         assert completion["advantage"] == pytest.approx(completion["reward"] - value)

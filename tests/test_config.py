@@ -485,13 +485,3 @@ def test_the_command_shows_a_config_and_runs_nothing(tmp_path):
     shown = subprocess.run(command, cwd=tmp_path, check=True, capture_output=True, text=True)
     assert shown.stdout == resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n" and shown.stderr == ""
     assert not any(tmp_path.iterdir())
-
-
-def test_nobody_reads_what_a_command_prints():
-    """As after `--show | head`."""
-    read, write = os.pipe()
-    os.close(read)
-    command = [sys.executable, ROOT / "train.py", "--config", "grpo_toy.yaml", "--show"]
-    shown = subprocess.run(command, stdout=write, stderr=subprocess.PIPE)
-    os.close(write)
-    assert (shown.returncode, shown.stderr) == (141, b"")

@@ -411,7 +411,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
             custom_reward.try_out(cfg.reward, problems)
         return
     train.train(cfg)
-    line, = (x for x in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)
+    line, = (x for x in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)
     out, err = capfd.readouterr()
     assert "Traceback" not in out + err and "mine" not in out and "xxx" not in out
     if case == "none":

@@ -346,10 +346,10 @@ SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
-@pytest.mark.parametrize("name", data.SETS)
+@pytest.mark.parametrize("name", data.NAMED_SETS)
 def test_every_named_set_is_whole(name, capsys):
     problems = data.load_problems(name, str(SHARED))
-    assert len(problems) == data.SETS[name][0] and not capsys.readouterr().err
+    assert len(problems) == data.NAMED_SETS[name][0] and not capsys.readouterr().err
     assert all(p.level in ("1", "2", "3", "4", "5", "none", None) for p in problems)
 
 

@@ -15,6 +15,7 @@ import survive
 import torch
 from conftest import ROOT, TOY, toy_config
 
+import config
 import data
 import eval as evaluation
 import train
@@ -27,30 +28,40 @@ from rollout import TorchEngine
 from verify import statistics
 
 
+def sets(*changes: str) -> list[str]:
+    return [word for change in changes for word in ("--set", change)]
+
+
 def held_out(path, count: int) -> str:
     rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)
     path.write_text("".join(random.Random(0).sample(rows, count)))
     return str(path)
 
 
-def evaluated(tmp_path, *arguments: str) -> tuple[dict, str]:
-    command = [sys.executable, "eval.py", *arguments, "--out", str(tmp_path / "out.json")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return json.loads((tmp_path / "out.json").read_text()), done.stdout
+@pytest.fixture
+def run(monkeypatch):
+    """Run eval.py in this process, whose group is not the run's."""
+    monkeypatch.setattr(dist, "close", lambda: None)
+
+    def run_with(*arguments: str) -> int:
+        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
+        return evaluation.main()
+
+    return run_with
 
 
 @pytest.mark.parametrize("sampled", [[], pytest.param(["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"],
                                                       marks=pytest.mark.slow)])
-def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
+def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run, capsys):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 40)
     prompt = "Only the number."
     train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
                            f"data.system_prompt={prompt}", *sampled))
-    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
-    result, printed = evaluated(tmp_path, "--model", str(tmp_path / "run" / "hf"), "--config",
-                                str(tmp_path / "run" / "config.yaml"))
+    last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
+    folder, out = tmp_path / "run", tmp_path / "out.json"
+    assert run("--model", folder / "hf", "--config", folder / "config.yaml", "--out", out) == 0
+    result = json.loads(out.read_text())
     assert result["head"]["system_prompt"] == prompt
     result = result["results"]["held_out"]
     for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
@@ -58,11 +69,11 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path):
     if sampled:
         assert (result["pass"]["4"], result["majority"]["4"]) == (last["eval/held_out/pass"],
                                                                   last["eval/held_out/majority"])
-    assert f"{result['accuracy']:.1%}" in printed
+    assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_sixteen_answers_to_each_problem(tmp_path):
+def test_sixteen_answers_to_each_problem(tmp_path, run, capsys):
     """pass@k of the file is the share of all subsets of its responses; graded again it is the same file.
 
     Accuracy by level is that of the problems of each level.
@@ -70,8 +81,9 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
     levels = [json.dumps(row | {"level": f"Level {i % 2}"}) + "\n" for i, row in enumerate(rows)]
     (tmp_path / "few.jsonl").write_text("".join(levels))
-    result, printed = evaluated(tmp_path, "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"), "--n",
-                                "16", "--temperature", "1", "--max-new-tokens", "48")
+    out, settings = tmp_path / "out.json", sets("eval.n=16", "eval.temperature=1", "eval.max_new_tokens=48")
+    assert run("--model", TOY, "--data", tmp_path / "few.jsonl", "--out", out, *settings) == 0
+    result, printed = json.loads(out.read_text()), capsys.readouterr().out
     found = result["results"]["few"]
     right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
     assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
@@ -81,11 +93,9 @@ def test_sixteen_answers_to_each_problem(tmp_path):
     assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
     assert (found["low"], found["high"]) == statistics.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
     assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
-    again, _ = evaluated(tmp_path, "--rescore", str(tmp_path / "out.json"))
-    assert again == result and "few by level: 0 " in printed
-    compared = subprocess.run([sys.executable, "eval.py", "--compare", *[str(tmp_path / "out.json")] * 2],
-                              cwd=ROOT, capture_output=True, text=True)
-    assert "+0.0%" in compared.stdout and compared.returncode == 0
+    assert run("--rescore", out, "--out", out) == 0 and run("--compare", out, out) == 0
+    assert json.loads(out.read_text()) == result and "few by level: 0 " in printed
+    assert "+0.0%" in capsys.readouterr().out
 
 
 def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
@@ -96,7 +106,7 @@ def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
     for problem in problems:
         problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
     result = {"few": evaluation.summarise(problems)}
-    both = evaluation.with_math_verify(result)
+    both = evaluation.add_math_verify(result)
     assert "math_verify" not in result["few"] and both["few"]["math_verify"] == 2 / 3
     head, row, *differ = evaluation.results_table(both).splitlines()
     assert head.endswith("math-verify") and row.endswith("66.7%") and row.split()[3] == "33.3%"
@@ -145,8 +155,8 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     data_file = held_out(tmp_path / "few.jsonl", 60)
 
     def command(name: str) -> list[str]:
-        return ["eval.py", "--model", str(TOY), "--data", data_file, "--samples", "4", "--temperature", "1",
-                "--slots", "8", "--max-new-tokens", "24", "--out", str(tmp_path / name)]
+        more = sets("eval.n=4", "eval.temperature=1", "rollout.slots=8", "eval.max_new_tokens=24")
+        return ["eval.py", "--model", str(TOY), "--data", data_file, *more, "--out", str(tmp_path / name)]
 
     def text(name: str) -> list[str]:
         found = json.loads((tmp_path / name).read_text())["results"]["few"]
@@ -165,16 +175,16 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     assert 64 <= partial.read_text().count("\n") - 1 < 240
     other = [*torchrun, *command("cut"), "--seed", "1"]
     refused = subprocess.run(other, cwd=ROOT, capture_output=True, text=True)
-    assert "cut.partial holds responses of other settings: sampling.seed was 0 and is 1" in refused.stderr
+    assert "cut.partial holds responses that were made with other settings: sampling.seed was 0" in refused.stderr
     assert refused.returncode and "Timeout" not in refused.stderr
     assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
     assert text("cut") == text("one") == text("two")
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
-    result, _ = evaluated(tmp_path, "--model", str(TOY), "--data", held_out(tmp_path / "few.jsonl", 3))
+    result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
     for problem in result["results"]["few"]["problems"]:
-        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}", "verdict": "wrong"}
+        problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
     again = evaluation.rescore(result)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
@@ -196,10 +206,9 @@ class Interrupted(Exception):
     pass
 
 
-def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, capsys):
+def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatch, run, capsys):
     """Killed in its third chunk of five, with a line half written."""
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(evaluation, "ROUNDS_OF_SLOTS", 1)
+    monkeypatch.setattr(evaluation, "ROUNDS_BETWEEN_WRITES", 1)
     data_file, generate, calls = held_out(tmp_path / "few.jsonl", 10), TorchEngine.generate, []
 
     def dies(self, prompts, *rest):
@@ -208,31 +217,29 @@ def test_an_interrupted_evaluation_goes_on_to_the_same_file(tmp_path, monkeypatc
             raise Interrupted
         return generate(self, prompts, *rest)
 
-    def run(name: str, *more: str) -> int:
-        monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", data_file, "--n", "2", "--slots", "4",
-            "--temperature", "1", "--out", str(tmp_path / name), *more])
-        return evaluation.main()
+    def evaluate(name: str, *more: str) -> int:
+        return run("--model", TOY, "--data", data_file, "--out", tmp_path / name, *more,
+                   *sets("eval.n=2", "rollout.slots=4", "eval.temperature=1"))
 
-    run("whole.json")
+    evaluate("whole.json")
     monkeypatch.setattr(TorchEngine, "generate", dies)
     with pytest.raises(Interrupted):
-        run("cut.json")
+        evaluate("cut.json")
     partial = tmp_path / "cut.json.partial"
     partial.write_text(partial.read_text() + '{"set": "few", "resp')
-    assert run("cut.json", "--seed", "1") == 2
+    assert evaluate("cut.json", "--seed", "1") == 2
     said = capsys.readouterr().err
-    assert "cut.json.partial holds responses of other settings: sampling.seed was 0 and is 1" in said
+    assert "cut.json.partial holds responses that were made with other settings: sampling.seed was 0 and is 1" in said
     calls.clear()
     calls.extend([0] * 3)
-    run("cut.json")
+    evaluate("cut.json")
     assert sum(calls) == 12 and not partial.exists()
     assert (tmp_path / "cut.json").read_bytes() == (tmp_path / "whole.json").read_bytes()
-    run("cut.json")
+    evaluate("cut.json")
     assert sum(calls) == 12
-    assert run("cut.json", "--top-p", "0.5") == 2
+    assert evaluate("cut.json", *sets("eval.top_p=0.5")) == 2
     said = capsys.readouterr().err
-    assert "cut.json holds responses of other settings: sampling.top_p was 1.0 and is 0.5" in said
+    assert "cut.json holds responses that were made with other settings: sampling.top_p was 1.0 and is 0.5" in said
 
 
 def test_scores_count_what_the_engine_wrote():
@@ -253,7 +260,7 @@ def test_scores_count_what_the_engine_wrote():
     assert len(set(asked)) == 6  # a seed for each problem and run
 
 
-def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
+def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch, run):
     asked, generate = [], TorchEngine.generate
 
     def spy(self, prompts, seeds, *rest):
@@ -261,14 +268,11 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
         return generate(self, prompts, seeds, *rest)
 
     monkeypatch.setattr(TorchEngine, "generate", spy)
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
     (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
+    settings = sets("data.system_prompt=Zebra.", "eval.temperature=0.7", "eval.top_p=0.9", "rollout.slots=3",
+                    "eval.max_new_tokens=5")
     for seed in "12":
-        monkeypatch.setattr(sys, "argv", [
-            "eval.py", "--model", str(TOY), "--data", str(tmp_path / "few.jsonl"),
-            "--system-prompt", "Zebra.", "--temperature", "0.7", "--top-p", "0.9", "--seed", seed,
-            "--slots", "3", "--max-new-tokens", "5"])
-        evaluation.main()
+        run("--model", TOY, "--data", tmp_path / "few.jsonl", "--seed", seed, *settings)
     assert all("Zebra." in text and rest == (5, 0.7, 0.9) and slots == 3 for text, rest, slots, _ in asked)
     assert asked[0][3] != asked[1][3]
 
@@ -278,15 +282,13 @@ def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch):
     ("cppo_math", ("math500", 1, 0.0, 1.0, 1024, "I hope it is correct'")),
     ("cppo_amc_aime", ("amc23,aime24", 4, 0.6, 0.95, 3072, "I hope it is correct'")),
     ("dapo", ("aime24", 32, 1.0, 0.7, 20480, "within \\boxed{}."))])
-def test_protocols_are_presets_that_arguments_change(name, expected, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", "m", "--protocol", name, "--slots", "7"])
-    args = evaluation.arguments()
-    assert (args.data, args.n, args.temperature, args.top_p, args.max_new_tokens) == expected[:5]
-    assert expected[5] in args.system_prompt and args.slots == 7
-    monkeypatch.setattr(sys, "argv", [*sys.argv, "--n", "2", "--temperature", "0.5", "--system-prompt", "S"])
-    args = evaluation.arguments()
-    changed = (args.data, args.n, args.temperature, args.top_p, args.system_prompt)
-    assert changed == (expected[0], 2, 0.5, expected[3], "S")
+def test_papers_evaluate_as_their_configs_say(name, expected):
+    cfg = config.load(f"eval/{name}.yaml", ["eval.limit=7"])
+    found = cfg.data.eval, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, cfg.eval.max_new_tokens
+    assert found == expected[:5] and expected[5] in cfg.data.system_prompt
+    assert cfg.reward.accuracy and cfg.data.max_prompt_tokens >= 512 and cfg.eval.limit == 7
+    names = {path.stem for path in (config.CONFIGS / "eval").glob("*.yaml")}
+    assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"}
 
 
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
@@ -304,10 +306,12 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
      "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
-    (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
-    (["--temperature", "-1"], "--temperature must be at least 0"), (["--n", "0"], "--n must be at least 1"),
-    (["--n", "4", "--temperature", "1", "--k", "2,8"], "--k must be of numbers in 1..4 (--n)"),
-    (["--n", "4"], "--n must be 1 at --temperature 0: greedy answers are all the same"),
+    (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens allow sequences of 50"),
+    (sets("eval.temperature=-1"), "eval.temperature=-1.0 must be at least 0"),
+    ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
+    (sets("eval.n=4"), "eval.n=4 must be 1 at eval.temperature=0: greedy answers are all the same"),
+    (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),
+    (["--config", "eval/none.yaml"], "config 'eval/none.yaml' not found"),
     (["--data", "gsm9k"], "data set 'gsm9k' is not known"),
     (["--data", "no.jsonl"], "data file no.jsonl not found"),
     (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
@@ -315,16 +319,16 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
     (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
-    (["--top-p", "0"], "--top-p must be in (0, 1]"),
+    (["--out", "toy"], "--out toy is a folder; name a file in it for the result"),
+    (["--out", "nowhere/x.json", "--rescore", "no.json"], "--out: folder nowhere not found"),
+    (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
-    (["--device", "cuda"], "device=cuda, but this machine shows"),
+    (sets("device=cuda"), "device=cuda, but this machine shows"),
 ])
-def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, capsys):
-    if "cuda" in changes and torch.cuda.is_available():
+def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, capsys):
+    if "device=cuda" in changes and torch.cuda.is_available():
         pytest.skip("this machine has CUDA")
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(TOY), "--data", "toy/test.jsonl", *changes])
-    assert evaluation.main() == 2
+    assert run("--model", TOY, "--data", "toy/test.jsonl", *changes) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1

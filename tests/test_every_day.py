@@ -1,8 +1,10 @@
 """What somebody does every day: start again after a mistake, go on for longer, evaluate a checkpoint, use paths with ~
 or patterns, work from another folder, and train without a set to evaluate on."""
 
+import fcntl
 import json
 import os
+import shutil
 import stat
 import sys
 from contextlib import suppress
@@ -13,8 +15,8 @@ import pytest
 import torch
 from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
 from test_checkpoint import sharded
+from test_eval import sets
 from test_invariance import on_ranks
-from test_runfolder import hold
 
 import config
 import data
@@ -71,7 +73,7 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
     with monkeypatch.context() as patch:
         patch.setattr(train, "update", broken)
         assert command(train, "--config", yaml) == 2
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0]
     for name in ("soft_values.jsonl", "of_the_user.jsonl"):
         (tmp_path / "run" / name).touch()
     assert command(train, "--config", yaml, "--resume") == 2
@@ -82,7 +84,7 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
         assert command(train, "--config", yaml) == 2
     assert (tmp_path / "run" / "soft_values.jsonl").is_file()  # what was sampled for this config serves it still
     assert command(train, "--config", yaml, "--set", "seed=5") == 0
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 1]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 1]
     assert config.load(tmp_path / "run" / "config.yaml").seed == 5
     left = {path.name for path in (tmp_path / "run").iterdir()}
     assert "of_the_user.jsonl" in left and "soft_values.jsonl" not in left
@@ -94,7 +96,7 @@ def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
     cfg, device = toy_config(tmp_path / "run", "steps=1"), torch.device("cpu")
     texts = {"reward.custom_file": "one", "data.chat_template": None}
     for text, stays in (("one", True), ("two", False), (None, False)):
-        with_table = runfolder.Log(tmp_path / "run")
+        with_table = runfolder.RunLog(tmp_path / "run")
         with_table.create(cfg, "never", device, {}, texts)
         (tmp_path / "run" / "soft_values.jsonl").touch()
         with_table.create(cfg, "never", device, {}, texts | {"reward.custom_file": text})
@@ -106,15 +108,12 @@ def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
 def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, monkeypatch, capsys):
     """Said before any model is loaded."""
     cfg = toy_config(tmp_path / "run", *SHORT)
-    process = hold(begun(tmp_path / "run", cfg, 0))
     monkeypatch.setattr(train, "set_up", None)
-    try:
+    with (begun(tmp_path / "run", cfg, 0) / "lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
         assert command(train, "--config", written(cfg)) == 2
-        assert f"is in use by process {process.pid} on" in capsys.readouterr().err
-        assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 1
-    finally:
-        os.killpg(process.pid, 9)
-        process.wait()
+    assert f"out={tmp_path / 'run'} is in use by" in capsys.readouterr().err
+    assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 1
 
 
 def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(tmp_path, monkeypatch):
@@ -127,10 +126,10 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
     monkeypatch.setattr(train, "set_up", meanwhile)
     with pytest.raises(ConfigError, match="already holds a run with this config"):
         train.train(cfg)
-    assert len(runfolder.read(tmp_path / "run" / "metrics.jsonl")) == 2
+    assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
 
 
-@pytest.mark.parametrize("stopped", [False, True], ids=["finished", "stopped"])
+@pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "stopped"])
 def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, command, monkeypatch, capsys):
     """With other settings of evaluation, checkpoints and log besides, none of which changes a step."""
     whole = toy_config(tmp_path / "whole", "steps=4", "optim.warmup_steps=3", *SHORT)
@@ -150,12 +149,12 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     folder = tmp_path / "run"
     assert config.load(folder / f"config_until_{first:06d}.yaml") == once
     assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=4", *sets[1::2]])
-    steps = [[line for line in runfolder.read(place / "metrics.jsonl") if "reward/mean" in line]
+    steps = [[line for line in runfolder.read_log(place / "metrics.jsonl") if "reward/mean" in line]
              for place in (tmp_path / "whole", folder)]
     one, other = ([{key: x for key, x in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
                   for lines in steps)
     assert one == other and len(one) == 4
-    evaluated = {line["step"] for line in runfolder.read(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
+    evaluated = {line["step"] for line in runfolder.read_log(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
     assert evaluated == {0, first, 2, 3, 4} and len(list((folder / "checkpoints").glob("step_*"))) == 2
     exported = weights(load(folder / "hf"))
     assert all(torch.equal(exported[name], p.float()) for name, p in expected.items())
@@ -212,8 +211,59 @@ def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
     monkeypatch.setattr(runfolder, "Tracker", lambda cfg, folder, run_id: asked.append(run_id) or
                         type("", (), {"log": lambda self, line: None})())
     for _ in range(2):
-        runfolder.Log(folder).track(toy_config(folder, "log.wandb=winnow"))
+        runfolder.RunLog(folder).track(toy_config(folder, "log.wandb=winnow"))
     assert asked[0] == asked[1] == json.loads((folder / "env.json").read_text())["wandb"]
+
+
+# ---- a run goes on with what it began with
+
+@pytest.fixture(scope="module")
+def first_step(tmp_path_factory):
+    """A run of one step in a folder of its own, with its model and data."""
+    folder = tmp_path_factory.mktemp("first")
+    shutil.copytree(TOY, folder / "model")
+    for name in ("train", "test"):
+        lines = (ROOT / "toy" / f"{name}.jsonl").read_text().splitlines(keepends=True)
+        (folder / f"{name}.jsonl").write_text("".join(lines[:12]))
+    train.train(going(folder))
+    return folder
+
+
+def going(folder, *settings: str):
+    return toy_config(folder / "run", "steps=1", *SHORT, f"model.path={folder / 'model'}",
+                      f"data.train={folder / 'train.jsonl'}", f"data.eval={folder / 'test.jsonl'}", *settings)
+
+
+def in_another_order(text: str) -> str:
+    return "".join(reversed(text.splitlines(keepends=True)))
+
+
+def with_one_more_word(text: str) -> str:
+    return json.dumps(json.loads(text) | {"one_more": 1})
+
+
+@pytest.mark.parametrize(("name", "change", "setting"), [
+    ("train.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.train, where there are now 12 prompts"),
+    ("train.jsonl", lambda text: text[:text.rindex("{")], "12 prompts .* at data.train, where there are now 11"),
+    ("test.jsonl", in_another_order, r"12 prompts of sha256 \w{16} at data.eval .test., where"),
+    ("model/generation_config.json", with_one_more_word, r"json and jinja files of sha256 \w{16} at model.path, where"),
+    ("model/tokenizer_config.json", with_one_more_word, "json and jinja files .* at model.path, where"),
+])
+def test_a_run_that_finds_other_inputs_does_not_go_on(name, change, setting, first_step):
+    path = first_step / name
+    before = path.read_text()
+    path.write_text(change(before))
+    try:
+        with pytest.raises(ConfigError, match=f"step_000001 was trained with {setting}.*or begin another run"):
+            train.train(going(first_step, "steps=2"), resume="always")
+    finally:
+        path.write_text(before)
+
+
+def test_a_run_goes_on_from_copies_and_with_less_to_evaluate_on(first_step, tmp_path):
+    shutil.copytree(first_step / "run", tmp_path / "run")
+    train.train(replace(going(first_step, "steps=2", "eval.limit=3"), out=str(tmp_path / "run")), resume="always")
+    assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 
 # ---- checkpoints and exports
@@ -229,14 +279,14 @@ def save_policy(folder: Path, size: float, *settings: str) -> None:
     export(model, TOY, folder / "hf")
 
 
-@pytest.mark.parametrize("settings", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+@pytest.mark.parametrize("settings", [["model.lora.rank=2"], pytest.param([], marks=pytest.mark.slow)], ids=str)
 def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, command, capsys):
     """Its answers are those of the exported model, and a result names the weights by their hash."""
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]))
     size = 1e-2 if settings else 1e-3
     on_ranks(2, tmp_path, save_policy, tmp_path / "two", size, *settings)
     save_policy(tmp_path / "one", 2 * size, *settings)
-    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "24", "--n", "2", "--temperature", "1")
+    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=24", "eval.n=2", "eval.temperature=1"))
     results = {}
     for run in ("two", "one"):
         for kind in ("hf", "checkpoints/step_000007"):
@@ -288,8 +338,8 @@ def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, command, capsys):
     assert (cfg.out, cfg.reward.custom_file) == (str(tmp_path / "run"), str(tmp_path / "own.py"))
     assert find_model(cfg.model.path) == tmp_path / "model"
     assert len(data.load_problems(cfg.data.train)) == len(data.load_problems("math500", "~")) == 1
-    assert command(evaluation, "--model", "~/model", "--data", "~/few.jsonl", "--max-new-tokens", "4", "--out",
-                   "~/out.json") == 0
+    assert command(evaluation, "--model", "~/model", "--data", "~/few.jsonl", "--out", "~/out.json",
+                   *sets("eval.max_new_tokens=4")) == 0
     assert (tmp_path / "out.json").is_file()
     begun(tmp_path / "run", cfg, 1)
     assert command(report, "~/run", "--out", "~/page") == 0 and (tmp_path / "page" / "report.html").is_file()
@@ -345,11 +395,11 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
         write_tiny(tmp_path / name / "hf", seed=seed)
     write_tiny(tmp_path / "c" / "hf", num_hidden_layers=1)
     (tmp_path / "few.jsonl").write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:4]))
-    given = ("--data", tmp_path / "few.jsonl", "--max-new-tokens", "4")
+    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=4", "eval.limit=3"))
     started, start = [], evaluation.start_engine
     monkeypatch.setattr(evaluation, "start_engine", lambda *given: started.append(1) or start(*given))
     assert command(evaluation, "--model", tmp_path / "*" / "hf", tmp_path / "a" / "hf", *given, "--out",
-                   tmp_path / "out", "--limit", "3") == 0
+                   tmp_path / "out") == 0
     assert len(started) == 2  # a and b differ in their weights alone
     printed = capsys.readouterr().out.splitlines()
     assert [line for line in printed if line.startswith("/")] == [str(tmp_path / name / "hf") for name in "abc"]
@@ -358,7 +408,7 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
         assert result["head"]["model"]["path"] == str(tmp_path / name / "hf")
         assert result["results"]["few"]["count"] == 3
         alone = tmp_path / f"{name}.json"
-        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--limit", "3", "--out", alone) == 0
+        assert command(evaluation, "--model", tmp_path / name / "hf", *given, "--out", alone) == 0
         assert json.loads(alone.read_text()) == result
     for out, said in ((tmp_path / "a.json", "a.json must be a folder for the results of 2 models"),
                       (tmp_path / "no" / "x", f"--out: folder {tmp_path / 'no'} not found")):
@@ -379,7 +429,7 @@ def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
     assert command(train, *none) == 0
     printed = capsys.readouterr().out
     assert "after 1 steps, without a set to evaluate on (data.eval)\n" in printed and "hf --data SET\n" in printed
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [1]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [1]
     assert command(report, tmp_path / "run") == 0
     assert command(evaluation, "--model", TOY, "--config", tmp_path / "run" / "config.yaml") == 2
     assert "--data must be given" in capsys.readouterr().err

@@ -70,7 +70,7 @@ def test_either_of_two_rewards_may_be_none():
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_for_three_steps(name, tmp_path, monkeypatch):
     train.train(small(name, tmp_path, monkeypatch))
-    steps = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
+    steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
     assert len(steps) == 3 and all(math.isfinite(step["train/loss"]) for step in steps)
     assert all(0 <= step["reward/mean"] <= 1.5 and step["reward/died"] == 0 for step in steps)
     assert any(step["rollout/unscored"] for step in steps) == (name == "two_rewards")

@@ -186,7 +186,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 1.0), (9, 0.0))
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
-    line, _ = runfolder.read(tmp_path / "run" / "samples.jsonl")
+    line, _ = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
     texts = [c["text"] for c in line["completions"]]
     grades = grade([(line["gold"], text) for text in texts])
     total = [2 * (graded["verdict"] == "right") + 0.5 * (last_tag(text) == line["gold"])
@@ -195,7 +195,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     reward_G = torch.tensor(total, dtype=torch.float64)
     adv_G = (reward_G - reward_G.mean()) / (reward_G.std(correction=0) + 0.5)
     assert [c["advantage"] for c in line["completions"]] == pytest.approx(adv_G.tolist())
-    assert runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
+    assert runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
 
 
 def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):

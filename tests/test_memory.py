@@ -332,10 +332,10 @@ def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
     spec = EngineSpec(TOY, torch.float32, CPU, "sdpa", frozenset(), slots=10**6, max_len=100)
     kind, fitted = memory.fit_engine("auto", spec)
     assert kind == "torch" and 1 < fitted.slots < 10**6
-    assert f"--engine torch --slots {fitted.slots}" in capsys.readouterr().out
+    assert f"rollout.engine=torch, rollout.slots={fitted.slots}" in capsys.readouterr().out
     assert memory.fit_engine("torch", replace(spec, slots=8)) == ("torch", replace(spec, slots=8))
     for options in ({"tensor_parallel": 4}, {"cache_gib": 2.0}):
-        with pytest.raises(ConfigError, match="--tensor-parallel and --cache-gib are vLLM's"):
+        with pytest.raises(ConfigError, match="rollout.tensor_parallel and rollout.cache_gib are vLLM's"):
             memory.fit_engine("auto", replace(spec, **options))
     assert capsys.readouterr().out == ""
 

@@ -124,7 +124,7 @@ def test_sampling_stops_where_brute_force_does(sampled):
 
 def test_the_tokens_of_all_who_vote_are_counted(tmp_path):
     train.train(toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml"))
-    line, = (line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
     assert line["votes/completions"] > 8 and line["rollout/tokens"] > 1.05 * line["rollout/length"] * 8 * 4
 
 
@@ -161,7 +161,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
         cfg = toy_config(tmp_path / name, f"data.train={tmp_path / name}.jsonl", "steps=3", "labels.most=12",
                          name="optpo_toy.yaml")
         policies[name] = weights(train.train(cfg))
-        lines = runfolder.read(tmp_path / name / "metrics.jsonl")
+        lines = runfolder.read_log(tmp_path / name / "metrics.jsonl")
         logs[name] = [line for line in lines if "votes/lead" in line]
     for name in ("wrong", "none"):
         assert all(p.equal(policies["right"][key]) for key, p in policies[name].items())
@@ -178,7 +178,7 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     monkeypatch.setattr(optpo, "extract", lambda text: None)
     cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", f"reward={reward}", name="optpo_toy.yaml")
     policy = train.train(cfg)
-    line, = (line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
+    line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
     assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 8
     assert torch.isfinite(next(policy.parameters())).all()
 

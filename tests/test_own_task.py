@@ -14,6 +14,7 @@ import torch
 import transformers
 from conftest import TOY, load, toy_config, write_tiny
 from test_data import edit, write
+from test_eval import sets
 from test_rollout import prompts, spec
 
 import config
@@ -23,7 +24,7 @@ import learner
 import report
 import train
 from config import ConfigError, Data
-from infra import dist, flags, runfolder
+from infra import dist, runfolder
 from infra.rows import answered
 from infra.weights import export
 from page import evaluations
@@ -213,12 +214,9 @@ def test_the_trained_model_has_the_template_that_it_was_trained_with(tmp_path):
     assert theirs.chat_template == data.Tokenizer(tmp_path / "hf").source == QWEN3
 
 
-def test_a_new_line_can_be_given_on_the_command_line(monkeypatch):
+def test_a_new_line_can_be_given_on_the_command_line():
     cfg = config.load("grpo_toy.yaml", [r'data.prompt="Q: {question}\nA:"', 'rollout.stop=["\\n\\n"]'])
     assert cfg.data.prompt == "Q: {question}\nA:" and cfg.rollout.stop == ["\n\n"]
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--prompt", r"Q: {question}\nA:", "--stop", r"\n\n", "Q:"])
-    args = flags.arguments()
-    assert (args.prompt, args.stop) == (cfg.data.prompt, ["\n\n", "Q:"])
 
 
 @pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}"])
@@ -424,30 +422,25 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_
     folder = str(base_model(tmp_path / "model"))
     few = str(write(tmp_path / "few.jsonl", {"question": "q", "answer": "1"}))
     if path == "eval.py":
-        given = ["--model", folder, "--data", few, "--max-new-tokens", "4"]
+        given = ["--model", folder, "--data", few, *sets("eval.max_new_tokens=4")]
         assert command(evaluation, monkeypatch, *given) == 2
     else:
         assert command(train, monkeypatch, "--config", "cppo_toy.yaml", "--set", f"model.path={folder}", "--set",
                        f"out={tmp_path / 'run'}", "--check") == 2
     said = capsys.readouterr().err.splitlines()[-1]
-    assert "set data.prompt to a plain text such as \"Question: {question}" in said and "--chat-template" in said
+    assert "set data.prompt to a plain text such as \"Question: {question}" in said
+    assert "data.chat_template to a jinja file" in said
     if path == "eval.py":
-        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {question}", "--stop", "a", "e") == 0
+        assert command(evaluation, monkeypatch, *given, *sets("data.prompt=Q: {question}", "rollout.stop=[a, e]")) == 0
         (tmp_path / "qwen3.jinja").write_text(QWEN3)
         given[3] = str(write(tmp_path / "few.jsonl", {"prompt": "q", "label": "1"}))
-        given += ["--columns", "question=prompt,answer=label"]
-        thinking = ["--chat-template", str(tmp_path / "qwen3.jinja"), "--template", "enable_thinking=false"]
+        given += sets("data.columns={question: prompt, answer: label}")
+        thinking = sets(f"data.chat_template={tmp_path / 'qwen3.jinja'}", "data.template.enable_thinking=false")
         seen, generate = [], TorchEngine.generate
         monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, *rest: seen.append(prompts) or generate(
             self, prompts, *rest))
         assert command(evaluation, monkeypatch, *given, *thinking) == 0
         assert data.Tokenizer(TOY).decode(seen[-1][0]).endswith("<think>\n\n</think>\n\n")
-        assert command(evaluation, monkeypatch, *given[:-1], "questoin=prompt") == 2
-        assert "unknown key '--columns.questoin'. Did you mean '--columns.question'?" in capsys.readouterr().err
-        assert command(evaluation, monkeypatch, *given, *thinking, "--prompt", "Q: {question}") == 2
-        assert "--prompt must be given without" in capsys.readouterr().err
-        assert command(evaluation, monkeypatch, *given, "--prompt", "Q: {x}") == 2
-        assert "--prompt must be a text with {question}" in capsys.readouterr().err
 
 
 def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):
@@ -455,7 +448,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     cfg = own_task(tmp_path)
     train.train(cfg)
     printed, run = capsys.readouterr(), Path(cfg.out)
-    first, *steps, last = runfolder.read(run / "metrics.jsonl")
+    first, *steps, last = runfolder.read_log(run / "metrics.jsonl")
     scores = [last[f"eval/held_out/{key}"] for key in ("reward", "reward_low", "reward_high")]
     assert scores[0] > 0 and -1 <= scores[1] < scores[0] < scores[2] <= 1
     logged = {key for line in (first, *steps, last) for key in line}
@@ -464,14 +457,14 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     assert all(step["reward/mean"] == pytest.approx(step["reward/custom"]) for step in steps)
     bounds = f"reward {scores[0]:.3f} [{scores[1]:.3f}, {scores[2]:.3f}]"
     assert f"step 2: held_out {bounds}" in printed.err and bounds in printed.out
-    answers = [r for p in runfolder.read(run / "eval_000002.jsonl") for r in p["responses"]]
+    answers = [r for p in runfolder.read_log(run / "eval_000002.jsonl") for r in p["responses"]]
     assert {"verdict", "answer"}.isdisjoint(answers[0]) and answers[0]["components"] == {"custom": answers[0]["reward"]}
     assert scores[0] == pytest.approx(np.mean([r["reward"] for r in answers]))
     assert all(r["finished"] == ("ee" in r["text"] or "\n" in r["text"] or r["tokens"] < 32) for r in answers)
-    line = runfolder.read(run / "samples.jsonl")[0]
+    line = runfolder.read_log(run / "samples.jsonl")[0]
     assert line["prompt"].startswith("Question: Tell me of") and line["prompt"].endswith("\nAnswer:")
     assert "accuracy" not in line["completions"][0]["components"]
-    offered = [p for d in runfolder.read(run / "decisions.jsonl") for p in d["prompts"]]
+    offered = [p for d in runfolder.read_log(run / "decisions.jsonl") for p in d["prompts"]]
     assert all(len(p["reward"]) == 8 and "right" not in p for p in offered)
 
     out = tmp_path / "out.json"
@@ -486,7 +479,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
     report.write_report([run], tmp_path / "page")
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
-    assert "held_out: reward, at the least that a run spent" in tables.replace("\\_", "_")
+    assert "held_out: reward, at the budget that every run reached" in tables.replace("\\_", "_")
     assert "accuracy" not in tables and "Held-out reward: held_out" in page and "no gold answer" in page
     assert "by the mean reward of the completion" in page and bounds in page
 
@@ -495,14 +488,14 @@ def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, caps
     """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
     cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5")
     train.train(cfg)
-    last = runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     assert {"eval/few/accuracy", "eval/few/reward", "eval/few/low", "eval/few/reward_low"} <= last.keys()
     assert -1e-9 <= last["eval/few/reward_low"] <= last["eval/few/reward"] <= last["eval/few/reward_high"] <= 1.5
     table = capsys.readouterr().out
     assert table.count("few ") == 2 and "held-out accuracy" in table
     report.write_report([tmp_path / "run"], tmp_path / "page", level=50)
     tables = (tmp_path / "page" / "report.md").read_text()
-    assert "few: spent to reach 50.0%" in tables and "few: spent to reach a reward of" in tables
+    assert "few: cost to reach 50.0%" in tables and "few: cost to reach a reward of" in tables
     assert "a reward of 50" not in tables  # the level is of accuracies
     with pytest.raises(ConfigError, match="--level 120 must be above 0 and at most 100"):
         report.write_report([tmp_path / "run"], tmp_path / "page", level=120)
@@ -512,4 +505,4 @@ def test_a_level_is_a_reward_where_nothing_has_an_accuracy(tmp_path):
     cfg = own_task(tmp_path)
     train.train(cfg)
     report.write_report([Path(cfg.out)], tmp_path / "page", level=0.01)
-    assert "spent to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()
+    assert "cost to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()

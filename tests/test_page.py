@@ -177,7 +177,7 @@ def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
     check_quiet(browser, page)
     assert browser.find_element(By.CSS_SELECTOR, "#now .state").text == "finished"
     assert "step 10 of 10" in browser.find_element(By.ID, "now").text
-    newest = [c for line in runfolder.read(finished / "samples.jsonl")[-1:] for c in line["completions"]][:3]
+    newest = [c for line in runfolder.read_log(finished / "samples.jsonl")[-1:] for c in line["completions"]][:3]
     said = [line.text.splitlines()[0] for line in browser.find_elements(By.CSS_SELECTOR, ".newest li")]
     assert said == [f"{'✓' if c['components']['accuracy'] == 1 else '✗'} reward {short(c['reward'])}, "
                     f"{'kept' if c['kept'] else 'pruned'}" for c in newest]
@@ -195,7 +195,7 @@ def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
 def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_path):
     page = report.write_report([finished], tmp_path)
     show(browser, page)
-    logged = runfolder.read(finished / "samples.jsonl")
+    logged = runfolder.read_log(finished / "samples.jsonl")
     for place, step in ((9, 10), (0, 1), (4, 5)):
         move_slider(browser, place)
         completions = [c for line in logged if line["step"] == step for c in line["completions"]]
@@ -272,7 +272,7 @@ def test_a_page_that_leaves_steps_out_says_so(browser, tmp_path):
 
 def test_filters_leave_what_they_name(browser, finished, tmp_path):
     show(browser, report.write_report([finished], tmp_path))
-    logged = runfolder.read(finished / "samples.jsonl")
+    logged = runfolder.read_log(finished / "samples.jsonl")
     last = [c for line in logged if line["step"] == 10 for c in line["completions"]]
     tests = {("kept", "kept"): lambda c: c["kept"], ("kept", "pruned"): lambda c: not c["kept"],
              ("right", "right"): lambda c: c["components"]["accuracy"] == 1,
@@ -297,7 +297,7 @@ def test_held_out_answers_that_changed_are_shown_with_both_texts(browser, finish
     assert options == [f"{a} and {b}" for a, b in pairs]
     for a, b in ((0, 10), (4, 6)):
         choose(browser, "pair", f"{a}-{b}")
-        before, after = ({line["id"]: line for line in runfolder.read(finished / f"eval_{step:06d}.jsonl")}
+        before, after = ({line["id"]: line for line in runfolder.read_log(finished / f"eval_{step:06d}.jsonl")}
                          for step in (a, b))
         for change in ("better", "worse", ""):
             choose(browser, "change", change)
@@ -349,7 +349,7 @@ def test_an_open_page_follows_the_run_and_keeps_its_place(browser, tmp_path):
     other = write_run(tmp_path / "other", [0.1, 0.5], "seed=7")
     wait = WebDriverWait(browser, 120, poll_frequency=0.1)
     with ended(subprocess.Popen(training(out, "steps=500"), env=ENVIRONMENT, stderr=subprocess.DEVNULL)) as run:
-        wait.until(lambda _: len(runfolder.read(out / "samples.jsonl")) >= 2 * 3)
+        wait.until(lambda _: len(runfolder.read_log(out / "samples.jsonl")) >= 2 * 3)
         watch = subprocess.Popen(command(ROOT / "report.py", out, other, "--out", page.parent, "--watch", "1"),
                                  env=ENVIRONMENT, stderr=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
         with ended(watch):
@@ -408,7 +408,7 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
         write_lines(folder / f"eval_{step:06d}.jsonl", [{
             "set": EVIL[0], "id": EVIL[1], "question": everything, "gold": EVIL[3],
             "responses": [{"k": 0, "text": everything, "verdict": verdict}]}])
-    write_lines(folder / "metrics.jsonl", [*runfolder.read(folder / "metrics.jsonl"), {"step": 2, EVIL[0]: 1.0}])
+    write_lines(folder / "metrics.jsonl", [*runfolder.read_log(folder / "metrics.jsonl"), {"step": 2, EVIL[0]: 1.0}])
     page = report.write_report([folder, other], tmp_path / EVIL[3])
     show(browser, page)
     assert browser.execute_script("return window.ran") is None

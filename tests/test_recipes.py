@@ -81,4 +81,4 @@ def test_a_recipe_applies_trains_and_does_what_it_says(recipe, check, tmp_path):
     assert "after 2 steps" in printed
     kinds = set(re.findall(r'kind: Literal\["(\w+)"\]', recipe))
     assert len(kinds) == 1 and f"kind: {kinds.pop()}\n" in (folder / "run" / "config.yaml").read_text()
-    check(*(runfolder.read(folder / "run" / f"{log}.jsonl") for log in ("samples", "decisions")))
+    check(*(runfolder.read_log(folder / "run" / f"{log}.jsonl") for log in ("samples", "decisions")))

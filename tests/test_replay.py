@@ -82,7 +82,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
 def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, run_of, capsys):
     """First and last step, of rows that are cut, drawn, skipped, in rounds, with adapters, critics and pools."""
     folder = run_of(name)
-    before, decided = contents(folder), runfolder.read(folder / "decisions.jsonl")
+    before, decided = contents(folder), runfolder.read_log(folder / "decisions.jsonl")
     for step in (1, 3):
         text = shown(capsys, folder, step)
         if name in ("critic", "window") and step == 1:
@@ -112,11 +112,11 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
         other = tmp_path / name
         train.train(run_config("cppo", other, "steps=1", *changes))
         text = shown(capsys, run_of("cppo"), 1, *changes)
-        line, = (line for line in runfolder.read(other / "metrics.jsonl") if "train/grad_norm" in line)
+        line, = (line for line in runfolder.read_log(other / "metrics.jsonl") if "train/grad_norm" in line)
         kept, tokens, norm, *_ = row(text, "--set")
         assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
         assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])
-        decided, = runfolder.read(other / "decisions.jsonl")
+        decided, = runfolder.read_log(other / "decisions.jsonl")
         heaviest = max(w for p in decided["prompts"] for w in p.get("completion_weight", [0]))
         assert f"{heaviest:.3g}" in text
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
@@ -189,7 +189,7 @@ def test_the_expected_error_of_independent_draws_is_known(run_of):
 def changed(folder: Path, to: Path, edit) -> Path:
     """A copy of a run whose second line of decisions.jsonl is another."""
     shutil.copytree(folder, to)
-    lines = runfolder.read(to / "decisions.jsonl")
+    lines = runfolder.read_log(to / "decisions.jsonl")
     edit(lines[1])
     runfolder.rewrite(to / "decisions.jsonl", lines)
     return to

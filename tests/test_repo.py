@@ -67,12 +67,12 @@ def test_messages_name_only_real_settings():
     assert {name for name in named - known - partial - attributes if not name.startswith(of_weights)} == set()
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.stem)
+@pytest.mark.parametrize("path", sorted((ROOT / "configs").rglob("*.yaml")), ids=lambda p: p.stem)
 def test_every_shipped_config_loads(path):
     cfg = config.load(path)
     assert cfg.out == f"runs/{path.stem}"
     # Dynamic completion allocation (CPPO): completions trained on per update are those of the GRPO baseline.
-    if path.stem in ("cppo_gsm8k", "cppo_math"):
+    if path.stem in ("cppo_gsm8k", "cppo_math") and path.parent.name == "configs":
         base = config.load(path.with_name(path.name.replace("cppo", "grpo"))).rollout
         assert cfg.rollout.prompts_per_step * cfg.prune.completions.keep == base.prompts_per_step * base.group_size
 
@@ -86,7 +86,7 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
                            "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
     train.train(toy_config(tmp_path / "with_pairs", "steps=1", "labels={kind: votes, most: 12}", name="odpo_toy.yaml"))
     logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in ("run", "with_critic", "with_pairs")
-              for line in runfolder.read(tmp_path / run / "metrics.jsonl") for key in line}
+              for line in runfolder.read_log(tmp_path / run / "metrics.jsonl") for key in line}
     components = {*reward.COMPONENTS, "custom"}
     logged = {f"{'reward/<component>' if key.removeprefix('reward/') in components else key}" for key in logged}
     glossary, = (table for table in tables("\n\n".join(TEXTS.values())) if table.startswith("| key | meaning |"))

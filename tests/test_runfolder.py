@@ -26,7 +26,7 @@ import os, sys, time
 from pathlib import Path
 from infra import runfolder
 
-log = runfolder.Log(Path(sys.argv[1]))
+log = runfolder.RunLog(Path(sys.argv[1]))
 log.lock()
 if os.fork():  # the parent holds the lock, and its child lives on
     time.sleep(0.2)
@@ -47,17 +47,17 @@ def test_a_lock_names_its_holder_and_ends_with_it_though_its_workers_live(tmp_pa
     process = hold(tmp_path)
     try:
         with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {process.pid} on .*; wait"):
-            runfolder.Log(tmp_path).lock()
+            runfolder.RunLog(tmp_path).lock()
         process.kill()
         process.wait()
-        runfolder.Log(tmp_path).lock()
+        runfolder.RunLog(tmp_path).lock()
     finally:
         os.killpg(process.pid, 9)  # the worker
 
 
 def test_one_process_may_lock_a_folder_again(tmp_path):
     """A run that failed in this process may be resumed in it, while its traceback still holds the old log."""
-    first, second = runfolder.Log(tmp_path), runfolder.Log(tmp_path)
+    first, second = runfolder.RunLog(tmp_path), runfolder.RunLog(tmp_path)
     first.lock()
     second.lock()
     assert (tmp_path / "lock").read_text().startswith(f"process {os.getpid()} on ")
@@ -66,7 +66,7 @@ def test_one_process_may_lock_a_folder_again(tmp_path):
 def test_a_look_at_a_run_tells_how_it_stands_and_changes_nothing(tmp_path):
     """Also in the process that runs it, and in a folder that a machine which went down has left."""
     assert runfolder.state_of(tmp_path) == {"state": "died"} and not list(tmp_path.iterdir())
-    log = runfolder.Log(tmp_path)
+    log = runfolder.RunLog(tmp_path)
     log.lock()
     before = {path.name: path.read_text() for path in tmp_path.iterdir()}
     assert runfolder.state_of(tmp_path) == runfolder.state_of(tmp_path) == {"state": "running"}
@@ -90,7 +90,7 @@ def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatc
             looking.close()
 
     monkeypatch.setattr(fcntl, "flock", attempt)
-    runfolder.Log(tmp_path).lock()
+    runfolder.RunLog(tmp_path).lock()
     assert looking.closed
 
 
@@ -100,14 +100,14 @@ def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatc
     (SystemExit(3), {"state": "failed", "error": "SystemExit: 3"})], ids=str)
 def test_a_run_writes_down_how_it_ends_and_tells_wandb(error, state, tmp_path):
     """One that was stopped keeps others out until its process has ended: it may be writing a checkpoint."""
-    log, codes = runfolder.Log(tmp_path), []
+    log, codes = runfolder.RunLog(tmp_path), []
     log.tracker = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
     log.lock()
     with pytest.raises(type(error)) if error else nullcontext(), log.running(toy_config(tmp_path / "run")):
         assert runfolder.state_of(tmp_path) == {"state": "running"}
         if error:
             raise error
-    assert runfolder.read(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
+    assert runfolder.read_log(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
     assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
     log.unlock()
     assert runfolder.state_of(tmp_path) == state
@@ -118,7 +118,7 @@ def test_a_full_disk_is_told_by_its_own_error_also_where_the_end_cannot_be_writt
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(runfolder, "rewrite", full)
-    log = runfolder.Log(tmp_path)
+    log = runfolder.RunLog(tmp_path)
     log.lock()
     with pytest.raises(ConfigError, match="no room"), log.running(toy_config(tmp_path / "run")):
         raise ConfigError("no room")
@@ -126,7 +126,7 @@ def test_a_full_disk_is_told_by_its_own_error_also_where_the_end_cannot_be_writt
 
 
 def test_another_rank_writes_nothing():
-    with runfolder.Log(None).running(None):
+    with runfolder.RunLog(None).running(None):
         pass
 
 
@@ -138,7 +138,7 @@ def test_a_file_system_that_cannot_lock_is_named(number, tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", refuse)
     said = f"lies where files cannot be locked .{os.strerror(number)}.; set `out` to another file system"
     with pytest.raises(ConfigError, match=said):
-        runfolder.Log(tmp_path).lock()
+        runfolder.RunLog(tmp_path).lock()
 
 
 def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monkeypatch):
@@ -150,14 +150,14 @@ def test_a_setting_that_only_one_of_two_configs_has_is_absent_in_the_other(monke
 
 
 def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
-    train.train(toy_config(tmp_path / "run", "steps=3"))
+    train.train(toy_config(tmp_path / "run", "steps=3", "rollout.max_new_tokens=8", "eval.max_new_tokens=8"))
     out, err = capfd.readouterr()
     assert not re.search(r"[\x00-\x09\x0b-\x1f\x7f]", out + err)  # control characters but the end of a line
     steps = [line for line in err.splitlines() if re.match(r"step \d+/3: ", line)]
     assert [line.split(":")[0] for line in steps] == ["step 1/3", "step 2/3", "step 3/3"]
     assert all(re.search(r": reward [\d.]+, length [\d.]+, kept \d+/32, [\d.]+ s, \d:\d\d:\d\d left$", line)
                for line in steps)
-    first = runfolder.read(tmp_path / "run" / "metrics.jsonl")[0]
+    first = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[0]
     assert first["time/start"] > 0 < first["time/eval"]
     assert re.search(r"^seconds  start [\d.]+  eval [\d.]+  rollout ", out, re.MULTILINE)
     assert f" eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out
@@ -166,9 +166,9 @@ def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
 def test_a_terminal_gets_a_bar_and_no_lines():
     """Through a pseudo-terminal, since tqdm and `note` ask the stream itself."""
     code = """
-from infra.runfolder import Log, note
+from infra.runfolder import RunLog, note
 from pathlib import Path
-for step in Log(Path(".")).steps(0, 2):
+for step in RunLog(Path(".")).steps(0, 2):
     note("a line")
 """
     ours, theirs = pty.openpty()

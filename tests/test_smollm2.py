@@ -300,7 +300,7 @@ def test_a_method_trains_for_a_step(method, tiny, tmp_path, monkeypatch):
             "rollout.prompts_per_step": 2, "rollout.max_new_tokens": 8, "eval.max_new_tokens": 8}
     cfg = config.load(smollm2.CONFIG, [*smollm2.METHODS[method], *(f"{key}={value}" for key, value in sets.items())])
     train.train(cfg)
-    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
     assert any("rollout/tokens" in line for line in lines)
     assert sum("eval/validation/accuracy" in line and "eval/validation/reward" in line for line in lines) == 2
 

@@ -1,20 +1,15 @@
-"""Runs that are asked to stop: by a signal, in whatever they are doing, and when their terminal is closed."""
+"""Runs that are asked to stop by a signal, whatever they are doing."""
 
-import errno
-import os
-import pty
-import select
 import signal
-import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT, toy_config, weights
+from conftest import toy_config, weights
 from test_invariance import on_ranks
-from test_train import PAUSING, RESUMED, SHORT, without_times
+from test_train import RESUMED, SHORT, without_times
 
 import config
 import rollout
@@ -81,7 +76,7 @@ CASES = [("cppo", "rollout"), ("cppo", "evaluation"), ("greso", "rollout"), ("tp
 
 
 @pytest.mark.parametrize(("name", "what"), [
-    pytest.param(*case, marks=() if case[0] == "cppo" else pytest.mark.slow) for case in CASES])
+    pytest.param(*case, marks=() if case == CASES[0] else pytest.mark.slow) for case in CASES])
 def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name, what, tmp_path):
     """Bit for bit, and so are its logs: what had been drawn and learned for the step that was cut off is forgotten."""
     base = f"{name}_toy.yaml" if name in ("tppo", "depo", "prompt_history") else "cppo_toy.yaml"
@@ -90,7 +85,7 @@ def test_samples_under_way_are_dropped_and_the_run_that_goes_on_is_the_same(name
     whole, cut = gone_on(cfg), replace(cfg, out=str(tmp_path / "cut"))
     nth = 4 if (name, what) != ("cppo", "evaluation") else 3  # of five with the one before the first step
     assert stopped_in(cut, what, nth, rank=0) == (True, 0)
-    done = runfolder.read(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
+    done = runfolder.read_log(tmp_path / "cut" / "metrics.jsonl")[-1]["step"]
     assert 0 < done < 4 and (tmp_path / "cut" / "checkpoints" / "latest").read_text() == f"step_{done:06d}"
     assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
     resumed = gone_on(cut)
@@ -162,42 +157,3 @@ def test_a_second_signal_stops_at_once_but_not_torchruns_echo_of_the_first(monke
         now[0] = 6.5
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGTERM)
-
-
-# ---- terminals
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ignored", [False, True], ids=["ends it", "is ignored"])
-def test_a_run_outlives_its_terminal(ignored, tmp_path):
-    """As when ssh loses its connection, whose signal may arrive after the next line is written, or never, in a job
-    that the shell has disowned: what is written from then on goes nowhere."""
-    (tmp_path / "run.yaml").write_text(config.dump(toy_config(tmp_path / "run", "steps=3", *SHORT)))
-    child, terminal = pty.fork()
-    if not child:
-        os.chdir(ROOT)
-        if ignored:
-            signal.signal(signal.SIGHUP, signal.SIG_IGN)
-        os.execv(sys.executable, [sys.executable, "-c", PAUSING, "--config", str(tmp_path / "run.yaml")])
-    said, status = b"", 0
-    while not os.WIFSTOPPED(status):
-        if select.select([terminal], [], [], 0.1)[0]:
-            said += os.read(terminal, 10_000)
-        ended, status = os.waitpid(child, os.WUNTRACED | os.WNOHANG)
-        assert not ended or os.WIFSTOPPED(status), said.decode()
-    os.close(terminal)
-    os.kill(child, signal.SIGCONT)
-    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == (0 if ignored else 130)
-    if not ignored:
-        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
-    assert runfolder.state_of(tmp_path / "run") == {"state": "finished" if ignored else "stopped"}
-
-
-def test_only_a_terminal_that_is_gone_may_lose_what_is_written():
-    ours, theirs = pty.openpty()
-    terminal = signals.Terminal(theirs, "w")
-    assert terminal.write(b"seen") == 4 and os.read(ours, 10) == b"seen"
-    os.close(ours)
-    assert terminal.write(b"not seen") == 8
-    with signals.Terminal("/dev/full", "w") as full, pytest.raises(OSError, match="space") as error:
-        full.write(b"x")
-    assert error.value.errno == errno.ENOSPC

@@ -71,7 +71,7 @@ def by_step(lines: list[dict]) -> dict[int, dict]:
 
 def same_as_metrics(folder: Path) -> bool:
     sent = [line for path in recorded(folder) for line in history(path)]
-    return by_step(sent) == by_step(runfolder.read(folder / "metrics.jsonl"))
+    return by_step(sent) == by_step(runfolder.read_log(folder / "metrics.jsonl"))
 
 
 @pytest.fixture
@@ -99,15 +99,16 @@ def test_metrics_config_and_completions_are_recorded(offline, tmp_path):
     shown = [line for line in history(path) if "completions.path" in line]
     assert [line["step"] for line in shown] == [1, 2]
     table = json.loads((path.parent / "files" / shown[1]["completions.path"]).read_text())
-    lines = [line for line in runfolder.read(tmp_path / "run" / "samples.jsonl") if line["step"] == 2]
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "samples.jsonl") if line["step"] == 2]
     rows = [dict(zip(table["columns"], row, strict=True)) for row in table["data"]]
     assert len(rows) == 2 * cfg.rollout.group_size and [row["id"] for row in rows[::8]] == [x["id"] for x in lines]
     for row, completion in zip(rows, (c for line in lines for c in line["completions"]), strict=True):
         assert {key: row[key] for key in tracking.COLUMNS} == {key: completion[key] for key in tracking.COLUMNS}
 
 
+@pytest.mark.slow
 def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_counts(offline, tmp_path, monkeypatch):
-    cfg, log_step = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT), runfolder.Log.step
+    cfg, log_step = toy_config(tmp_path / "run", "checkpoint.every=1", *SHORT), runfolder.RunLog.step
 
     def fail(log, step, metrics):
         log_step(log, step, metrics)
@@ -115,7 +116,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_co
             raise RuntimeError("a cable\nwas pulled")
 
     with monkeypatch.context() as patch:
-        patch.setattr(runfolder.Log, "step", fail)
+        patch.setattr(runfolder.RunLog, "step", fail)
         with pytest.raises(RuntimeError):
             train.train(cfg)
     assert runfolder.state_of(tmp_path / "run") == {"state": "failed", "error": "RuntimeError: a cable"}
@@ -129,7 +130,7 @@ def test_a_run_that_failed_and_goes_on_is_one_run_and_the_later_of_two_values_co
 
 DYING = """
 import os, sys, train
-save, log_step = train.Checkpoints.save, train.runfolder.Log.step
+save, log_step = train.Checkpoints.save, train.runfolder.RunLog.step
 def save_whole(checkpoints, *given):
     save(checkpoints, *given)
     checkpoints.wait()
@@ -138,7 +139,7 @@ def die(log, step, *given):
     log_step(log, step, *given)
     if step == 2:
         os._exit(9)
-train.runfolder.Log.step = die
+train.runfolder.RunLog.step = die
 sys.exit(train.main())
 """
 
@@ -157,9 +158,9 @@ def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_
     assert same_as_metrics(tmp_path / "run")
 
 
-@pytest.mark.parametrize("missing", ["network", "login"])
+@pytest.mark.parametrize("missing", [pytest.param("network", marks=pytest.mark.slow), "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking, "PATIENCE", 0.5)
+    monkeypatch.setattr(tracking, "LONGEST_WAIT", 0.5)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
@@ -173,7 +174,7 @@ def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_pa
     warnings = [line for line in capsys.readouterr().err.splitlines() if "wandb" in line]
     reason = {"network": "Failed to get resume status", "login": "No API key configured"}[missing]
     assert len(warnings) == 1 and reason in warnings[0] and "`wandb sync` sends it later" in warnings[0], warnings
-    assert [line["step"] for line in runfolder.read(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 2]
+    assert [line["step"] for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")] == [0, 1, 2, 2]
     assert same_as_metrics(tmp_path / "run") and runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 

@@ -51,7 +51,7 @@ def main(monkeypatch, *arguments: str | Path) -> int:
 
 def without_times(folder) -> list[dict]:
     return [{k: v for k, v in line.items() if not k.startswith(("time/", "memory/"))}
-            for line in runfolder.read(folder / "metrics.jsonl")]
+            for line in runfolder.read_log(folder / "metrics.jsonl")]
 
 
 def run_and_copy(cfg: config.Config, copy: Path, last: int, monkeypatch) -> dict[str, torch.Tensor]:
@@ -136,15 +136,15 @@ def test_weights_change_only_after_they_have_been_copied(tmp_path, monkeypatch):
 
 def test_a_log_line_torn_by_a_dying_process_is_left_out(tmp_path):
     (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n{"step": 2}\n{"step": 3, "rew')
-    assert runfolder.read(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
+    assert runfolder.read_log(tmp_path / "metrics.jsonl") == [{"step": 1}, {"step": 2}]
     for name in ("eval_000001.jsonl", "eval_000002.jsonl", "state.json"):
         (tmp_path / name).write_text('{"state": "failed"}\n')
     cfg = toy_config(tmp_path / "run")
     (tmp_path / "config.yaml").write_text(config.dump(cfg))
-    runfolder.Log(tmp_path).resume(1, cfg)
+    runfolder.RunLog(tmp_path).resume(1, cfg)
     assert not list(tmp_path.glob("config_until*"))  # nothing has changed
     assert (tmp_path / "metrics.jsonl").read_text() == '{"step": 1}\n'
-    assert runfolder.read(tmp_path / "samples.jsonl") == []
+    assert runfolder.read_log(tmp_path / "samples.jsonl") == []
     assert [path.name for path in tmp_path.glob("eval_*")] == ["eval_000001.jsonl"]  # that at the checkpoint stays
     assert runfolder.state_of(tmp_path) == {"state": "died"}
 
@@ -169,7 +169,7 @@ def test_the_run_folder_tells_what_ran(finished):
     folder = place / "run"
     assert config.load(folder / "config.yaml") == config.load(place / "test.yaml")
     assert json.loads((folder / "env.json").read_text()).keys() >= {"argv", "commit", "diff", "device", "libraries"}
-    first, step, last = runfolder.read(folder / "metrics.jsonl")
+    first, step, last = runfolder.read_log(folder / "metrics.jsonl")
     assert (first["step"], step["step"], last["step"]) == (0, 1, 1)
     promised = """reward/mean reward/accuracy rollout/tokens train/tokens train/grad_norm prune/kept prune/offered
         prune/weight_max prune/ess pack/density mismatch/logp_abs_mean time/rollout time/reward time/score time/update
@@ -177,7 +177,7 @@ def test_the_run_folder_tells_what_ran(finished):
     assert step.keys() >= set(promised) and "eval/few/accuracy" in last
     assert (step["prune/offered"], step["prune/kept"], step["train/lr"]) == (32, 16, 0.0025)
     assert 0 <= step["mismatch/logp_abs_mean"] <= step["mismatch/logp_abs_max"] < 1e-9  # float64
-    sample, _ = runfolder.read(folder / "samples.jsonl")
+    sample, _ = runfolder.read_log(folder / "samples.jsonl")
     assert len(sample["completions"]) == 8
     assert {"few", "more"} <= set(summary(folder).split()) and str(folder) in summary(folder)
 
@@ -185,8 +185,8 @@ def test_the_run_folder_tells_what_ran(finished):
 def test_each_answer_of_an_evaluation_is_kept(finished):
     place, _ = finished
     problems = [json.loads(line) for line in (place / "few.jsonl").read_text().splitlines()]
-    for step, line in zip((0, 1), runfolder.read(place / "run" / "metrics.jsonl")[::2], strict=True):
-        answered = runfolder.read(place / "run" / f"eval_{step:06d}.jsonl")
+    for step, line in zip((0, 1), runfolder.read_log(place / "run" / "metrics.jsonl")[::2], strict=True):
+        answered = runfolder.read_log(place / "run" / f"eval_{step:06d}.jsonl")
         assert [(a["set"], a["question"], a["gold"]) for a in answered] == [
             (name, p["question"], p["answer"]) for name in ("few", "more") for p in problems]
         few = [response for a in answered if a["set"] == "few" for response in a["responses"]]
@@ -272,10 +272,11 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     train.train(cfg)
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000002"
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
-    step = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line][-1]
+    step = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line][-1]
     if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered" and not cfg.rollout.window:
         assert step["prune/kept"] == count * getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
-    assert step["train/kl"] >= 0 and "eval/others/accuracy" in runfolder.read(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert step["train/kl"] >= 0
+    assert "eval/others/accuracy" in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
 
 
 @pytest.fixture(scope="module")
@@ -372,12 +373,12 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
 
 PAUSING = """
 import os, signal, sys, train
-log_step = train.runfolder.Log.step
+log_step = train.runfolder.RunLog.step
 def pausing(log, step, *given):
     log_step(log, step, *given)
     if step == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
-train.runfolder.Log.step = pausing
+train.runfolder.RunLog.step = pausing
 sys.exit(train.main())
 """
 
@@ -418,7 +419,7 @@ def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch):
 
 def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished, monkeypatch, capsys):
     place, _ = finished
-    hold = "import sys; from infra import runfolder; log = runfolder.Log(runfolder.Path(sys.argv[1])); log.lock(); " \
+    hold = "import sys; from infra import runfolder; log = runfolder.RunLog(runfolder.Path(sys.argv[1])); log.lock(); " \
            "print('locked', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", hold, str(place / "run")], cwd=ROOT, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
@@ -427,7 +428,7 @@ def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished
     assert f"is in use by process {process.pid} on" in capsys.readouterr().err
     process.kill()
     process.communicate()
-    log = runfolder.Log(place / "run")
+    log = runfolder.RunLog(place / "run")
     log.lock()
     log.held.release()
 
@@ -457,7 +458,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys)
     def full(self, name, line):
         raise OSError(28, "No space left on device", f"{self.folder / name}")
 
-    monkeypatch.setattr(runfolder.Log, "write", full)
+    monkeypatch.setattr(runfolder.RunLog, "write", full)
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
     said = capsys.readouterr().err
     assert "No space left on device: '" in said and "--resume auto goes on from the newest checkpoint" in said
@@ -476,7 +477,7 @@ def test_a_step_on_cuda(dtype, offload, tmp_path):
     finally:
         dist.close()
         dist.init("cpu")
-    step = runfolder.read(tmp_path / "run" / "metrics.jsonl")[1]
+    step = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[1]
     assert step["mismatch/logp_abs_mean"] < {"float32": 1e-4, "bfloat16": 0.1}[dtype]
     assert step["train/grad_norm"] > 0 and (tmp_path / "run" / "hf" / "model.safetensors").is_file()
 
@@ -489,7 +490,7 @@ def test_cppo_learns_to_reason(name, ranks, tmp_path):
     done = subprocess.run([*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", f"{name}.yaml",
                            "--set", f"out={tmp_path / 'run'}"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
     first, last = lines[0], lines[-1]
     assert last["eval/test/accuracy"] - first["eval/test/accuracy"] >= 0.4
     assert last["eval/test/low"] > first["eval/test/high"]

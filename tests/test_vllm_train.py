@@ -40,7 +40,7 @@ def after(patch: str, *settings: str) -> list[str]:
 def steps_of(folder: Path) -> list[dict]:
     """What was logged for each step, without the times."""
     return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))}
-            for line in runfolder.read(folder / "metrics.jsonl") if "train/loss" in line]
+            for line in runfolder.read_log(folder / "metrics.jsonl") if "train/loss" in line]
 
 
 def is_in_step(line: dict) -> bool:
@@ -59,7 +59,7 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 def test_the_toy_learns(launcher, settings, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", *settings))
     assert done.returncode == 0, done.stderr
-    lines = runfolder.read(tmp_path / "run" / "metrics.jsonl")
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
     before, *_, learnt = (line for line in lines if "eval/test/accuracy" in line)
     assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
     assert len(steps_of(tmp_path / "run")) == 40
@@ -187,8 +187,8 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     tokens are often equally likely, most of the texts and grades."""
     results = {}
     for engine in ("torch", "vllm"):
-        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--engine", engine,
-                   "--max-new-tokens", "64", "--out", tmp_path / f"{engine}.json")
+        done = run(sys.executable, "eval.py", "--model", "toy/model", "--data", "toy/test.jsonl", "--set",
+                   f"rollout.engine={engine}", "--set", "eval.max_new_tokens=64", "--out", tmp_path / f"{engine}.json")
         assert done.returncode == 0, done.stderr
         results[engine] = json.loads((tmp_path / f"{engine}.json").read_text())
     theirs, ours = (results[engine]["results"]["test"] for engine in ("vllm", "torch"))

@@ -65,16 +65,16 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
 def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     """In float64 its log-probs of a window are the policy's, also where the prefix is older than the policy."""
     train.train(windowed(tmp_path / "run", "steps=4", "optim.lr=1e-3"))
-    lines = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
     assert all(line["mismatch/logp_abs_max"] < 1e-9 for line in lines)
     assert all(line["rollout/pending"] > 0 for line in lines)
-    decided = runfolder.read(tmp_path / "run" / "decisions.jsonl")
+    decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
     right = [[correct for prompt in step["prompts"] for correct in prompt["right"]] for step in decided]
     assert [verdicts.count(None) for verdicts in right] == [line["rollout/pending"] for line in lines]
     ended = [verdicts.count(0) + verdicts.count(1) for verdicts in right]
     assert [verdicts.count(1) for verdicts in right] == pytest.approx(
         [line.get("reward/accuracy", 0) * count for line, count in zip(lines, ended, strict=True)])
-    assert all(c["finished"] or c["tokens"] == 48 for line in runfolder.read(tmp_path / "run" / "samples.jsonl")
+    assert all(c["finished"] or c["tokens"] == 48 for line in runfolder.read_log(tmp_path / "run" / "samples.jsonl")
                for c in line["completions"])  # what goes on is not shown
     assert sum(line["rollout/tokens"] for line in lines) == sum(line["train/tokens"] for line in lines)
 

@@ -201,7 +201,7 @@ def test_pretraining_leaves_the_policy(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=3", "critic.pretrain_steps=1", "optim.warmup_steps=2",
                      "critic.warmup_steps=3", name="vapo_toy.yaml")
     train.train(cfg)
-    lines = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
     rates = [line.get("train/lr") for line in lines]
     assert rates == [None, cfg.optim.lr / 2, cfg.optim.lr]
     assert [line["critic/lr"] for line in lines] == pytest.approx([cfg.critic.lr * k / 3 for k in (1, 2, 3)])

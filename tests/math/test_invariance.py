@@ -250,7 +250,7 @@ def step_metrics(folder) -> dict[str, float]:
     """Everything logged but what does depend on the ranks: times, memory, how many rows there are to share out, and in
     how many of them a prompt stands."""
     shared_out = ("time/", "memory/", "pack/rows", "pack/tokens", "pack/density", "pack/imbalance")
-    return {f"{i}/{key}": value for i, line in enumerate(runfolder.read(folder / "metrics.jsonl"))
+    return {f"{i}/{key}": value for i, line in enumerate(runfolder.read_log(folder / "metrics.jsonl"))
             for key, value in line.items() if not key.startswith(shared_out)}
 
 
@@ -396,7 +396,7 @@ def test_a_data_set_that_is_solved_ends_in_a_partial_batch_on_any_number_of_rank
                     "rollout.max_new_tokens=24", "reward.overlong_tokens=20", "rollout.oversample=1")
     alone = trained_on_what_is_solved(cfg, solved)
     assert "groups short after 2 rounds; training on the" in capfd.readouterr().err
-    lines = [line for line in runfolder.read(tmp_path / "one" / "metrics.jsonl") if "prune/kept" in line]
+    lines = [line for line in runfolder.read_log(tmp_path / "one" / "metrics.jsonl") if "prune/kept" in line]
     assert all((line["prune/kept"] == 0) == (solved == 12) and line["prune/kept"] < 64 for line in lines)
     for ranks in (2, 4) if solved == 6 else (2,):
         spread = replace(cfg, out=str(tmp_path / f"{ranks}"))

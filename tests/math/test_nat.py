@@ -182,8 +182,8 @@ def test_what_needs_whole_completions_is_an_error(settings, why):
 def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=1", name="nat_toy.yaml")
     train(cfg)
-    decided = runfolder.read(tmp_path / "run" / "decisions.jsonl")
-    steps = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
+    steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
     for line, of_step in zip(decided, steps, strict=True):
         tokens = sum(sum(prompt["completion_tokens"]) for prompt in line["prompts"])
         assert of_step["train/tokens"] == tokens < of_step["rollout/tokens"]

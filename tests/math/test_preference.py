@@ -128,7 +128,7 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
     told = [sums for _, sums in asked if sums["pairs"]]
     assert len(asked) == 2 and told[0]["margin"] == 0 == told[0]["right"]
     assert told[1]["margin"] / told[1]["pairs"] > 0.1
-    lines = [line for line in runfolder.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line]
     margin = sum(sums["margin"] for sums in told) / sum(sums["pairs"] for sums in told)
     assert lines[0]["preference/margin"] == pytest.approx(margin)
     assert 0 < lines[0]["preference/accuracy"] < 1

@@ -1,0 +1,327 @@
+"""Damaged or hostile files: each ends in one line that names the file, the key and what to do. Nothing is silent."""
+
+import json
+import math
+import re
+import shutil
+import sys
+from pathlib import Path
+
+import pyarrow.parquet
+import pytest
+import torch
+from conftest import ROOT, TOY
+from safetensors.torch import load_file, save_file
+from test_eval import written
+from test_report import write_run
+
+import config
+import data
+import eval as evaluation
+import report
+from config import ConfigError
+from infra import dist, lines, weights
+from infra.runfolder import RunLog
+from infra.tokenizer import Tokenizer
+from model import load_model
+from page import charts, pruning
+from verify import cases
+
+LIMIT = 1500  # characters of a line: a value that is longer is shortened
+
+
+def said_by(function, *given) -> str:
+    with pytest.raises(ConfigError) as raised:
+        function(*given)
+    said = str(raised.value)
+    assert "\n" not in said and len(said) < LIMIT, said
+    return said
+
+
+# ---- model folders
+
+def use(folder: Path) -> None:
+    """Load a model and its tokenizer as training does, and render a prompt."""
+    source = weights.find_model(str(folder))
+    tokenizer = Tokenizer(source)
+    load_model(source, torch.float32, torch.device("cpu"))
+    tokenizer.encode([tokenizer.render("1+1", None)])
+
+
+@pytest.fixture
+def model(tmp_path) -> Path:
+    return shutil.copytree(TOY, tmp_path / "model")
+
+
+@pytest.mark.parametrize(("name", "content", "message"), [
+    ("config.json", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
+    ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
+    ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
+    ("config.json", {"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
+    ("config.json", {"hidden_size": None}, "hidden_size=None must be a whole number"),
+    ("config.json", {"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
+    ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
+    ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
+    ("config.json", {"intermediate_size": 10**12}, "weights do not match config.json"),
+    ("config.json", {"num_hidden_layers": 10**9}, "they have 4 layers .* it says 1000000000 and"),
+    ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
+    ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
+    ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
+    ("config.json", {"rope_theta": -1}, "rope_theta=-1.0 must be above 0"),
+    ("config.json", {"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"),
+    ("config.json", {"rope_scaling": [1]}, "rope_scaling="),
+    ("config.json", {"rope_parameters": [1]}, "rope_parameters="),
+    ("config.json", {"layer_types": 3}, "layer_types=3 must be a list"),
+    ("config.json", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),
+    ("config.json", {"torch_dtype": [1]}, "torch_dtype="),
+    ("config.json", {"model_type": ["qwen2"]}, "model_type="),
+    ("config.json", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a finite number"),
+    ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings='x' must be a whole number"),
+    ("config.json", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
+    ("config.json", {"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
+    ("model.safetensors", b"", "cannot be read .header too small|cannot be read"),
+    ("model.safetensors", b"garbage" * 100, "model.safetensors cannot be read"),
+    ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
+    ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
+    ("model.safetensors.index.json", b"[]", "holds no JSON object"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
+    ("model.safetensors.index.json", b'{"weight_map": [1]}', "weight_map=.* must be a mapping"),
+    ("model.safetensors.index.json", b'{"weight_map": {"a": "../model/model.safetensors"}}', "names ../.* missing"),
+    ("config.json", b"[]", "holds no JSON object"), ("config.json", b"\xff{}", "config.json: not valid JSON"),
+    ("config.json", b"[" * 100_000, "config.json: not valid JSON"),
+    ("tokenizer_config.json", b"[]", "holds no JSON object"),
+    ("tokenizer.json", b"[]", "is not a tokenizer"), ("tokenizer.json", b"\xff", "is not a tokenizer"),
+    ("generation_config.json", b'{"eos_token_id": "a"}', "eos_token_id='a' must be one or several of the 477 tokens"),
+    ("generation_config.json", b'{"eos_token_id": [[1]]}', "eos_token_id=.* must be one"),
+    ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one"),
+    ("generation_config.json", b'{"eos_token_id": 1.5}', "eos_token_id=1.5 must be one"),
+])
+def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
+    """A mapping changes the file's settings; None leaves its first half."""
+    path = model / name
+    if isinstance(content, dict):
+        content = json.dumps(json.loads(path.read_text()) | content).encode()
+    path.write_bytes(path.read_bytes()[:path.stat().st_size // 2] if content is None else content)
+    said = said_by(use, model)
+    assert re.search(message, said) and str(model) in said and name in said, said
+
+
+@pytest.mark.parametrize("template", ["{{1/0}}", "{{1+'a'}}", "{% for i in range(10**9) %}{% endfor %}",
+                                      "{% macro f() %}{{f()}}{% endmacro %}{{f()}}", "{% include 'a' %}",
+                                      "{% import 'a' as b %}"])
+def test_a_chat_template_that_fails_says_how(template, model):
+    path = model / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
+    assert "the chat template fails: " in said_by(use, model)
+
+
+# ---- rows, configs, results and cases
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
+    (b'{"question": "\\ud800", "answer": "1"}', "not valid JSON .*surrogates not allowed"),
+    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "not valid JSON .*surrogates not allowed"),
+    (b"[" * 100_000, "not valid JSON .maximum recursion"),
+    (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
+])
+def test_a_row_that_is_none_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"question": "q", "answer": "1"}\n' + line + b"\n")
+    assert re.search(f"{path}:2: {message}", said_by(data.load_problems, str(path)))
+
+
+def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\n')
+    assert [problem.answer for problem in data.load_problems(str(path))] == ["1"]
+
+
+@pytest.mark.parametrize(("text", "message"), [
+    (b"# \xe9\n", "is not valid yaml: unacceptable character"),
+    (b"a: " + b"[" * 3_000, "is not valid yaml: maximum recursion"),
+    (b"steps: " + b"1" * 5000, "is not valid yaml: Exceeds the limit"),
+    (b"base: grpo_toy.yaml\nsteps: [" + b"xxxxxxxxxx, " * 1000 + b"]\n", r"steps=\[.*\.\.\.\] must be a whole"),
+])
+def test_a_config_that_is_hostile_is_named(text, message, tmp_path):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(text)
+    assert re.search(message, said_by(config.load, path))
+
+
+def test_a_value_that_stands_for_gigabytes_is_shortened(tmp_path):
+    """Ten lists, each of nine of the one before it."""
+    lists = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
+    (tmp_path / "run.yaml").write_text(f"base: grpo_toy.yaml\nseed: [{', '.join(lists)}]\n")
+    assert re.search(r"seed=\[.*\.\.\.\] must be a whole number", said_by(config.load, tmp_path / "run.yaml"))
+
+
+@pytest.mark.parametrize(("line", "message"), [
+    (b"\xff\xfe{", "not valid JSON"),
+    (b'{"gold": "1", "completion": "1", "correct": true, "category": [1]}', "must be a text"),
+    (b'{"x": ' + b"1" * 5001 + b"}", "not valid JSON")])
+def test_a_case_that_is_none_is_named_by_its_line(line, message, tmp_path):
+    path = tmp_path / "cases.jsonl"
+    path.write_bytes(line)
+    assert re.search(f"{path}:1: .*{message}", said_by(cases.read_cases, path))
+
+
+# ---- logs
+
+def spoil(path: Path, keys: tuple, value: object) -> None:
+    """Change a value of the last line of a log, under these keys; None removes it."""
+    log = lines.read_log(path)
+    inner = log[-1]
+    for key in keys[:-1]:
+        inner = inner[key]
+    if value is None:
+        del inner[keys[-1]]
+    else:
+        inner[keys[-1]] = value
+    lines.rewrite(path, log)
+
+
+COMPLETION = {"text": "a", "tokens": 1, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
+              "advantage": 0.0, "kept": True, "prob": 1.0, "weight": 1.0}
+PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4", "responses": [{"text": "x", "verdict": "right"}]}
+
+
+@pytest.fixture(scope="module")
+def logged(tmp_path_factory) -> Path:
+    """A run folder with a line or two in each of its logs."""
+    folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
+    lines.rewrite(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
+                                              "completions": [COMPLETION]}])
+    lines.rewrite(folder / "decisions.jsonl", [{"step": 1, "prompts": [{"right": [1, 0],
+                                                                        "completion_weight": [1.0, 0]}]}])
+    for step in (0, 1):
+        lines.rewrite(folder / f"eval_{step:06d}.jsonl", [PROBLEM])
+    report.write_report([folder], folder.parent / "page")  # as it is, it has a page
+    return folder
+
+
+@pytest.mark.parametrize(("name", "keys", "value", "message"), [
+    ("metrics.jsonl", ("step",), None, ":3: 'step' is missing"),
+    ("metrics.jsonl", ("step",), "1", ":3: 'step' is '1' and must be a number"),
+    ("metrics.jsonl", ("step",), 2**63, ":3: 'step' is 9223372036854775808 and must be a number"),
+    ("metrics.jsonl", ("time/eval",), "x", ":3: 'time/eval' is 'x' and must be a number"),
+    ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
+    ("state.json", ("state",), None, ":1: 'state' is missing"),
+    ("samples.jsonl", ("step",), None, ":1: 'step' is missing"),
+    ("samples.jsonl", ("completions", 0, "components"), None, ":1: 'components' is missing"),
+    ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
+    ("samples.jsonl", ("completions", 0), "x", " holds a value that no run writes"),
+    ("eval_000001.jsonl", ("id",), None, ":1: 'id' is missing"),
+    ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
+    ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
+    ("eval_000001.jsonl", ("responses",), [], " holds a value that no run writes .IndexError"),
+    ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),
+    ("decisions.jsonl", ("prompts",), None, ":1: 'prompts' is missing"),
+    ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
+    ("decisions.jsonl", ("prompts", 0, "right"), [1, "a"], " holds a value that no run writes"),
+])
+def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
+    for module in (charts, pruning):
+        monkeypatch.setattr(module, "draw_svg", lambda plot, integer_x=True: "")  # most of the time of a page
+    folder = shutil.copytree(logged, tmp_path / "run")
+    spoil(folder / name, keys, value)
+    said = said_by(report.write_report, [folder], tmp_path / "page")
+    assert re.search(f"^{folder / name}{message}", said) and "bring it back, or do without" in said, said
+
+
+def test_a_run_does_not_go_on_from_a_log_without_steps(logged, tmp_path):
+    folder = shutil.copytree(logged, tmp_path / "run")
+    spoil(folder / "samples.jsonl", ("step",), "1")
+    said = said_by(RunLog(folder).resume, 1, config.load(folder / "config.yaml", [f"out={folder}"]))
+    assert said.startswith(f"{folder / 'samples.jsonl'} holds a value that no run writes (TypeError: ")
+
+
+@pytest.mark.parametrize("torn", [b'{"step": 3, "rew', b'{"step": 3, "rew\n', b"\0\0\0\0\n\0\0", b"\n", b"[1]\n",
+                                  b'{"step": "\xff"}\n'])
+def test_what_is_torn_at_the_end_of_a_log_is_left_out(torn, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n{"step": 2}\n' + torn)
+    assert lines.read_log(path) == lines.mend_log(path) == [{"step": 1}, {"step": 2}]
+    lines.append(path, {"step": 3})
+    assert path.read_bytes() == b'{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+
+
+@pytest.mark.parametrize("torn", [b"\0\0", b"{", b"[1]"])
+def test_a_line_that_is_torn_in_the_middle_is_named(torn, tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_bytes(b'{"step": 1}\n' + torn + b'\n{"step": 3}\n')
+    assert f"{path}:2 is no JSON object, though lines behind it are" in said_by(lines.read_log, path)
+
+
+def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
+    """A surrogate cannot be written: as on a full disk, the write fails when it has begun."""
+    path = tmp_path / "config.yaml"
+    path.write_text("steps: 1")
+    with pytest.raises(UnicodeEncodeError):
+        lines.replace(path, "steps: 2\ud800")
+    assert path.read_text() == "steps: 1"
+
+
+def test_a_run_whose_folder_is_removed_says_so(tmp_path):
+    said = said_by(lines.append, tmp_path / "run" / "metrics.jsonl", {"step": 1})
+    assert f"{tmp_path / 'run'} is gone, though a run was writing there" in said
+
+
+# ---- results
+
+@pytest.mark.parametrize(("keys", "value", "message"), [
+    (("results", "few", "problems", 0, "responses", 0, "tokens"), None, "KeyError: 'tokens'"),
+    (("results", "few", "problems", 0, "responses", 0, "tokens"), "x", "holds a value that no run writes"),
+    (("results", "few", "problems", 0, "responses", 0, "text"), 3, "text and gold of 0 must be texts"),
+    (("results", "few", "problems", 0, "gold"), 3, "text and gold of 0 must be texts"),
+    (("results", "few", "problems", 0, "responses"), [], "all problems must have as many responses, judged alike"),
+    (("results", "few", "problems"), [], "few has 0 problems and its head 2"),
+    (("results", "few", "problems", 0, "level"), [1], "holds a value that no run writes"),
+    (("head", "sets", "few", "count"), 3, "few has 2 problems and its head 3"),
+    (("head", "sets", "few", "count"), None, "KeyError: 'count'"),
+    (("head", "sets", "few"), None, "its head does not name its sets"),
+    (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),
+    (("head",), 3, "holds a value that no run writes"),
+    (("results",), [], "holds a value that no run writes"),
+    (("results", "few"), 3, "holds a value that no run writes"),
+])
+def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
+    path = Path(written(tmp_path / "result.json", "right", "wrong"))
+    assert evaluation.summarise_file(path)["results"]["few"]["accuracy"] == 0.5
+    lines.rewrite(path, [json.loads(path.read_text())])
+    spoil(path, keys, value)
+    said = said_by(evaluation.summarise_file, path)
+    assert message in said and str(path) in said and "bring it back" in said, said
+
+
+# ---- what is no number
+
+@pytest.mark.parametrize("spoilt", [lambda t: t.mul(torch.nan), lambda t: t.masked_fill(t == t.max(), torch.inf),
+                                    lambda t: t.mul(100).to(torch.int8)], ids=["nan", "inf", "int8"])
+def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, monkeypatch, capsys):
+    model = shutil.copytree(TOY, tmp_path / "model")
+    tensors = load_file(model / "model.safetensors")
+    name = "model.layers.1.mlp.down_proj.weight"
+    save_file(tensors | {name: spoilt(tensors[name])}, model / "model.safetensors")
+    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(model), "--data", str(ROOT / "toy" / "test.jsonl")])
+    monkeypatch.setattr(dist, "close", lambda: None)
+    assert evaluation.main() == 2
+    assert f"error: {model}: {name}, of " in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_an_answer_that_is_not_a_number_is_an_empty_cell(name, tmp_path):
+    """As pandas writes one where the others of its column are numbers."""
+    rows, path = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}], tmp_path / name
+    if path.suffix == ".parquet":
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        assert "NaN" in path.read_text()
+    with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
+        data.load_problems(str(path))
+
+
+def test_a_category_called_total_is_one_of_the_categories():
+    both = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
+    counts = cases.count_outcomes(both, [{"verdict": "right", "answer": "1"}] * 2)
+    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
