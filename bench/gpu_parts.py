@@ -309,7 +309,7 @@ def learning(bench: Bench) -> None:
     dtype = "bfloat16" if bench.cuda else "float32"
     train.train(config.load("cppo_toy.yaml", [f"out={out}", f"steps={steps}", "rollout.engine=torch",
                                               f"model.dtype={dtype}", "checkpoint.every=0"]))
-    lines = runfolder.read(out / "metrics.jsonl")
+    lines = runfolder.read_log(out / "metrics.jsonl")
     evals = [line for line in lines if summary.is_evaluation(line)]
     low, high = evals[-1]["eval/test/low"], evals[0]["eval/test/high"]
     mismatch = max(line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line)

@@ -171,7 +171,7 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     began = time.monotonic()
     train_once(folder, RECIPE, *run.all_settings)
     about = describe(run, folder) | {"wall_seconds": round(time.monotonic() - began, 1)}
-    lines = [kept_of(line) for line in runfolder.read(folder / "metrics.jsonl")]
+    lines = [kept_of(line) for line in runfolder.read_log(folder / "metrics.jsonl")]
     append(run.name, Record(about, lines), results)
     shutil.rmtree(folder)
 
