@@ -76,7 +76,7 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     for a completion adds nothing to it.
     """
     adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps).nan_to_num()
-                 for name, weight in rewards.weights.items())
+                 for name, weight in rewards.weights.items() if weight)
     none_NG = rewards.total_NG.isnan()
     scale = adv_NG[~none_NG].std(correction=correction) + eps if adv_NG.any() else 1
     return (adv_NG / scale).masked_fill(none_NG, torch.nan)

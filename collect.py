@@ -65,7 +65,7 @@ class Sampler:
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
         tokens = [[len(sample.ids) for sample in group.samples] for group in groups]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
-        rewards = Rewards(components, self.reward.weights, tokens_NG, self.sampling.differ_in)
+        rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
         if self.reward.custom_file:
             custom_reward.require_lives(rewards, self.reward)
         return rewards

@@ -127,14 +127,14 @@ class Rewards:
     """The rewards of the completions of N groups; nan where there is none."""
 
     components: dict[str, Tensor]  # each that reward.measured names, float64 [N, G]
-    weights: dict[str, float]   # of the components that count
+    weights: dict[str, float]   # 0: of a component that is logged alone
     tokens_NG: Tensor           # of each completion, for what compares lengths within a group
     differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)
 
     @property
     def total_NG(self) -> Tensor:
         """Compute the reward: the weighted sum of the components that are there; nan where none is."""
-        parts_NG = [weight * self.components[name] for name, weight in self.weights.items()]
+        parts_NG = [weight * self.components[name] for name, weight in self.weights.items() if weight]
         none_NG = torch.stack(parts_NG).isnan().all(dim=0)
         return sum(part_NG.nan_to_num() for part_NG in parts_NG).masked_fill(none_NG, torch.nan)
 
