@@ -2,7 +2,8 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-slow test-vllm test-gpu test-peers test-page lint toy compare real bench-peers
+.PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare real \
+	bench-peers
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -15,24 +16,34 @@ test: .venv/dev      ## the suite, without whole training runs
 test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
 
-test-slow: .venv/dev ## whole training runs: the toy learns, every preset runs, and killed runs are the same runs
+test-fork: .venv/dev ## the suite of a fork: README's two recipes applied to a copy, then the tests of `make test`
+	$(VENV)/python tests/fork.py
+
+test-slow: .venv/dev ## whole training runs: the toy learns, killed runs are the same runs, damaged files end in one line
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
-	$(VENV)/python tests/survive.py --kills 6 --signals
-	$(VENV)/python tests/survive.py --kills 2 --ranks 2 --set model.lora.rank=4
-	$(VENV)/python tests/fuzz.py --mutants 2000
+	$(VENV)/python tests/survive.py --kills 2 --signals
+	$(VENV)/python tests/fuzz.py --mutants 200
+
+test-long: .venv/dev ## the long forms: every preset trains, 60 kills, 10,000 damaged files
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m long
+	$(VENV)/python tests/survive.py --kills 40 --signals
+	$(VENV)/python tests/survive.py --kills 20 --ranks 2 --set model.lora.rank=4
+	$(VENV)/python tests/fuzz.py --mutants 10000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model.
 define vllm_tests
-for model in qwen2 qwen2-untied qwen3 llama; do \
+for model in $(MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
 $(1) -m pytest -m vllm tests/test_vllm_train.py
 endef
 
 # Devices are hidden, so that this build stays on the CPU on a machine with a GPU too.
 test-vllm: export CUDA_VISIBLE_DEVICES :=
-test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build
+test-vllm: MODELS ?= qwen2
+test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; MODELS="qwen2 qwen2-untied qwen3 llama" for all models
 	$(call vllm_tests,.venv-vllm/bin/python)
 
+test-gpu: MODELS ?= qwen2 qwen2-untied qwen3 llama
 test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on CUDA, and vLLM in its CUDA build
 	.venv-gpu/bin/python -m pytest -m gpu
 	$(call vllm_tests,.venv-gpu/bin/python)
