@@ -140,7 +140,7 @@ class Winnow:
         learner, engine = train.set_up(decided, task)
         easy = middle(cfg.reward, cfg.rollout.differ_in)
         log = runfolder.Log(out)
-        log.create(cfg, "never", learner.device, memory.choices(cfg, decided), 
+        log.create(cfg, "never", learner.device, memory.list_choices(cfg, decided), 
                    train.files_of(cfg.reward, task.tokenizer))
         next(log.steps(0, cfg.steps))
         self.run = train.Run(

@@ -26,7 +26,7 @@ from config import Config, ConfigError, Lora
 from infra import dist
 from infra.weights import Shape, read_shape
 from preflight import counts
-from preflight.memory import FILLED, Machine, choices, choose_settings, find_device
+from preflight.memory import FILLED, Machine, choose_settings, find_device, list_choices
 from settings import loader as settings
 from settings.kinds import Gae, is_preference
 from settings.paths import find_path
@@ -85,7 +85,7 @@ def layer_bytes(shape: Shape, lora: Lora, tokens: int, keys: int, element: int) 
     forward = 10 * D + 5 * inner + 10 * rotated + 4 * gathered
     backward = 25 * D + 9 * inner + 10 * rotated + 8 * gathered
     if lora.rank:  # the gradient of what a layer reads is a sum of two; norms are frozen
-        backward += 3 * tokens * sum(inputs for inputs, _ in counts.adapted(shape, lora)) - 4 * D
+        backward += 3 * tokens * sum(inputs for inputs, _ in counts.adapted_sizes(shape, lora)) - 4 * D
     return element * forward, element * backward
 
 
@@ -98,7 +98,7 @@ def head_bytes(shape: Shape, tokens: int, element: int) -> tuple[float, float]:
 def gradient_flop(shape: Shape, lora: Lora, tokens: float, scored: float, met: float) -> tuple[float, float]:
     """Count the FLOP that a row's gradient needs, of products and of attention; `met` are pairs of a query
     and a key. Frozen weights need no gradient of their own: two products each, not three."""
-    blocks, head = shape.layers * counts.of_block(shape), shape.vocab_size * shape.hidden_size
+    blocks, head = shape.layers * counts.block_weights(shape), shape.vocab_size * shape.hidden_size
     passed = blocks * tokens + head * scored
     of_adapters = 6 * counts.trained(shape, lora) * tokens if lora.rank else 0
     return (4 if lora.rank else 6) * passed + of_adapters, 3 * attention_flop(shape, met)
@@ -119,7 +119,7 @@ def row_work(cfg: Config, shape: Shape, tokens: int) -> Work:
     met = groups * (prompt ** 2 / 2 + kept * completion * (2 * prompt + completion) / 2)
     lora, of_head = cfg.model.lora, shape.vocab_size * shape.hidden_size
     products, attention = gradient_flop(shape, lora, tokens, scored, met)
-    blocks = 2 * shape.layers * counts.of_block(shape) * tokens
+    blocks = 2 * shape.layers * counts.block_weights(shape) * tokens
     forward, backward = layer_bytes(shape, lora, tokens, groups * kept * (prompt + completion), element)
     chunks, again = scored / cfg.model.logp_chunk, cfg.model.checkpoint_blocks
     moved = shape.layers * (forward * (1 if again == "none" else 2) + backward)
@@ -364,7 +364,7 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     where = f"{machine.ranks} x {card}" if card else f"{machine.ranks} {kind}{'s' * (machine.ranks > 1)}"
     print(f"{cfg.model.path}, {counts.parameters(shape) / 1e9:.2f} billion weights, on {where}: {free:.1f} "
           f"GiB are free on each, of which {FILLED * free:.1f} are planned with\n")
-    named = [f"{key}={value}" for key, value in choices(cfg, found.cfg).items() if key != "device"]
+    named = [f"{key}={value}" for key, value in list_choices(cfg, found.cfg).items() if key != "device"]
     said = [f"auto takes {', '.join(named)}"] * bool(named) + found.remarks
     print("".join(f"{textwrap.fill(line, WIDTH, subsequent_indent='  ')}\n" for line in said))
     print(parts_table(found))
