@@ -159,7 +159,7 @@ def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_
 
 @pytest.mark.parametrize("missing", ["network", "login"])
 def test_a_run_goes_on_without_network_or_login_and_says_it_once(missing, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(tracking, "PATIENCE", 0.5)
+    monkeypatch.setattr(tracking, "WAITING", 0.5)
     monkeypatch.setenv("WANDB_MODE", "online")
     monkeypatch.setenv("WANDB_BASE_URL", "http://127.0.0.1:9")  # where nobody listens
     monkeypatch.setenv("NETRC", str(tmp_path / "none"))
