@@ -15,6 +15,7 @@ Dimension key:  N groups,  G completions per group,  P weights of this rank.
 
 import argparse
 import json
+import math
 import shutil
 import sys
 from bisect import bisect_right
@@ -56,9 +57,11 @@ MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.co
 
 def step_config(folder: Path, step: int, changes: list[str]) -> Config:
     """Read the config that a step ran with, and change it."""
-    earlier = {int(path.stem.rpartition("_")[2]): path for path in folder.glob("config_until_*[0-9].yaml")}
-    later = [last for last in earlier if step <= last]
-    path = earlier[min(later)] if later else folder / "config.yaml"
+    path, until = folder / "config.yaml", math.inf
+    for earlier in folder.glob("config_until_*[0-9].yaml"):
+        last = int(earlier.stem.rpartition("_")[2])
+        if step <= last < until:
+            path, until = earlier, last
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
     changes = [*changes, "log.wandb=null"]
@@ -199,9 +202,11 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
     sums_4 = torch.zeros(4, dtype=torch.float64)
     for own, full in zip(own_P.split(2**20), full_P.split(2**20), strict=True):
         own, full = own.double(), full.double()
-        sums_4 += torch.stack([own @ own, full @ full, own @ full, (own - full) @ (own - full)])
+        missing = own - full
+        sums_4 += torch.stack([own @ own, full @ full, own @ full, missing @ missing])
     square, whole, common, error = torch.stack(dist.gather_rows(sums_4)).sum(dim=0)
-    return torch.stack([square.sqrt(), common / (square * whole).sqrt(), error / whole])
+    cosine = common / (square * whole).sqrt()
+    return torch.stack([square.sqrt(), cosine, error / whole])
 
 
 # ---- prunings side by side
@@ -218,7 +223,8 @@ class Arm:
     @staticmethod
     def of(name: str, run: Run, cfg: Config, rolled: Rolled, seed: int) -> "Arm":
         selection = Selection.of(cfg)
-        return Arm(name, replace(run.learner, loss=cfg.loss), selection, choose(rolled, selection, seed))
+        learner = replace(run.learner, loss=cfg.loss)
+        return Arm(name, learner, selection, choose(rolled, selection, seed))
 
 
 # ---- what is printed
@@ -235,14 +241,21 @@ def print_gradients(arms: list[Arm], rolled: Rolled, draws: int) -> None:
     full_P = gradients[0]
     for arm, own_P in zip(arms, gradients, strict=True):
         print_gradient(arm.name, [arm.batch], [compare_gradients(own_P, full_P)])
-        drawn = []
-        for i in range(draws):
-            drawn.append(choose(rolled, arm.selection, dist.seed_for(arm.batch.seed, i, "draw")))
-        weight_NG = arm.batch.pruned.weight_NG
-        alike = all(batch.pruned.weight_NG.equal(weight_NG) for batch in drawn)
-        if drawn and (arm.batch.tokens or not alike):
+        drawn = draw_again(arm, rolled, draws)
+        if drawn:
             figures = [compare_gradients(gradient(arm.learner, batch), full_P) for batch in drawn]
             print_gradient(f"  mean of {draws} draws", drawn, figures)
+
+
+def draw_again(arm: Arm, rolled: Rolled, draws: int) -> list[Batch]:
+    """Draw a pruning so often; none if nothing is left to chance."""
+    drawn, weight_NG = [], arm.batch.pruned.weight_NG
+    differs = bool(arm.batch.tokens)
+    for i in range(draws):
+        batch = choose(rolled, arm.selection, dist.seed_for(arm.batch.seed, i, "draw"))
+        differs |= not batch.pruned.weight_NG.equal(weight_NG)
+        drawn.append(batch)
+    return drawn if differs else []
 
 
 def print_gradient(name: str, batches: list[Batch], figures: list[Tensor]) -> None:
@@ -298,8 +311,9 @@ def print_group(arms: list[Arm], n: int) -> None:
     for g in range(len(samples)):
         outcome = f"{batch.reward_NG[n, g]:>8.3g}{batch.adv_NG[n, g]:>11.3f}"
         for arm in arms:
-            prob, weight = arm.batch.pruned.prob_NG[n, g], arm.batch.pruned.weight_NG[n, g]
-            outcome += f"{prob:>13.3g}" + (f"{weight:>8.3g}" if weight > 0 else f"{'-':>8}")
+            pruned = arm.batch.pruned
+            weight = f"{pruned.weight_NG[n, g]:.3g}"
+            outcome += f"{pruned.prob_NG[n, g]:>13.3g}{weight if weight != '0' else '-':>8}"
         alike[outcome].append(g)
     for outcome, places in alike.items():
         counts = [samples[g].length for g in places]
@@ -322,7 +336,8 @@ def print_agreement(again: dict[str, float], logged: dict[str, float]) -> None:
 def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     """Do a step again and print it. Raises ConfigError."""
     line, logged = read_step(folder, step)
-    own, given = step_config(folder, step, []), step_config(folder, step, changes)
+    own = step_config(folder, step, [])
+    given = step_config(folder, step, changes)
     require_pruning_alone(own, given)
     everything = replace(own.prune, completions=kinds.KeepAll(), tokens=kinds.WholeCompletions())
     configs = {"full batch": replace(own, prune=everything), "the run's": own}

@@ -104,10 +104,11 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """Sample every probe a few times, as if each rank had the next few completions of its group."""
     prompts, seeds = [], []
+    first = dist.rank() * SAMPLES
     for prompt in probes:
-        for g in range(SAMPLES):
+        for g in range(first, first + SAMPLES):
             prompts.append(prompt.ids)
-            seeds.append(sample_seed(seed, 0, prompt.id, dist.rank() * SAMPLES + g))
+            seeds.append(sample_seed(seed, 0, prompt.id, g))
     limit = min(NEW_TOKENS, settings.max_new_tokens)
     samples = iter(engine.generate(prompts, seeds, limit, settings.temperature))
     return [Group(prompt, tuple(islice(samples, SAMPLES))) for prompt in probes]
@@ -140,8 +141,9 @@ def trainer_logp(learner: Learner, rows: list[Row]) -> Tensor:
 
 def pass_rows(learner: Learner, rows: list[Row]) -> Tensor:
     """Compute the log-probs of rows. Ranks have rows of their own, but must make equally many passes."""
-    missing = int(dist.max_over_ranks(len(rows))) - len(rows)
-    passes = [learner.log_probs(learner.policy, row) for row in [*rows, *rows[:1] * missing]]
+    most = int(dist.max_over_ranks(len(rows)))
+    idle = rows[:1] * (most - len(rows))
+    passes = [learner.log_probs(learner.policy, row) for row in rows + idle]
     return torch.cat(passes[:len(rows)])
 
 
@@ -162,8 +164,10 @@ def stir_adapters(policy: Decoder) -> list[tuple[Tensor, Tensor]]:
 
 def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
     """Compute the mean and the maximum of |gap| over the tokens of all ranks."""
-    total = dist.sum_over_ranks({"sum": gap_C.abs().double().sum().item(), "count": len(gap_C)})
-    return total["sum"] / total["count"], dist.max_over_ranks(gap_C.abs().max().item())
+    gap_C = gap_C.abs()
+    total = dist.sum_over_ranks({"sum": gap_C.double().sum().item(), "count": len(gap_C)})
+    largest = dist.max_over_ranks(gap_C.max().item())
+    return total["sum"] / total["count"], largest
 
 
 # ---- the checks
@@ -171,7 +175,8 @@ def mean_and_max(gap_C: Tensor) -> tuple[float, float]:
 def check_log_probs(groups: list[Group], learner: Learner) -> list[Check]:
     """Check that the engine, a pass with gradient and sequences on their own give the same log-probs."""
     rows = pack_in_order(groups, learner, learner.pack.capacity)
-    trained_C, trainer_C = pass_rows(learner, rows).detach(), trainer_logp(learner, rows)
+    trained_C = pass_rows(learner, rows).detach()
+    trainer_C = trainer_logp(learner, rows)
     unpacked_C = trainer_logp(learner, pack_in_order(groups, learner, capacity=0))
     half = learner.dtype == torch.bfloat16
     return [
@@ -195,7 +200,8 @@ def check_gap(name: str, gap_C: Tensor, tolerance: float, remedy: str) -> Check:
 
 def check_sync(fresh_C: Tensor, stale_C: Tensor, tolerance: float) -> Check:
     """Check that the engine follows when the policy changes, which is seen only where old and new differ."""
-    (fresh, _), (stale, _) = mean_and_max(fresh_C), mean_and_max(stale_C)
+    fresh, _ = mean_and_max(fresh_C)
+    stale, _ = mean_and_max(stale_C)
     figures = f"|log-prob difference| mean {fresh:.1e} to the policy synced, {stale:.1e} to the one before"
     return Check("engine follows a sync", fresh <= tolerance < stale, figures,
                  "the engine answers from other weights than it was given: a tied head or a cached prefix "
@@ -229,8 +235,9 @@ def check_ends(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy
     """Check that the EOS ids of the model's files are in the vocabulary, end every sample and are what the
     template writes."""
     ids, closing, stops = tokenizer.eos_ids, tokenizer.closing_token(), tokenizer.stops
-    named = ", ".join(f"{i} {tokenizer.rust.id_to_token(i)!r}" for i in sorted(ids))
-    closes = "no token of its own" if closing is None else repr(tokenizer.rust.id_to_token(closing))
+    name_token = tokenizer.rust.id_to_token
+    named = ", ".join(f"{i} {name_token(i)!r}" for i in sorted(ids))
+    closes = "no token of its own" if closing is None else repr(name_token(closing))
     figures = f"{named}; the template closes an answer with {closes}"
     if stops:
         figures += f"; so do {', '.join(map(repr, stops.texts))}"
@@ -252,9 +259,11 @@ def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
     messages = [{"role": "user", "content": "1 + 1?"}]
     if system:
         messages.insert(0, {"role": "system", "content": system})
-    without, text = tokenizer.conversation(messages, False), tokenizer.conversation(messages, True)
+    without = tokenizer.conversation(messages, False)
+    text = tokenizer.conversation(messages, True)
     opening = text.removeprefix(without)
-    return Check("chat template opens the answer", text.startswith(without) and opening != "", repr(opening),
+    opens = text.startswith(without) and opening != ""
+    return Check("chat template opens the answer", opens, repr(opening),
                  "the template ignores add_generation_prompt, so the model would continue the question; "
                  "take the template of an instruct model")
 
@@ -278,11 +287,10 @@ def check_verifier(problems: list[Problem]) -> Check:
 
 
 def check_memory(update: float, rollout: float, total: float, counted_update: float) -> Check:
-    update_gib, counted, rollout_gib, total_gib = (
-        f"{size / 2**30:.1f}" for size in (update, counted_update, rollout, total))
-    return Check("memory", max(update, rollout) <= total,
-                 f"update {update_gib} (counted {counted} a rank), "
-                 f"rollout {rollout_gib} of {total_gib} GiB at their peaks", LESS_MEMORY)
+    GiB = 2**30
+    figures = (f"update {update / GiB:.1f} (counted {counted_update / GiB:.1f} a rank), "
+               f"rollout {rollout / GiB:.1f} of {total / GiB:.1f} GiB at their peaks")
+    return Check("memory", max(update, rollout) <= total, figures, LESS_MEMORY)
 
 
 # ---- memory
@@ -317,7 +325,7 @@ def full_row(cfg: Config, learner: Learner) -> Row:
     """Build a row of as many groups of planned lengths as it has room for, at least one."""
     prompt, completion = counts.planned_lengths(cfg)
     G, capacity = cfg.rollout.group_size, learner.pack.capacity
-    sample = Sample((0,) * completion, (0.0,) * completion, True)
+    sample = Sample([0] * completion, [0.0] * completion, finished=True)
     group = Group(Prompt("", (0,) * prompt, ""), (sample,) * G)
     count = capacity // (prompt + G * completion) + 1
     return pack_in_order([group] * count, learner, capacity)[0]

@@ -53,7 +53,11 @@ def linear_sizes(shape: Shape) -> dict[str, list[tuple[int, int]]]:
     query, key = attention_widths(shape)
     attention = [(D, query), (D, key), (D, key), (query, D)]
     mlp = [(D, inner), (D, inner), (inner, D)]
-    return {"attention": attention, "mlp": mlp, "all": attention + mlp}
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        "all": attention + mlp,
+    }
 
 
 def block_weights(shape: Shape) -> int:
@@ -101,9 +105,11 @@ def pass_parts(given: Pass) -> Parts:
     """
     shape, element = given.shape, given.element
     head = 0 if given.lora.rank else shape.vocab_size * shape.hidden_size
-    return {"embedding and head, as computed with": element * (table_weights(shape) + head),
-            "activations of a row": shape.layers * block_bytes(given),
-            "log-prob head, or a block at work": max(head_bytes(given), working_bytes(given))}
+    return {
+        "embedding and head, as computed with": element * (table_weights(shape) + head),
+        "activations of a row": shape.layers * block_bytes(given),
+        "log-prob head, or a block at work": max(head_bytes(given), working_bytes(given)),
+    }
 
 
 def head_bytes(given: Pass) -> int:
@@ -120,12 +126,13 @@ def head_bytes(given: Pass) -> int:
 
 def working_bytes(given: Pass) -> int:
     """Count a block in backward: its gradients in both dtypes, and what it computes again."""
-    shape, element, weights = given.shape, given.element, block_weights(given.shape)
-    kept, whole = block_bytes(given), block_bytes(replace(given, recomputed="none"))
+    element, weights = given.element, block_weights(given.shape)
+    kept = block_bytes(given)
+    whole = block_bytes(replace(given, recomputed="none"))
     working = weights * (2 * element + 4)  # with its gradient, again as it is summed
     share = 2 if given.fused else 8
     if given.lora.rank:
-        adapters = trained(shape, given.lora) // shape.layers
+        adapters = trained(given.shape, given.lora) // given.shape.layers
         working = 2 * weights * element + adapters * (2 * element + 4)
         share = 2 if given.fused else 4
     # Of activations' gradients some: tests/test_fake_gpu.py measures how much it comes to.
@@ -142,12 +149,16 @@ def block_bytes(given: Pass) -> int:
     query, key = attention_widths(shape)
     if given.recomputed == "all":  # its input
         return given.tokens * D * given.element
-    if given.recomputed == "selective":  # its input and what products and attention give
-        per_token, per_key = 3 * D + 2 * query + 2 * key + 2 * inner, 0
-    elif given.fused:  # of each norm input and output; queries, keys, values, what attention gives; the MLP
-        per_token, per_key = 4 * D + 2 * query + 4 * inner, 2 * key
+    if given.recomputed == "selective":  # its input and the outputs of products and attention
+        per_token = 3 * D + 2 * query + 2 * key + 2 * inner
+        per_key = 0
+    elif given.fused:  # of each norm input and output; queries, keys, values, attention's output; the MLP
+        per_token = 4 * D + 2 * query + 4 * inner
+        per_key = 2 * key
     else:  # norms have two stages more unless frozen; queries, keys, values and the output, also padded
-        per_token, per_key = (4 if layers else 6) * D + 4 * query + 4 * inner, 4 * key
+        stages = 4 if layers else 6
+        per_token = stages * D + 4 * query + 4 * inner
+        per_key = 4 * key
     if given.lora.rank:
         per_token += len(layers) * given.lora.rank  # between the factors of an adapter
     kept = (given.tokens * per_token + given.keys * per_key) * given.element
@@ -171,7 +182,8 @@ def planned_lengths(cfg: Config) -> tuple[int, int]:
 def planned_row(cfg: Config) -> tuple[int, int]:
     """Return the tokens of a full row of whole groups, and the keys that its segments attend to."""
     prompt, completion = planned_lengths(cfg)
-    G, tokens = cfg.rollout.group_size, cfg.pack.capacity
+    G = cfg.rollout.group_size
+    tokens = cfg.pack.capacity
     return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
 
 
@@ -196,16 +208,24 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     if is_offloaded(cfg):
         return {}
     lora, learnt = cfg.model.lora, trained(shape, cfg.model.lora)
-    weights, moments, reference, critic = 4 * learnt, 8 * learnt, 0, 0
-    if lora.rank:  # the frozen base, in the computed dtype; an adapter that was read lies there twice
-        weights += element_size(cfg) * parameters(shape)
-        reference = 4 * learnt if lora.path else 0
+    weights, moments = 4 * learnt, 8 * learnt
+    base = initial = critic = 0
+    if lora.rank:
+        base = element_size(cfg) * parameters(shape)  # frozen, in the computed dtype
+        if lora.path:  # an adapter that was read lies there twice
+            initial = 4 * learnt
+    elif has_reference(cfg):
+        initial = weights
     if isinstance(cfg.advantage, Gae):
-        critic = weights + moments + reference
-    if has_reference(cfg) and not lora.rank:
-        reference = 4 * learnt
-    parts = {"weights": weights, "moments": moments, "reference": reference, "critic and its moments": critic}
-    return {name: size // ranks for name, size in parts.items()}
+        critic = base + weights + moments
+        if lora.rank:
+            critic += initial
+    return {
+        "weights": (weights + base) // ranks,
+        "moments": moments // ranks,
+        "reference": initial // ranks,
+        "critic and its moments": critic // ranks,
+    }
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -232,8 +252,12 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     if model.compile and how == "none":
         how = "selective"  # torch.compile recomputes cheap things: assumed, until a GPU has shown how much
     tokens, keys = planned_row(cfg)
-    given = Pass(shape, tokens, keys, element_size(cfg), how, model.logp_chunk,
-                 fused=model.attention != "sdpa", lora=model.lora, entropy=cfg.loss.entropy > 0)
+    given = Pass(
+        shape, tokens, keys, element_size(cfg), how, model.logp_chunk,
+        fused=model.attention != "sdpa",
+        lora=model.lora,
+        entropy=cfg.loss.entropy > 0,
+    )
     gradients = {"gradients": gradient_bytes(cfg, shape, ranks)}
     return held_parts(cfg, shape, ranks) | gradients | pass_parts(given)
 
@@ -262,8 +286,10 @@ def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     for inputs, outputs in adapted_sizes(shape, cfg.model.lora):
         merged = inputs * outputs * (element * (1 + 1 / ranks) + 2 * max(4, element) / ranks)
         largest = max(largest, merged)
-    engine = {"engine's weights": parameters(shape) * element // spread, "weights held twice": int(largest)}
-    return held_parts(cfg, shape, ranks) | engine
+    return held_parts(cfg, shape, ranks) | {
+        "engine's weights": parameters(shape) * element // spread,
+        "weights held twice": int(largest),
+    }
 
 
 def longest(cfg: Config) -> int:
@@ -281,5 +307,8 @@ def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_pa
     else:
         cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
     # Logits and log-probs in float32; probabilities and their sums in float64.
-    return {"engine's weights": parameters(shape) * element // max(1, tensor_parallel),
-            "KV cache": cache, "what tokens are drawn from": 24 * slots * shape.vocab_size}
+    return {
+        "engine's weights": parameters(shape) * element // max(1, tensor_parallel),
+        "KV cache": cache,
+        "what tokens are drawn from": 24 * slots * shape.vocab_size,
+    }

@@ -144,7 +144,7 @@ def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
 
 
 def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():
-    own, full = torch.randn(2, 3_000_000, generator=torch.Generator().manual_seed(0))
+    own, full = torch.randn(2, 3_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dist.init("cpu")
     norm, cosine, error = replay.compare_gradients(own + full, full).tolist()
     assert norm == pytest.approx(float((own + full).norm()))
