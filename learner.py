@@ -197,7 +197,7 @@ def main() -> int:
 
 
 def export_checkpoint(step: Path, out: Path) -> None:
-    """Write the policy of a checkpoint as Hugging Face folders, which are new. Raises ConfigError."""
+    """Write the policy of a checkpoint as new Hugging Face folders. Raises ConfigError."""
     require_new(out, "--out")
     require_whole(step)
     source = find_model(origin(step))

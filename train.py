@@ -136,9 +136,9 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
-        preflight.require(preflight.run_checks(decided, learner, engine, task))
+        preflight.require_checks(preflight.run_checks(decided, learner, engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, resume, learner.device, memory.choices(cfg, decided), files)
+        log.create(cfg, resume, learner.device, memory.list_choices(cfg, decided), files)
     else:
         checkpoints.load(path)
         history.restore(saved["history"])
@@ -257,7 +257,7 @@ def command(args: argparse.Namespace) -> int | None:
         decided = memory.decide(cfg, task.source)
         learner, engine = set_up(decided, task)
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
-        return preflight.report(decided, learner, engine, task)
+        return preflight.print_checks(decided, learner, engine, task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")
     if runfolder.is_done(cfg, args.resume):

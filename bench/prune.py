@@ -37,9 +37,8 @@ from history import PromptHistory
 from infra import dist
 from learner import Learner
 from preflight import memory
-from prune import COMPLETIONS, PROMPTS, Memory, Offer, among_kept, keep_all, kept_prob, max_variance, pps
+from prune import COMPLETIONS, PROMPTS, Memory, Offer, among_kept, kept_prob, max_variance, pps
 from records import Batch, Group, Pruned, Rewards, Turn, lengths
-from replay import compared, inner_products
 from settings import kinds
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
@@ -151,6 +150,18 @@ def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Ten
     return gradient
 
 
+def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Tensor:
+    """Compute the inner products of the completions' terms of the full-batch gradient, [NG, NG]."""
+    terms, G = [], adv_NG.shape[1]
+    place_K = adv_NG.flatten().nonzero()[:, 0]
+    for place in place_K.tolist():
+        terms.append(gradient_from(0, learner, groups, adv_NG, divmod(place, G)))
+    product = torch.zeros(adv_NG.numel(), adv_NG.numel(), dtype=torch.float64)
+    columns = torch.stack(terms).split(2**16, dim=1)
+    product[place_K[:, None], place_K] = sum((x @ x.T).double() for x in columns)
+    return product
+
+
 def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[int, Tensor]:
     """Measure |gradient of the tokens from t on|^2 of every eighth completion's term, [L]."""
     norms = {}
@@ -183,8 +194,9 @@ def errors(name: str, scene: Scene, k: int) -> tuple[float, float]:
     seeds = range(1 if name.startswith(CERTAIN) else DRAWS)
     weight_DK = torch.stack([ARMS[name](scene, seed, k).flatten() for seed in seeds]).double()
     kept_D = (weight_DK > 0).double() @ tokens / lengths.sum()
-    error_D = compared(product, weight_DK, torch.ones_like(lengths))[:, 2]
-    error_D = error_D + weight_DK.square() @ variance / product.sum()
+    missing_DK = weight_DK - 1
+    error_D = (missing_DK @ product * missing_DK).sum(dim=1).clamp(min=0) / product.sum()
+    error_D += weight_DK.square() @ variance / product.sum()
     return kept_D.mean().item(), error_D.mean().item()
 
 
@@ -213,10 +225,8 @@ def look(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Conf
     rewards = sampler.score(groups)
     adv_NG, len_NG = advantage(rewards, cfg.advantage), lengths(groups, cfg.rollout.group_size)
     offer = Offer(adv_NG, len_NG, cfg.loss.per, inert=True, seed=0, reward_NG=rewards.total_NG)
-    everything = Batch([], groups, adv_NG, adv_NG > 0, adv_NG, keep_all(adv_NG), list(range(len(groups))),
-                       len(groups), seed=0)
-    product = inner_products(learner, everything, inert=True)
-    return Scene(offer, rewards, last_N, product, suffix_norms(learner, groups, adv_NG))
+    return Scene(offer, rewards, last_N, inner_products(learner, groups, adv_NG),
+                 suffix_norms(learner, groups, adv_NG))
 
 
 def after_training(recipe: str, steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:

@@ -129,7 +129,7 @@ def layer_bytes(shape: Shape, lora: Lora, tokens: int, keys: int, element: int) 
     forward = 10 * D + 5 * inner + 10 * rotated + 4 * gathered
     backward = 25 * D + 9 * inner + 10 * rotated + 8 * gathered
     if lora.rank:  # the gradient of what a layer reads is a sum of two; norms are frozen
-        inputs = sum(width for width, _ in counts.adapted(shape, lora))
+        inputs = sum(width for width, _ in counts.adapted_sizes(shape, lora))
         backward += 3 * tokens * inputs - 4 * D
     return element * forward, element * backward
 

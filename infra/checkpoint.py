@@ -6,7 +6,7 @@
     checkpoints/latest                  name of the newest
 
 A checkpoint is written as step_000123.unfinished and renamed when all ranks are done, then `latest` is
-replaced, then old ones are removed: whatever dies in between, the checkpoint before is whole and in its
+replaced, then old ones are removed: if anything dies in between, the checkpoint before is whole and in its
 place.
 """
 
@@ -58,12 +58,12 @@ class Checkpoints:
         self.worker = ThreadPoolExecutor(1)
         self.copied: list[Future] = []
         self.written: Future | None = None
-        self.unsaved: tuple[int, dict] | None = None  # the newest step that was done, until it is saved
-        self.seconds = 0.0  # that training has stood still for saves since it was last asked
+        self.unsaved: tuple[int, dict] | None = None  # the newest step done, until it is saved
+        self.seconds = 0.0  # that training has waited for saves since `metrics` was last called
 
     def reach(self, step: int, extra: dict) -> None:
-        """Note that a step is done, and what its checkpoint holds beside tensors: `save` writes it, if only
-        at a stop."""
+        """Note that a step is done, and what its checkpoint holds beside tensors. `save` writes it, at the
+        latest when the run is stopped."""
         self.unsaved = (step, extra)
 
     def save(self) -> None:
@@ -75,16 +75,16 @@ class Checkpoints:
             fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
                 torch.save({"step": step} | extra, extra_file)
-            saves = [dcp.async_save(tensors(*role), process_group=self.groups[name], async_stager=self.stager,
-                                    # Without copies ahead the writer does not touch the GPU, which the
-                                    # trainer is using.
-                                    storage_writer=dcp.FileSystemWriter(
-                                        fresh / name, per_thread_copy_ahead=0),
-                                    async_checkpointer_type=AsyncCheckpointerType.THREAD)
-                     for name, role in self.roles.items()]
-            self.copied = [save.staging_completion for save in saves]
-            self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue(),
-                                              [save.upload_completion for save in saves])
+            self.copied, uploads = [], []
+            for name, role in self.roles.items():
+                # Without copies ahead the writer does not touch the GPU, which the trainer is using.
+                writer = dcp.FileSystemWriter(fresh / name, per_thread_copy_ahead=0)
+                save = dcp.async_save(tensors(*role), storage_writer=writer, process_group=self.groups[name],
+                                      async_checkpointer_type=AsyncCheckpointerType.THREAD,
+                                      async_stager=self.stager)
+                self.copied.append(save.staging_completion)
+                uploads.append(save.upload_completion)
+            self.written = self.worker.submit(self.finish, fresh, extra_file.getvalue(), uploads)
 
     def finish(self, fresh: Path, extra: bytes, uploads: list[Future]) -> None:
         """Wait for all ranks' files; then rank 0 makes the checkpoint the newest."""
@@ -108,7 +108,7 @@ class Checkpoints:
                               f"{before}") from error
 
     def wait_for_copies(self) -> None:
-        """Wait until the weights may change. Raises ConfigError when an earlier save has failed."""
+        """Wait until the weights may change. Raises ConfigError if an earlier save has failed."""
         with self.standing_still():
             for copy in self.copied:
                 copy.result()
@@ -117,15 +117,15 @@ class Checkpoints:
                 self.wait()
 
     def wait(self) -> None:
-        """Wait until the newest save is on disk. Raises ConfigError when it could not be written."""
+        """Wait until the newest save is on disk. Raises ConfigError if it could not be written."""
         if self.written is not None:
             written, self.written = self.written, None
             written.result()
 
     @contextmanager
     def finished(self) -> Iterator[None]:
-        """Finish a save that is under way before the run ends, by whatever but a second signal; save first
-        where a stop has ended it."""
+        """Finish a save that is under way before the run ends, except at a second signal. If a stop ends the
+        run, save first."""
         try:
             yield
         except Stopped:
@@ -150,17 +150,21 @@ class Checkpoints:
         return {"time/checkpoint": seconds}
 
     def load(self, path: Path) -> None:
-        """Restore a checkpoint that `find` has found. Raises ConfigError when it is another model's."""
+        """Restore a checkpoint that `find` has found. Raises ConfigError if it is another model's."""
         for name, role in self.roles.items():
             load_tensors(path / name, tensors(*role))
 
 
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
-    def fields_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        return {name: value.tolist() if isinstance(value, array) else value for name, value in pairs}
+    def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        fields = dict(pairs)
+        for name, value in pairs:
+            if isinstance(value, array):
+                fields[name] = value.tolist()
+        return fields
 
-    torch.save(asdict(records, dict_factory=fields_of), path)
+    torch.save(asdict(records, dict_factory=plain_fields), path)
 
 
 def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
@@ -173,10 +177,11 @@ def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
 
 
 def find(folder: Path) -> tuple[Path, dict] | None:
-    """Find the newest whole checkpoint and read what it holds beside tensors; None where there is none.
+    """Find the newest whole checkpoint and read what it holds beside tensors; None if there is none.
 
-    Newest is what `latest` names, or one before it when that is not whole: every rank reads its part of each
-    that is tried. Collective. Raises ConfigError when none is: such a run must not silently begin anew.
+    The newest is the one that `latest` names, or one before it if that is not whole: every rank reads its
+    part of each that is tried. Collective. Raises ConfigError if none is whole: such a run must not silently
+    begin anew.
     """
     if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
@@ -199,7 +204,7 @@ def tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (),
     """Return weights and each kind of moment by names that do not depend on the ranks: the role's own
     tensors, not copies.
 
-    Of a model that trains, what is frozen, as under an adapter, is no part of a checkpoint. A model that is
+    Frozen weights of a model that trains, as under an adapter, are no part of a checkpoint. A model that is
     frozen as a whole, an average of weights say, is saved whole. Raises ValueError for one without weights.
     """
     named = dict(model.named_parameters())
@@ -217,9 +222,9 @@ def tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (),
 def publish(fresh: Path, keep: Keep, files: Files) -> None:
     """Rename a complete checkpoint, point `latest` at it, and remove all but the newest `keep` up to it."""
     folder, name = fresh.parent, fresh.stem
-    for role in (path for path in fresh.iterdir() if path.is_dir()):
+    for role in fresh.iterdir():
         parts = len(list(role.glob("*.distcp")))
-        if parts < dist.world_size():
+        if role.is_dir() and parts < dist.world_size():
             raise OSError(f"{role} has files of {parts} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
     (fresh / "files.json").write_text(format_list(files))
@@ -232,9 +237,10 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
     pointer.write_text(name)
     flush(pointer)
     os.replace(pointer, folder / "latest")
-    so_far = [path for path in step_folders(folder) if path.name <= name]
-    for old in [] if keep == "all" else so_far[:-keep]:
-        shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
+    if keep != "all":
+        so_far = [path for path in step_folders(folder) if path.name <= name]
+        for old in so_far[:-keep]:
+            shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
 
 
 def flush(path: Path) -> None:
@@ -248,24 +254,27 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def replayable(run: Path, last: int) -> list[int]:
-    """List the steps of a run up to `last` whose policy is at hand: the first, and those after a whole
+    """List the steps of a run up to `last` whose policy is at hand: the first, and each after a whole
     checkpoint."""
-    whole = [int(path.name[len("step_"):]) for path in step_folders(run / "checkpoints")
-             if not find_missing(path)]
-    return [step for step in (1, *(done + 1 for done in whole)) if step <= last]
+    steps = [1]
+    for path in step_folders(run / "checkpoints"):
+        if not find_missing(path):
+            steps.append(int(path.name.removeprefix("step_")) + 1)
+    return [step for step in steps if step <= last]
 
 
 def newest_first(folder: Path) -> list[Path]:
-    """List the checkpoint that `latest` names and those before it: all, where it names none."""
+    """List the checkpoint that `latest` names and those before it; all of them if it names none."""
     pointer = folder / "latest"
     named = pointer.read_text(errors="replace") if pointer.is_file() else ""
     steps = list(reversed(step_folders(folder)))
-    before = [path for path in steps if path.name <= named]
-    return before if STEP.fullmatch(named) else steps
+    if not STEP.fullmatch(named):
+        return steps
+    return [path for path in steps if path.name <= named]
 
 
 def require_whole(step: Path) -> None:
-    """Raise ConfigError where a file of a checkpoint is missing or cut off, or extra.pt is damaged."""
+    """Raise ConfigError if a file of a checkpoint is missing or cut off, or extra.pt is damaged."""
     refuse(step, find_missing(step) or find_changed(step, ["extra.pt"]))
 
 
@@ -279,18 +288,19 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def beside_tensors(path: str | Path) -> dict:
-    """Read what a checkpoint holds beside tensors; {} for the path of another thing. Raises ConfigError."""
+    """Read what a checkpoint holds beside tensors; {} for any other path. Raises ConfigError."""
     step = user_path(path)
-    steps = next((folder for folder in (step / "checkpoints", step, step.parent)
-                  if folder.name == "checkpoints" and folder.is_dir()), None)
-    if steps and not is_checkpoint(step):
-        there = ", ".join(map(str, [*step_folders(steps), *filter(Path.is_dir, [steps.parent / "hf"])]))
-        raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: "
-                          f"{there or 'none'}")
-    if not is_checkpoint(step):
-        return {}
-    require_whole(step)
-    return torch.load(step / "extra.pt", weights_only=True)
+    if is_checkpoint(step):
+        require_whole(step)
+        return torch.load(step / "extra.pt", weights_only=True)
+    for steps in (step / "checkpoints", step, step.parent):
+        if steps.name == "checkpoints" and steps.is_dir():
+            models = step_folders(steps)
+            if (steps.parent / "hf").is_dir():
+                models.append(steps.parent / "hf")
+            there = ", ".join(map(str, models)) or "none"
+            raise ConfigError(f"{path} is neither a model nor a checkpoint; of that run there are: {there}")
+    return {}
 
 
 def origin(path: str | Path) -> str:
@@ -300,7 +310,7 @@ def origin(path: str | Path) -> str:
 
 
 def policy_files(path: str) -> list[Path]:
-    """List the files of a checkpoint's policy; none for the path of another thing."""
+    """List the files of a checkpoint's policy; none for any other path."""
     step = user_path(path)
     return sorted((step / "policy").iterdir()) if is_checkpoint(step) else []
 
@@ -320,18 +330,21 @@ def with_policy(path: str, model: nn.Module) -> nn.Module:
 
 
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
-    """Load into these tensors, each rank its shards. Raises ConfigError when the stored ones differ in name
-    or shape."""
-    expected = {f"{kind}.{name}": t for kind, by_name in state.items() for name, t in by_name.items()}
+    """Load into these tensors, each rank its shards. Raises ConfigError if the stored ones differ in name or
+    shape."""
+    here = {}
+    for kind, by_name in state.items():
+        for name, t in by_name.items():
+            here[f"{kind}.{name}"] = (tuple(t.shape), t.dtype)
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
-    differing = sorted(name for name, t in expected.items() if stored.get(name) != (tuple(t.shape), t.dtype))
-    differing += sorted(name for name in stored.keys() - expected.keys() if name.startswith("weights."))
+    differing = sorted(name for name in here if stored.get(name) != here[name])
+    differing += sorted(name for name in stored.keys() - here.keys() if name.startswith("weights."))
     if differing:
-        name, t = differing[0], expected.get(differing[0])
+        name = differing[0]
         raise ConfigError(f"{path} is of another model: {name} is {stored.get(name, 'missing')} there and "
-                          f"{'missing' if t is None else (tuple(t.shape), t.dtype)} here ({len(differing)} "
-                          "differ); resume with the model that wrote it")
+                          f"{here.get(name, 'missing')} here ({len(differing)} differ); resume with the "
+                          "model that wrote it")
     dcp.load(state, checkpoint_id=path)
 
 

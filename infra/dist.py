@@ -19,7 +19,7 @@ from config import ConfigError
 def init(device: torch.device | str) -> torch.device:
     """Join the process group (torchrun's, or a group of one); returns the device (memory.find_device).
 
-    Raises ConfigError where restarted workers would not find each other.
+    Raises ConfigError if restarted workers would not find each other.
     """
     chosen = torch.device(device)
     if chosen.type == "cuda":
@@ -35,9 +35,10 @@ def init(device: torch.device | str) -> torch.device:
                           "environment")
     if not td.is_initialized():
         backend = "cpu:gloo,cuda:nccl" if chosen.type == "cuda" else "gloo"
-        store = None if "RANK" in os.environ else td.HashStore()
-        group_of_one = {} if store is None else {"store": store, "rank": 0, "world_size": 1}
-        td.init_process_group(backend, timeout=timedelta(minutes=30), **group_of_one)
+        alone = {}
+        if "RANK" not in os.environ:  # no torchrun
+            alone = {"store": td.HashStore(), "rank": 0, "world_size": 1}
+        td.init_process_group(backend, timeout=timedelta(minutes=30), **alone)
     return chosen
 
 
@@ -65,7 +66,9 @@ def barrier() -> None:
 
 def local_slice(items: list) -> list:
     """Return this rank's items: the rank-th of world_size contiguous slices, equal up to one item."""
-    return items[len(items) * rank() // world_size():len(items) * (rank() + 1) // world_size()]
+    start = len(items) * rank() // world_size()
+    end = len(items) * (rank() + 1) // world_size()
+    return items[start:end]
 
 
 def gather(items: list, group: td.ProcessGroup | None = None) -> list:
@@ -79,7 +82,7 @@ def gather_rows(rows: Tensor) -> list[Tensor]:
     """Return every rank's array, in rank order, on every rank. Only their first dimensions may differ."""
     counts = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
     td.all_gather(counts, torch.tensor([len(rows)]))
-    padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # all must be as long
+    padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # arrays that travel must be equally long
     padded[:len(rows)] = rows
     arrays = [torch.empty_like(padded) for _ in counts]
     td.all_gather(arrays, padded)
@@ -91,8 +94,8 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     """Spread the weights over the ranks (FSDP2); a block's are gathered, in `dtype`, only while it computes.
 
     Gradients are summed over the ranks, in the weights' own dtype: the loss is a sum, so nothing is divided.
-    Every rank must make the same passes. `offload` keeps weights, gradients and the optimizer in the host's
-    memory.
+    Every rank must make the same passes. `offload` keeps weights, gradients and the optimizer's state in the
+    host's memory.
     """
     mesh = init_device_mesh(device.type, (world_size(),))
     precision = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=dtype_of_trained(model))
@@ -100,26 +103,28 @@ def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, d
     for module in (*blocks, model):
         # Nothing stays gathered: no later pass computes with weights from before an optimizer step.
         fully_shard(module, mesh=mesh, reshard_after_forward=True, mp_policy=precision, offload_policy=place)
-        if world_size() > 1:  # alone it is 1 already, and one that is set costs a division of every gradient
+        if world_size() > 1:  # alone the factor is 1, and setting it costs a division of every gradient
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # the factor alone crashes on gloo
 
 
 def dtype_of_trained(model: nn.Module) -> torch.dtype:
-    """Return the dtype of the weights that are trained; those that are frozen may have another."""
+    """Return the dtype of the trained weights; frozen ones may have another."""
     return next(p.dtype for p in model.parameters() if p.requires_grad)
 
 
 def full(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return a plain one as it is. Shards
     are moved and cast before they travel: halves are half the bytes, and from GPU to GPU is faster."""
-    if not isinstance(tensor, DTensor) or dtype is None:
-        return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-    return laid_out_as(tensor, tensor.to_local().to(device=device, dtype=dtype)).full_tensor()
+    if not isinstance(tensor, DTensor):
+        return tensor
+    if dtype is not None:
+        tensor = laid_out_as(tensor, tensor.to_local().to(device=device, dtype=dtype))
+    return tensor.full_tensor()
 
 
 def laid_out_as(tensor: Tensor, mine: Tensor) -> Tensor:
-    """Return the sharded tensor of which `mine` is this rank's shard, laid out as another one is."""
+    """Make a sharded tensor of every rank's shard, `mine` on this one, laid out as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return mine
     return DTensor.from_local(mine, tensor.device_mesh, tensor.placements, run_check=False,

@@ -1,7 +1,7 @@
-"""What a run shows of itself beside its folder: groups of each step as text, and Weights & Biases.
+"""Show a run beside its folder: some groups of each step as text, and Weights & Biases.
 
-wandb is imported where `log.wandb` asks for it alone. metrics.jsonl stays the source of truth: whatever fails
-there is one line on stderr, apart from what wandb prints when its own process is gone, and training goes on.
+wandb is imported only if `log.wandb` asks for it. metrics.jsonl stays the source of truth: a failure of wandb
+is one line on stderr, apart from what wandb prints when its own process is gone, and training goes on.
 """
 
 import importlib
@@ -20,29 +20,34 @@ Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special 
 
 
 def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
-    """Write out the first groups whose completions have all ended, each a line of samples.jsonl."""
+    """Write the first groups whose completions have all ended as lines of samples.jsonl."""
     trained = {id(group): n for n, group in enumerate(batch.groups)}
-    ended = [n for n, group in enumerate(rolled.groups) if not any(s.pending for s in group.samples)]
     lines = []
-    for n in ended[:count]:
-        group = rolled.groups[n]
-        completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
-        lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
-                      "gold": group.prompt.answer, "completions": completions})
+    for n, group in enumerate(rolled.groups):
+        if len(lines) < count and not any(sample.pending for sample in group.samples):
+            completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
+            lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
+                          "gold": group.prompt.answer, "completions": completions})
     return lines
 
 
-def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None,
-                         decode: Decode) -> Iterator[dict]:
-    """Yield the completions of the n-th group, which is trained on at `place` of the batch, or not at all
-    (None). The advantage is that of the rewards, before a critic or a reference changes it: of what is
-    trained on as it is there (PODS compares only those kept)."""
+def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode,
+                         ) -> Iterator[dict]:
+    """Yield the completions of the n-th group, which is trained on at `place` of the batch; None: not at all.
+
+    The advantage comes from the rewards, before a critic or a reference changes it. A completion that is
+    trained on has its advantage there: PODS compares only the completions kept.
+    """
     pruned, components = batch.pruned, rolled.rewards.components
     for g, sample in enumerate(rolled.groups[n].samples):
         kept = place is not None and bool(pruned.keep_NG[place, g])
-        trained = len(batch.tokens[place][g]) if kept and batch.tokens else kept * sample.fresh
+        trained = sample.fresh if kept else 0
+        if kept and batch.tokens:
+            trained = len(batch.tokens[place][g])
         yield {
-            "text": decode(sample.ids, True), "tokens": sample.length, "finished": sample.finished,
+            "text": decode(sample.ids, True),
+            "tokens": sample.length,
+            "finished": sample.finished,
             "reward": plain(rolled.rewards.total_NG[n, g]),
             "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
             "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
@@ -54,7 +59,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
 
 
 def require_package(cfg: Config) -> None:
-    """Raise ConfigError where wandb is asked for and cannot be imported."""
+    """Raise ConfigError if wandb is asked for and cannot be imported."""
     if cfg.log.wandb is not None:
         try:
             importlib.import_module("wandb")
@@ -64,15 +69,15 @@ def require_package(cfg: Config) -> None:
 
 
 class Tracker:
-    """A run on Weights & Biases, recorded on disk where the server cannot be reached.
+    """A run on Weights & Biases, recorded on disk if the server cannot be reached.
 
-    Metrics carry `step` as a value of their own, for wandb's counter cannot go back: what a resumed run
-    does again is logged a second time, and of two values of a step the later one counts.
+    Metrics carry `step` as a value of their own, for wandb's counter cannot go back: steps that a resumed run
+    does again are logged a second time, and of two values of a step the later one counts.
     """
 
     def __init__(self, cfg: Config, folder: Path, run_id: str):
         self.wandb, self.folder, self.warned = importlib.import_module("wandb"), folder, False
-        self.failures = (self.wandb.Error, OSError)  # OSError where its own process is gone, or time is up
+        self.failures = (self.wandb.Error, OSError)  # OSError: its own process is gone, or time is up
         settings = self.wandb.Settings(console="off", init_timeout=LONGEST_WAIT, finish_timeout=LONGEST_WAIT,
                                        finish_timeout_raises=True)
         init = partial(self.wandb.init, project=cfg.log.wandb, id=run_id, resume="allow", dir=folder,
@@ -90,7 +95,7 @@ class Tracker:
         return run
 
     def begin_offline(self, init: Callable, reason: Exception) -> Any:
-        """Begin a wandb.Run that is only recorded, or return None where that fails too, and say so."""
+        """Begin a wandb.Run that is only recorded; None if that fails too. Either is printed."""
         self.wandb.teardown()  # else the id is in use
         try:
             run = self.begin(partial(init, mode="offline"))
@@ -110,13 +115,15 @@ class Tracker:
 
     def samples(self, step: int, lines: list[dict]) -> None:
         """Send the completions of lines of samples.jsonl as a table."""
-        rows = [[step, line["id"], line["prompt"], line["gold"], *(completion[key] for key in COLUMNS)]
-                for line in lines for completion in line["completions"]]
-        names = ["step", "id", "prompt", "gold", *COLUMNS]
+        names, rows = ["step", "id", "prompt", "gold", *COLUMNS], []
+        for line in lines:
+            for completion in line["completions"]:
+                values = [completion[key] for key in COLUMNS]
+                rows.append([step, line["id"], line["prompt"], line["gold"], *values])
         self.log({"step": step, "completions": self.wandb.Table(columns=names, data=rows)})
 
     def finish(self, exit_code: int) -> None:
-        """Send what is left, and say that the run has ended."""
+        """Send the rest, and tell wandb that the run has ended."""
         try:
             if self.run:
                 self.run.finish(exit_code=exit_code)

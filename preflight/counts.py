@@ -1,7 +1,6 @@
-"""Count the bytes of training from shapes: of what lies on a rank, of an update's passes, of a rollout.
+"""Count the bytes of training from shapes: what lies on a rank, passes of an update, a rollout.
 
-Every count is a table of named parts, which `train.py --fit` prints; its sum is what has to fit. P are the
-weights of a model, A those of its adapters (lora.py).
+Every count is a table of named parts, which `train.py --fit` prints; their sum has to fit.
 """
 
 from dataclasses import dataclass, replace
@@ -31,42 +30,62 @@ class Pass:
     entropy: bool = False  # it is computed beside each log-prob (loss.entropy)
 
 
+# ---- weights
+
 def parameters(shape: Shape) -> int:
     """Count the weights of a decoder of this shape."""
-    return tables(shape) + shape.layers * of_block(shape) + shape.hidden_size
+    return table_weights(shape) + shape.layers * block_weights(shape) + shape.hidden_size
 
 
-def tables(shape: Shape) -> int:
+def table_weights(shape: Shape) -> int:
     """Count the weights of embedding and head."""
     return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+
+
+def attention_widths(shape: Shape) -> tuple[int, int]:
+    """Return how many numbers all heads have together, for queries and for keys."""
+    return shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
 
 
 def linear_sizes(shape: Shape) -> dict[str, list[tuple[int, int]]]:
     """Return inputs and outputs of a block's linear layers: q, k, v, o, and gate, up, down."""
     D, inner = shape.hidden_size, shape.intermediate_size
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    return {"attention": [(D, query), (D, key), (D, key), (query, D)],
-            "mlp": [(D, inner), (D, inner), (inner, D)]}
+    query, key = attention_widths(shape)
+    attention = [(D, query), (D, key), (D, key), (query, D)]
+    mlp = [(D, inner), (D, inner), (inner, D)]
+    return {
+        "attention": attention,
+        "mlp": mlp,
+        "all": attention + mlp,
+    }
 
 
-def of_block(shape: Shape) -> int:
+def block_weights(shape: Shape) -> int:
     """Count the weights of one block."""
-    D, query, key = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
-    biases = (query + 2 * key) * shape.qkv_bias + D * shape.out_bias
-    norms = 2 * D + 2 * shape.head_dim * shape.qk_norm
-    products = sum(rows * columns for sizes in linear_sizes(shape).values() for rows, columns in sizes)
-    return products + biases + norms
+    D = shape.hidden_size
+    query, key = attention_widths(shape)
+    weights = 2 * D  # of two norms
+    weights += sum(inputs * outputs for inputs, outputs in linear_sizes(shape)["all"])
+    if shape.qkv_bias:
+        weights += query + 2 * key
+    if shape.out_bias:
+        weights += D
+    if shape.qk_norm:
+        weights += 2 * shape.head_dim
+    return weights
 
 
-def adapted(shape: Shape, lora: Lora) -> list[tuple[int, int]]:
+def adapted_sizes(shape: Shape, lora: Lora) -> list[tuple[int, int]]:
     """List the inputs and outputs of the layers of a block that have an adapter."""
-    chosen = [name for name in ("attention", "mlp") if lora.rank and lora.targets in (name, "all")]
-    return [size for name in chosen for size in linear_sizes(shape)[name]]
+    return linear_sizes(shape)[lora.targets] if lora.rank else []
 
 
 def trained(shape: Shape, lora: Lora) -> int:
     """Count the weights that have a gradient and moments."""
-    return shape.layers * lora.rank * sum(map(sum, adapted(shape, lora))) if lora.rank else parameters(shape)
+    if not lora.rank:
+        return parameters(shape)
+    sides = sum(inputs + outputs for inputs, outputs in adapted_sizes(shape, lora))
+    return shape.layers * lora.rank * sides
 
 
 # ---- an update
@@ -78,52 +97,79 @@ def pass_bytes(given: Pass) -> int:
 def pass_parts(given: Pass) -> Parts:
     """Count the peak of a forward and backward pass beside weights, their gradients and moments.
 
-    Counted: what backward needs of each block; embedding and head, and the gradient of one, in the dtype that
-    is computed in; and the larger of two that are never there together: the head's gradient in float32 with a
-    chunk's logits, their softmax, and that again as it is multiplied, or as the entropy's gradient needs it;
-    or a block with its gradients, and what it computes again. Frozen weights have no gradient.
-    tests/test_fake_gpu.py holds it to what a traced update has alive.
+    Counted are: what backward needs of each block; embedding and head, and the gradient of one, in the dtype
+    that is computed in; and the larger of two things that are never there together. One is the head's
+    gradient in float32 with a chunk's logits, their softmax, and that again as it is multiplied, or as the
+    entropy's gradient needs it. The other is a block with its gradients, and what it computes again. Frozen
+    weights have no gradient. tests/test_fake_gpu.py holds the count to what a traced update has alive.
     """
     shape, element = given.shape, given.element
-    of_head = 0 if given.lora.rank else shape.vocab_size * shape.hidden_size
-    kept, whole = block_bytes(given), block_bytes(replace(given, recomputed="none"))
-    head = 4 * of_head + given.chunk * shape.vocab_size * (8 + max(element, 4 * given.entropy))
-    block = of_block(shape) * (2 * element + 4)  # with its gradient, again as it is summed
-    if given.lora.rank:  # no gradient hides what else there is: the last norm's input and output, what of it
-        # is scored, and its gradient; and the block that is gathered ahead
-        head += 4 * given.tokens * shape.hidden_size * element + of_block(shape) * element
-        block = 2 * of_block(shape) * element + trained(shape, given.lora) // shape.layers * (2 * element + 4)
-    # What an adapter is added to is kept too, and no part of what is computed again.
-    again = whole - kept + adapter_bytes(given) * (given.recomputed == "selective")
+    head = 0 if given.lora.rank else shape.vocab_size * shape.hidden_size
+    return {
+        "embedding and head, as computed with": element * (table_weights(shape) + head),
+        "activations of a row": shape.layers * block_bytes(given),
+        "log-prob head, or a block at work": max(head_bytes(given), working_bytes(given)),
+    }
+
+
+def head_bytes(given: Pass) -> int:
+    """Count what the log-probs of a chunk take."""
+    shape, element = given.shape, given.element
+    again = max(element, 4) if given.entropy else element
+    logits = given.chunk * shape.vocab_size * (8 + again)
+    if not given.lora.rank:
+        return 4 * shape.vocab_size * shape.hidden_size + logits
+    # No gradient hides what else is there: the last norm's input and output, the scored part of it, and its
+    # gradient; and the block that is gathered ahead.
+    return logits + 4 * given.tokens * shape.hidden_size * element + block_weights(shape) * element
+
+
+def working_bytes(given: Pass) -> int:
+    """Count a block in backward: its gradients in both dtypes, and what it computes again."""
+    element, weights = given.element, block_weights(given.shape)
+    kept = block_bytes(given)
+    whole = block_bytes(replace(given, recomputed="none"))
+    working = weights * (2 * element + 4)  # with its gradient, again as it is summed
+    share = 2 if given.fused else 8
+    if given.lora.rank:
+        adapters = trained(given.shape, given.lora) // given.shape.layers
+        working = 2 * weights * element + adapters * (2 * element + 4)
+        share = 2 if given.fused else 4
     # Of activations' gradients some: tests/test_fake_gpu.py measures how much it comes to.
-    block += whole // (2 if given.fused else 4 if given.lora.rank else 8) + again
-    return {"embedding and head, as computed with": element * (tables(shape) + of_head),
-            "activations of a row": shape.layers * kept,
-            "log-prob head, or a block at work": max(head, block)}
+    working += whole // share + whole - kept
+    if given.recomputed == "selective":  # an adapter's output is kept too, and not computed again
+        working += adapter_bytes(given)
+    return working
 
 
 def block_bytes(given: Pass) -> int:
     """Count what is kept of one block for backward."""
-    shape = given.shape
+    shape, layers = given.shape, adapted_sizes(given.shape, given.lora)
     D, inner = shape.hidden_size, shape.intermediate_size
-    query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    query, key = attention_widths(shape)
     if given.recomputed == "all":  # its input
         return given.tokens * D * given.element
-    layers = adapted(shape, given.lora)
-    if given.recomputed == "selective":  # its input and what products and attention give
-        per_token, per_key = 3 * D + 2 * query + 2 * key + 2 * inner, 0
-    elif given.fused:  # of each norm input and output; queries, keys, values, what attention gives; the MLP
-        per_token, per_key = 4 * D + 2 * query + 4 * inner, 2 * key
+    if given.recomputed == "selective":  # its input and the outputs of products and attention
+        per_token = 3 * D + 2 * query + 2 * key + 2 * inner
+        per_key = 0
+    elif given.fused:  # of each norm input and output; queries, keys, values, attention's output; the MLP
+        per_token = 4 * D + 2 * query + 4 * inner
+        per_key = 2 * key
     else:  # norms have two stages more unless frozen; queries, keys, values and the output, also padded
-        per_token, per_key = (4 if layers else 6) * D + 4 * query + 4 * inner, 4 * key
-    per_token += len(layers) * (given.lora.rank or 0)  # between the factors of an adapter
-    added = adapter_bytes(given) if given.recomputed == "selective" else 0
-    return (given.tokens * per_token + given.keys * per_key) * given.element + added
+        stages = 4 if layers else 6
+        per_token = stages * D + 4 * query + 4 * inner
+        per_key = 4 * key
+    if given.lora.rank:
+        per_token += len(layers) * given.lora.rank  # between the factors of an adapter
+    kept = (given.tokens * per_token + given.keys * per_key) * given.element
+    if given.recomputed == "selective":
+        kept += adapter_bytes(given)
+    return kept
 
 
 def adapter_bytes(given: Pass) -> int:
-    """Count what adapters of one block give."""
-    outputs = sum(outputs for _, outputs in adapted(given.shape, given.lora))
+    """Count the outputs of one block's adapters."""
+    outputs = sum(outputs for _, outputs in adapted_sizes(given.shape, given.lora))
     return given.tokens * outputs * given.element
 
 
@@ -133,19 +179,24 @@ def planned_lengths(cfg: Config) -> tuple[int, int]:
     return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
 
 
-def row_of(cfg: Config) -> tuple[int, int]:
+def planned_row(cfg: Config) -> tuple[int, int]:
     """Return the tokens of a full row of whole groups, and the keys that its segments attend to."""
-    (prompt, completion), G, tokens = planned_lengths(cfg), cfg.rollout.group_size, cfg.pack.capacity
+    prompt, completion = planned_lengths(cfg)
+    G = cfg.rollout.group_size
+    tokens = cfg.pack.capacity
     return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
 
 
 def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
-    """Return the tokens of one sequence at full length, which a row must hold, and of a rank's part of the
-    longest mini-batch, than which no row is longer."""
-    prompt, new, groups = cfg.data.max_prompt_tokens, cfg.rollout.max_new_tokens, cfg.rollout.prompts_per_step
-    rounds = cfg.rollout.max_rounds if cfg.rollout.until == "full" else 1
-    tokens = groups * rounds * (prompt + cfg.rollout.group_size * new)
-    return prompt + new, prompt + new + tokens // cfg.update.minibatches // ranks
+    """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
+    the longest mini-batch, than which no row is longer."""
+    sampling = cfg.rollout
+    longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
+    group = cfg.data.max_prompt_tokens + sampling.group_size * sampling.max_new_tokens
+    tokens = sampling.prompts_per_step * group
+    if sampling.until == "full":
+        tokens *= sampling.max_rounds
+    return longest, longest + tokens // cfg.update.minibatches // ranks
 
 
 def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -153,20 +204,28 @@ def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 
 
 def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
-    """Count what lies on one rank between passes: weights and moments in float32, but for what is frozen."""
+    """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones."""
     if is_offloaded(cfg):
         return {}
-    lora, learnt, base = cfg.model.lora, trained(shape, cfg.model.lora), 0
-    initial = 4 * learnt if has_reference(cfg) else 0
-    if lora.rank:  # the frozen base, in what is computed in; an adapter that was read lies there twice
-        base = getattr(torch, cfg.model.dtype).itemsize * parameters(shape)
-        initial = 4 * learnt if lora.path else 0
-    critic = base + 12 * learnt + (initial if lora.rank else 0)
-    parts = {"weights": 4 * learnt + base, "moments": 8 * learnt, "reference": initial,
-             "critic and its moments": critic if isinstance(cfg.advantage, Gae) else 0}
-    return {name: size // ranks for name, size in parts.items()}
-
-
+    lora, learnt = cfg.model.lora, trained(shape, cfg.model.lora)
+    weights, moments = 4 * learnt, 8 * learnt
+    base = initial = critic = 0
+    if lora.rank:
+        base = element_size(cfg) * parameters(shape)  # frozen, in the computed dtype
+        if lora.path:  # an adapter that was read lies there twice
+            initial = 4 * learnt
+    elif has_reference(cfg):
+        initial = weights
+    if isinstance(cfg.advantage, Gae):
+        critic = base + weights + moments
+        if lora.rank:
+            critic += initial
+    return {
+        "weights": (weights + base) // ranks,
+        "moments": moments // ranks,
+        "reference": initial // ranks,
+        "critic and its moments": critic // ranks,
+    }
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -178,20 +237,29 @@ def is_offloaded(cfg: Config) -> bool:
     return cfg.optim.offload and cfg.device == "cuda"
 
 
+def element_size(cfg: Config) -> int:
+    """Return the bytes of a computed number."""
+    return getattr(torch, cfg.model.dtype).itemsize
+
+
 def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
     return sum(update_parts(cfg, shape, ranks).values())
 
 
 def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count the peak of an update on one rank of a config in which nothing is `auto`."""
-    # torch.compile computes what is cheap again by itself: assumed, until a GPU has shown how much.
-    how = "selective" if cfg.model.compile and cfg.model.checkpoint_blocks == "none" else (
-        cfg.model.checkpoint_blocks)
-    element, fused = getattr(torch, cfg.model.dtype).itemsize, cfg.model.attention != "sdpa"
-    given = Pass(shape, *row_of(cfg), element, how, cfg.model.logp_chunk, fused, cfg.model.lora,
-                 cfg.loss.entropy > 0)
-    beside = held_parts(cfg, shape, ranks) | {"gradients": gradient_bytes(cfg, shape, ranks)}
-    return beside | pass_parts(given)
+    model, how = cfg.model, cfg.model.checkpoint_blocks
+    if model.compile and how == "none":
+        how = "selective"  # torch.compile recomputes cheap things: assumed, until a GPU has shown how much
+    tokens, keys = planned_row(cfg)
+    given = Pass(
+        shape, tokens, keys, element_size(cfg), how, model.logp_chunk,
+        fused=model.attention != "sdpa",
+        lora=model.lora,
+        entropy=cfg.loss.entropy > 0,
+    )
+    gradients = {"gradients": gradient_bytes(cfg, shape, ranks)}
+    return held_parts(cfg, shape, ranks) | gradients | pass_parts(given)
 
 
 # ---- a rollout
@@ -202,23 +270,26 @@ def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
 
 def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
     """Count what is in use on one rank while the engine samples in so many slots at full length."""
-    roll, element = cfg.rollout, getattr(torch, cfg.model.dtype).itemsize
-    spread = roll.tensor_parallel if roll.engine == "vllm" else 0
-    return held_parts(cfg, shape, ranks) | engine_parts(
-        shape, element, slots, longest(cfg), spread, roll.cache_gib)
+    sampling = cfg.rollout
+    spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
+    engine = engine_parts(shape, element_size(cfg), slots, longest(cfg), spread, sampling.cache_gib)
+    return held_parts(cfg, shape, ranks) | engine
 
 
 def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
-    """Count what is in use on one rank while the engine takes over the weights: its own, of which the largest
-    lies gathered beside, and with an adapter was made in float32."""
-    element, lora = getattr(torch, cfg.model.dtype).itemsize, cfg.model.lora
+    """Count what is in use on one rank while the engine takes over the weights: its own, and of these the
+    largest gathered beside them. With an adapter that one was made in float32."""
+    element = element_size(cfg)
     spread = cfg.rollout.tensor_parallel if cfg.rollout.engine == "vllm" else 1
-    merged = [inputs * outputs for inputs, outputs in adapted(shape, lora)]
     # A rank casts its own part, and gathers the rest.
-    twice = [shape.vocab_size * shape.hidden_size * element * (1 + 1 / ranks),
-             max(merged, default=0) * (element * (1 + 1 / ranks) + 2 * max(4, element) / ranks)]
+    largest = shape.vocab_size * shape.hidden_size * element * (1 + 1 / ranks)
+    for inputs, outputs in adapted_sizes(shape, cfg.model.lora):
+        merged = inputs * outputs * (element * (1 + 1 / ranks) + 2 * max(4, element) / ranks)
+        largest = max(largest, merged)
     return held_parts(cfg, shape, ranks) | {
-        "engine's weights": parameters(shape) * element // spread, "weights held twice": int(max(twice))}
+        "engine's weights": parameters(shape) * element // spread,
+        "weights held twice": int(largest),
+    }
 
 
 def longest(cfg: Config) -> int:
@@ -227,26 +298,17 @@ def longest(cfg: Config) -> int:
     return cfg.data.max_prompt_tokens + new
 
 
-def engine_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                 cache_gib: float | None = None) -> int:
-    return sum(engine_parts(shape, element, slots, max_len, tensor_parallel, cache_gib).values())
-
-
 def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
                  cache_gib: float | None = None) -> Parts:
-    """Count an engine's weights, its cache, of a given size or with room for every slot, and what it draws
-    from; tensor_parallel=0 is the embedded one."""
-    cache = (int(cache_gib * 2**30) if cache_gib else
-             cache_bytes(shape, element, slots, max_len, tensor_parallel))
+    """Count an engine's weights, its cache and what it draws from. The cache has a given size, or room for
+    every slot. tensor_parallel=0 is the embedded engine."""
+    if cache_gib:
+        cache = int(cache_gib * 2**30)
+    else:
+        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
     # Logits and log-probs in float32; probabilities and their sums in float64.
-    return {"engine's weights": parameters(shape) * element // max(1, tensor_parallel),
-            "KV cache": cache, "what tokens are drawn from": 24 * slots * shape.vocab_size}
-
-
-def sampling_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                   cache_gib: float | None = None) -> int:
-    """Count what an engine samples with beside its weights."""
-    parts = engine_parts(shape, element, slots, max_len, tensor_parallel, cache_gib)
-    return sum(size for name, size in parts.items() if name != "engine's weights")
-
-
+    return {
+        "engine's weights": parameters(shape) * element // max(1, tensor_parallel),
+        "KV cache": cache,
+        "what tokens are drawn from": 24 * slots * shape.vocab_size,
+    }

@@ -21,7 +21,7 @@ from config import Config, ConfigError
 from infra import dist
 from infra.weights import Shape, read_shape
 from preflight import counts
-from preflight.memory import FILLED, Machine, choices, choose_settings, find_device
+from preflight.memory import FILLED, Machine, choose_settings, find_device, list_choices
 from settings import loader as settings
 from settings.paths import find_path
 from settings.rules import all_rules
@@ -178,7 +178,7 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     where = f"{machine.ranks} x {card}" if card else f"{machine.ranks} {kind}{'s' * (machine.ranks > 1)}"
     print(f"{cfg.model.path}, {counts.parameters(shape) / 1e9:.2f} billion weights, on {where}: {free:.1f} "
           f"GiB are free on each, of which {FILLED * free:.1f} are planned with\n")
-    named = [f"{key}={value}" for key, value in choices(cfg, found.cfg).items() if key != "device"]
+    named = [f"{key}={value}" for key, value in list_choices(cfg, found.cfg).items() if key != "device"]
     said = [f"auto takes {', '.join(named)}"] * bool(named) + found.remarks
     print("".join(f"{textwrap.fill(line, WIDTH, subsequent_indent='  ')}\n" for line in said))
     print(parts_table(found))

@@ -1,6 +1,5 @@
-"""Decide what fits: measure the bytes of the machine, and choose what a config leaves to `auto` by those that
-preflight/counts.py counts.
-"""
+"""Decide what fits: measure the machine's memory, and choose the settings that a config leaves to `auto` by
+the bytes that preflight/counts.py counts."""
 
 import importlib
 import importlib.metadata
@@ -19,7 +18,7 @@ from config import Config, ConfigError, flatten
 from infra import dist
 from infra.weights import Shape, read_shape
 from model import CALLS
-from preflight.counts import engine_bytes, rollout_bytes, row_range, update_bytes
+from preflight.counts import engine_parts, rollout_bytes, row_range, update_bytes
 from records import EngineSpec
 from rollout_vllm import VLLM_VERSION
 
@@ -27,11 +26,11 @@ DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements-gpu.txt"
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
-FILLED = 0.9  # of the memory that is free when a run begins; the CUDA context and odd sizes take some
-OVERCOUNTED = 1.3  # at most so many times what an update takes is counted (tests/test_fake_gpu.py)
-ENOUGH = 4096  # tokens of a row; with fewer, launches and gathers cost more than what is computed again
+FILLED = 0.9  # share used of the memory free when a run begins; the CUDA context and odd sizes take some
+OVERCOUNTED = 1.3  # the count is at most so many times what an update takes (tests/test_fake_gpu.py)
+ENOUGH = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
 GRAIN = 256    # tokens by which a row may grow
-ASKED = "asked for"  # in a checkpoint: the capacity and slots of the config, beside those it had come to
+ASKED = "asked for"  # in a checkpoint: the slots of the config, beside those that were chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,10 +38,10 @@ class Machine:
     """What a rank has to run on."""
 
     device: torch.device
-    free: float          # bytes before anything is loaded, on the rank that has least; of a CPU its share
+    free: float          # bytes before anything is loaded, on the rank with least; on a CPU a rank's share
     ranks: int
-    no_vllm: str = ""    # why vLLM cannot sample here; empty where it can
-    no_cuda: str = ""    # why torch does not use a GPU that is there; empty where it does, or none is
+    no_vllm: str = ""    # why vLLM cannot sample here; empty if it can
+    no_cuda: str = ""    # why torch does not use the machine's GPU; empty if it does, or there is none
 
     @staticmethod
     def here(device: torch.device) -> "Machine":
@@ -50,7 +49,7 @@ class Machine:
         if device.type == "cuda":
             free = torch.cuda.mem_get_info(device)[0]
         else:
-            free = total_bytes(device) / int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+            free = total_bytes(device) / local_processes()
         lacking = why_no_vllm(device)
         if dist.max_over_ranks(bool(lacking)):
             lacking = lacking or "another rank's machine does not have it"
@@ -69,16 +68,17 @@ def why_no_vllm(device: torch.device) -> str:
         version = importlib.metadata.version("vllm").partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
         version = "none"
-    return "" if version == VLLM_VERSION else (
-        f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
-        "pip install -r requirements-gpu.txt")
+    if version == VLLM_VERSION:
+        return ""
+    return (f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
+            "pip install -r requirements-gpu.txt")
 
 
 def find_device(wanted: str) -> torch.device:
-    """Return this process's device. auto takes CUDA where the machine has a device for every process, so that
+    """Return this process's device. auto takes CUDA if the machine has a device for every process, so that
     all ranks decide alike.
 
-    Raises ConfigError for CUDA that was asked for and is missing, or is there and does not start.
+    Raises ConfigError if CUDA was asked for and is missing, or is there and does not start.
     """
     if wanted == "cpu":
         return torch.device("cpu")
@@ -86,7 +86,7 @@ def find_device(wanted: str) -> torch.device:
     if not any(name in os.environ for name in allocator):
         # Rows differ in size, and fixed segments would fragment over hours.
         os.environ[allocator[0]] = "expandable_segments:True"
-    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    devices, processes = torch.cuda.device_count(), local_processes()
     if wanted == "cuda" and devices < processes:
         why = why_no_cuda() if devices == 0 else ""
         raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
@@ -100,9 +100,14 @@ def find_device(wanted: str) -> torch.device:
     return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
 
 
+def local_processes() -> int:
+    """Return how many processes of the run share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
 def why_no_cuda() -> str:
-    """Say why a machine with a GPU does not compute on it; empty where it has none, or it is hidden."""
-    devices, processes = torch.cuda.device_count(), int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    """Say why a machine with a GPU does not compute on it; "" if it has none, or it is hidden."""
+    devices, processes = torch.cuda.device_count(), local_processes()
     if 0 < devices < processes:
         return f"the machine has {devices} CUDA devices to {processes} processes; start fewer"
     if not DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
@@ -113,7 +118,7 @@ def why_no_cuda() -> str:
 # ---- what `auto` chooses
 
 def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
-    """Choose on this machine what a config leaves to `auto`, and say it. Collective.
+    """Choose on this machine what a config leaves to `auto`, and print it. Collective.
 
     Args:    source  folder of the model
              saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
@@ -122,47 +127,50 @@ def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
     shape, machine = read_shape(source), Machine.here(device)
     decided, remarks = choose_settings(cfg, shape, machine, saved or {})
     if cfg.pack.capacity == "auto":
-        require_a_row(decided, shape, machine)
+        require_room_for_row(decided, shape, machine)
+    named = [f"{key}={value}" for key, value in list_choices(cfg, decided).items()]
+    if named:
+        remarks = [f"chosen here: {', '.join(named)}", *remarks]
     if dist.rank() == 0:
-        named = [f"{key}={value}" for key, value in choices(cfg, decided).items()]
-        lines = [f"chosen here: {', '.join(named)}"] * bool(named) + remarks
-        print("".join(f"{line}\n" for line in lines), end="", flush=True)
+        print("".join(f"{line}\n" for line in remarks), end="", flush=True)
     return decided
 
 
-def choices(cfg: Config, decided: Config) -> dict:
+def list_choices(cfg: Config, decided: Config) -> dict:
     """Return the settings that `choose_settings` has changed, flat."""
     before, after = flatten(cfg), flatten(decided)
     return {key: value for key, value in after.items() if value != before[key]}
 
 
 def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
-    """Replace every `auto` by a value, and slots by fewer where memory asks for it; returns remarks too.
+    """Replace every `auto` by a value, and slots by fewer if memory asks for it; returns remarks too.
 
-    What was `saved` is taken again where it can run here, so that a run that goes on stays the same run.
+    What was `saved` is taken again if it can run here, so that a run that goes on stays the same run.
     """
     def pick(key: str, able: list) -> str:
         wanted = flatten(cfg)[key]
-        return wanted if wanted != "auto" else saved[key] if saved.get(key) in able else able[0]
+        if wanted != "auto":
+            return wanted
+        return saved[key] if saved.get(key) in able else able[0]
 
-    device, room = machine.device, FILLED * machine.free
+    device = machine.device
     name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
     dtype = getattr(torch, name)
-    attention = choose_backend(pick("model.attention", backends(device, dtype)), device, dtype)
-    here = replace(cfg, device=device.type,
-                   model=replace(cfg.model, dtype=name, attention=attention),
-                   rollout=replace(cfg.rollout, engine=pick("rollout.engine", machine.engines(dtype))))
+    attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
+    engine = pick("rollout.engine", machine.engines(dtype))
+    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention),
+                   rollout=replace(cfg.rollout, engine=engine))
     here = choose_rows(here, shape, machine, saved)
-    wanted = cfg.rollout.slots
-    most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
-    as_before = saved.get(ASKED, {}).get("rollout.slots", wanted) == wanted
-    slots = min(most, saved.get("rollout.slots", wanted) if as_before else wanted)
-    here = replace(here, rollout=replace(here.rollout, slots=slots))
-    return here, list(remarks(cfg, here, shape, machine, saved))
+    wanted = slots = cfg.rollout.slots
+    if saved.get(ASKED, {}).get("rollout.slots", wanted) == wanted:
+        slots = saved.get("rollout.slots", wanted)
+    most = slots_that_fit(wanted, FILLED * machine.free, partial(rollout_bytes, here, shape, machine.ranks))
+    here = replace(here, rollout=replace(here.rollout, slots=min(most, slots)))
+    return here, list(remark_on(cfg, here, shape, machine, saved))
 
 
-def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
-    """Say why a choice is not what somebody expects."""
+def remark_on(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
+    """Say why a choice is not the expected one."""
     slots, free = here.rollout.slots, machine.free / 2**30
     if slots < cfg.rollout.slots:
         why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
@@ -176,8 +184,10 @@ def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: di
         yield f"device=cpu: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
-    was = [f"{key}={saved[key]}" for key, value in choices(cfg, here).items()
-           if key != "device" and saved.get(key, value) != value]
+    was = []
+    for key, value in list_choices(cfg, here).items():
+        if key != "device" and saved.get(key, value) != value:
+            was.append(f"{key}={saved[key]}")
     if was:
         yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
 
@@ -185,7 +195,7 @@ def remarks(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: di
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     """Choose the engine of an evaluation, and slots that fit, as `decide` does for training. Collective.
 
-    Raises ConfigError for options of vLLM's where the embedded engine samples.
+    Raises ConfigError for options of vLLM's if the embedded engine samples.
     """
     machine, shape = Machine.here(spec.device), read_shape(spec.folder)
     kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
@@ -193,12 +203,17 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
         raise ConfigError("rollout.tensor_parallel and rollout.cache_gib are vLLM's, and the embedded engine "
                           "samples here; leave them out, or set rollout.engine=vllm")
     spread = spec.tensor_parallel if kind == "vllm" else 0
-    slots = slots_that_fit(spec.slots, FILLED * machine.free, lambda slots: engine_bytes(
-        shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib))
-    if dist.rank() == 0 and (wanted, spec.slots) != (kind, slots):
-        print(f"chosen here: rollout.engine={kind}, rollout.slots={slots}", flush=True)
-    if dist.rank() == 0 and machine.no_cuda:
-        print(f"on the CPU: {machine.no_cuda}", flush=True)
+
+    def needed(slots: int) -> float:
+        parts = engine_parts(shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib)
+        return sum(parts.values())
+
+    slots = slots_that_fit(spec.slots, FILLED * machine.free, needed)
+    if dist.rank() == 0:
+        if (wanted, spec.slots) != (kind, slots):
+            print(f"chosen here: rollout.engine={kind}, rollout.slots={slots}", flush=True)
+        if machine.no_cuda:
+            print(f"on the CPU: {machine.no_cuda}", flush=True)
     return kind, replace(spec, slots=slots)
 
 
@@ -208,12 +223,12 @@ def to_save(cfg: Config, asked: Config) -> dict:
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:
-    model = replace(cfg.model, checkpoint_blocks=how)
-    return replace(cfg, model=model, pack=replace(cfg.pack, capacity=capacity))
+    model, packing = replace(cfg.model, checkpoint_blocks=how), replace(cfg.pack, capacity=capacity)
+    return replace(cfg, model=model, pack=packing)
 
 
 def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
-    """Choose pack.capacity and model.checkpoint_blocks, where they are `auto`.
+    """Choose pack.capacity and model.checkpoint_blocks, if they are `auto`.
 
     Rows are as long as memory has room for, and blocks recomputed as little as leaves rows that are long
     enough. A run that goes on takes both again.
@@ -226,25 +241,34 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     def needed(how: str, tokens: int) -> int:
         return update_bytes(with_rows(cfg, how, tokens), shape, machine.ranks)
 
-    # What was measured may be more than what is counted to fit.
-    again = capacity == "auto" and before and how_before in ways
-    if again and needed(how_before, before) <= OVERCOUNTED * room:
-        return with_rows(cfg, how_before, before)
     if capacity != "auto":
         fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
         return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)
+    # What was measured may be more than what is counted to fit.
+    if before and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
+        return with_rows(cfg, how_before, before)
     least, most = row_range(cfg, machine.ranks)
-    if machine.device.type == "cpu":  # where longer ones gain nothing, and memory is not ours alone
+    if machine.device.type == "cpu":  # longer rows gain nothing there, and memory is not ours alone
         most = max(least, min(most, ENOUGH))
+    chosen, longest = ways[-1], 0
+    for how in ways:  # from no recomputation to all
+        tokens = longest_row(least, most, room, partial(needed, how))
+        if tokens >= min(ENOUGH, most):
+            return with_rows(cfg, how, tokens)
+        if tokens >= longest:
+            chosen, longest = how, tokens
+    return with_rows(cfg, chosen, longest or least)
+
+
+def longest_row(least: int, most: int, room: float, needed: Callable[[int], float]) -> int:
+    """Return the longest capacity that there is room for, in bytes; 0 if there is none."""
     sizes = [*range(least, most, GRAIN), most]
-    longest = {how: bisect_right(sizes, room, key=partial(needed, how)) for how in ways}
-    enough = [how for how in ways if longest[how] and sizes[longest[how] - 1] >= min(ENOUGH, most)]
-    how = enough[0] if enough else max(reversed(ways), key=longest.get)
-    return with_rows(cfg, how, sizes[max(longest[how], 1) - 1])
+    fitting = bisect_right(sizes, room, key=needed)
+    return sizes[fitting - 1] if fitting else 0
 
 
-def require_a_row(cfg: Config, shape: Shape, machine: Machine) -> None:
-    """Raise ConfigError where not even a row of one sequence can fit, by far."""
+def require_room_for_row(cfg: Config, shape: Shape, machine: Machine) -> None:
+    """Raise ConfigError if not even a row of one sequence can fit, by far."""
     needed = update_bytes(cfg, shape, machine.ranks)
     if needed > OVERCOUNTED * machine.free:
         raise ConfigError(
@@ -254,7 +278,7 @@ def require_a_row(cfg: Config, shape: Shape, machine: Machine) -> None:
             "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
 
 
-def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+def list_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     """List the keys of model.BACKENDS that run on this device, the fastest first. torch's kernel and
     flash-attn's are the same; both need half precision."""
     halves = dtype in (torch.bfloat16, torch.float16)
@@ -262,9 +286,9 @@ def backends(device: torch.device, dtype: torch.dtype) -> list[str]:
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
-    """Return the key of model.BACKENDS for a setting of model.attention. Raises ConfigError where what was
-    asked for cannot run."""
-    able = backends(device, dtype)
+    """Return the key of model.BACKENDS for a setting of model.attention. Raises ConfigError if the one asked
+    for cannot run."""
+    able = list_backends(device, dtype)
     if wanted == "auto":
         return able[0]
     if wanted != "sdpa" and able == ["sdpa"]:
@@ -279,9 +303,9 @@ def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str
     return wanted
 
 
-def slots_that_fit(wanted: int, room: float, bytes_of: Callable[[int], int]) -> int:
+def slots_that_fit(wanted: int, room: float, needed: Callable[[int], float]) -> int:
     """Return the most slots up to `wanted` that there is room for, in bytes; at least one."""
-    return max(1, bisect_right(range(1, wanted + 1), room, key=bytes_of))
+    return max(1, bisect_right(range(1, wanted + 1), room, key=needed))
 
 
 # ---- measured
@@ -309,12 +333,14 @@ def metrics(device: torch.device) -> dict[str, float]:
 def fullest(bytes_here: float, device: torch.device) -> float:
     """Return the bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory.
     Collective."""
-    ranks = 1 if device.type == "cuda" else int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    ranks = 1 if device.type == "cuda" else local_processes()
     return ranks * dist.max_over_ranks(bytes_here)
 
 
 def total_bytes(device: torch.device) -> float:
     """Return the bytes of the smallest GPU, or of the smallest machine's memory. Collective."""
-    cuda = device.type == "cuda"
-    host = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return -dist.max_over_ranks(-(torch.cuda.mem_get_info(device)[1] if cuda else host))
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return -dist.max_over_ranks(-total)

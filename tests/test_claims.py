@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 import claims  # noqa: E402
 import compare  # noqa: E402
+
 import runs  # noqa: E402
 
 

@@ -13,6 +13,7 @@ from tqdm import tqdm
 sys.path.append(str(ROOT / "experiments"))
 
 import compare  # noqa: E402
+
 import runs  # noqa: E402
 from runs import Record, Run  # noqa: E402
 

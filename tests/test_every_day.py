@@ -38,7 +38,7 @@ def command(monkeypatch):
     """Run a program with these arguments in this process, whose group and signals are not the run's."""
     monkeypatch.setattr(dist, "close", lambda: None)
     monkeypatch.setattr(train, "Stop", lambda: None)
-    monkeypatch.setattr(train.preflight, "require", lambda checks: None)
+    monkeypatch.setattr(train.preflight, "require_checks", lambda checks: None)
 
     def run(program, *words) -> int:
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])

@@ -105,7 +105,7 @@ def test_a_rows_keys_are_those_of_groups_of_planned_length():
     """A prompt of 128 and 16 completions of 12 have 16 x 140 keys to 320 tokens."""
     cfg = toy_config(ROOT / "runs" / "unused", "data.max_prompt_tokens=128", "rollout.group_size=16",
                      "rollout.max_new_tokens=48", "pack.capacity=640")
-    assert counts.row_of(cfg) == (640, 2 * 16 * 140)
+    assert counts.planned_row(cfg) == (640, 2 * 16 * 140)
 
 
 def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks():
@@ -125,9 +125,9 @@ def test_the_caches_of_both_engines_are_counted_by_hand():
     assert counts.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
     assert counts.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
     assert counts.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
-    engine = counts.engine_bytes(small(), 2, 3, 129, 0)
+    engine = sum(counts.engine_parts(small(), 2, 3, 129, 0).values())
     assert engine == counts.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
-    given = counts.engine_bytes(small(), 2, 3, 129, 2, cache_gib=1000 / GIB)
+    given = sum(counts.engine_parts(small(), 2, 3, 129, 2, cache_gib=1000 / GIB).values())
     assert given == counts.parameters(small()) + 1000 + 24 * 3 * 10
 
 
@@ -137,7 +137,7 @@ def test_as_many_slots_as_fit_and_at_least_one(room):
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
-    return memory.choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
+    return memory.list_choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
 
 
 LONG_ROWS = "pack.capacity=16384"

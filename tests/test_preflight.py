@@ -114,7 +114,7 @@ def test_likely_samples_may_repeat(probability, equal, passed):
     pairs = [(preflight.Sample((1,), (math.log(probability),), True),
               preflight.Sample((1 if n < equal else 2,), (-1.0,), True)) for n in range(8)]
     groups = [preflight.Group(preflight.Prompt(str(n), (1,), ""), pair) for n, pair in enumerate(pairs)]
-    assert preflight.distinct(groups).passed == passed
+    assert preflight.check_seeds(groups).passed == passed
 
 
 def test_attention_across_sequences_is_seen(cfg, monkeypatch):
@@ -171,9 +171,9 @@ def test_a_template_that_does_not_open_the_answer_is_seen(tmp_path):
 def test_the_verifier_is_tried_on_solutions_or_on_boxed_answers():
     right = [Problem("a", "q", "7", "so 3 + 4 = 7\n#### 7"), Problem("b", "q", r"\frac{1}{2}", "no mark")]
     wrong = Problem("c", "q", "8", "so 3 + 4 = 7\n#### 7")
-    assert preflight.verifier(right).figures == "2 of 2 gold solutions" and preflight.verifier(right).passed
-    assert preflight.verifier([*right, wrong]).figures == "2 of 3 gold solutions; not c"
-    assert not preflight.verifier([*right, wrong]).passed
+    assert preflight.check_verifier(right).figures == "2 of 2 gold solutions" and preflight.check_verifier(right).passed
+    assert preflight.check_verifier([*right, wrong]).figures == "2 of 3 gold solutions; not c"
+    assert not preflight.check_verifier([*right, wrong]).passed
 
 
 def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
@@ -187,11 +187,10 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
     monkeypatch.setattr(Learner, "log_probs", full)
     with pytest.raises(ConfigError, match="out of memory on a full row of 1024 tokens; for the update lower"):
         failing(cfg)
-    GiB = 2**30
-    assert preflight.fits(GiB, GiB, GiB, GiB).passed
-    assert not preflight.fits(2 * GiB, 0, GiB, 0).passed and not preflight.fits(0, 2 * GiB, GiB, 0).passed
-    assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in preflight.fits(GiB, 2 * GiB, 3 * GiB,
-                                                                                       4 * GiB).figures
+    GiB, check = 2**30, preflight.check_memory
+    assert check(GiB, GiB, GiB, GiB).passed
+    assert not check(2 * GiB, 0, GiB, 0).passed and not check(0, 2 * GiB, GiB, 0).passed
+    assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in check(GiB, 2 * GiB, 3 * GiB, 4 * GiB).figures
 
 
 def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tiny, tmp_path, monkeypatch):

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
@@ -19,6 +20,7 @@ import train
 from collect import choose
 from config import ConfigError
 from infra import dist, runfolder
+from records import Pruned
 
 KEPT = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "data.limit=8", "eval.limit=2"]
 # One of each thing that a step is made by: what has to be there before it, and which passes its gradient takes.
@@ -122,27 +124,18 @@ def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, 
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["cppo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("dppo", "critic"))])
-def test_draws_by_inner_products_are_passes_of_the_training_step(name, run_of, monkeypatch, capsys):
-    """With and without room for the gradients of all completions; where they do not add up, as if there were none."""
-    changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all"]
-    if name == "critic":
-        changes = ["prune.completions={kind: bernoulli, drop_prob: 0.5}"]
-    passes, gradient = [], replay.gradient
-    monkeypatch.setattr(replay, "gradient", lambda *args: passes.append(args) or gradient(*args))
-    texts = [shown(capsys, run_of(name), 3, *changes, draws=5)]
-    few = len(passes)
-    assert sum(int(batch.pruned.keep_NG.sum() > 1) for _, batch in passes) == 3  # all others are of one completion
-    monkeypatch.setattr(replay, "TERMS", 0)
-    texts.append(shown(capsys, run_of(name), 3, *changes, draws=5))
+@pytest.mark.parametrize("name", ["cppo", pytest.param("dppo", marks=pytest.mark.slow)])
+def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, capsys):
+    """Its figures are the mean over them."""
+    seen, compare_gradients = [], replay.compare_gradients
+    monkeypatch.setattr(replay, "compare_gradients",
+                        lambda *given: seen.append(compare_gradients(*given)) or seen[-1])
+    text = shown(capsys, run_of(name), 3, "prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all",
+                 draws=5)
     drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not
-    assert len(passes) - few == 3 + drawn * 5
-    monkeypatch.undo()
-    inner = replay.inner_products
-    monkeypatch.setattr(replay, "inner_products", lambda *args: 2 * inner(*args))
-    texts.append(shown(capsys, run_of(name), 3, *changes, draws=5))
-    assert texts[0].count("mean of 5 draws") == drawn
-    assert texts[0] == texts[1] == texts[2]
+    assert text.count("mean of 5 draws") == drawn and len(seen) == 3 + drawn * 5
+    printed = re.findall(r"mean of 5 draws +(.+)", text)[-1].split()[2:]
+    assert list(map(float, printed)) == pytest.approx(torch.stack(seen[-5:]).mean(dim=0).tolist(), rel=1e-3)
 
 
 def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
@@ -150,39 +143,43 @@ def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
     assert "mean of 3 draws" in shown(capsys, run_of("lora"), 2, draws=3)
 
 
-def test_sums_of_gradients_are_compared_by_their_inner_products():
-    generator = torch.Generator().manual_seed(0)
-    gradients_KP = torch.randn(5, 100_000, dtype=torch.float64, generator=generator)
-    shares = torch.rand(3, 5, dtype=torch.float64, generator=generator)
-    full = torch.tensor([1, 1, 0.5, 0, 1], dtype=torch.float64)
+def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():
+    own, full = torch.randn(2, 3_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dist.init("cpu")
-    figures = replay.compared(replay.products(gradients_KP), shares, full)
-    whole = full @ gradients_KP
-    for share, (norm, cosine, error) in zip(shares, figures.tolist(), strict=True):
-        one = share @ gradients_KP
-        assert norm == pytest.approx(float(one.norm()))
-        assert cosine == pytest.approx(float(one @ whole / one.norm() / whole.norm()))
-        assert error == pytest.approx(float((one - whole).norm() ** 2 / whole.norm() ** 2))
+    norm, cosine, error = replay.compare_gradients(own + full, full).tolist()
+    assert norm == pytest.approx(float((own + full).norm()))
+    assert cosine == pytest.approx(float(torch.cosine_similarity(own + full, full, dim=0)))
+    assert error == pytest.approx(float(own.norm() ** 2 / full.norm() ** 2))
+    assert replay.compare_gradients(full, full).tolist()[1:] == [pytest.approx(1), 0]
 
 
 def test_the_expected_error_of_independent_draws_is_known(run_of):
     """Bernoulli's squared error is the sum of (1/p - 1) |g_i|^2 over the full batch's squared norm: the mean over all
-    outcomes of a group, each by its probability."""
+    outcomes of a group, each by its probability. The gradient of a draw is the sum of w_i g_i over its completions."""
     folder = run_of("cppo")
-    cfg = replay.config_of(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.count=all"])
-    own, (line, _) = replay.config_of(folder, 3, []), replay.logged(folder, 3)
-    with replay.as_it_was(folder, 3, own) as run:
+    cfg = replay.step_config(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.count=all"])
+    keep_all = replay.step_config(folder, 3, ["prune.completions.kind=none", "loss.count=all"])
+    own, (line, _) = replay.step_config(folder, 3, []), replay.read_step(folder, 3)
+    with replay.run_before(folder, 3, own) as run:
         rolled = replay.roll_again(run, line)
         arm = replay.Arm.of("--set", run, cfg, rolled, line["seed"])
-        full = replay.Arm.of("full", run, config.load(folder / "config.yaml", ["prune.completions.kind=none",
-                                                                                "loss.count=all"]), rolled, 0)
-        product = replay.inner_products(full.learner, full.batch, inert=True)
-        prob = arm.batch.pruned.prob_NG.flatten()
-        expected = ((1 / prob - 1) * product.diagonal()).sum() / product.sum()
-        shares = torch.stack([(arm.weights(batch) / full.weights(full.batch)).nan_to_num()
-                              for batch in (choose(rolled, arm.selection, seed) for seed in range(4000))])
-    found = replay.compared(product, shares, torch.ones(len(prob), dtype=torch.float64))[:, 2]
-    assert float(found.mean()) == pytest.approx(float(expected), abs=4 * float(found.std()) / math.sqrt(4000))
+        full = replay.Arm.of("full", run, keep_all, rolled, 0)
+        terms = []
+        for alone in torch.eye(full.batch.adv_NG.numel()).bool():
+            alone_NG = alone.view_as(full.batch.adv_NG)
+            pruned = Pruned(alone_NG, full.batch.pruned.weight_NG * alone_NG, full.batch.pruned.prob_NG)
+            terms.append(replay.gradient(full.learner, replace(full.batch, pruned=pruned)))
+        terms_KP = torch.stack(terms).double()
+        product_KK = terms_KP @ terms_KP.T
+        prob_K = arm.batch.pruned.prob_NG.flatten()
+        expected = ((1 / prob_K - 1) * product_KK.diagonal()).sum() / product_KK.sum()
+        draws = [choose(rolled, arm.selection, seed) for seed in range(4000)]
+        weight_DK = torch.stack([batch.pruned.weight_NG.flatten() for batch in draws])
+        for batch, weight_K in zip(draws[:3], weight_DK, strict=False):
+            drawn_P = replay.gradient(arm.learner, batch)
+            assert torch.allclose(drawn_P.double(), weight_K @ terms_KP, atol=1e-5 * float(drawn_P.abs().max()))
+    found_D = ((weight_DK - 1) @ product_KK * (weight_DK - 1)).sum(dim=1) / product_KK.sum()
+    assert float(found_D.mean()) == pytest.approx(float(expected), abs=4 * float(found_D.std()) / math.sqrt(4000))
     assert 0.05 < expected < 100
 
 
@@ -257,7 +254,7 @@ def test_a_run_that_went_on_with_other_settings_has_the_step_its_own(tmp_path):
     """Settings that a run may change on the way: each step is done by those that it had."""
     for name, limit in (("config_until_000002.yaml", 11), ("config_until_000010.yaml", 12), ("config.yaml", 13)):
         (tmp_path / name).write_text(config.dump(toy_config(tmp_path, f"eval.limit={limit}", "steps=20")))
-    limits = [replay.config_of(tmp_path, step, []).eval.limit for step in (1, 2, 3, 10, 11)]
+    limits = [replay.step_config(tmp_path, step, []).eval.limit for step in (1, 2, 3, 10, 11)]
     assert limits == [11, 11, 12, 12, 13]
 
 

@@ -5,7 +5,6 @@ import sys
 from collections import Counter
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT
