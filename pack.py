@@ -220,12 +220,11 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         before[0] = prompt_start + len(prompt) - 1
         predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    fresh_S = torch.tensor([len(sample.ids) - sample.start for sample in samples])
-    segment_C = torch.arange(len(samples)).repeat_interleave(fresh_S)
+    segment_C = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(piece) for piece in predict]))
     n_C, g_C, factor_C = n_S[segment_C], g_S[segment_C], float(plan.counts)
     if minibatch.tokens:  # the weight of each token before a cut
         factor_C = factor_C * torch.cat([minibatch.tokens[n][g] for n, g in plan.members])
-    likelihood_NG, bonus_NG = minibatch.likelihood_NG, minibatch.bonus_NG
+    likelihood, bonus = minibatch.likelihood_NG, minibatch.bonus_NG
     return Row(
         ids_T=concatenated(ids),
         position_T=concatenated(position),
@@ -240,10 +239,9 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
         length_S=torch.tensor([len(sample.ids) for sample in samples]),
-        members=tuple(plan.members),
-        counts=plan.counts,
-        likelihood_C=None if likelihood_NG is None else likelihood_NG[n_C, g_C] * factor_C,
-        bonus_C=None if bonus_NG is None else bonus_NG[n_C, g_C] * factor_C,
+        members=tuple(plan.members), counts=plan.counts,
+        likelihood_C=None if likelihood is None else likelihood[n_C, g_C] * factor_C,
+        bonus_C=None if bonus is None else bonus[n_C, g_C] * factor_C,
     )
 
 

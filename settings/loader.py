@@ -167,9 +167,13 @@ def override(text: str, section: Any) -> dict[str, Any]:
 
 @cache
 def choices(section: Any) -> dict[str, type]:
-    """Map the kinds of a union to its dataclasses, {"none": KeepAll, "topk": TopK}; empty for other types."""
-    options = get_args(section) if get_origin(section) in UNIONS else ()
-    return {fields(option)[0].default: option for option in options if is_dataclass(option)}
+    """Map the kinds of a section to their dataclasses, {"none": KeepAll, "topk": TopK}; {} for other types.
+
+    The section is a union of them, or the only one that there is.
+    """
+    options = get_args(section) if get_origin(section) in UNIONS else (section,)
+    sections = [option for option in options if is_dataclass(option)]
+    return {fields(option)[0].default: option for option in sections if fields(option)[0].name == "kind"}
 
 
 @cache

@@ -275,7 +275,7 @@ def test_a_section_with_kinds_may_stand_inside_a_section():
             run(base, overrides=[f"loss.{override}"])
 
 
-@pytest.mark.parametrize("key", ["steps", "model.path", "rollout.group_size", "optim", "optim.lr"])
+@pytest.mark.parametrize("key", ["steps", "model.path", "rollout.group_size", "rollout", "optim.lr"])
 def test_a_missing_setting_is_named(good, key):
     raw = config.yaml.safe_load(good.read_text())
     section = raw[key.split(".")[0]] if "." in key else raw
@@ -475,7 +475,8 @@ def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(na
     keys = list(config.flatten(cfg))
     assert [line.split(":")[0].strip() for line in lines] == [key.rpartition(".")[2] for key in keys]
     marked = {key for key, line in zip(keys, lines, strict=True) if "# <- " in line}
-    first = {"advantage.kind": "group_norm", "prune.completions.kind": "none", "prune.prompts.kind": "none"}
+    first = {"advantage.kind": "group_norm", "prune.completions.kind": "none", "prune.prompts.kind": "none",
+             "loss.trust.kind": "clip"}
     flat = config.flatten(cfg)
     assert marked == differing(cfg) | {key for key, kind in first.items() if flat[key] != kind}
     assert "  temperature: 0.7                        # <- 1.0  divides the logits" in shown
