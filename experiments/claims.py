@@ -24,8 +24,7 @@ from compare import (
     rates_of_six,
     validated,
 )
-
-from runs import RESULTS, Difference, Record, area, area_and_end, curve, difference, least, read, table
+from kept_runs import RESULTS, Difference, Record, area, area_and_end, curve, difference, least, read, table
 
 MARGIN = 2.0     # points: what "does not fall" may fall, and what "needs" must lose without
 RESAMPLES = 2000

@@ -3,7 +3,7 @@
     python experiments/compare.py          # `make compare`: 3 seeds of the six, 18 runs, at most an hour
     python experiments/compare.py --full   # also learning rates, 5 seeds, and eight relatives: 4 CPU hours
 
-docs/experiments.md says what is asked and how it is measured. What a run measured is kept (runs.py), and a
+docs/experiments.md says what is asked and how it is measured. What a run measured is kept (kept_runs), and a
 run that is kept is not run again: interrupt at any time, start again on any machine, and it goes on with the
 first run that is missing. A method runs at the learning rate that its runs on the validation split have
 chosen; without those, as in a part of the comparison, at that of the config.
@@ -17,12 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from statistics import mean
 
-from tqdm import tqdm
-
-import config
-from page.runs import SPENT, short
-from page.summary import phase_seconds
-from runs import (
+from kept_runs import (
     RECIPE,
     RESULTS,
     ROOT,
@@ -38,6 +33,11 @@ from runs import (
     read,
     table,
 )
+from tqdm import tqdm
+
+import config
+from page.runs import SPENT, format_value
+from page.summary import phase_seconds
 
 sys.path.append(str(ROOT / "toy"))
 
@@ -137,7 +137,7 @@ def best_rate(areas: Areas, seeds: int) -> str | None:
 
 def rates_of_six(results: Path) -> dict[str, str]:
     """Name the rate of each of the six: the chosen one, or the config's."""
-    shipped, areas = short(config.load(RECIPE).optim.lr), validated(results)
+    shipped, areas = format_value(config.load(RECIPE).optim.lr), validated(results)
     return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in SIX}
 
 

@@ -20,12 +20,12 @@ from pathlib import Path
 import gguf_model
 import numpy as np
 import word_problems
+from kept_runs import ROOT, run_script, table, train_once
 from tqdm import tqdm
 
 import config
 import report
 from infra.signals import exit_status
-from runs import ROOT, run_script, table, train_once
 from verify.statistics import mcnemar, mean, paired_interval, wilson
 
 CONFIG = "experiments/smollm2.yaml"

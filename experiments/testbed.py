@@ -15,13 +15,13 @@ from pathlib import Path
 from statistics import mean
 
 from compare import SIX
+from kept_runs import RECIPE, ROOT, cpu_seconds, run_script, table, train_once
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
 import config
 from infra import runfolder
 from page.evaluations import count_right
-from runs import RECIPE, ROOT, cpu_seconds, run_script, table, train_once
 
 RUNS = [("grpo", 0), ("dppo", 0), ("greso", 0), ("grpo", 1)]
 ANSWERS = 64  # to each problem at each time

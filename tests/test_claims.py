@@ -13,12 +13,11 @@ sys.path.append(str(ROOT / "experiments"))
 
 import claims  # noqa: E402
 import compare  # noqa: E402
-
-import runs  # noqa: E402
+import kept_runs  # noqa: E402
 
 
 def test_results_quotes_what_the_command_prints_of_what_is_kept(capsys):
-    claims.report(runs.RESULTS)
+    claims.report(kept_runs.RESULTS)
     *table, line = capsys.readouterr().out.splitlines()
     rows = json.loads(line)["rows"]
     text = (ROOT / "RESULTS.md").read_text().replace("**", "")
@@ -38,7 +37,7 @@ def test_seconds_to_a_level_and_speed_by_hand(tmp_path):
     results = tmp_path / "results.jsonl.xz"
     for name, gain in (("slow", 0.2), ("fast", 0.4)):
         for seed in range(3):
-            make(results, runs.Run(name, (), "1e-4", seed), gain)
+            make(results, kept_runs.Run(name, (), "1e-4", seed), gain)
     arms = compare.kept_arms(dict.fromkeys(("slow", "fast", "absent"), "1e-4"), range(3), results)
     assert list(arms) == ["slow", "fast"]
     ratio, low, high, above = claims.speed_up(arms["slow"], arms["fast"], 50.0)
@@ -57,5 +56,5 @@ def test_a_correlation_by_hand_and_the_arms_that_it_is_of():
     error, areas = np.array([0.0, 1.0, 2.0, 3.0]), np.array([[3.0, 3.1], [2.0, 2.1], [1.0, 1.1], [0.0, 0.1]])
     r, low, high = claims.correlation(error, areas)
     assert r == pytest.approx(-1) and low == pytest.approx(-1, abs=1e-3) and high < -0.98
-    errors = claims.gradient_errors(runs.RESULTS)
+    errors = claims.gradient_errors(kept_runs.RESULTS)
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7

@@ -13,9 +13,8 @@ from tqdm import tqdm
 sys.path.append(str(ROOT / "experiments"))
 
 import compare  # noqa: E402
-
-import runs  # noqa: E402
-from runs import Record, Run  # noqa: E402
+import kept_runs  # noqa: E402
+from kept_runs import Record, Run  # noqa: E402
 
 
 def make(results: Path, run: Run, gain: float, tokens: int = 4000) -> None:
@@ -31,11 +30,11 @@ def make(results: Path, run: Run, gain: float, tokens: int = 4000) -> None:
             lines.append({"step": step, "eval/hard_test/accuracy": accuracy})
     about = {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
              "settings": run.plain_settings() | {"steps": 30}, "cpu_seconds": 40.0, "wall_seconds": 50.0}
-    runs.append(run.name, Record(about, lines), results)
+    kept_runs.append(run.name, Record(about, lines), results)
 
 
 def test_results_quotes_what_the_command_prints_of_what_is_kept(capsys):
-    compare.report(runs.RESULTS)
+    compare.report(kept_runs.RESULTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
     quoted = (ROOT / "RESULTS.md").read_text().splitlines()
     assert len(printed) == 8 + 2 * (3 * 2) + 3 * 6 + 3 * 9 and not set(printed) - set(quoted)
@@ -72,14 +71,14 @@ def test_numbers_of_the_comparison_by_hand(tmp_path):
 
 def test_students_law_and_holms_correction():
     for df, t in ((1, 12.706), (2, 4.303), (3, 3.182), (4, 2.776), (7, 2.365), (10, 2.228)):
-        assert runs.chance(t, df) == pytest.approx(0.05, abs=5e-5)
-        assert runs.quantile(0.05, df) == pytest.approx(t, abs=5e-4)
-    assert runs.quantile(0.01, 4) == pytest.approx(4.604, abs=5e-4)
-    assert runs.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
-    assert runs.holm([0.5, 0.9]) == [1.0, 1.0]
-    gap = runs.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
+        assert kept_runs.chance(t, df) == pytest.approx(0.05, abs=5e-5)
+        assert kept_runs.quantile(0.05, df) == pytest.approx(t, abs=5e-4)
+    assert kept_runs.quantile(0.01, 4) == pytest.approx(4.604, abs=5e-4)
+    assert kept_runs.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    assert kept_runs.holm([0.5, 0.9]) == [1.0, 1.0]
+    gap = kept_runs.difference([3.0, 5.0, 4.0], [1.0, 2.0, 3.0], comparisons=1)
     assert (gap.mean, gap.high - gap.mean) == pytest.approx((2.0, 4.3027 * 1 / 3 ** 0.5), abs=1e-3)
-    assert runs.area(np.array([0.0, 2.0]), np.array([10.0, 30.0]), 0, 1) == 15
+    assert kept_runs.area(np.array([0.0, 2.0]), np.array([10.0, 30.0]), 0, 1) == 15
 
 
 @pytest.mark.parametrize("full", [False, True])
@@ -124,16 +123,16 @@ def fake_training(folder: Path, name: str, *settings: str) -> Path:
 
 def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monkeypatch):
     trained, results = [], tmp_path / "results.jsonl.xz"
-    monkeypatch.setattr(runs, "train_once", lambda *given: trained.append(given) or fake_training(*given))
-    monkeypatch.setattr(runs, "ROOT", tmp_path)
+    monkeypatch.setattr(kept_runs, "train_once", lambda *given: trained.append(given) or fake_training(*given))
+    monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
     make(results, compare.arm("grpo", "1e-4", 0), 0.1)
     before = results.read_bytes()
     run, bar = compare.arm("cppo", "1e-4", 0), tqdm(disable=True)
     for _ in range(2):
-        runs.keep(run, results, bar)
+        kept_runs.keep(run, results, bar)
     assert len(trained) == 1 and not (tmp_path / "runs" / "measured" / run.name).exists()
-    assert results.read_bytes().startswith(before) and len(runs.read(results)) == 2
-    record = runs.read(results)[run.name]
+    assert results.read_bytes().startswith(before) and len(kept_runs.read(results)) == 2
+    record = kept_runs.read(results)[run.name]
     assert record.lines == [{"step": 0, "eval/hard_test/accuracy": 0.4, "time/eval": 1.0},
                             {"step": 1, "rollout/tokens": 7, "time/step": 0.333333}]
     about = record.about
@@ -141,22 +140,22 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     assert about["date"] and about["machine"] and about["config"] == "grpo_hard.yaml"
     # A setting that did not exist then does not count; one with another value does, and the newer run stands.
     older = dict(about, settings={key: value for key, value in about["settings"].items() if key != "loss.entropy"})
-    runs.append(run.name, Record(older, record.lines), results)
-    runs.keep(run, results, bar)
+    kept_runs.append(run.name, Record(older, record.lines), results)
+    kept_runs.keep(run, results, bar)
     assert len(trained) == 1
-    runs.append(run.name, Record(about | {"settings": about["settings"] | {"steps": 7}}, record.lines), results)
-    runs.keep(run, results, bar)
-    assert len(trained) == 2 and runs.read(results)[run.name].about == about
+    kept_runs.append(run.name, Record(about | {"settings": about["settings"] | {"steps": 7}}, record.lines), results)
+    kept_runs.keep(run, results, bar)
+    assert len(trained) == 2 and kept_runs.read(results)[run.name].about == about
 
 
 def test_a_write_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch):
     results = tmp_path / "results.jsonl.xz"
     make(results, compare.arm("grpo", "1e-4", 0), 0.1)
     before = results.read_bytes()
-    monkeypatch.setattr(runs.os, "replace", lambda *paths: 1 / 0)  # the process ends here
+    monkeypatch.setattr(kept_runs.os, "replace", lambda *paths: 1 / 0)  # the process ends here
     with pytest.raises(ZeroDivisionError):
         make(results, compare.arm("grpo", "1e-4", 1), 0.1)
-    assert results.read_bytes() == before and len(runs.read(results)) == 1
+    assert results.read_bytes() == before and len(kept_runs.read(results)) == 1
 
 
 def test_the_validation_split_shares_no_problem_with_the_others(tmp_path, monkeypatch):
@@ -173,12 +172,12 @@ def test_the_validation_split_shares_no_problem_with_the_others(tmp_path, monkey
 def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
     """A result whose settings have changed would be run again, and until then the tables would be of another arm."""
     checked = 0
-    for name, record in runs.read(runs.RESULTS).items():
+    for name, record in kept_runs.read(kept_runs.RESULTS).items():
         about = record.about
         if about.get("family") in compare.SIX:
             run = compare.arm(about["arm"], about["rate"], about["seed"])
             run = replace(run, data=compare.VALIDATION if about["split"] == "validation" else None)
-            assert run.name == name and runs.is_kept(run, runs.RESULTS), name
+            assert run.name == name and kept_runs.is_kept(run, kept_runs.RESULTS), name
             checked += 1
     assert checked >= 6 * 8 + 6 * 5 + 8 * 5
 
@@ -187,10 +186,10 @@ def test_what_is_kept_in_the_repository_is_what_the_arms_of_today_would_run():
 def test_a_real_run_of_two_steps_is_kept(tmp_path):
     run = Run("pps", (*compare.SIX["pps"], "steps=2", "eval.every=2", "eval.limit=6"), "1e-4", 0, "pps")
     results = tmp_path / "results.jsonl.xz"
-    runs.keep(run, results, tqdm(disable=True))
-    record, = runs.read(results).values()
+    kept_runs.keep(run, results, tqdm(disable=True))
+    record, = kept_runs.read(results).values()
     assert [line["step"] for line in record.lines] == [0, 1, 2, 2]
     assert all(line["train/tokens"] < line["rollout/tokens"] / 2 for line in record.lines[1:3])
     assert results.stat().st_size < 4000
-    spent = runs.curve(record).spent
+    spent = kept_runs.curve(record).spent
     assert spent["steps"].tolist() == [0, 2] and spent["seconds"][1] > 0

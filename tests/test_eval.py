@@ -307,7 +307,7 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--model", "nowhere/at all"],
      "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
     (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens allow sequences of 50"),
-    (sets("eval.temperature=-1"), "eval.temperature=-1.0 must be at least 0"),
+    (sets("eval.temperature=-1"), "eval.temperature=-1 must be at least 0"),
     ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
     (sets("eval.n=4"), "eval.n=4 must be 1 at eval.temperature=0: greedy answers are all the same"),
     (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),

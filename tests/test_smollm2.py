@@ -72,7 +72,8 @@ def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the
     draw = torch.Generator().manual_seed(0)
     sizes = {"token_embd": (263, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
              "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),
-             "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32), "blk.0.ffn_down": (32, 64)}
+             "blk.0.attn_output": (32, 32), "blk.0.ffn_gate": (64, 32), "blk.0.ffn_up": (64, 32),
+             "blk.0.ffn_down": (32, 64)}
     weights = {name: torch.randn(*size, generator=draw) for name, size in sizes.items()}
     stored = weights | {f"blk.0.attn_{name}": llama_cpp_order(weights[f"blk.0.attn_{name}"], heads)
                         for name, heads in (("q", 4), ("k", 2))}

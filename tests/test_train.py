@@ -419,8 +419,8 @@ def test_a_run_is_finished_when_its_model_is_exported(tmp_path, monkeypatch):
 
 def test_a_run_folder_is_free_when_its_process_has_gone_however_it_went(finished, monkeypatch, capsys):
     place, _ = finished
-    hold = "import sys; from infra import runfolder; log = runfolder.RunLog(runfolder.Path(sys.argv[1])); log.lock(); " \
-           "print('locked', flush=True); sys.stdin.read()"
+    hold = "import sys; from infra import runfolder; log = runfolder.RunLog(runfolder.Path(sys.argv[1])); " \
+           "log.lock(); print('locked', flush=True); sys.stdin.read()"
     process = subprocess.Popen([sys.executable, "-c", hold, str(place / "run")], cwd=ROOT, stdin=subprocess.PIPE,
                                stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "locked\n"
