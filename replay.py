@@ -41,7 +41,7 @@ from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
 from methods import soft_value
-from metrics import Clock, decisions
+from metrics import Clock, list_decisions
 from preflight import memory
 from records import Batch, Pruned, Rolled, Turn, lengths
 from settings import kinds
@@ -148,7 +148,7 @@ def roll_again(run: Run, line: dict) -> Rolled:
 
 def require_same(line: dict, rolled: Rolled, batch: Batch, engine: str) -> None:
     """Raise ConfigError where the step came out as another one than the run has logged."""
-    pairs = [pair for pair in zip(line["prompts"], decisions(rolled, batch)["prompts"], strict=True)
+    pairs = [pair for pair in zip(line["prompts"], list_decisions(rolled, batch)["prompts"], strict=True)
              if "tokens" in pair[0]]
     other = [old["id"] for old, new in pairs if old["tokens"] != new["tokens"]]
     if other:

@@ -61,7 +61,7 @@ from infra import dist, runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export
 from learner import Learner, roles
-from metrics import Clock, of_rollout
+from metrics import Clock, rollout_metrics
 from model import Decoder
 from preflight import memory
 from records import Problem, Rolled
@@ -172,7 +172,7 @@ class Winnow:
         run.checkpoints.wait_for_copies()
         measured = update(run.learner, batch, number, clock)
         run.engine.sync(run.learner.policy)
-        measured |= clock.metrics() | run.checkpoints.metrics() | of_rollout(rolled, batch)
+        measured |= clock.metrics() | run.checkpoints.metrics() | rollout_metrics(rolled, batch)
         train.write_down(run, number + 1, rolled, batch, measured)
         laps.end("update")
         kept = batch.pruned.keep_NG

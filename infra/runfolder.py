@@ -5,7 +5,7 @@
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.samples), decisions.jsonl what was offered and kept, with which
-probability and weight (metrics.decisions), and eval_000005.jsonl each problem of the evaluation after step 5
+probability and weight (list_decisions), and eval_000005.jsonl each problem of the evaluation after step 5
 with its responses. state.json says how the run ended; while it runs there is none (`state_of`).
 """
 

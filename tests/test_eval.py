@@ -386,7 +386,7 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
-     "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
+     "model.path='nowhere/at all' is no folder, and could not be downloaded from the hub"),
     (["--max-new-tokens", "5000"], "the prompts and --max-new-tokens allow sequences of 50"),
     (["--temperature", "-1"], "--temperature must be at least 0"), (["--n", "0"], "--n must be at least 1"),
     (["--n", "4", "--temperature", "1", "--k", "2,8"], "--k must be of numbers in 1..4 (--n)"),
