@@ -19,47 +19,55 @@ from settings import kinds
 
 def order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
-    return np.random.Generator(np.random.Philox(seed_for(seed, epoch, "order"))).permutation(count)
+    bits = np.random.Philox(seed_for(seed, epoch, "order"))
+    return np.random.Generator(bits).permutation(count)
 
 
 def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
-    """Derive the seed of a prompt's g-th completion in an epoch, whichever rank and step sample it."""
+    """Derive the seed of a prompt's g-th completion in an epoch; it does not depend on rank or step."""
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
 class Visit(NamedTuple):
-    """The newest rollout of a prompt, from all of its completions, and how often it was easy or skipped."""
+    """The newest rollout of a prompt, from all of its completions, and counts of the earlier ones."""
 
     epoch: int
     rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
     size: float       # mean |A|
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low
-    times: int = 1    # rolled out so far
-    skipped: int = 0  # turns at which it was skipped since
+    times: int = 1    # rollouts so far
+    skipped: int = 0  # turns at which it was skipped since the newest
 
 
-def easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
+NEVER = Visit(epoch=0, rewards=(), size=math.nan, easy=0, hard=0, times=0)  # of a prompt without a rollout
+
+
+def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
     """Mark easy groups, of equal values above `middle`, and hard ones, of other equal values, bool [N]."""
-    flat_N, high_N = flat(value_NG), value_NG.nan_to_num(nan=-torch.inf).amax(dim=1) > middle
+    flat_N = flat(value_NG)
+    high_N = value_NG.nan_to_num(nan=-torch.inf).amax(dim=1) > middle
     return flat_N & high_N, flat_N & ~high_N
 
 
 class PromptHistory:
-    """The place in the endless sequence of epochs, and, where a kind of prune.prompts needs them, the sizes
-    and rewards of earlier rollouts: all the state that drawing prompts has.
+    """The place in the endless sequence of epochs and, if prune.prompts needs them, the sizes and rewards of
+    earlier rollouts: all the state that drawing prompts has.
 
-    It is the same on every rank, and independent of their number: it is made of records that all ranks hold.
+    It comes from records that all ranks hold, so it is the same on every rank and for any number of ranks.
     """
 
     def __init__(self, prompts: list[Prompt], pruning: kinds.Prompts, seed: int, middle: float):
-        self.prompts, self.pruning, self.seed = prompts, pruning, seed
-        self.records = pruning.kind != "none"     # rollouts are remembered
-        self.adapts = pruning.kind in REFILLING   # and `adapt` has something to do
-        self.middle = middle  # equal values above it are those of an easy prompt (collect.middle)
+        self.prompts = prompts
+        self.pruning = pruning
+        self.seed = seed
+        self.records = pruning.kind != "none"    # rollouts are remembered
+        self.adapts = pruning.kind in REFILLING  # `adapt` is called
+        self.middle = middle  # equal values above it mark an easy prompt (collect.middle)
         self.place = 0
         self.visits: dict[str, Visit] = {}
-        self.explore = (getattr(pruning, "explore", 0.5),) * 2  # GRESO's p for easy and for hard prompts
+        explore = getattr(pruning, "explore", 0.5)
+        self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
     def draw(self, count: int) -> list[Turn]:
         """Take the turns of the next `count` prompts, kept or skipped; a kind that refills (REFILLING) takes
@@ -71,19 +79,21 @@ class PromptHistory:
         if self.pruning.kind == "none":
             return [Turn(prompt, epoch) for epoch, prompt in self.coming(count)]
         turns: list[Turn] = []
-        refills = self.pruning.kind in REFILLING
         missing = count
         while missing:
             block = self.coming(missing)
             prob_K = self.rollout_prob([prompt for _, prompt in block])
             for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
-                if seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63:
-                    turns.append(Turn(prompt, epoch, prob, 1.0 if refills else 1 / prob))
-                else:
-                    turns.append(Turn(prompt, epoch, prob, weight=0.0))
-                    if visit := self.visits.get(prompt.id):
-                        self.visits[prompt.id] = visit._replace(skipped=visit.skipped + 1)
-            missing = count - sum(turn.kept for turn in turns) if refills else 0
+                kept = seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63
+                weight = 0.0
+                if kept:
+                    weight = 1.0 if self.adapts else 1 / prob
+                elif visit := self.visits.get(prompt.id):
+                    self.visits[prompt.id] = visit._replace(skipped=visit.skipped + 1)
+                turns.append(Turn(prompt, epoch, prob, weight))
+            missing = 0
+            if self.adapts:
+                missing = count - sum(turn.kept for turn in turns)
         return turns
 
     def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
@@ -93,51 +103,65 @@ class PromptHistory:
     def coming(self, count: int) -> list[tuple[int, Prompt]]:
         """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""
         size = len(self.prompts)
-        places = [divmod(i, size) for i in range(self.place, self.place + count)]
-        orders = {epoch: order(size, self.seed, epoch) for epoch in {epoch for epoch, _ in places}}
+        orders: dict[int, np.ndarray] = {}
+        drawn = []
+        for place in range(self.place, self.place + count):
+            epoch, i = divmod(place, size)
+            if epoch not in orders:
+                orders[epoch] = order(size, self.seed, epoch)
+            drawn.append((epoch, self.prompts[orders[epoch][i]]))
         self.place += count
-        return [(epoch, self.prompts[orders[epoch][i]]) for epoch, i in places]
+        return drawn
 
     def remembered(self, prompts: list[Prompt]) -> Memory:
-        """Gather what prune.PROMPTS reads of these prompts and their history."""
-        visits = [self.visits.get(prompt.id) for prompt in prompts]
+        """Gather the history of these prompts for prune.PROMPTS."""
+        visits = [self.visits.get(prompt.id, NEVER) for prompt in prompts]
         sizes = [visit.size for visit in self.visits.values()]
-
-        def column(name: str, unseen: float) -> Tensor:
-            values = [unseen if visit is None else getattr(visit, name) for visit in visits]
-            return torch.tensor(values, dtype=torch.float64)
-
-        mean = math.fsum(sizes) / len(sizes) if sizes else math.nan
-        return Memory(column("size", math.nan), column("skipped", 0), column("easy", 0), column("hard", 0),
-                      mean, self.explore, [prompt.row for prompt in prompts])
+        return Memory(
+            size_K=torch.tensor([visit.size for visit in visits], dtype=torch.float64),
+            skipped_K=torch.tensor([visit.skipped for visit in visits], dtype=torch.float64),
+            easy_K=torch.tensor([visit.easy for visit in visits], dtype=torch.float64),
+            hard_K=torch.tensor([visit.hard for visit in visits], dtype=torch.float64),
+            mean=math.fsum(sizes) / len(sizes) if sizes else math.nan,
+            explore=self.explore,
+            rows=[prompt.row for prompt in prompts],
+        )
 
     def record(self, rolled: Rolled) -> None:
-        """Remember a round's rollouts that show something: prompts are pruned by them."""
+        """Remember a round's rollouts, by which prompts are pruned. A group that shows nothing (`comparable`)
+        counts as if its prompt had not come up."""
         value_NG = rolled.rewards.compared_NG
-        easy_N, hard_N = easy_and_hard(value_NG, self.middle)
-        sizes = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num().tolist()  # 0 where none has a reward
-        rows = zip(rolled.kept, value_NG.tolist(), sizes, easy_N.tolist(), hard_N.tolist(), strict=True)
-        for shows, (turn, values, size, is_easy, is_hard) in zip(comparable(value_NG), rows, strict=True):
-            if not shows:  # as if it had not come up
-                continue
-            old = self.visits.get(turn.prompt.id)
-            easy, hard, times = (old.easy, old.hard, old.times) if old else (0, 0, 0)
-            self.visits[turn.prompt.id] = Visit(turn.epoch, tuple(values), size, easy + 1 if is_easy else 0,
-                                                hard + 1 if is_hard else 0, times + 1)
+        easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
+        size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 where none has a reward
+        columns = (comparable(value_NG), value_NG, size_N, easy_N, hard_N)
+        rows = zip(rolled.kept, *(column.tolist() for column in columns), strict=True)
+        for turn, shows, values, size, is_easy, is_hard in rows:
+            if shows:
+                old = self.visits.get(turn.prompt.id, NEVER)
+                self.visits[turn.prompt.id] = Visit(
+                    epoch=turn.epoch,
+                    rewards=tuple(values),
+                    size=size,
+                    easy=old.easy + 1 if is_easy else 0,
+                    hard=old.hard + 1 if is_hard else 0,
+                    times=old.times + 1,
+                )
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
         if rolled.turns[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
-            marks = easy_and_hard(value_NG[comparable(value_NG)], self.middle)
-            easy, hard = (x_N.double().mean().nan_to_num().item() for x_N in marks)
+            easy_N, hard_N = mark_easy_and_hard(value_NG[comparable(value_NG)], self.middle)
+            easy = easy_N.double().mean().nan_to_num().item()
+            hard = hard_N.double().mean().nan_to_num().item()
             self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
-        """Return plain values for a checkpoint, which later steps leave as they are."""
-        return {"place": self.place, "explore": self.explore,
-                "visits": {prompt_id: tuple(visit) for prompt_id, visit in self.visits.items()}}
+        """Return plain values for a checkpoint, which later steps do not change."""
+        visits = {prompt_id: tuple(visit) for prompt_id, visit in self.visits.items()}
+        return {"place": self.place, "explore": self.explore, "visits": visits}
 
     def restore(self, state: dict) -> None:
-        self.place, self.explore = state["place"], state["explore"]
+        self.place = state["place"]
+        self.explore = state["explore"]
         self.visits = {prompt_id: Visit(*values) for prompt_id, values in state["visits"].items()}

@@ -24,7 +24,7 @@ from records import Batch, Group, PreparedRow, Rolled, pending
 
 @dataclass(slots=True)
 class Clock:
-    """Seconds by phase of one step. CUDA is waited for, so a phase pays for the work that it launched."""
+    """Seconds by phase of one step. A phase waits for CUDA, so it pays for the work that it launched."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     start: float = field(default_factory=perf_counter)
@@ -38,97 +38,126 @@ class Clock:
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
+        """Return the seconds of each phase, and of the step so far."""
         phases = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         return phases | {"time/step": perf_counter() - self.start}
 
 
-def of_rollout(rolled: Rolled, batch: Batch) -> dict[str, float]:
-    """Compute the metrics of records that every rank holds. Means of nothing are left out."""
-    reward_NG, weight_NG = rolled.rewards.total_NG, batch.pruned.weight_NG
+def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
+    """Compute the metrics of rollout and pruning, from records that every rank holds. A mean over zero items
+    is omitted."""
+    reward_NG = rolled.rewards.total_NG
+    weight_NG = batch.pruned.weight_NG
     samples = [s for group in rolled.groups for s in group.samples]
     ended = [s for s in samples if not s.pending]
-    ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     tokens = sum(s.fresh for s in samples)
-    counts = {
+    offered = batch.offered * weight_NG.shape[1]
+    metrics = {
         "rollout/rounds": len(rolled.sizes),
         "rollout/prompts": len(rolled.groups),
         "rollout/tokens": tokens,
         "rollout/pending": len(samples) - len(ended),
         "rollout/unscored": int(reward_NG.isnan().sum()),
         "prune/skipped": len(rolled.turns) - len(rolled.groups),
-        "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
+        "prune/offered": offered - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
-        "prune/weight_max": weight_NG.max().item() if weight_NG.numel() else 0.0,
-        "prune/ess": (weight_NG.sum() ** 2 / weight_NG.square().sum()).item() if weight_NG.any() else 0.0,
+        "prune/weight_max": 0.0,
+        "prune/ess": 0.0,
     }
-    counts |= vote_metrics(rolled.groups)
+    if weight_NG.any():
+        ess = weight_NG.sum() ** 2 / weight_NG.square().sum()
+        metrics["prune/weight_max"] = weight_NG.max().item()
+        metrics["prune/ess"] = ess.item()
+    metrics |= vote_metrics(rolled.groups)
     if samples:
-        counts["rollout/entropy"] = -sum(sum(s.logp[s.start:]) for s in samples) / tokens
-    if comparable(reward_NG).any() and reward_NG.shape[1] > 1:
-        counts["advantage/flat_groups"] = flat(reward_NG[comparable(reward_NG)]).double().mean().item()
+        nats = sum(sum(s.logp[s.start:]) for s in samples)
+        metrics["rollout/entropy"] = -nats / tokens
+    comparable_N = comparable(reward_NG)
+    if comparable_N.any() and reward_NG.shape[1] > 1:
+        flat_N = flat(reward_NG[comparable_N])
+        metrics["advantage/flat_groups"] = flat_N.double().mean().item()
     if not ended:
-        return counts
+        return metrics
+    ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     components = rolled.rewards.components | {"mean": reward_NG}
-    means = {f"reward/{name}": x_NG[ended_NG].nanmean().item() for name, x_NG in components.items()
-             if not x_NG[ended_NG].isnan().all()}
-    if "reward/mean" in means:
-        means["reward/std"] = reward_NG[ended_NG & ~reward_NG.isnan()].std(correction=0).item()
-    return counts | means | {
-        "rollout/length": sum(s.length for s in ended) / len(ended),
-        "rollout/truncated": sum(not s.finished for s in ended) / len(ended),
-    }
+    for name, value_NG in components.items():
+        value = value_NG[ended_NG].nanmean().item()
+        if not math.isnan(value):
+            metrics[f"reward/{name}"] = value
+    if "reward/mean" in metrics:
+        scored_NG = ended_NG & ~reward_NG.isnan()
+        metrics["reward/std"] = reward_NG[scored_NG].std(correction=0).item()
+    metrics["rollout/length"] = sum(s.length for s in ended) / len(ended)
+    metrics["rollout/truncated"] = sum(not s.finished for s in ended) / len(ended)
+    return metrics
+
+
+VOTES = {  # field of a Vote -> its metric
+    "completions": "votes/completions",
+    "lead": "votes/lead",
+    "label_right": "votes/label_accuracy",
+    "accuracy": "votes/accuracy",
+}
 
 
 def vote_metrics(groups: list[Group]) -> dict[str, float]:
     """Compute means over the groups of a step that were voted on, and the tokens of all completions that
-    voted, which were all sampled; without votes nothing."""
+    voted, which were all sampled. Without votes the result is empty."""
     votes = [group.vote for group in groups if group.vote]
     if not votes:
         return {}
-    means = {"votes/completions": [vote.completions for vote in votes],
-             "votes/lead": [vote.lead for vote in votes],
-             "votes/label_accuracy": [vote.label_right for vote in votes if vote.label_right is not None],
-             "votes/accuracy": [vote.accuracy for vote in votes if vote.accuracy is not None]}
-    return {"rollout/tokens": sum(vote.tokens for vote in votes),
-            **{name: sum(values) / len(values) for name, values in means.items() if values}}
+    metrics = {"rollout/tokens": sum(vote.tokens for vote in votes)}
+    for name, key in VOTES.items():
+        values = [getattr(vote, name) for vote in votes]
+        known = [value for value in values if value is not None]
+        if known:
+            metrics[key] = sum(known) / len(known)
+    return metrics
 
 
-def decisions(rolled: Rolled, batch: Batch) -> dict:
+def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     """List the prompts and completions offered and kept, with probability and weight: enough to compute the
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
-    {"seed", "offered", "rounds": groups of each, "prompts": [{"id", "epoch", "prob", "weight", "copy" where
-    Turn's is not 0; of a prompt that was rolled out also "tokens": a hash of them, and "right": [G], 1, 0, or
-    null of a completion that goes on, and without gold answers "reward": [G] instead; of one that is trained
-    on "place": which of those offered it is, "completion_prob": [G], "completion_weight": [G]}]}; a
-    completion's are those of both levels together, and its weight is 0 where it is dropped; with prune.tokens
-    "completion_tokens" are those before its cut.
+    {"seed", "offered", "rounds": number of groups in each round, "prompts": [...]}, each prompt with "id",
+    "epoch", "prob", "weight", and "copy" if its Turn's is not 0.
+    A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
+    for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
+    has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G]. Both
+    cover the two levels of pruning together; the weight of a dropped completion is 0. With prune.tokens,
+    "completion_tokens" counts its tokens before the cut.
     """
-    kept = zip(batch.turns, batch.places, batch.pruned.prob_NG, batch.pruned.weight_NG, strict=True)
-    trained = {turn: {
-        "place": place, "completion_prob": prob_G.tolist(), "completion_weight": weight_G.tolist()}
-        for turn, place, prob_G, weight_G in kept}
+    trained = {}
+    pruned = batch.pruned
+    for turn, place, prob_G, weight_G in zip(
+            batch.turns, batch.places, pruned.prob_NG.tolist(), pruned.weight_NG.tolist(), strict=True):
+        trained[turn] = {"place": place, "completion_prob": prob_G, "completion_weight": weight_G}
     for turn, weights_G in zip(batch.turns, batch.tokens or (), strict=False):
         trained[turn]["completion_tokens"] = list(map(len, weights_G))
     name, value_NG = "reward", rolled.rewards.total_NG
     if "accuracy" in rolled.rewards.components:
         name, value_NG = "right", (rolled.rewards.components["accuracy"] == 1).int()
-    prompts, values = [], zip(rolled.groups, value_NG.tolist(), strict=True)
+    rolled_out = zip(rolled.groups, value_NG.tolist(), strict=True)
+    prompts = []
     for turn in rolled.turns:
         line = {"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
-        line |= {"copy": turn.copy} if turn.copy else {}
+        if turn.copy:
+            line["copy"] = turn.copy
         if turn.kept:
-            group, value_G = next(values)
-            line[name] = [None if s.pending or math.isnan(value) else value
-                          for s, value in zip(group.samples, value_G, strict=True)]
+            group, values = next(rolled_out)
+            line[name] = []
+            for s, value in zip(group.samples, values, strict=True):
+                line[name].append(None if s.pending or math.isnan(value) else value)
             tokens = b"/".join(s.ids.tobytes() for s in group.samples)
             line["tokens"] = hashlib.sha256(tokens).hexdigest()[:16]
         prompts.append(line | trained.get(turn, {}))
     return {"seed": batch.seed, "offered": batch.offered, "rounds": rolled.sizes, "prompts": prompts}
 
 
-SUMS = ("loss", "tokens", "passed", "clipped", "k3", "packed", "rows", "room", "cost", "corrected", "masked",
-        "compared", "mismatch", "engine_kl", "ratio", "ratio_squared", "probability")
+SUMS = """
+    loss tokens passed clipped k3 packed rows room cost corrected masked
+    compared mismatch engine_kl ratio ratio_squared probability
+""".split()
 
 
 @dataclass(slots=True)
@@ -136,44 +165,55 @@ class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
     pack: Pack
-    quadratic: float = 0.0  # of pack.cost
+    quadratic: float = 0.0  # for pack.cost
     sums: dict[str, Tensor | float] = field(default_factory=partial(dict.fromkeys, SUMS, 0.0))
     mismatch_max: Tensor | float = 0.0
 
     def add(self, prepared: PreparedRow, terms: RowLoss, first_pass: bool) -> None:
         """Add one row in one pass. A row that only keeps its rank in step is not counted."""
         row = prepared.row
-        self.sums["loss"] += terms.loss
-        self.sums["rows"] += first_pass
-        self.sums["room"] += first_pass * self.pack.capacity
+        sums = self.sums
+        sums["loss"] += terms.loss
+        if first_pass:
+            sums["rows"] += 1
+            sums["room"] += self.pack.capacity
         if not row.counts:
             return
-        self.sums["passed"] += len(row.target_C)  # once for each pass
-        self.sums["clipped"] += (terms.f_C == 0).sum()
+        sums["passed"] += len(row.target_C)  # once for each pass
+        sums["clipped"] += (terms.f_C == 0).sum()
         if terms.k3_C is not None:
-            self.sums["k3"] += terms.k3_C.sum()
+            sums["k3"] += terms.k3_C.sum()
         if first_pass:
-            self.sums["tokens"] += len(row.target_C)
-            self.sums["packed"] += len(row.ids_T)
-            self.sums["cost"] += cost(row.segments.queries, row.segments.keys, self.quadratic)
-            self.sums["corrected"] += terms.factor_C.sum()
-            self.sums["masked"] += (terms.factor_C == 0).sum()
-            self.sums["probability"] += row.sampled_logp_C.exp().sum()
+            sums["tokens"] += len(row.target_C)
+            sums["packed"] += len(row.ids_T)
+            sums["cost"] += cost(row.segments.queries, row.segments.keys, self.quadratic)
+            sums["corrected"] += terms.factor_C.sum()
+            sums["masked"] += (terms.factor_C == 0).sum()
+            sums["probability"] += row.sampled_logp_C.exp().sum()
         if first_pass and prepared.old_logp_C is not None:
             # log pi_trainer - log pi_engine of tokens that the engine drew
             gap_C = (prepared.old_logp_C - row.sampled_logp_C).double()
-            self.sums["compared"] += len(gap_C)
-            self.sums["mismatch"] += gap_C.abs().sum()
-            self.sums["engine_kl"] += (gap_C.exp() - gap_C - 1).sum()
-            self.sums["ratio"] += gap_C.exp().sum()
-            self.sums["ratio_squared"] += (2 * gap_C).exp().sum()
+            ratio_C = gap_C.exp()
+            sums["compared"] += len(gap_C)
+            sums["mismatch"] += gap_C.abs().sum()
+            sums["engine_kl"] += (ratio_C - gap_C - 1).sum()
+            sums["ratio"] += ratio_C.sum()
+            sums["ratio_squared"] += (2 * gap_C).exp().sum()
             self.mismatch_max = gap_C.abs().max().clamp(min=self.mismatch_max)
 
     def metrics(self, updates: int) -> dict[str, float]:
         """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
         highest_cost = dist.max_over_ranks(self.sums["cost"])
-        tokens, passed, compared = (max(total[name], 1) for name in ("tokens", "passed", "compared"))
+        highest_mismatch = dist.max_over_ranks(float(self.mismatch_max))
+        tokens = max(total["tokens"], 1)
+        passed = max(total["passed"], 1)
+        compared = max(total["compared"], 1)
+        ess, imbalance = 1.0, 0.0
+        if total["compared"]:
+            ess = total["ratio"] ** 2 / (compared * total["ratio_squared"])
+        if total["cost"]:
+            imbalance = highest_cost * dist.world_size() / total["cost"] - 1
         return {
             "train/loss": total["loss"] / updates,
             "train/tokens": int(total["tokens"]),
@@ -181,14 +221,13 @@ class PassSums:
             "train/kl": total["k3"] / passed,
             "train/probability": total["probability"] / tokens,
             "mismatch/logp_abs_mean": total["mismatch"] / compared,
-            "mismatch/logp_abs_max": dist.max_over_ranks(float(self.mismatch_max)),
+            "mismatch/logp_abs_max": highest_mismatch,
             "mismatch/kl": total["engine_kl"] / compared,
-            "mismatch/ess": (total["ratio"] ** 2 / (compared * total["ratio_squared"]) if total["compared"]
-                             else 1.0),
+            "mismatch/ess": ess,
             "mismatch/weight_mean": total["corrected"] / tokens,
             "mismatch/masked": total["masked"] / tokens,
             "pack/tokens": int(total["packed"]),
             "pack/rows": int(total["rows"]),
             "pack/density": total["packed"] / max(total["room"], 1),
-            "pack/imbalance": highest_cost * dist.world_size() / total["cost"] - 1 if total["cost"] else 0.0,
+            "pack/imbalance": imbalance,
         }

@@ -1,8 +1,8 @@
 """One decoder for Qwen2/2.5, Qwen3 and Llama 3: Hugging Face folder in, log-probs out.
 
 Tokens are always packed: sequences lie one behind the other in a single [T] axis, so there is no batch
-dimension and no padding. What a token may look at is decided by `attend`, a function handed to `forward`:
-training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). The rest is the same.
+dimension and no padding. The function `attend`, an argument of `forward`, decides which tokens a token sees:
+training attends within segments (BACKENDS), decoding to a KV cache (rollout.py). All else is the same.
 
 Dimension key:  T packed tokens,  C tokens with a target,  D width,  H heads (fewer for keys and values than
 for queries),  E head width,  V vocabulary.
@@ -24,36 +24,46 @@ from infra.weights import Shape, hf_name, load_weights, read_shape
 from records import Segments
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
-# What selective recomputation keeps: the results of these, by which a block's time is spent.
-PRODUCTS = {"mm", "addmm", "_scaled_dot_product_flash_attention_for_cpu", "_varlen_attn",
-            "_scaled_dot_product_efficient_attention", "_flash_attn_varlen_forward"}
+# Selective recomputation keeps the results of these operations, which take most of a block's time.
+KEPT_PRODUCTS = {
+    "mm",
+    "addmm",
+    "_scaled_dot_product_flash_attention_for_cpu",
+    "_varlen_attn",
+    "_scaled_dot_product_efficient_attention",
+    "_flash_attn_varlen_forward",
+}
 
 
 def rope_frequencies(shape: Shape) -> Tensor:
     """Compute radians per position of the head_dim / 2 planes; llama3 scaling stretches the long waves."""
-    freq = shape.rope_theta ** -(torch.arange(0, shape.head_dim, 2, device="cpu").float() / shape.head_dim)
-    if shape.rope_scaling is None:
+    plane_E = torch.arange(0, shape.head_dim, 2, device="cpu").float()
+    freq = shape.rope_theta ** -(plane_E / shape.head_dim)
+    scaling = shape.rope_scaling
+    if scaling is None:
         return freq
-    factor, old_length = shape.rope_scaling["factor"], shape.rope_scaling["original_max_position_embeddings"]
-    low, high = shape.rope_scaling["low_freq_factor"], shape.rope_scaling["high_freq_factor"]
+    old_length = scaling["original_max_position_embeddings"]
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = old_length * freq / (2 * math.pi)  # how often the wave turns within the old context
     blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return blend * freq + (1 - blend) * freq / factor
+    return blend * freq + (1 - blend) * freq / scaling["factor"]
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     """Apply the rotary embedding in Hugging Face's layout: plane i is (x[i], x[i + E/2])."""
     left, right = x_THE.chunk(2, dim=-1)
-    return x_THE * cos_TE[:, None] + torch.cat([-right, left], dim=-1) * sin_TE[:, None]
+    turned_THE = torch.cat([-right, left], dim=-1)
+    return x_THE * cos_TE[:, None] + turned_THE * sin_TE[:, None]
 
 
 class Attention(nn.Module):
-    """The products around attention; `forward` computes what goes into it."""
+    """The linear layers around attention; `forward` computes its queries, keys and values."""
 
     def __init__(self, shape: Shape):
         super().__init__()
         self.head_dim = shape.head_dim
-        query, key = shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+        query = shape.heads * shape.head_dim
+        key = shape.kv_heads * shape.head_dim
         self.q_proj = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
         self.k_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
         self.v_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
@@ -65,9 +75,13 @@ class Attention(nn.Module):
             self.q_norm = self.k_norm = nn.Identity()
 
     def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        projections = (self.q_proj, self.k_proj, self.v_proj)
-        q, k, v = (project(x_TD).unflatten(-1, (-1, self.head_dim)) for project in projections)
-        return rotate(self.q_norm(q), cos_TE, sin_TE), rotate(self.k_norm(k), cos_TE, sin_TE), v
+        by_head = -1, self.head_dim
+        q_THE = self.q_proj(x_TD).unflatten(-1, by_head)
+        k_THE = self.k_proj(x_TD).unflatten(-1, by_head)
+        v_THE = self.v_proj(x_TD).unflatten(-1, by_head)
+        q_THE = rotate(self.q_norm(q_THE), cos_TE, sin_TE)
+        k_THE = rotate(self.k_norm(k_THE), cos_TE, sin_TE)
+        return q_THE, k_THE, v_THE
 
 
 class MLP(nn.Module):
@@ -78,7 +92,8 @@ class MLP(nn.Module):
         self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x_TD)) * self.up_proj(x_TD))
+        gate = F.silu(self.gate_proj(x_TD))
+        return self.down_proj(gate * self.up_proj(x_TD))
 
 
 class Block(nn.Module):
@@ -103,14 +118,18 @@ class Block(nn.Module):
 
 
 def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
-    kept = op._schema.name.split("::")[1] in PRODUCTS
+    kept = op._schema.name.split("::")[1] in KEPT_PRODUCTS
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
 again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn in a block
 selective = partial(create_selective_checkpoint_contexts, keep_products)
-# model.checkpoint_blocks -> how a block is called. What its forward pass does not keep, backward makes again.
-CALLS = {"none": call, "selective": partial(again, context_fn=selective), "all": again}
+# model.checkpoint_blocks -> how a block is called. Backward computes again the results that forward dropped.
+CALLS = {
+    "none": call,
+    "selective": partial(again, context_fn=selective),
+    "all": again,
+}
 
 
 class Decoder(nn.Module):
@@ -136,27 +155,36 @@ class Decoder(nn.Module):
     @property
     def quadratic(self) -> float:
         """Compute the cost of attention over a sequence's squared length, in units of one token through all
-        linear layers: a query meets half of its sequence, with two operations per key and head dimension for
-        the product and two for the value; a weight takes two operations per token.
+        linear layers: a query meets half of its sequence on average, with two operations per key and head
+        dimension for the score and two for the value; a weight takes two operations per token.
         """
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
 
-    def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor, target_C: Tensor,
-                temperature: float) -> Tensor:
+    def forward(
+        self,
+        ids_T: Tensor,
+        position_T: Tensor,
+        attend: Attend,
+        predict_C: Tensor,
+        target_C: Tensor,
+        temperature: float,
+    ) -> Tensor:
         """Compute log softmax(logits / temperature)[target] after the tokens at predict_C, in nats, [C].
         Training calls the module, so that weights spread over the ranks are gathered."""
         hidden_CD = self.hidden(ids_T, position_T, attend)[predict_C]
-        how = temperature, self.logp_chunk, self.elementwise
-        return ChunkedLogProb.apply(hidden_CD, self.head_VD, target_C, *how)
+        return ChunkedLogProb.apply(
+            hidden_CD, self.head_VD, target_C, temperature, self.logp_chunk, self.elementwise)
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
         self.frequency = self.frequency.to(ids_T.device)
         angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
         x_TD = self.embed_tokens(ids_T)
-        cos_TE, sin_TE = angle_TE.cos().to(x_TD.dtype), angle_TE.sin().to(x_TD.dtype)
-        call_block = CALLS[self.checkpoint_blocks if torch.is_grad_enabled() else "none"]
+        cos_TE = angle_TE.cos().to(x_TD.dtype)
+        sin_TE = angle_TE.sin().to(x_TD.dtype)
+        kind = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
+        call_block = CALLS[kind]
         for block in self.layers:
             x_TD = call_block(block, x_TD, cos_TE, sin_TE, attend)
         return self.norm(x_TD)
@@ -165,7 +193,8 @@ class Decoder(nn.Module):
         """Fuse elementwise work by torch.compile, in blocks before and after attention, and in the head."""
         fused = partial(torch.compile, dynamic=True)  # the same kernels for rows of all lengths
         for block in self.layers:
-            block.before, block.after = fused(block.before), fused(block.after)
+            block.before = fused(block.before)
+            block.after = fused(block.after)
         self.elementwise = fused(log_prob), fused(logits_gradient)
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
@@ -173,7 +202,7 @@ class Decoder(nn.Module):
         return product(hidden_CD, self.head_VD.T)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield every weight under its Hugging Face name, those with an adapter (lora.py) merged."""
+        """Yield every weight under its Hugging Face name; adapters (lora.py) are merged into theirs."""
         for path, module in self.named_modules():
             own = module.merged() if hasattr(module, "merged") else module.named_parameters(recurse=False)
             for name, tensor in own:
@@ -183,34 +212,40 @@ class Decoder(nn.Module):
 class ChunkedLogProb(torch.autograd.Function):
     """Log-probs of the targets from hidden states, with the logits of one chunk at a time in memory.
 
-    Backward recomputes each chunk's logits, so neither pass stores [C, V]. Products of halves stay float32.
+    Backward recomputes each chunk's logits, so neither pass stores [C, V]. Products of 16-bit numbers stay float32.
     """
 
     @staticmethod
     def forward(ctx, hidden_CD, head_VD, target_C, temperature, chunk, elementwise):
         log_prob, ctx.logits_gradient = elementwise
-        pairs = zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True)
-        logp_C = torch.cat([log_prob(tempered(product(hidden, head_VD.T), temperature), target)
-                            for hidden, target in pairs])
+        pieces = []
+        for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
+            # No name holds the logits, so they are freed before the next chunk's are made.
+            pieces.append(log_prob(tempered(product(hidden, head_VD.T), temperature), target))
+        logp_C = torch.cat(pieces)
         ctx.save_for_backward(hidden_CD, head_VD, target_C, logp_C)
-        ctx.temperature, ctx.chunk = temperature, chunk
+        ctx.temperature = temperature
+        ctx.chunk = chunk
         return logp_C
 
     @staticmethod
     def backward(ctx, grad_C):
         hidden_CD, head_VD, target_C, logp_C = ctx.saved_tensors
-        scale_C, grad_hidden_CD = tempered(grad_C.clone(), ctx.temperature), torch.empty_like(hidden_CD)
-        head_is_trained = ctx.needs_input_grad[1]
-        grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype) if head_is_trained else None
+        scale_C = tempered(grad_C.clone(), ctx.temperature)
+        grad_hidden_CD = torch.empty_like(hidden_CD)
+        grad_head_VD = None
+        if ctx.needs_input_grad[1]:
+            grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype)
         pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD)]
         for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
             logits_CV = tempered(product(hidden, head_VD.T), ctx.temperature)
             grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
-            if head_is_trained:
+            if grad_head_VD is not None:
                 product(grad_CV.T, hidden, onto=grad_head_VD)
             del logits_CV, grad_CV  # before the next chunk's are made
-        grad_head_VD = grad_head_VD.to(head_VD.dtype) if head_is_trained else None
+        if grad_head_VD is not None:
+            grad_head_VD = grad_head_VD.to(head_VD.dtype)
         return grad_hidden_CD, grad_head_VD, None, None, None, None
 
 
@@ -222,31 +257,35 @@ def log_prob(logits_CV: Tensor, target_C: Tensor) -> Tensor:
 def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C: Tensor) -> Tensor:
     """Compute the gradient of scale x log_prob, scale (onehot(target) - softmax): [C, V].
 
-    The target's entry is 1 - p from its log-prob, where a difference of the two would cancel.
+    The target's entry 1 - p comes from its log-prob: the difference itself would lose digits.
     """
-    of_others_CV = logits_CV.softmax(dim=-1).mul_(-scale_C[:, None])
-    return of_others_CV.scatter_(1, target_C[:, None], (-scale_C * logp_C.expm1())[:, None])
+    grad_CV = logits_CV.softmax(dim=-1).mul_(-scale_C[:, None])
+    of_target_C = -scale_C * logp_C.expm1()
+    return grad_CV.scatter_(1, target_C[:, None], of_target_C[:, None])
 
 
 def with_entropy(logits_CV: Tensor, target_C: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] and the entropy of softmax(logits), in nats, [C, 2]."""
     logp_CV = logits_CV.log_softmax(dim=-1)
     entropy_C = -(logp_CV.exp().mul_(logp_CV)).sum(dim=-1)
-    return torch.stack([logp_CV.gather(1, target_C[:, None])[:, 0], entropy_C], dim=1)
+    logp_C = logp_CV.gather(1, target_C[:, None])[:, 0]
+    return torch.stack([logp_C, entropy_C], dim=1)
 
 
 def entropy_gradient(logits_CV: Tensor, target_C: Tensor, out_C2: Tensor, scale_C2: Tensor) -> Tensor:
-    """Compute the gradient of both, each times its scale, [C, V]; overwrites the logits. That of the entropy
-    H = -sum p log p is -p (log p + H).
+    """Compute the gradient of both, each times its scale, [C, V]; overwrites the logits. The gradient of the
+    entropy H = -sum p log p is -p (log p + H).
     """
-    (logp_C, entropy_C), (of_logp_C, of_entropy_C) = out_C2.unbind(dim=1), scale_C2.unbind(dim=1)
-    total_CV = logits_gradient(logits_CV, target_C, logp_C, of_logp_C)
+    logp_C, entropy_C = out_C2.unbind(dim=1)
+    logp_scale_C, entropy_scale_C = scale_C2.unbind(dim=1)
+    total_CV = logits_gradient(logits_CV, target_C, logp_C, logp_scale_C)
     logp_CV = logits_CV.sub_(logits_CV.logsumexp(dim=-1, keepdim=True))
-    p_CV = logp_CV.exp()
-    return total_CV.sub_(p_CV.mul_(logp_CV.add_(entropy_C[:, None])).mul_(of_entropy_C[:, None]))
+    grad_CV = logp_CV.exp()
+    grad_CV.mul_(logp_CV.add_(entropy_C[:, None]))
+    return total_CV.sub_(grad_CV.mul_(entropy_scale_C[:, None]))
 
 
-WITH_ENTROPY = with_entropy, entropy_gradient  # of Decoder.elementwise
+WITH_ENTROPY = with_entropy, entropy_gradient  # for Decoder.elementwise
 
 
 def tempered(x: Tensor, temperature: float) -> Tensor:
@@ -255,8 +294,8 @@ def tempered(x: Tensor, temperature: float) -> Tensor:
 
 
 def product(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
-    """Compute left @ right in at least float32, or add it to `onto` in place. A product of halves is never
-    rounded to halves: on the CPU, which has no such kernel, they are widened first."""
+    """Compute left @ right in at least float32, or add it to `onto` in place. A product of 16-bit matrices is
+    never rounded to 16 bits: on the CPU, which has no such kernel, they are widened first."""
     wide = torch.promote_types(left.dtype, torch.float32)
     if left.device.type == "cpu":
         left, right = left.to(wide), right.to(wide)
@@ -271,78 +310,102 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 
 def sdpa_padded(segments: Segments) -> Attend:
-    """Pad segments to batches of like lengths. Those without a prefix are one batch, which needs no mask."""
+    """Pad segments to batches of like lengths. All without a prefix are one batch, which needs no mask."""
     batches: dict[int, list[int]] = {}
     for i, (queries, keys) in enumerate(zip(segments.queries, segments.keys, strict=True)):
-        batches.setdefault(queries.bit_length() if keys > queries else 0, []).append(i)
-    padded = [padded_batch(segments, members) for members in batches.values()]
+        size = queries.bit_length() if keys > queries else 0
+        batches.setdefault(size, []).append(i)
+    padded = [pad_batch(segments, members) for members in batches.values()]
     back_T = torch.cat([query_Q for query_Q, _ in padded]).argsort()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return torch.cat([attend_batch(layer, q, k, v) for _, attend_batch in padded]).index_select(0, back_T)
+        out = torch.cat([attend_batch(layer, q, k, v) for _, attend_batch in padded])
+        return out.index_select(0, back_T)
 
     return attend
 
 
-def padded_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
+def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     """Make the attention of some segments; returns the tokens that are its queries, in order, and itself.
 
-    Keys of a prefix are padded on the left and a segment's own on the right: what query i sees of these is i
-    and all before, in every segment.
+    Keys of a prefix are padded on the left and a segment's own on the right: query i sees the own keys 0 to i
+    in every segment.
     """
     device = segments.key_K.device
-    columns = [[x[i] for i in members] for x in (segments.queries, segments.keys)]
-    query_S, keys_S = torch.tensor(columns, device=device)[:, :, None]
+    queries = [segments.queries[i] for i in members]
+    keys = [segments.keys[i] for i in members]
+    query_S, keys_S = torch.tensor([queries, keys], device=device)[:, :, None]
     first_S, first_key_S = segments.start_2S[:, members, None]
     prefix_S = keys_S - query_S
-    place_M = torch.arange(int(max(columns[0])), device=device)
-    most = max(keys - queries for queries, keys in zip(*columns, strict=True))
-    place_L = torch.arange(-most, len(place_M), device=device)
+    longest_prefix = max(k - q for q, k in zip(queries, keys, strict=True))
+    place_M = torch.arange(max(queries), device=device)
+    place_L = torch.arange(-longest_prefix, len(place_M), device=device)
     query_SM = first_S + torch.minimum(place_M, query_S - 1)
-    key_SL = segments.key_K[first_key_S + torch.minimum((place_L + prefix_S).clamp(min=0), keys_S - 1)]
-    seen_SML = ((place_L >= -prefix_S)[:, None] & (place_L <= place_M[:, None]))[:, None] if most else None
+    key_place_SL = (place_L + prefix_S).clamp(min=0)
+    key_SL = segments.key_K[first_key_S + torch.minimum(key_place_SL, keys_S - 1)]
+    seen_SML = None
+    if longest_prefix:
+        real_SL = place_L >= -prefix_S
+        causal_ML = place_L <= place_M[:, None]
+        seen_SML = (real_SL[:, None] & causal_ML)[:, None]
     real_Q = (place_M < query_S).flatten().nonzero()[:, 0]
 
     def pad(x: Tensor, index_SL: Tensor) -> Tensor:
-        return x.index_select(0, index_SL.flatten()).unflatten(0, index_SL.shape).transpose(1, 2)
+        padded = x.index_select(0, index_SL.flatten())
+        return padded.unflatten(0, index_SL.shape).transpose(1, 2)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = F.scaled_dot_product_attention(
-            pad(q, query_SM), pad(k, key_SL), pad(v, key_SL), attn_mask=seen_SML, is_causal=not most,
-            enable_gqa=q.shape[1] != k.shape[1])
+            pad(q, query_SM),
+            pad(k, key_SL),
+            pad(v, key_SL),
+            attn_mask=seen_SML,
+            is_causal=not longest_prefix,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
         return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
 
 
-def by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
+def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
     """Make the attention that a kernel computes from q, each segment's keys and values, and their places."""
-    key_K = segments.key_K
-    given = *segments.start_2S, max(segments.queries), max(segments.keys)
-    return lambda layer, q, k, v: kernel(q, k.index_select(0, key_K), v.index_select(0, key_K), *given)
+    places = *segments.start_2S, max(segments.queries), max(segments.keys)
+
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        k = k.index_select(0, segments.key_K)
+        v = v.index_select(0, segments.key_K)
+        return kernel(q, k, v, *places)
+
+    return attend
 
 
 def torch_varlen(segments: Segments) -> Attend:
-    """torch's own varlen flash attention, CUDA only. Causality is a window that reaches back without end."""
+    """Attend by torch's own varlen flash attention, CUDA only. A window without end makes it causal."""
     from torch.nn.attention.varlen import varlen_attn
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
-        return by_kernel(segments, partial(varlen_attn, window_size=(-1, 0), enable_gqa=True))
+        return attend_by_kernel(segments, partial(varlen_attn, window_size=(-1, 0), enable_gqa=True))
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *given) -> Tensor:
-        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
-        return varlen_attn(q, k, v, *given, window_size=(-1, 0))
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *places) -> Tensor:
+        repeats = q.shape[1] // k.shape[1]
+        k = k.repeat_interleave(repeats, dim=1)
+        v = v.repeat_interleave(repeats, dim=1)
+        return varlen_attn(q, k, v, *places, window_size=(-1, 0))
 
-    return by_kernel(segments, kernel)
+    return attend_by_kernel(segments, kernel)
 
 
 def flash_varlen(segments: Segments) -> Attend:
-    """flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
+    """Attend by flash-attn's kernel. Untested until a machine that has it has run `pytest -m gpu`."""
     from flash_attn import flash_attn_varlen_func
-    return by_kernel(segments, partial(flash_attn_varlen_func, causal=True))
+    return attend_by_kernel(segments, partial(flash_attn_varlen_func, causal=True))
 
 
-# Segments -> their attention.
-BACKENDS = {"sdpa": sdpa_padded, "varlen": torch_varlen, "flash": flash_varlen}
+BACKENDS = {  # model.attention -> function that makes the attention of segments
+    "sdpa": sdpa_padded,
+    "varlen": torch_varlen,
+    "flash": flash_varlen,
+}
 
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:

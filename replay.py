@@ -42,7 +42,7 @@ from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
 from methods import soft_value
-from metrics import Clock, decisions
+from metrics import Clock, list_decisions
 from preflight import memory
 from records import Batch, Rolled, Turn, lengths
 from settings import kinds
@@ -161,7 +161,7 @@ def roll_again(run: Run, line: dict) -> Rolled:
 
 def require_same_step(line: dict, rolled: Rolled, batch: Batch, engine: str) -> None:
     """Raise ConfigError if the step came out with other tokens or weights than the run has logged."""
-    both = zip(line["prompts"], decisions(rolled, batch)["prompts"], strict=True)
+    both = zip(line["prompts"], list_decisions(rolled, batch)["prompts"], strict=True)
     pairs = [(old, new) for old, new in both if "tokens" in old]
     other = [old["id"] for old, new in pairs if old["tokens"] != new["tokens"]]
     if other:

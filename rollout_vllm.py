@@ -1,4 +1,4 @@
-"""Sample by vLLM in the trainer's process: the same three methods as rollout.TorchEngine."""
+"""Sample by vLLM in the trainer's process, with the same three methods as rollout.TorchEngine."""
 
 import os
 import random
@@ -14,68 +14,55 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from infra.weights import Shape, differing, named_weights
+from infra.weights import Shape, find_mismatches, named_weights
 from model import Decoder, empty_model
 from records import EngineSpec, Sample
 
-VLLM_VERSION = "0.32.0"  # the one that the tests run; the API changes from one to the next
-
+VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 
 
 def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
     """Count one rank's KV cache with room for every slot at full length.
 
     vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
-    prompt once, here as many as slots, and one layer in float32 beside, as it is multiplied.
+    prompt once, here as many as slots, and the layer that is being multiplied once more in float32.
     """
     token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
     if not tensor_parallel:
-        return slots * max_len * (token + token * 4 // element // shape.layers)
+        widened = token * 4 // element // shape.layers
+        return slots * max_len * (token + widened)
     blocks = slots * -(-max_len // 128) + 1
-    return blocks * 128 * token * max(1, shape.kv_heads // tensor_parallel) // shape.kv_heads
+    heads_here = max(1, shape.kv_heads // tensor_parallel)
+    return blocks * 128 * token * heads_here // shape.kv_heads
 
 
 class VLLMEngine:
     """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
 
-    Log-probs are those of the distribution sampled from: at the temperature, and at a top_p below 1
+    Log-probs belong to the distribution sampled from: at the temperature, and at a top_p below 1
     renormalised. A sample is a function of the weights, its prompt and its seed up to rounding, as in
     TorchEngine; the two draw differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
-    vLLM's own bars name what they count. Raises ConfigError when vLLM is missing, of another version, or
-    cannot start with these sizes.
+    Its progress bars have names of their own. Raises ConfigError when vLLM is missing, of another version,
+    or cannot start with these sizes.
     """
 
     def __init__(self, spec: EngineSpec):
         if dist.world_size() % spec.tensor_parallel:
             raise ConfigError(f"rollout.tensor_parallel={spec.tensor_parallel} must divide "
                               f"{dist.world_size()}, the number of processes")
-        self.eos_ids, self.tensor_parallel = spec.eos_ids, spec.tensor_parallel
+        self.eos_ids = spec.eos_ids
+        self.tensor_parallel = spec.tensor_parallel
         self.stops = list(spec.stops.texts) if spec.stops else []
-        self.device, self.dtype = spec.device, spec.dtype
+        self.device = spec.device
+        self.dtype = spec.dtype
         model = empty_model(spec.folder, spec.dtype)
         self.expected = {name: tuple(t.shape) for name, t in named_weights(model)}
-        counted = cache_bytes(model.shape, spec.dtype.itemsize, spec.slots, spec.max_len,
-                              spec.tensor_parallel)
-        cache = int(spec.cache_gib * 2**30) if spec.cache_gib else counted
-        # On the CPU a seeded sample whose prompt is split over two batches would rewind its generator, which
-        # cannot be rewound.
-        cpu_options = {"enable_chunked_prefill": False, "enforce_eager": True,
-                       "max_num_batched_tokens": max(spec.max_len, 8192)}
+        cache = int(spec.cache_gib * 2**30) if spec.cache_gib else cache_bytes(
+            model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel)
         with undisturbed(spec.device):
             llm, self.params = import_vllm(spec.device)
             try:
-                self.llm = llm(
-                    model=str(spec.folder), load_format="dummy", skip_tokenizer_init=not self.stops,
-                    generation_config="vllm", dtype=str(spec.dtype).removeprefix("torch."),
-                    max_model_len=spec.max_len, max_num_seqs=spec.slots,
-                    tensor_parallel_size=spec.tensor_parallel,
-                    distributed_executor_backend="external_launcher",
-                    kv_cache_memory_bytes=cache, logprobs_mode="processed_logprobs",
-                    hf_overrides={"head_dtype": "float32"},  # as the trainer computes its logits
-                    # The size of the cache is given, so this share only decides whether vLLM finds enough
-                    # free memory to start beside the trainer.
-                    gpu_memory_utilization=0.01,
-                    **({"enable_sleep_mode": True} if spec.device.type == "cuda" else cpu_options))
+                self.llm = llm(**engine_options(spec, cache))
             except (ValueError, torch.OutOfMemoryError) as error:
                 raise ConfigError(
                     f"rollout.engine=vllm cannot start with slots={spec.slots}, sequences of {spec.max_len} "
@@ -86,16 +73,16 @@ class VLLMEngine:
             self.sleep()
 
     def sync(self, policy: Decoder) -> None:
-        """Take over the policy's weights, one layer at a time, and drop what was cached from the old ones.
+        """Take over the policy's weights, one layer at a time, and empty the cache of the old ones.
 
         Names and shapes are compared first: after a wrong one vLLM would also fail with the right ones.
         """
         policy_shapes = {name: tuple(t.shape) for name, t in named_weights(policy)}
-        if wrong := differing(self.expected, policy_shapes):
+        if wrong := find_mismatches(self.expected, policy_shapes):
             name = wrong[0]
-            raise ValueError(f"the policy does not fit the engine at {name}: its shape is "
-                             f"{policy_shapes.get(name, 'nothing')}, the engine's "
-                             f"{self.expected.get(name, 'nothing')}")
+            raise ValueError(
+                f"the policy does not fit the engine at {name}: its shape is "
+                f"{policy_shapes.get(name, 'nothing')}, the engine's {self.expected.get(name, 'nothing')}")
         self.llm.wake_up(["weights"])
         stream = ((name, dist.full(t, self.device, self.dtype)) for name, t in policy.named_hf_tensors())
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
@@ -106,16 +93,22 @@ class VLLMEngine:
             raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
 
     def sleep(self) -> None:
-        """Give up weights and KV cache, on CUDA their memory too, for the update; the next `sync` brings them
-        back."""
+        """Give up weights and KV cache (on CUDA their memory) until the next `sync`."""
         self.llm.sleep(level=2)
         self.asleep = True
 
-    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], max_new_tokens: int | list[int],
-                 temperature: float, top_p: float = 1.0, progress: str | None = None) -> list[Sample]:
+    def generate(
+        self,
+        prompts: list[tuple[int, ...]],
+        seeds: list[int],
+        max_new_tokens: int | list[int],
+        temperature: float,
+        top_p: float = 1.0,
+        progress: str | None = None,
+    ) -> list[Sample]:
         """Sample one completion per prompt, in order, as TorchEngine.generate.
 
-        With tensor_parallel above 1 all ranks call it: those that hold one engine sample for each other, in
+        With tensor_parallel above 1 all ranks call it: ranks that share an engine sample for each other, in
         lock-step.
         """
         if self.asleep:
@@ -125,26 +118,68 @@ class VLLMEngine:
         by_rank = [list(zip(prompts, seeds, limits, strict=True))]
         if self.tensor_parallel > 1:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
-        requests = [request for rank_requests in by_rank for request in rank_requests]
-        params = [self.params(seed=seed, temperature=temperature, top_p=top_p, max_tokens=limit,
-                              stop_token_ids=sorted(self.eos_ids), ignore_eos=True, stop=self.stops,
-                              detokenize=bool(self.stops), logprobs=0, flat_logprobs=True)
-                  for _, seed, limit in requests]
-        # Not a bar that is disabled: vLLM divides by the seconds that it was shown.
+        asked, params = [], []
+        for requests in by_rank:
+            for ids, seed, limit in requests:
+                asked.append({"prompt_token_ids": list(ids)})
+                params.append(self.params(
+                    seed=seed,
+                    temperature=temperature,
+                    top_p=top_p,
+                    max_tokens=limit,
+                    stop_token_ids=sorted(self.eos_ids),
+                    ignore_eos=True,
+                    stop=self.stops,
+                    detokenize=bool(self.stops),
+                    logprobs=0,
+                    flat_logprobs=True,
+                ))
+        # False, not a disabled bar: vLLM divides by the seconds that the bar was shown.
         bar = partial(tqdm, leave=False) if progress and sys.stderr.isatty() else False
         try:
-            asked = [{"prompt_token_ids": list(ids)} for ids, *_ in requests]
             outputs = self.llm.generate(asked, params, use_tqdm=bar)
         except Exception as error:  # vLLM's errors have nothing else in common
             raise RuntimeError(f"vLLM failed while sampling: {error}") from error
-        completions = [output.outputs[0] for output in outputs]
-        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in completions]
+        samples = []
+        for output in outputs:
+            c = output.outputs[0]
+            samples.append(Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop"))
         start = sum(map(len, by_rank[:first]))
         return samples[start:start + len(prompts)]
 
 
+def engine_options(spec: EngineSpec, cache: int) -> dict:
+    """Return the arguments of vLLM's engine; `cache` is in bytes."""
+    options = {
+        "model": str(spec.folder),
+        "load_format": "dummy",
+        "skip_tokenizer_init": not spec.stops,
+        "generation_config": "vllm",
+        "dtype": str(spec.dtype).removeprefix("torch."),
+        "max_model_len": spec.max_len,
+        "max_num_seqs": spec.slots,
+        "tensor_parallel_size": spec.tensor_parallel,
+        "distributed_executor_backend": "external_launcher",
+        "kv_cache_memory_bytes": cache,
+        "logprobs_mode": "processed_logprobs",
+        "hf_overrides": {"head_dtype": "float32"},  # as the trainer computes its logits
+        # The size of the cache is given, so this share only decides whether vLLM finds enough free memory to
+        # start beside the trainer.
+        "gpu_memory_utilization": 0.01,
+    }
+    if spec.device.type == "cuda":
+        return options | {"enable_sleep_mode": True}
+    # On the CPU a seeded sample whose prompt is split over two batches would rewind its generator, which
+    # cannot be rewound.
+    return options | {
+        "enable_chunked_prefill": False,
+        "enforce_eager": True,
+        "max_num_batched_tokens": max(spec.max_len, 8192),
+    }
+
+
 def import_vllm(device: torch.device) -> tuple[type, type]:
-    """Import vLLM's LLM and SamplingParams for this device. Raises ConfigError where vLLM is missing or of
+    """Import vLLM's LLM and SamplingParams for this device. Raises ConfigError if vLLM is missing or of
     another version."""
     try:
         import vllm  # optional, and slow
@@ -168,19 +203,23 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
         torch._dynamo.config.disable = True
         import vllm.model_executor.layers.utils as layers
 
-        layers.dispatch_cpu_unquantized_gemm = lambda layer, remove_weight: setattr(layer, "cpu_linear",
-                                                                                           F.linear)
+        def keep_linear(layer: torch.nn.Module, remove_weight: bool) -> None:
+            layer.cpu_linear = F.linear
+
+        layers.dispatch_cpu_unquantized_gemm = keep_linear
     return LLM, SamplingParams
 
 
 @contextmanager
 def undisturbed(device: torch.device) -> Iterator[None]:
-    """Put back what vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random states,
-    threads."""
-    environ, set_threads, threads = dict(os.environ), torch.set_num_threads, torch.get_num_threads()
+    """Restore the state that vLLM changes when it starts: environment (torchrun's LOCAL_WORLD_SIZE), random
+    states, threads."""
+    environ = dict(os.environ)
+    set_threads, threads = torch.set_num_threads, torch.get_num_threads()
     python, array = random.getstate(), np.random.get_state()
-    os.environ |= {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0", **environ,
-                   "VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    defaults = {"VLLM_LOGGING_LEVEL": "ERROR", "RANK": str(dist.rank()), "LOCAL_RANK": "0"}
+    needed = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_NO_USAGE_STATS": "1"}
+    os.environ |= defaults | environ | needed
     try:
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             yield

@@ -33,7 +33,7 @@ from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, roles
 from methods import critic, soft_value, stand_ins
-from metrics import Clock, decisions, of_rollout
+from metrics import Clock, list_decisions, rollout_metrics
 from model import Decoder
 from page.show import resolved
 from page.summary import summary
@@ -123,7 +123,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
     path, saved = find_newest(resume, folder / "checkpoints")
-    inputs = task.inputs | lora.base_of(cfg.model.lora, task.source)
+    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source)
     if path is not None:
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
@@ -222,11 +222,11 @@ def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict
                clock: Clock) -> None:
     """Log a step: its metrics, what is wrong with its rewards, what was kept, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
-    run.log.step(step, measured | machine | of_rollout(rolled, batch))
+    run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
     run.log.warn(step, custom_reward.remark(rolled.rewards, run.cfg.reward))
     if step == 1:
         run.log.warn(step, critic.too_short(batch, run.learner))
-    run.log.write("decisions.jsonl", {"step": step} | decisions(rolled, batch))
+    run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
     run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
 
 

@@ -1,4 +1,4 @@
-"""Hugging Face folders: find them, read their shape and weights, and write them back, whole or sharded."""
+"""Find Hugging Face folders, read their shape and weights, and write them back, whole or sharded."""
 
 import os
 import shutil
@@ -25,8 +25,7 @@ Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 def find_model(path: str) -> Path:
-    """Return the folder of a model given as a folder or as a hub name, which is downloaded. Raises
-    ConfigError."""
+    """Return the folder of a model, which is downloaded if `path` is a hub name. Raises ConfigError."""
     folder = find_path(path)
     if (folder / "extra.pt").is_file():
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
@@ -38,7 +37,7 @@ def find_model(path: str) -> Path:
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
-        raise ConfigError(f"model.path={path!r} is neither a folder nor a model that the hub gives: "
+        raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{str(error).splitlines()[0]}") from error
 
 
@@ -66,7 +65,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class ConfigFile:
-    """What is read of a config.json, in Hugging Face's names; nothing else in one decides anything here."""
+    """The settings of config.json that Winnow reads, in Hugging Face's names; it ignores all others."""
 
     vocab_size: Count
     hidden_size: Count
@@ -93,7 +92,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """How Llama 3 stretches its rotary angles."""
+    """The numbers by which Llama 3 stretches its rotary angles."""
 
     factor: Positive
     low_freq_factor: Positive
@@ -101,45 +100,48 @@ class Llama3:
     original_max_position_embeddings: Count
 
 
-def typed(section: type, raw: dict, path: Path) -> Any:
-    """Take what a section has from the json of a model. Raises ConfigError for a value of another type."""
+def build_section(section: type, raw: dict, path: Path) -> Any:
+    """Take the fields of a section from a model's json. Raises ConfigError for a value of another type."""
+    known = {f.name: raw[f.name] for f in fields(section) if f.name in raw}
     try:
-        return build(section, {f.name: raw[f.name] for f in fields(section) if f.name in raw})
+        return build(section, known)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
 
 
 def read_shape(folder: Path) -> Shape:
-    """Read config.json. Raises ConfigError for what is missing or not computed by this decoder."""
+    """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     raw = read_json(path)
     kind = raw.get("model_type")
     if kind not in MODEL_TYPES:
-        raise ConfigError(f"{path}: model_type={SHORT.repr(kind)} is not supported; use one of "
-                          f"{', '.join(MODEL_TYPES)}")
+        raise ConfigError(
+            f"{path}: model_type={SHORT.repr(kind)} is not supported; use one of {', '.join(MODEL_TYPES)}")
     rope = raw.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
-        raw |= {"rope_theta": rope["rope_theta"]}
-    said = typed(ConfigFile, raw, path)
+        raw["rope_theta"] = rope["rope_theta"]
+    said = build_section(ConfigFile, raw, path)
     scaling = said.rope_scaling or said.rope_parameters or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    some = (said.max_window_layers or 0) < said.num_hidden_layers
-    slides = "sliding_attention" in (said.layer_types or ["sliding_attention"] * some)
-    dtype = said.dtype or said.torch_dtype or "float32"
-    heads, kv_heads = said.num_attention_heads, said.num_key_value_heads or said.num_attention_heads
+    heads = said.num_attention_heads
+    kv_heads = said.num_key_value_heads or heads
     head_dim = said.head_dim or said.hidden_size // heads
-    for what, unsupported in {
-            f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
-            f"hidden_act={said.hidden_act!r}": said.hidden_act != "silu",
-            "sliding-window attention": said.use_sliding_window and slides,
-            "mlp_bias=true": said.mlp_bias,
-            f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
-            f"num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads},": heads % kv_heads,
-    }.items():
-        if unsupported:
-            raise ConfigError(f"{path}: {what} is not supported; use a checkpoint without it")
+    unsupported = {
+        f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
+        f"hidden_act={said.hidden_act!r}": said.hidden_act != "silu",
+        "sliding-window attention": has_sliding_window(said),
+        "mlp_bias=true": said.mlp_bias,
+        f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
+        f"num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads},": heads % kv_heads,
+    }
+    for name, present in unsupported.items():
+        if present:
+            raise ConfigError(f"{path}: {name} is not supported; use a checkpoint without it")
+    llama3 = None
+    if rope_type == "llama3":
+        llama3 = asdict(build_section(Llama3, scaling, path))
     return Shape(
         vocab_size=said.vocab_size,
         hidden_size=said.hidden_size,
@@ -155,13 +157,23 @@ def read_shape(folder: Path) -> Shape:
         qk_norm=kind == "qwen3",
         max_positions=said.max_position_embeddings,
         rope_theta=said.rope_theta or 10_000.0,
-        rope_scaling=asdict(typed(Llama3, scaling, path)) if rope_type == "llama3" else None,
-        dtype=getattr(torch, dtype),
+        rope_scaling=llama3,
+        dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"),
     )
 
 
+def has_sliding_window(said: ConfigFile) -> bool:
+    """Tell whether a layer attends within a sliding window. Without layer_types, all layers from
+    max_window_layers on do."""
+    if not said.use_sliding_window:
+        return False
+    if said.layer_types:
+        return "sliding_attention" in said.layer_types
+    return (said.max_window_layers or 0) < said.num_hidden_layers
+
+
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
-    """Raise ConfigError where `settings` allow sequences of more `tokens` than the model takes."""
+    """Raise ConfigError if `settings` allow sequences of more `tokens` than the model takes."""
     limit = read_shape(folder).max_positions
     if tokens > limit:
         raise ConfigError(f"{settings} allow sequences of {tokens} tokens, but {folder} has "
@@ -174,7 +186,7 @@ def hf_name(name: str) -> str:
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter under its Hugging Face name, but for an adapter's, which no folder has."""
+    """Yield every parameter under its Hugging Face name, except an adapter's, which no folder has."""
     for name, p in model.named_parameters():
         if not name.endswith(("_A", "_B")):  # lora.py
             yield hf_name(name), p
@@ -186,25 +198,30 @@ class Index:
 
 
 def check_sizes(folder: Path) -> None:
-    """Raise ConfigError where the weights' files, of which the heads are read, are of other sizes than
-    config.json says: memory for these might not be there, or for days."""
-    shape, sizes = read_shape(folder), {}
+    """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
+    there, or loading take days. Reads only the headers of the files."""
+    shape = read_shape(folder)
+    sizes = {}
     for path in weight_files(folder):
-        with opened(path) as file:
-            sizes |= {name: tuple(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
+        with open_tensors(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                sizes[name] = tuple(file.get_slice(name).get_shape())
     layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
-    inner, first = shape.head_dim * shape.heads, "model.layers.0."
-    expected = {"model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
-                f"{first}mlp.up_proj.weight": (shape.intermediate_size, shape.hidden_size),
-                f"{first}self_attn.q_proj.weight": (inner, shape.hidden_size)}
+    first = "model.layers.0."
+    expected = {
+        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        f"{first}mlp.up_proj.weight": (shape.intermediate_size, shape.hidden_size),
+        f"{first}self_attn.q_proj.weight": (shape.head_dim * shape.heads, shape.hidden_size),
+    }
     for name, size in expected.items():
         if sizes.get(name) != size or layers != shape.layers:
-            raise ConfigError(f"{folder}: weights do not match config.json: they have {layers} layers and "
-                              f"{sizes.get(name)} for {name}, where it says {shape.layers} and {size}")
+            raise ConfigError(
+                f"{folder}: weights do not match config.json: they have {layers} layers and {sizes.get(name)} "
+                f"for {name}, where it says {shape.layers} and {size}")
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[Any]:
+def open_tensors(path: Path) -> Iterator[Any]:
     """Open a safetensors file. Raises ConfigError."""
     try:
         with safe_open(path, "pt") as file:
@@ -216,31 +233,34 @@ def opened(path: Path) -> Iterator[Any]:
 def weight_files(folder: Path) -> list[Path]:
     """List the weights of a folder: one safetensors file, or the shards that its index names. Raises
     ConfigError."""
-    index, single = (Path(folder) / name for name in WEIGHT_FILES)
+    folder = Path(folder)
+    index, single = (folder / name for name in WEIGHT_FILES)
     if index.is_file():
-        shards = sorted(set(typed(Index, read_json(index), index).weight_map.values()))
+        weight_map = build_section(Index, read_json(index), index).weight_map
+        shards = sorted(set(weight_map.values()))
     elif single.is_file():
         shards = [single.name]
     else:
         raise ConfigError(f"{folder} has no {' or '.join(WEIGHT_FILES)}; download the weights as safetensors")
     for shard in shards:
-        if Path(shard).name != shard or not os.path.isfile(Path(folder) / shard):
+        if Path(shard).name != shard or not os.path.isfile(folder / shard):
             raise ConfigError(f"{index} names {shard[:200]}, which is missing there; download it again")
-    return [Path(folder) / shard for shard in shards]
+    return [folder / shard for shard in shards]
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     """Read all tensors of safetensors files. Raises ConfigError."""
     tensors: dict[str, Tensor] = {}
     for path in files:
-        with opened(path) as file:
+        with open_tensors(path) as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
     return tensors
 
 
-def differing(expected: dict[str, tuple], found: dict[str, tuple]) -> list[str]:
+def find_mismatches(expected: dict[str, tuple], stored: dict[str, tuple]) -> list[str]:
     """Name the tensors that one of two tables of shapes lacks or has in another shape, sorted."""
-    return sorted(name for name in expected.keys() | found.keys() if expected.get(name) != found.get(name))
+    names = sorted(expected.keys() | stored.keys())
+    return [name for name in names if expected.get(name) != stored.get(name)]
 
 
 @torch.no_grad()
@@ -253,31 +273,34 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     tensors = read_tensors(weight_files(folder))
     if model.shape.tied:
         tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
-    expected = {name: tuple(p.shape) for name, p in named_weights(model)}
+    weights = dict(named_weights(model))
+    expected = {name: tuple(p.shape) for name, p in weights.items()}
     stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
-    if wrong := differing(expected, stored):
+    if wrong := find_mismatches(expected, stored):
         name = wrong[0]
-        raise ConfigError(f"{folder}: weights do not match config.json at {len(wrong)} tensors, e.g. "
-                          f"{name}: file has {stored.get(name, 'nothing')}, config.json implies "
-                          f"{expected.get(name, 'nothing')}")
-    for name, p in named_weights(model):
-        if not tensors[name].is_floating_point() or not tensors[name].isfinite().all():
-            raise ConfigError(f"{folder}: {name}, of {tensors[name].dtype}, has infinite or quantized values "
-                              "or nan, which are no weights; take a model without")
-        p.copy_(dist.sharded_like(tensors[name], p))
+        raise ConfigError(
+            f"{folder}: weights do not match config.json at {len(wrong)} tensors, e.g. {name}: file has "
+            f"{stored.get(name, 'nothing')}, config.json implies {expected.get(name, 'nothing')}")
+    for name, p in weights.items():
+        t = tensors[name]
+        if not t.is_floating_point() or not t.isfinite().all():
+            raise ConfigError(
+                f"{folder}: {name}, of {t.dtype}, has infinite or quantized values or nan, which are no "
+                "weights; take a model without")
+        p.copy_(dist.sharded_like(t, p))
 
 
 def export(model: nn.Module, source: Path, folder: Path, template: str | None = None) -> None:
     """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
-    `source`, but for the text of a `template` of the user's (data.chat_template).
+    `source`, except the text of the user's own `template` (data.chat_template).
 
     All ranks of a sharded model must call it; rank 0 writes.
     """
-    with replaced(folder) as fresh:
+    with replace_folder(folder) as fresh:
         if dist.rank() == 0:
             for path in Path(source).iterdir():
                 copied = path.suffix in (".json", ".jinja", ".txt", ".model")
-                if path.is_file() and copied and path.name not in WEIGHT_FILES:
+                if copied and path.is_file() and path.name not in WEIGHT_FILES:
                     shutil.copyfile(path, fresh / path.name)
             if template:
                 (fresh / "chat_template.jinja").write_text(template)
@@ -285,8 +308,8 @@ def export(model: nn.Module, source: Path, folder: Path, template: str | None = 
 
 
 @contextmanager
-def replaced(folder: Path) -> Iterator[Path]:
-    """Give a folder to write in, which takes the place of another once it is whole. Rank 0 does both."""
+def replace_folder(folder: Path) -> Iterator[Path]:
+    """Yield a folder to write in, which then replaces `folder`. Rank 0 makes it and moves it."""
     fresh = folder.with_name(f"{folder.name}.unfinished")
     if dist.rank() == 0:
         shutil.rmtree(fresh, ignore_errors=True)
@@ -307,5 +330,5 @@ def save_weights(model: nn.Module, folder: Path) -> None:
             tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
     if dist.rank() == 0:
         save_torch_state_dict(tensors, folder)
-        for path in Path(folder).glob("*.safetensors"):  # which the library keeps from all but their owner
+        for path in Path(folder).glob("*.safetensors"):  # safetensors lets only the owner read them
             shutil.copymode(Path(folder) / "config.json", path)

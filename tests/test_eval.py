@@ -305,7 +305,7 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
-     "model.path='nowhere/at all' is neither a folder nor a model that the hub gives"),
+     "model.path='nowhere/at all' is no folder, and could not be downloaded from the hub"),
     (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens allow sequences of 50"),
     (sets("eval.temperature=-1"), "eval.temperature=-1 must be at least 0"),
     ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),

@@ -273,7 +273,7 @@ def save_policy(folder: Path, size: float, *settings: str) -> None:
     cfg, (model, optimizer) = toy_config(folder, *settings), sharded(*settings)
     nudge(model, size)
     checkpoints = Checkpoints(folder / "checkpoints", 1, {"policy": (model, optimizer)}, torch.device("cpu"))
-    checkpoints.reach(7, {"config": config.flatten(cfg), "inputs": lora.base_of(cfg.model.lora, TOY)})
+    checkpoints.reach(7, {"config": config.flatten(cfg), "inputs": lora.identify_weights(cfg.model.lora, TOY)})
     checkpoints.save()
     checkpoints.wait()
     export(model, TOY, folder / "hf")

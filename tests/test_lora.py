@@ -46,7 +46,7 @@ def ours_on(folder: Path, settings: Lora) -> Decoder:
     load_weights(model.to_empty(device="cpu"), folder)
     lora.initialise(model, {}, seed=0)
     with torch.no_grad():
-        for i, layer in enumerate(lora.adapted(model).values()):
+        for i, layer in enumerate(lora.find_adapters(model).values()):
             layer.lora_B.normal_(std=0.2, generator=torch.Generator().manual_seed(i))
     return model
 
@@ -61,7 +61,7 @@ def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets
     folder, settings = base_of(kind, tmp_path / "base"), Lora(rank=3, alpha=5.0, targets=targets)
     with Doubled():
         ours = ours_on(folder, settings)
-        assert [name.rpartition(".")[2] for name in lora.adapted(ours)] == 2 * NAMED[targets]
+        assert [name.rpartition(".")[2] for name in lora.find_adapters(ours)] == 2 * NAMED[targets]
         lora.export_adapter(ours, "base", tmp_path / "adapter")
         base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64)
         theirs = peft.PeftModel.from_pretrained(base, tmp_path / "adapter", is_trainable=True)
@@ -77,7 +77,7 @@ def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets
         with torch.no_grad():
             torch.testing.assert_close(logits_of(merged), expected_CV, rtol=0, atol=1e-10)
     grads = {name.replace(".default", ""): p.grad for name, p in theirs.named_parameters() if p.requires_grad}
-    for name, layer in lora.adapted(ours).items():
+    for name, layer in lora.find_adapters(ours).items():
         for factor in "AB":
             grad = grads.pop(lora.stored_name(name, factor))
             size = float(grad.abs().max())
@@ -229,7 +229,7 @@ def test_an_engine_gets_what_is_rounded_once(tiny, tmp_path):
                                        "model.lora.rank=2"))
     nudge(made.policy, 0.05)
     got = {name: dist.full(p, None, torch.bfloat16) for name, p in made.policy.named_hf_tensors()}
-    for name, layer in lora.adapted(made.policy).items():
+    for name, layer in lora.find_adapters(made.policy).items():
         W, A, B = (dist.full(p.detach()).float() for p in (layer.weight, layer.lora_A, layer.lora_B))
         assert torch.equal(got[f"model.{name}.weight"], torch.addmm(W, B, A, alpha=16).bfloat16())
         assert not torch.equal(got[f"model.{name}.weight"], W.bfloat16())

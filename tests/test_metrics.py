@@ -25,7 +25,7 @@ def test_rollout_metrics_by_hand():
     for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
         rolled = Rolled(turns, groups, as_rewards({"format": reward_NG * 2}, {"format": 0.5}), adv_NG, sizes=(1, 1))
         batch = Batch([turns[0], turns[2]], groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
-        assert metrics.of_rollout(rolled, batch) == pytest.approx({
+        assert metrics.rollout_metrics(rolled, batch) == pytest.approx({
             "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "rollout/unscored": 0, "prune/skipped": 1,
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,
             "rollout/length": 1.75, "rollout/truncated": 0.75, "rollout/entropy": 8 / 7, "advantage/flat_groups": 0.5,
@@ -70,7 +70,7 @@ def test_completions_without_a_reward_are_counted_and_in_no_mean():
     rolled = Rolled() + Rolled([Turn(prompt, 0)] * 2, groups, rewards, part_NG)
     pruned = Pruned(~part_NG.isnan(), (~part_NG.isnan()).double(), (~part_NG.isnan()).double())
     batch = Batch(rolled.turns, groups, part_NG, part_NG == 1, part_NG, pruned, [0, 1], 2, seed=0)
-    logged = metrics.of_rollout(rolled, batch)
+    logged = metrics.rollout_metrics(rolled, batch)
     assert (logged["reward/mean"], logged["reward/std"], logged["reward/mine"]) == (1.5, 0.5, 0.75)
     assert (logged["rollout/unscored"], logged["advantage/flat_groups"]) == (2, 0.0) and "reward/other" not in logged
     assert (logged["prune/offered"], logged["prune/kept"]) == (2, 2)

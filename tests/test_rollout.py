@@ -198,7 +198,7 @@ def test_the_largest_number_below_one_never_draws_a_token_of_probability_zero():
 
 
 def test_the_nucleus_ends_with_the_token_that_reaches_top_p():
-    assert rollout.nucleus(torch.tensor([[0.5, 0.25, 0.25]]), 0.5).tolist() == [[0.5, 0, 0]]
+    assert rollout.keep_nucleus(torch.tensor([[0.5, 0.25, 0.25]]), 0.5).tolist() == [[0.5, 0, 0]]
 
 
 def test_a_finished_slot_takes_the_next_prompt_at_once(tiny, monkeypatch):
@@ -214,8 +214,8 @@ def test_a_finished_slot_takes_the_next_prompt_at_once(tiny, monkeypatch):
 
 
 def test_draws_are_uniform_and_independent_of_how_many_are_asked_for():
-    assert (rollout.uniforms(5, 10) == rollout.uniforms(5, 100)[:10]).all()
-    firsts = torch.tensor([rollout.uniforms(dist.seed_for(0, 0, "q", g, "rollout"), 1)[0] for g in range(2000)])
+    assert (rollout.draw_uniforms(5, 10) == rollout.draw_uniforms(5, 100)[:10]).all()
+    firsts = torch.tensor([rollout.draw_uniforms(dist.seed_for(0, 0, "q", g, "rollout"), 1)[0] for g in range(2000)])
     counts = torch.histc(firsts.float(), bins=10, min=0, max=1)
     assert ((counts - 200) ** 2 / 200).sum() < 27.9  # chi-square, 9 degrees of freedom, 0.1%
 

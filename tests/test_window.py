@@ -14,7 +14,7 @@ from collect import Sampler, Selection, choose
 from infra import runfolder
 from methods import critic
 from methods.window import Pool, WindowSampler
-from metrics import of_rollout
+from metrics import rollout_metrics
 from preflight import memory
 from records import EngineSpec, Group, Prompt, Rolled, Sample, Turn
 
@@ -141,7 +141,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
     assert sorted(rolled.rewards.components["overlong"].flatten().tolist()) == [-1.0] * 3 + [0.0] * 3
     assert len(set(seeds)) == len(seeds)
     batch = choose(rolled, Selection.of(cfg), 0)
-    measured = of_rollout(rolled, batch)
+    measured = rollout_metrics(rolled, batch)
     assert (measured["rollout/pending"], measured["rollout/length"], measured["rollout/truncated"]) == (3, 20, 1)
     assert measured["reward/overlong"] == -1 and measured["rollout/tokens"] == 3 * 4 + 3 * 8
     assert measured["rollout/entropy"] == 0.5
@@ -163,7 +163,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
     placed = [((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0)]
-    assert rollout.runs(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
+    assert rollout.cut_runs(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
 
     def answers() -> list[Sample]:
         spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
@@ -173,7 +173,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
 
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
-    assert rollout.runs(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
+    assert rollout.cut_runs(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
     parts = answers()
     assert [s.ids for s in whole] == [s.ids for s in parts]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))

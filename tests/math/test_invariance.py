@@ -166,7 +166,7 @@ def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.
     nudge(policy, 0.02)
     plain.load_state_dict({name: dist.full(p) for (_, p), name in zip(policy.named_hf_tensors(), plain.state_dict(),
                                                                       strict=True)})
-    return lora.adapted(policy)
+    return lora.find_adapters(policy)
 
 
 def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
