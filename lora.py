@@ -123,7 +123,10 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
 
 
 def fill(model: Decoder, cfg: Config, source: Path) -> None:
-    """Load the weights of a folder, and give adapters their first values. Raises ConfigError as `read_adapter`."""
+    """Load the weights of a folder, and give adapters their first values.
+
+    Raises ConfigError as `read_adapter`.
+    """
     stored = read_adapter(model, cfg.model.lora) if cfg.model.lora.path else {}
     load_weights(model, source)
     initialise(model, stored, cfg.seed)
@@ -179,8 +182,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     for key, plain in PLAIN.items():
         if said.get(key, plain) not in (plain, None):
             raise ConfigError(
-                f"{named}: its {key}={said[key]!r} must be {plain!r}, for nothing else is computed here; merge "
-                "that adapter into the base, and take the result as model.path")
+                f"{named}: its {key}={said[key]!r} must be {plain!r}, as nothing else is computed here; "
+                "merge that adapter into the base, and take the result as model.path")
     if said.get("init_lora_weights", True) not in LEAVE_THE_BASE:
         raise ConfigError(
             f"{named}: its init_lora_weights={said['init_lora_weights']!r} changes the base; convert it to "
@@ -190,8 +193,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
         asked = getattr(settings, setting)
         if asked != said.get(key):
             raise ConfigError(
-                f"model.lora.{setting}={asked} must be {said.get(key)}, which the adapter at {named} has; set "
-                "it so")
+                f"model.lora.{setting}={asked} must be {said.get(key)}, which the adapter at {named} has; "
+                "set it so")
     stored = read_tensors([folder / WEIGHTS])
     expected = {}
     for name, layer in find_adapters(model).items():
@@ -202,8 +205,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
         key = wrong[0]
         raise ConfigError(
             f"{named} does not fit model.path and model.lora.targets={settings.targets} at {len(wrong)} "
-            f"tensors, e.g. {key}: {shapes.get(key, 'missing')} there and {expected.get(key, 'missing')} here; "
-            "take the base and the layers that it was trained on")
+            f"tensors, e.g. {key}: {shapes.get(key, 'missing')} there and "
+            f"{expected.get(key, 'missing')} here; take the base and the layers that it was trained on")
     return stored
 
 
@@ -260,8 +263,9 @@ def identify_weights(settings: Lora, source: Path) -> dict[str, str]:
 
 
 def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective. A policy
-    with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been merged.
+    """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective.
+
+    A policy with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been merged.
     Raises ConfigError."""
     saved = beside_tensors(path)
     if not saved or saved["config"]["model.lora.rank"] is None:

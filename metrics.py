@@ -123,8 +123,8 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     "epoch", "prob", "weight", and "copy" if its Turn's is not 0.
     A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
     for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
-    has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G]. Both
-    cover the two levels of pruning together; the weight of a dropped completion is 0. With prune.tokens,
+    has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G].
+    Both cover the two levels of pruning together; the weight of a dropped completion is 0. With prune.tokens,
     "completion_tokens" counts its tokens before the cut.
     """
     trained = {}

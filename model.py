@@ -212,7 +212,8 @@ class Decoder(nn.Module):
 class ChunkedLogProb(torch.autograd.Function):
     """Log-probs of the targets from hidden states, with the logits of one chunk at a time in memory.
 
-    Backward recomputes each chunk's logits, so neither pass stores [C, V]. Products of 16-bit numbers stay float32.
+    Backward recomputes each chunk's logits, so neither pass stores [C, V]. Products of 16-bit
+    numbers stay float32.
     """
 
     @staticmethod

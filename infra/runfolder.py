@@ -5,7 +5,7 @@
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.samples), decisions.jsonl the prompts and completions of each step
-with their probabilities and weights (metrics.list_decisions), and eval_000005.jsonl the problems of the evaluation
+with their probabilities and weights (list_decisions), and eval_000005.jsonl the problems of the evaluation
 after step 5 with their responses. state.json says how the run ended; a run under way has none (`state_of`).
 """
 

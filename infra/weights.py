@@ -216,8 +216,8 @@ def check_sizes(folder: Path) -> None:
     for name, size in expected.items():
         if sizes.get(name) != size or layers != shape.layers:
             raise ConfigError(
-                f"{folder}: weights do not match config.json: they have {layers} layers and {sizes.get(name)} "
-                f"for {name}, where it says {shape.layers} and {size}")
+                f"{folder}: weights do not match config.json: they have {layers} layers and "
+                f"{sizes.get(name)} for {name}, where it says {shape.layers} and {size}")
 
 
 @contextmanager
