@@ -187,8 +187,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     if said.get("init_lora_weights", True) not in LEAVE_THE_BASE:
         raise ConfigError(
             f"{named}: its init_lora_weights={said['init_lora_weights']!r} changes the base; convert it to "
-            "plain LoRA (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it and "
-            "take the result as model.path")
+            "plain LoRA (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it "
+            "and take the result as model.path")
     for setting, key in (("rank", "r"), ("alpha", "lora_alpha")):
         asked = getattr(settings, setting)
         if asked != said.get(key):
@@ -265,8 +265,9 @@ def identify_weights(settings: Lora, source: Path) -> dict[str, str]:
 def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective.
 
-    A policy with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been merged.
-    Raises ConfigError."""
+    A policy with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been
+    merged. Raises ConfigError.
+    """
     saved = beside_tensors(path)
     if not saved or saved["config"]["model.lora.rank"] is None:
         return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
