@@ -139,9 +139,7 @@ def read_shape(folder: Path) -> Shape:
     for name, present in unsupported.items():
         if present:
             raise ConfigError(f"{path}: {name} is not supported; use a checkpoint without it")
-    llama3 = None
-    if rope_type == "llama3":
-        llama3 = asdict(build_section(Llama3, scaling, path))
+    llama3 = asdict(build_section(Llama3, scaling, path)) if rope_type == "llama3" else None
     return Shape(
         vocab_size=said.vocab_size,
         hidden_size=said.hidden_size,
