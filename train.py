@@ -3,8 +3,16 @@
     [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]]
         [--check | --fit | --show]
 
-The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, choose
-what is trained on, update the policy, hand it to the engine.
+The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
+update the policy, hand it to the engine. Where it departs from the papers (docs/methods.md has each method's):
+
+1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
+   GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.
+2. The loss is a weighted sum. Weights and denominators come once per optimizer step from the whole batch of
+   all ranks, so no cut into rows or ranks changes the gradient. CPPO divides by the kept (loss.count).
+3. Completions of a prompt share it in a row: it is paid for once, and the gradient is the same.
+4. Log-probs before the update are the trainer's own, not the engine's (loss.old_logp).
+5. Prompts that Dynamic Pruning skips are not replaced, and its prompt level is our reconstruction.
 """
 
 import argparse
