@@ -4,7 +4,7 @@
         [--check | --fit | --show]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
-update the policy, hand it to the engine. Where it departs from the papers (docs/methods.md has each method's):
+update the policy, hand it to the engine. Where it departs from the papers (docs/methods.md has every method):
 
 1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
    GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.
