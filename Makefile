@@ -19,13 +19,17 @@ test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 test-fork: .venv/dev ## the suite of a fork: README's two recipes applied to a copy, then the tests of `make test`
 	$(VENV)/python tests/fork.py
 
-test-slow: .venv/dev ## whole training runs: the toy learns, killed runs are the same runs, damaged files end in one line
-	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
+# What CI runs of the slow tests: forks, checkpoints, stops, memory, and two killed runs.
+SLOW := tests/test_recipes.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
+	tests/test_every_day.py
+
+test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
 	$(VENV)/python tests/survive.py --kills 2 --signals
 	$(VENV)/python tests/fuzz.py --mutants 200
 
-test-long: .venv/dev ## the long forms: every preset trains, 60 kills, 10,000 damaged files
-	$(VENV)/python -m pytest -n 2 --dist worksteal -m long
+test-long: .venv/dev ## the long forms: all slow tests, every preset trains, 60 kills, 10,000 damaged files
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
 	$(VENV)/python tests/survive.py --kills 40 --signals
 	$(VENV)/python tests/survive.py --kills 20 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/fuzz.py --mutants 10000
