@@ -62,7 +62,7 @@ lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py)
 	$(VENV)/ruff check .
 	$(VENV)/python -m pytest -m house tests/test_house.py tests/math/test_kinds.py
 
-compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results; 18 new ones at most
+compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results.jsonl.xz; 18 new ones at most
 	$(VENV)/python experiments/compare.py
 
 real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO, accuracy before and after (an hour)
