@@ -60,6 +60,7 @@ class Learner:
     pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
     max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
+    sequence: int               # tokens of the longest prompt and completion
     seed: int
     steps: int
     first: int = 0              # the first step in which the policy learns
@@ -81,14 +82,18 @@ class Learner:
         return [build_row(minibatch, plan).to(self.device, self.trained_dtype) for plan in hands[dist.rank()]]
 
 
-def out_of_memory(rows: list[Row], error: torch.OutOfMemoryError) -> ConfigError:
-    """Make the error of passes of these rows in which memory ran out: it says what to go on with."""
+def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError) -> ConfigError:
+    """Make the error of passes of these rows in which memory ran out: it says what to go on with.
+
+    A row must hold one whole sequence, so no smaller pack.capacity than `sequence` is named.
+    """
     longest, why = max(len(row.ids_T) for row in rows), str(error).partition("\n")[0]
+    smaller = max(longest // 2, sequence)
+    shorter = f"--set pack.capacity={smaller}, or " if smaller < longest else ""
     return ConfigError(
         f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on from "
-        f"the newest checkpoint with --resume auto and --set pack.capacity={longest // 2} (at least "
-        "data.max_prompt_tokens + rollout.max_new_tokens), or set model.checkpoint_blocks=all or "
-        f"optim.offload=true (CUDA), or train on more ranks ({why})")
+        f"the newest checkpoint with --resume auto and {shorter}--set model.checkpoint_blocks=all or "
+        f"optim.offload=true (CUDA), or on more ranks ({why})")
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
@@ -106,7 +111,8 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         optimizers=make_optimizers(policy, cfg.optim), loss=cfg.loss, advantage=cfg.advantage,
         preference=kinds.is_preference(cfg.advantage), weighs=weighs(cfg.loss), update=cfg.update,
         optim=cfg.optim, pack=cfg.pack, temperature=cfg.rollout.temperature,
-        max_new_tokens=cfg.rollout.max_new_tokens, seed=cfg.seed, steps=cfg.steps)
+        max_new_tokens=cfg.rollout.max_new_tokens,
+        sequence=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens, seed=cfg.seed, steps=cfg.steps)
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -131,7 +131,7 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
     try:
         return [add_gradient(learner, given, unmoved) for given in prepared], pairs
     except torch.OutOfMemoryError as error:
-        raise out_of_memory([given.row for given in prepared], error) from None
+        raise out_of_memory([given.row for given in prepared], learner.sequence, error) from None
 
 
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:

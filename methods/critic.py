@@ -142,7 +142,7 @@ def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, 
                 try:
                     passed = [add_gradient(learner, given) for given in aimed[i]]
                 except torch.OutOfMemoryError as error:
-                    raise out_of_memory(packed[i], error) from None
+                    raise out_of_memory(packed[i], learner.sequence, error) from None
                 for row, (loss, value_C) in zip(packed[i], passed, strict=True):
                     sums.add(row, loss, value_C, first_pass=epoch == 0)
                 norms.append(descend(critic.model, critic.optimizers, rate, critic.optim.clip_norm,
