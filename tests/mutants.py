@@ -68,6 +68,7 @@ BUGS = {
         ("(kl_C > settings.divergence) & ((new_C - old_C) * move.adv_C > 0)", "kl_C > settings.divergence", "loss"),
         ("pull_C + row.likelihood_C * factor_C", "pull_C", "objectives"),
         ("weight_C = row.weight_C * factor_C", "weight_C = row.weight_C", "loop"),
+        ("row.segment_C, loss.tis_cap, loss.mask_ratio)", "row.segment_C, None, None)", "objectives"),
     ],
     "pack": [
         ("torch.tensor(queries).cumsum(0) - 1", "torch.tensor(queries).cumsum(0) - 2", "pack"),
@@ -81,6 +82,8 @@ BUGS = {
         ("np.arange(start - 1, end - 1)", "np.arange(start, end)", "pack"),
     ],
     "update": [
+        ("factors = weigh(rows, logp, entropy, learner.loss)", "factors = [None] * len(rows)", "objectives"),
+        ("factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)", "factor_C = None", "objectives"),
         ("if prepared.old_logp_C is None and unmoved:", "if True:", "invariance"),
         ("len_NG = lengths(groups,", "len_NG = lengths(shortened(groups, [batch.tokens[n] for n in members]),", "nat"),
         ("learner.seed, step, batch.offered,", "learner.seed, step, len(batch.groups),", "loop"),
@@ -98,7 +101,7 @@ BUGS = {
         ("    model.zero_grad()\n    return norm", "    return norm", "fork"),
     ],
     "infra/checkpoint": [("if p.requires_grad} or named", "if p.requires_grad} or {}", "fork")],
-    "records": [("in self.weights.items() if weight]", "in self.weights.items()]", "fork")],
+    "records": [("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased")],
     "history": [
         ("1.0 if self.adapts else 1 / prob", "1.0", "data"),
         ('seed_for(self.seed, epoch, prompt.id, "prompt")', 'seed_for(self.seed, epoch, "prompt")', "data"),

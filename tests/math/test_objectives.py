@@ -160,6 +160,18 @@ def with_kl(answers, cfg):
     return grpo(answers, cfg) + 0.5 * sum(kl(x) for x in answers) / len(answers)
 
 
+def with_weights(answers, cfg):
+    """Each token's whole term, by its ratio to the engine up to a cap; 0 where a completion's mean ratio is far off."""
+    total, right = 0.0, tokens([x for x in answers if x.correct])
+    for x in answers:
+        gap_T, length = x.old_T - x.beh_T, len(x.now_T)
+        weight_T = gap_T.exp().clamp(max=cfg.loss.tis_cap) * (abs(gap_T.mean()) <= math.log(cfg.loss.mask_ratio))
+        k3_T = (x.ref_T - x.now_T).exp() - (x.ref_T - x.now_T) - 1
+        term_T = (clipped(x.ratio_T, x.group_norm, 0.2, 0.2) - 0.5 * k3_T) / length / len(answers)
+        total -= (weight_T * (term_T + 0.1 * x.entropy_T / tokens(answers) + 0.2 * x.correct * x.now_T / right)).sum()
+    return total
+
+
 def reinforce(answers, cfg):
     return -sum((x.centred * x.now_T).sum() for x in answers) / len(answers)
 
@@ -217,6 +229,8 @@ OBJECTIVES = {
     "kl": (with_kl, "grpo_toy", ["loss.kl=0.5"]),
     "kl-corrected": (with_kl, "grpo_toy", ["loss.kl=0.5", "loss.kl_corrected=true"]),
     "entropy": (with_entropy, "grpo_toy", ["loss.entropy=0.1"]),
+    "weights": (with_weights, "grpo_toy", ["loss.tis_cap=1.05", "loss.mask_ratio=1.03", "loss.kl=0.5",
+                                           "loss.entropy=0.1", "loss.likelihood=0.2"]),
     "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust.kind=none", "loss.per=sum"]),
     "odpo": (by_pairs, "odpo_toy", []), "odpo-graded": (by_pairs, "odpo_toy", GRADED),
     "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_toy", [*GRADED, "advantage.pairs=extremes"]),
@@ -242,17 +256,17 @@ def learner_on(folder, cfg: Config) -> Learner:
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:
     """Gradient and metrics of a pass over a whole batch, by the functions of the training step.
 
-    The policy is nudged by so much between what is scored before the update and the pass.
+    The policy is nudged by so much between what is scored before the update and the pass; by 0, one pass does both.
     """
     places = list(range(batch.offered))
     weighed = update.minibatch(learner, batch, places)
-    scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=True)
+    scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=moved > 0)
     nudge(learner.policy, moved)
     if kinds.is_preference(learner.advantage):
         scored, _ = preference.compare(learner, weighed, scored)
     sums = PassSums(learner.pack, learner.policy.quadratic)
     for row in scored:
-        sums.add(*update.add_gradient(learner, row, unmoved=False), first_pass=True)
+        sums.add(*update.add_gradient(learner, row, unmoved=moved == 0), first_pass=True)
     return gradients(learner.policy), sums.metrics(updates=1)
 
 
@@ -313,11 +327,11 @@ class Case:
         with torch.no_grad():
             return self.learner.critic.model(ids, torch.arange(len(ids)), attend_alone, place)
 
-    def by_formula(self) -> dict[str, Tensor]:
+    def by_formula(self, moved: float = 0.03) -> dict[str, Tensor]:
         with torch.no_grad():
             for mine, theirs in zip(self.now.parameters(), self.old.parameters(), strict=True):
                 mine.copy_(theirs)
-        nudge(self.now, 0.03)
+        nudge(self.now, moved)
         answers = []
         for n, group in enumerate(self.groups):
             for g, s in enumerate(group.samples):
@@ -331,9 +345,9 @@ class Case:
         self.textbook(answers, self.cfg).backward()
         return gradients(self.now)
 
-    def by_training(self) -> dict[str, Tensor]:
+    def by_training(self, moved: float = 0.03) -> dict[str, Tensor]:
         nudge(self.learner.policy, 0.02)
-        gradient, measured = gradient_of(self.learner, self.batch, moved=0.03)
+        gradient, measured = gradient_of(self.learner, self.batch, moved)
         self.stopped = measured["train/clipped"]
         return gradient
 
@@ -343,6 +357,16 @@ def test_the_gradient_is_that_of_the_textbook_loss(name, tiny, tmp_path):
     case = Case(name, tiny, tmp_path / "run")
     expected, ours = case.by_formula(), case.by_training()
     assert (0 < case.stopped < 1) == (case.cfg.loss.trust.kind not in ("clamp", "none"))
+    assert_same(ours, expected)
+
+
+def test_so_it_is_where_one_pass_weighs_tokens_and_computes_the_gradient(tiny, tmp_path):
+    case = Case("weights", tiny, tmp_path / "run")
+    expected = case.by_formula(moved=0.0)
+    assert_same(case.by_training(moved=0.0), expected)
+
+
+def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
     for key, grad in expected.items():
         size = float(grad.abs().max())
         assert size > 1e-8

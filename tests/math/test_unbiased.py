@@ -89,11 +89,12 @@ def by_kind(kind: str) -> list[str]:
 
 
 def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
-    """Rewards and advantages of the prompts that are rolled out, from them alone. There are two components, the second
-    in the first group alone, where it is half of the first."""
+    """Rewards and advantages of the prompts that are rolled out, from them alone. The second component is
+    in the first group alone, where it is half of the first; the third, of weight 0, is everywhere."""
     second_NG = torch.stack([reward_NG[0] / 2, torch.full_like(reward_NG[1], torch.nan)])
     components = {"first": reward_NG[list(rolled_out)], "second": second_NG[list(rolled_out)]}
-    rewards = as_rewards(components, {"first": 1.0, "second": 2.0})
+    components["third"] = torch.ones_like(components["first"])
+    rewards = as_rewards(components, {"first": 1.0, "second": 2.0, "third": 0.0})
     if step.cfg.advantage.kind == "soft_value":
         groups = list(itertools.compress(step.groups, rolled_out))
         return rewards, Table({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
