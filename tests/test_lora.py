@@ -274,7 +274,7 @@ def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
 @pytest.mark.parametrize(("written", "asked", "message"), [
     ({"r": 4}, [], "model.lora.rank=3 must be 4, which the adapter at model.lora.path=.* has; set it so"),
     ({}, ["model.lora.alpha=7"], "model.lora.alpha=7.0 must be 6, which the adapter"),
-    ({"use_dora": True}, [], "its use_dora=True must be False, for nothing else is computed here; merge that adapter"),
+    ({"use_dora": True}, [], "its use_dora=True must be False, as nothing else is computed here; merge that adapter"),
     ({"use_rslora": True}, [], "its use_rslora=True must be False"),
     ({"bias": "all"}, [], "its bias='all' must be 'none'"),
     ({"rank_pattern": {"q_proj": 2}}, [], "its rank_pattern={'q_proj': 2} must be {}"),
