@@ -8,12 +8,16 @@ import sys
 import tempfile
 from pathlib import Path
 
-from test_recipes import RECIPES, copy_repository, run
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from test_recipes import RECIPES, copy_repository, run  # noqa: E402
 
 if __name__ == "__main__":
     with tempfile.TemporaryDirectory() as folder:
         copy = copy_repository(Path(folder) / "fork")
         for recipe in RECIPES:
             run(copy, "git", "apply", "-", stdin=recipe)
+        run(copy, "git", "init", "-q")  # some tests ask git which files there are
+        run(copy, "git", "add", "-A")
         suite = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "worksteal", *sys.argv[1:]]
         sys.exit(subprocess.run(suite, cwd=copy, check=False).returncode)
