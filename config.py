@@ -6,7 +6,7 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -29,7 +29,6 @@ from settings.rules import all_rules
 
 CONFIGS = Path(__file__).parent / "configs"
 OF_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # components of the reward that compare with it
-BUILT_IN = ("accuracy", "wrong", "boxed", "format", "tag_exact", "tag_number", "overlong")
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
 
@@ -126,7 +125,7 @@ class Reward:
     @property
     def components(self) -> dict[str, float]:
         """Map the components that are measured to their weights."""
-        named = {name: getattr(self, name) for name in BUILT_IN}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (float, float | None)}
         named |= self.custom if isinstance(self.custom, dict) else {"custom": self.custom}
         return {name: weight for name, weight in named.items() if weight is not None}
 

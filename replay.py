@@ -221,7 +221,7 @@ class Arm:
     @staticmethod
     def of(name: str, run: Run, cfg: Config, rolled: Rolled, seed: int) -> "Arm":
         selection = Selection.of(cfg)
-        learner = replace(run.learner, loss=cfg.loss)
+        learner = replace(run.learner, loss=replace(run.learner.loss, count=cfg.loss.count))
         return Arm(name, learner, selection, choose(rolled, selection, seed))
 
 

@@ -1,14 +1,17 @@
 """What a fork relies on: a frozen role, part of the weights in an optimizer, a rate for every group, logged rewards."""
 
+import pytest
 import torch
 from conftest import TOY, load, toy_config
 from torch import nn
 
+import config
 import learner
 import train
 from infra import runfolder
 from infra.checkpoint import Checkpoints, tensors
 from learner import descend
+from reward import COMPONENTS
 
 
 def test_a_model_that_is_frozen_as_a_whole_is_saved_whole_and_one_without_weights_is_an_error(tiny, tmp_path):
@@ -23,12 +26,8 @@ def test_a_model_that_is_frozen_as_a_whole_is_saved_whole_and_one_without_weight
             p.zero_()
     checkpoints.load(tmp_path / "step_000001")
     assert saved and all(torch.equal(p, saved[name]) for name, p in frozen.named_parameters())
-    try:
+    with pytest.raises(ValueError, match="cannot hold a Module, which has no weights"):
         tensors(nn.Module())
-    except ValueError as error:
-        assert "has no weights" in str(error)
-    else:
-        raise AssertionError("a role without weights was saved as nothing")
 
 
 def test_a_weight_of_no_optimizer_keeps_no_gradient():
@@ -59,6 +58,10 @@ def test_a_reward_of_weight_0_is_logged_and_adds_nothing(tmp_path):
     line = next(line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line)
     assert line["reward/brief"] < 0 and line["reward/boxed"] == 0 and "reward/format" not in line
     assert line["reward/mean"] == line["reward/accuracy"]
+
+
+def test_every_component_that_has_a_weight_is_measured():
+    assert set(config.Reward(**dict.fromkeys(COMPONENTS, 0.5)).components) == set(COMPONENTS)
 
 
 def test_optimizers_are_made_by_kind(tmp_path):
