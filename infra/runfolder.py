@@ -265,8 +265,8 @@ class RunLog:
                texts: dict[str, str | None]) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        `chosen` comes from memory.list_choices, `texts` from the files of COPIES. Raises ConfigError if another
-        run has used the folder since it was claimed.
+        `chosen` comes from memory.list_choices, `texts` from the files of COPIES. Raises ConfigError if
+        another run has used the folder since it was claimed.
         """
         if self.folder is None:
             return
