@@ -139,7 +139,7 @@ ESTIMATORS = {
     "centred": lambda rewards, settings: centred(rewards.total_NG),
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
-    # At the initial policy; before every optimizer step `preference.compare` has them for the policy of then.
+    # At the initial policy; before each optimizer step `preference.compare_pairs` computes them anew.
     "preference": lambda rewards, settings: of_pairs(torch.zeros_like(rewards.total_NG), rewards.total_NG,
                                                      settings),
     "group_preference": lambda rewards, settings: centred(rewards.total_NG),

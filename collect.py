@@ -18,7 +18,7 @@ from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, keep_all, next_round
 from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
-from reward import OF_LENGTH, measured, score, span
+from reward import OF_LENGTH, list_components, score, span
 from rollout import Engine
 from settings import kinds
 
@@ -57,7 +57,7 @@ class Sampler:
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
         completions = [(self.tokenizer.decode(sample.ids), prompt, len(sample.ids))
                        for sample, prompt in dist.local_slice(answered)]
-        names = measured(self.reward, self.graded)
+        names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
         local_RP = torch.tensor(values, dtype=torch.float64).view(-1, len(names))
         all_RP = torch.cat(dist.gather_rows(local_RP))

@@ -41,7 +41,7 @@ from lora import load_policy
 from page.evaluations import comparison_table, count_right, mean_reward, results_table
 from preflight.memory import choose_backend, find_device, fit_engine
 from records import EngineSpec, Problem, Prompt, Rewards, plain
-from reward import measured, score, span
+from reward import list_components, score, span
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
@@ -149,7 +149,7 @@ def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -
         judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
     if held_out.reward is None:
         return judged
-    names, weights = measured(held_out.reward, held_out.graded), held_out.reward.weights
+    names, weights = list_components(held_out.reward, held_out.graded), held_out.reward.weights
     values = torch.tensor(score(answers, longest, held_out.reward, held_out.graded), dtype=torch.float64)
     components = dict(zip(names, values.view(-1, len(names)).T, strict=True))
     tokens = torch.tensor([count for _, _, count in answers])
@@ -347,7 +347,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[Set]:
 
 def files_of(reward: Reward, tokenizer: Tokenizer) -> dict[str, str | None]:
     """Return the texts of the user's files that rewards depend on, as they were read (runfolder.COPIES)."""
-    return {"reward.custom_file": custom_reward.source_of(reward),
+    return {"reward.custom_file": custom_reward.read_source(reward),
             "data.chat_template": tokenizer.own_template}
 
 

@@ -40,7 +40,7 @@ class Visit(NamedTuple):
     skipped: int = 0  # turns at which it was skipped since the newest
 
 
-NEVER = Visit(epoch=0, rewards=(), size=math.nan, easy=0, hard=0, times=0)  # of a prompt without a rollout
+NO_VISIT = Visit(epoch=0, rewards=(), size=math.nan, easy=0, hard=0, times=0)  # of a prompt without a rollout
 
 
 def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
@@ -115,7 +115,7 @@ class PromptHistory:
 
     def remembered(self, prompts: list[Prompt]) -> Memory:
         """Gather the history of these prompts for prune.PROMPTS."""
-        visits = [self.visits.get(prompt.id, NEVER) for prompt in prompts]
+        visits = [self.visits.get(prompt.id, NO_VISIT) for prompt in prompts]
         sizes = [visit.size for visit in self.visits.values()]
         return Memory(
             size_K=torch.tensor([visit.size for visit in visits], dtype=torch.float64),
@@ -137,7 +137,7 @@ class PromptHistory:
         rows = zip(rolled.kept, *(column.tolist() for column in columns), strict=True)
         for turn, shows, values, size, is_easy, is_hard in rows:
             if shows:
-                old = self.visits.get(turn.prompt.id, NEVER)
+                old = self.visits.get(turn.prompt.id, NO_VISIT)
                 self.visits[turn.prompt.id] = Visit(
                     epoch=turn.epoch,
                     rewards=tuple(values),

@@ -53,7 +53,7 @@ PREFIX = "base_model.model."  # of every name in a PEFT file
 # init_lora_weights that leave the base as it is; others, such as PiSSA's, change it.
 LEAVE_THE_BASE = (True, False, None, "gaussian", "orthogonal")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN = {  # settings of PEFT that change what an adapter computes, and the values that leave it plain
+PLAIN_PEFT = {  # settings of PEFT that change what an adapter computes, and the values that leave it plain
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
@@ -179,7 +179,7 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
         if not (folder / name).is_file():
             raise ConfigError(f"{named} must be a folder with {CONFIG} and {WEIGHTS}; it has no {name}")
     said = read_json(folder / CONFIG)
-    for key, plain in PLAIN.items():
+    for key, plain in PLAIN_PEFT.items():
         if said.get(key, plain) not in (plain, None):
             raise ConfigError(
                 f"{named}: its {key}={said[key]!r} must be {plain!r}, as nothing else is computed here; "
@@ -229,7 +229,7 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
     if not tensors:
         return
     settings = layer.settings
-    said = PLAIN | {
+    said = PLAIN_PEFT | {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
         "target_modules": [name.rpartition(".")[2] for name in TARGETS[settings.targets]],

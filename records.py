@@ -126,7 +126,7 @@ def pending(groups: list[Group], G: int) -> Tensor:
 class Rewards:
     """The rewards of the completions of N groups; nan where there is none."""
 
-    components: dict[str, Tensor]  # each that reward.measured names, float64 [N, G]
+    components: dict[str, Tensor]  # each that reward.list_components names, float64 [N, G]
     weights: dict[str, float]   # 0: of a component that is logged alone
     tokens_NG: Tensor           # of each completion, for what compares lengths within a group
     differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)

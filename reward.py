@@ -4,7 +4,7 @@
 
 The command grades labelled completions, {"gold", "completion", "correct"} per line, and prints how often the
 verifier is right. A component is a function of a `Completion` and an entry in COMPONENTS; the user's own are
-called by infra/custom_reward.py. One that is nan for a completion adds nothing to it.
+called by infra/custom_reward.py. A component that is nan for a completion adds nothing to its reward.
 """
 
 import argparse
@@ -34,7 +34,7 @@ class Completion:
     tokens: int       # sampled, the EOS among them
     longest: int      # tokens that were allowed
     right: bool       # the marked final answer equals the gold one; False where nothing is graded
-    settings: Reward  # of the components that have some
+    settings: Reward  # some components have settings
 
 
 def accuracy(c: Completion) -> float:
@@ -43,7 +43,7 @@ def accuracy(c: Completion) -> float:
 
 
 def wrong(c: Completion) -> float:
-    """Return 1 where accuracy is 0.
+    """Return 1 if accuracy is 0.
 
     With weight -1 beside accuracy's 1 it is DAPO's reward of 1 and -1 (arXiv:2503.14476).
     """
@@ -70,12 +70,15 @@ def think_format(c: Completion) -> float:
 def tag_exact(c: Completion) -> float:
     """Return 1 if the last answer tag holds the gold answer, commas aside (CPPO's GSM8K reward)."""
     answer = last_tag(c.text)
-    return float(answer is not None and answer.replace(",", "") == c.gold.replace(",", ""))
+    if answer is None:
+        return 0.0
+    return float(answer.replace(",", "") == c.gold.replace(",", ""))
 
 
 def tag_number(c: Completion) -> float:
     """Return 1 if the last answer tag and the gold answer hold one number each, the same (CPPO, as above)."""
-    answers = NUMBER.findall((last_tag(c.text) or "").replace(",", ""))
+    answer = last_tag(c.text) or ""
+    answers = NUMBER.findall(answer.replace(",", ""))
     golds = NUMBER.findall(c.gold.replace(",", ""))
     return float(len(answers) == len(golds) == 1 and float(answers[0]) == float(golds[0]))
 
@@ -99,54 +102,66 @@ COMPONENTS = {
     "tag_number": (tag_number, 0, 1),
     "overlong": (overlong, -1, 0),
 }
-OWN = (None, -1, 1)  # of the user's
+OWN = (None, -1, 1)  # a component of the user's own
 OF_LENGTH = ("overlong",)
 NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
-def measured(cfg: Reward, graded: bool = True) -> list[str]:
-    """Name what `score` computes for every completion: components that have a weight, if only 0, and notes.
+def list_components(cfg: Reward, graded: bool = True) -> list[str]:
+    """Name the values that `score` computes for every completion: components that have a weight, if only 0,
+    and notes.
 
     Without gold answers nothing is `graded`: there is neither accuracy nor a note of the verifier's.
     """
-    notes = [*NOTES] if graded else ["timed_out"]
     names = [name for name in cfg.components if graded or name not in OF_ANSWER]
-    return names + notes + (["died"] if cfg.custom_file else [])
+    names += NOTES if graded else ["timed_out"]
+    if cfg.custom_file:
+        names.append("died")
+    return names
 
 
-def score(completions: list[tuple[str, Problem | Prompt, int]], longest: int, cfg: Reward,
-          graded: bool = True) -> list[list[float]]:
-    """Compute what `measured` names, for each (text, problem, tokens); `longest` tokens were allowed.
+def score(
+    completions: list[tuple[str, Problem | Prompt, int]],
+    longest: int,
+    cfg: Reward,
+    graded: bool = True,
+) -> list[list[float]]:
+    """Compute the values of `list_components` for each (text, problem, tokens) of up to `longest` tokens.
 
-    The components are unweighted; accuracy is nan where the problem has no answer. NOTES are 1 or 0: an
-    answer that is missing or cannot be read; a verifier or a user's function that took too long; a strict and
-    a lenient grade that disagree, where the gold answer is a number; last a user's function that died.
+    The components are unweighted; accuracy is nan if the problem has no answer. NOTES are 1 or 0: an answer
+    is missing or cannot be read; a verifier or a user's function took too long; a strict and a lenient grade
+    disagree on a gold answer that is a number. The last one is 1 if a user's function died.
     """
-    own = custom_reward.OwnFile.of(cfg) if cfg.custom_file else None
     texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.
-    calls = [custom_reward.begin(own, problem, text, tokens) if own else None
-             for text, (_, problem, tokens) in zip(texts, completions, strict=True)]
+    own = None
+    calls = [None] * len(completions)
+    if cfg.custom_file:
+        own = custom_reward.OwnFile.of(cfg)
+        for i, (_, problem, tokens) in enumerate(completions):
+            calls[i] = custom_reward.start_call(own, problem, texts[i], tokens)
     grades: list[dict] = [{} for _ in completions]
     if graded:
         grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
-    names, rows = measured(cfg, graded), []
+    names = list_components(cfg, graded)
+    rows = []
     for text, (_, problem, tokens), call, judged in zip(texts, completions, calls, grades, strict=True):
         verdict = judged.get("verdict")
         c = Completion(text, problem.answer, tokens, longest, verdict == "right", cfg)
         values = {name: COMPONENTS[name][0](c) for name in names if name in COMPONENTS}
-        values |= {"unparsed": verdict == "unparsed", "timed_out": verdict == "timed_out"}
+        values["unparsed"] = verdict == "unparsed"
+        values["timed_out"] = verdict == "timed_out"
         values["disagree"] = number(c.gold) is not None and judged.get("last_number") != c.right
         if own:
-            values |= custom_reward.awaited(own, cfg, call, problem.id, values["timed_out"])
-        if not c.gold:  # what compares with an answer says nothing here
+            values |= custom_reward.read_values(own, cfg, call, problem.id, values["timed_out"])
+        if not c.gold:  # components that compare with an answer say nothing here
             values |= dict.fromkeys((*OF_ANSWER, "unparsed"), math.nan)
         rows.append([float(values[name]) for name in names])
     return rows
 
 
 def span(weights: dict[str, float]) -> tuple[float, float]:
-    """Return the least and the most that a reward can be."""
+    """Return the least and the greatest reward that these weights allow."""
     least = greatest = 0.0
     for name, weight in weights.items():
         _, low, high = COMPONENTS.get(name, OWN)

@@ -102,7 +102,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 run.checkpoints.wait_for_copies()
             measured = update(learner, batch, step, clock)  # pack, -sum w f A logp, optimizer step
             if learner.critic:
-                measured |= critic.fit(learner, rolled, step, clock)
+                measured |= critic.fit_values(learner, rolled, step, clock)
             with clock.phase("sync"):
                 engine.sync(learner.policy)
             write_down(run, step + 1, rolled, batch, measured, clock)
@@ -157,7 +157,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     return run
 
 
-def before_steps(run: Run) -> soft_value.Table | None:
+def before_steps(run: Run) -> soft_value.SoftValues | None:
     """Evaluate where that is due and was not done, and estimate the table of advantage.kind=soft_value."""
     cfg = run.cfg
     done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # not where a stop came in the midst of it
@@ -195,7 +195,7 @@ def load(cfg: Config) -> data.Task:
     problems = data.load_problems(settings.train, settings.dir, True, settings.columns,
                                   cfg.reward.needs_answers and cfg.labels.kind == "gold")
     held_out = [p for s in sets for p in s.problems] if cfg.labels.kind == "gold" else []  # others read none
-    problems = data.without_overlap(problems, held_out)[:settings.limit]
+    problems = data.drop_overlap(problems, held_out)[:settings.limit]
     graded = cfg.labels.kind == "votes" or answered(problems, settings.train)
     if graded and cfg.labels.kind == "gold":
         name_unreadable(settings.train, {p.id: p.answer for p in problems})
@@ -233,7 +233,7 @@ def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
     run.log.warn(step, custom_reward.remark(rolled.rewards, run.cfg.reward))
     if step == 1:
-        run.log.warn(step, critic.too_short(batch, run.learner))
+        run.log.warn(step, critic.warn_too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
     run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
 

@@ -126,7 +126,7 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
     """
     pairs = []
     if learner.preference:
-        prepared, compared = preference.compare(learner, weighed, prepared)
+        prepared, compared = preference.compare_pairs(learner, weighed, prepared)
         pairs.append(compared)
     try:
         return [add_gradient(learner, given, unmoved) for given in prepared], pairs

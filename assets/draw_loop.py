@@ -11,9 +11,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, pstdev
 
-INK, MUTED, PAPER, EDGE = "#26323a", "#62717a", "#f6f4ee", "#b9b5a8"
-RIGHT, WRONG, PROMPT, BACK = "#2f8f6b", "#c8643c", "#8a95a0", "#4a6fa5"
-WIDTH, HEIGHT, PITCH, TOP, UNIT = 1120, 404, 14, 92, 8.5  # UNIT: width of a token
+INK = "#26323a"
+MUTED = "#62717a"
+PAPER = "#f6f4ee"
+EDGE = "#b9b5a8"
+RIGHT = "#2f8f6b"
+WRONG = "#c8643c"
+PROMPT = "#8a95a0"
+BACK = "#4a6fa5"
+WIDTH = 1120
+HEIGHT = 404
+PITCH = 14     # from line to line
+TOP = 92
+UNIT = 8.5     # width of a token
 CAPACITY = 31  # tokens of a packed row
 
 
@@ -24,13 +34,13 @@ class Completion:
     survives: bool  # the draw, where its |A| is small
 
 
+def make_group(lengths: list[int], right: list[int], surviving: list[int]) -> list[Completion]:
+    return [Completion(length, i in right, i in surviving) for i, length in enumerate(lengths)]
+
+
 GROUPS = (
-    (Completion(8, False, True), Completion(12, True, True), Completion(7, False, False),
-     Completion(10, False, True), Completion(15, False, False), Completion(9, True, True),
-     Completion(6, False, False), Completion(11, False, True)),
-    (Completion(9, True, False), Completion(7, True, True), Completion(13, False, True),
-     Completion(8, True, False), Completion(10, True, True), Completion(12, True, False),
-     Completion(6, False, True), Completion(9, True, True)),
+    make_group([8, 12, 7, 10, 15, 9, 6, 11], right=[1, 5], surviving=[0, 1, 3, 5, 7]),
+    make_group([9, 7, 13, 8, 10, 12, 6, 9], right=[0, 1, 3, 4, 5, 7], surviving=[1, 2, 4, 6, 7]),
 )
 STAGES = (
     (18, "1 draw", "history.py", "skip q at times"),
@@ -59,47 +69,59 @@ def path(points: str, arrow: bool = True) -> str:
     return f'<path d="{points}" fill="none" stroke="{BACK}" stroke-width="2"{end}/>'
 
 
-def advantages(group: tuple[Completion, ...]) -> list[float]:
+def advantages(group: list[Completion]) -> list[float]:
     rewards = [float(c.right) for c in group]
-    return [(r - mean(rewards)) / pstdev(rewards) for r in rewards]
+    middle, deviation = mean(rewards), pstdev(rewards)
+    return [(r - middle) / deviation for r in rewards]
 
 
-def weights(group: tuple[Completion, ...]) -> list[int]:
+def weights(group: list[Completion]) -> list[int]:
     """Weigh a completion 1 if its |A| is at or above the group's mean |A|, else 2 or 0 by the draw."""
     sizes = [abs(a) for a in advantages(group)]
-    return [1 if size >= mean(sizes) else 2 * c.survives for size, c in zip(sizes, group, strict=True)]
+    chosen = []
+    for size, c in zip(sizes, group, strict=True):
+        drawn = 2 if c.survives else 0
+        chosen.append(1 if size >= mean(sizes) else drawn)
+    return chosen
 
 
 def colour(completion: Completion) -> str:
     return RIGHT if completion.right else WRONG
 
 
-def draw_group(top: float, number: int, group: tuple[Completion, ...]) -> list[str]:
+def draw_group(top: float, number: int, group: list[Completion]) -> list[str]:
     """Draw stages 1 to 5 of one group, a line for each completion."""
-    marks = [bar(24, top + 40, 54, PROMPT, 22), path(f"M 82 {top + 51:g} H 120"),
-             text(43, top + 56, f"q{number}", fill=PAPER, weight="bold")]
+    marks = [
+        bar(24, top + 40, 54, PROMPT, 22),
+        path(f"M 82 {top + 51:g} H 120"),
+        text(43, top + 56, f"q{number}", fill=PAPER, weight="bold"),
+    ]
     for i, (c, adv, weight) in enumerate(zip(group, advantages(group), weights(group), strict=True)):
         y = top + i * PITCH
-        marks.append(bar(130, y, c.length * UNIT, colour(c)))
-        marks.append(text(300, y + 9, "1" if c.right else "0", 12, colour(c), "bold"))
-        marks.append(bar(446 + min(adv, 0) * 26, y, abs(adv) * 26, colour(c)))
-        marks.append(bar(562, y, c.length * UNIT, colour(c), ghost=not weight))
-        marks.append(text(562 + c.length * UNIT + 5, y + 9, f"\u00d7{weight}" if weight else "", 11, MUTED))
+        width, fill = c.length * UNIT, colour(c)
+        reward = "1" if c.right else "0"
+        times = f"\u00d7{weight}" if weight else ""
+        marks.append(bar(130, y, width, fill))
+        marks.append(text(300, y + 9, reward, 12, fill, "bold"))
+        marks.append(bar(446 + min(adv, 0) * 26, y, abs(adv) * 26, fill))
+        marks.append(bar(562, y, width, fill, ghost=not weight))
+        marks.append(text(562 + width + 5, y + 9, times, 11, MUTED))
     marks.append(f'<path d="M 446 {top - 4:g} V {top + 8 * PITCH:g}" stroke="{MUTED}" stroke-width="1"/>')
     return marks
 
 
 def pack() -> list[list[tuple[int, str]]]:
     """Pack each group's prompt before all of its kept completions: rows of (tokens, colour)."""
-    rows: list[list[tuple[int, str]]] = []
+    rows = []
     for group in GROUPS:
-        kept = [(c.length, colour(c)) for c, weight in zip(group, weights(group), strict=True) if weight]
         row = [(2, PROMPT)]
-        for length, fill in kept:
-            if sum(n for n, _ in row) + length > CAPACITY:
+        for c, weight in zip(group, weights(group), strict=True):
+            if not weight:
+                continue
+            if sum(n for n, _ in row) + c.length > CAPACITY:
                 rows.append(row)
                 row = [(2, PROMPT)]
-            row.append((length, fill))
+            row.append((c.length, colour(c)))
         rows.append(row)
     return rows
 
@@ -125,15 +147,20 @@ def picture() -> str:
     second = TOP + 8 * PITCH + 22
     marks += draw_group(TOP, 1, GROUPS[0]) + draw_group(second, 2, GROUPS[1])
     skipped = second + 8 * PITCH + 10
-    marks += [bar(24, skipped, 54, PROMPT, 22, ghost=True), text(43, skipped + 16, "q3", fill=MUTED),
-              text(86, skipped + 16, "skipped", 12, MUTED)]
+    marks += [
+        bar(24, skipped, 54, PROMPT, 22, ghost=True),
+        text(43, skipped + 16, "q3", fill=MUTED),
+        text(86, skipped + 16, "skipped", 12, MUTED),
+    ]
     marks += draw_rows(TOP + 30)
     middle = TOP + 30 + 15 * len(pack())
-    marks += [path(f"M 990 {middle:g} H 1016"),
-              f'<rect x="1020" y="{middle - 28:g}" width="76" height="56" rx="8" fill="{BACK}"/>',
-              text(1047, middle + 9, "\u03c0", 26, PAPER, "bold"),
-              path(f"M 1058 {middle + 30:g} V {HEIGHT - 24} H 206 V {skipped - 2:g}"),
-              text(470, HEIGHT - 32, "new weights go into the engine that samples the next step", 13, BACK)]
+    marks += [
+        path(f"M 990 {middle:g} H 1016"),
+        f'<rect x="1020" y="{middle - 28:g}" width="76" height="56" rx="8" fill="{BACK}"/>',
+        text(1047, middle + 9, "\u03c0", 26, PAPER, "bold"),
+        path(f"M 1058 {middle + 30:g} V {HEIGHT - 24} H 206 V {skipped - 2:g}"),
+        text(470, HEIGHT - 32, "new weights go into the engine that samples the next step", 13, BACK),
+    ]
     return "\n".join(marks)
 
 

@@ -12,9 +12,10 @@ from selenium import webdriver
 
 HERE = Path(__file__).parent
 WIDTH = 1160  # pixels: three charts beside each other
-# picture -> the elements at whose top it begins and at whose bottom it ends
-PICTURES = {"report_completions": ("#completions h2", "#groups tbody tr:nth-child(9)"),
-            "report_pruning": ("#pruning h2", "#pruning .charts")}
+PICTURES = {  # picture -> it begins at the top of the first element and ends at the bottom of the second
+    "report_completions": ("#completions h2", "#groups tbody tr:nth-child(9)"),
+    "report_pruning": ("#pruning h2", "#pruning .charts"),
+}
 
 
 def edge(chrome: webdriver.Chrome, element: str, side: str) -> float:

@@ -3,6 +3,7 @@
 Only numbers and texts travel back: an exception of the user's own could not be made again in the trainer.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
@@ -16,15 +17,21 @@ from types import ModuleType
 
 from verify.grade import allow
 
-KNOWN = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
-# What other trainers' functions ask for: called by position, they would be given something else.
+ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
+# Parameters of other trainers' functions: called by position, they would get the wrong values.
 FOREIGN = ("completions", "prompts", "solution_str", "ground_truth", "data_source")
 HERE = Path(__file__).parent.parent
 
 
-def call_functions(path: str, source: str, names: Sequence[str], seconds: float, values: tuple,
-                   ) -> list[float | None] | str:
-    """Call functions of a file on one completion, `values` of KNOWN. Returns theirs, or what is wrong."""
+def call_functions(
+    path: str,
+    source: str,
+    names: Sequence[str],
+    seconds: float,
+    values: tuple,
+) -> list[float | None] | str:
+    """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
+    text."""
     process = os.getpid()
     try:
         scope = load_once(path, source)
@@ -35,25 +42,26 @@ def call_functions(path: str, source: str, names: Sequence[str], seconds: float,
     except WrongReward as error:
         return str(error)
     except BaseException as error:  # SystemExit too: a user's code may raise anything
-        return f"it raises {type(error).__name__}{place_of(error, path)}: {on_one_line(error, str)}" + (
-            missing_column(error, values[-1]))
+        place, text = name_place(error, path), on_one_line(error, str)
+        return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, values[-1])}"
     finally:
         if os.getpid() != process:  # the function has forked: its child must not answer too
             os._exit(0)
 
 
-def place_of(error: BaseException, path: str) -> str:
-    """Name the innermost line of the user's, in the file itself or in a helper beside it."""
+def name_place(error: BaseException, path: str) -> str:
+    """Name the innermost line of the user's code, in the file itself or in a helper beside it."""
     folder = Path(path).resolve().parent
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__)
-              if frame.filename == path or Path(frame.filename).resolve().parent == folder]
-    if not frames:
-        return ""
-    beside = "" if frames[-1].filename == path else f" of {Path(frames[-1].filename).name}"
-    return f" in line {frames[-1].lineno}{beside}"
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if frame.filename == path:
+            return f" in line {frame.lineno}"
+        file = Path(frame.filename)
+        if file.resolve().parent == folder:
+            return f" in line {frame.lineno} of {file.name}"
+    return ""
 
 
-def missing_column(error: BaseException, row: dict) -> str:
+def name_columns(error: BaseException, row: dict) -> str:
     """Name the columns of the row after a KeyError for one that it does not have."""
     if isinstance(error, KeyError) and row and error.args and error.args[0] not in row:
         return f"; the row has {', '.join(map(str, row))}"
@@ -61,13 +69,13 @@ def missing_column(error: BaseException, row: dict) -> str:
 
 
 class WrongReward(Exception):
-    """A function is missing, asks for what there is not, or returns what is no reward."""
+    """A function is missing, asks for an unknown argument, or returns no reward."""
 
 
 @functools.cache
 def load_once(path: str, source: str) -> dict:
-    """Run the file as a module, with its folder first on sys.path. Modules of ours make room there for files
-    of the same name: no worker needs them any more."""
+    """Run the file as a module, with its folder first on sys.path. Winnow's modules are unloaded if the
+    folder has files of the same name: no worker needs them any more."""
     folder = Path(path).resolve().parent
     for name, module in list(sys.modules.items()):
         ours = Path(getattr(module, "__file__", None) or "/").parent == HERE
@@ -82,40 +90,49 @@ def load_once(path: str, source: str) -> dict:
 
 
 def call_one(scope: dict, name: str, values: tuple) -> float | None:
-    """Call one function, and check what it returns."""
+    """Call one function, and check its result."""
     function = scope.get(name)
     if not callable(function):
         functions = [key for key, value in scope.items() if inspect.isfunction(value)]
-        raise WrongReward(f"it has no function {name!r} (reward.custom); it has "
-                          f"{', '.join(functions) or 'none'}, which reward.custom={{name: weight}} calls")
-    value = function(**arguments_of(name, function, copy.deepcopy(values)))
+        raise WrongReward(
+            f"it has no function {name!r} (reward.custom); it has {', '.join(functions) or 'none'}, which "
+            "reward.custom={name: weight} calls")
+    value = function(**choose_arguments(name, function, copy.deepcopy(values)))
     if value is None:
         return None
-    try:
-        number = float(value) if hasattr(value, "__float__") else math.nan
-    except (TypeError, ValueError):
-        number = math.nan
+    number = math.nan
+    with contextlib.suppress(TypeError, ValueError):
+        if hasattr(value, "__float__"):
+            number = float(value)
     if not -1 <= number <= 1:
-        raise WrongReward(f"{name}() returns {on_one_line(value, repr)}; it must be a number in [-1, 1], "
-                          "whose weight is reward.custom, or None for a completion that it cannot judge")
+        raise WrongReward(
+            f"{name}() returns {on_one_line(value, repr)}; it must be a number in [-1, 1], whose weight is "
+            "reward.custom, or None for a completion that it cannot judge")
     return number
 
 
-def arguments_of(name: str, function: Callable, values: tuple) -> dict:
-    """Choose what a function gets, by the names of its parameters or in the order of KNOWN."""
-    known = dict(zip(KNOWN, values, strict=True))
+def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
+    """Choose a function's arguments, by the names of its parameters or in the order of ARGUMENTS."""
+    known = dict(zip(ARGUMENTS, values, strict=True))
     parameters = inspect.signature(function).parameters
-    if any(p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY) for p in parameters.values()):
-        raise WrongReward(f"{name}{inspect.signature(function)} must take what it asks for by name")
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    required = [key for key, p in parameters.items() if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
-    by_position = not takes_all and not parameters.keys() & known.keys() and len(required) <= len(KNOWN)
+    required = []
+    takes_all = False
+    for key, p in parameters.items():
+        if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
+            raise WrongReward(f"{name}{inspect.signature(function)} must take what it asks for by name")
+        if p.kind is p.VAR_KEYWORD:
+            takes_all = True
+        elif p.default is p.empty:
+            required.append(key)
+    by_position = not takes_all and not parameters.keys() & known.keys() and len(required) <= len(ARGUMENTS)
     if by_position and not set(FOREIGN) & set(required):
         return dict(zip(required, values, strict=False))
     if unknown := [key for key in required if key not in known]:
-        raise WrongReward(f"{name}() asks for {', '.join(unknown)}; it can have {', '.join(KNOWN)}, of one "
-                          "completion")
-    return known if takes_all else {key: value for key, value in known.items() if key in parameters}
+        raise WrongReward(
+            f"{name}() asks for {', '.join(unknown)}; it can have {', '.join(ARGUMENTS)}, of one completion")
+    if takes_all:
+        return known
+    return {key: value for key, value in known.items() if key in parameters}
 
 
 def on_one_line(value: object, how: Callable[[object], str]) -> str:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model folder, and the prompts that questions become: by a chat template, or plainly."""
+"""Tokenize text, and render questions as prompts by a chat template or a plain text."""
 
 import difflib
 import json
@@ -15,14 +15,14 @@ from infra.weights import read_shape
 from records import Stops
 from settings.loader import SHORT, read_json
 
-GIVEN = ("messages", "add_generation_prompt")  # what a template gets at any rate, beside special tokens
+RENDER_ARGUMENTS = ("messages", "add_generation_prompt")  # every template gets them, beside special tokens
 
 
 class Tokenizer:
     """The tokenizer and end-of-sequence ids of a Hugging Face model folder, and how it is prompted.
 
-    `data` may have a template or a plain prompt in place of the model's own template. A text of `stop` that
-    is one of the tokenizer's special tokens is one more end-of-sequence id; the others are `stops`.
+    `data` may have a template or a plain prompt in place of the model's own template. Each text of `stop`
+    that is a special token of the tokenizer becomes an end-of-sequence id; the others are `stops`.
     Raises ConfigError.
     """
 
@@ -34,15 +34,19 @@ class Tokenizer:
             raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
         require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
-        tokens = {key: value.get("content") if isinstance(value, dict) else value
-                  for key, value in settings.items() if key.endswith("_token")}
-        self.special = {key: value for key, value in tokens.items() if isinstance(value, str)}
-        special = {text: self.rust.token_to_id(text) for text in stop if self.is_special(text)}
+        self.special = {}  # name -> text, for templates
+        for key, value in settings.items():
+            if key.endswith("_token"):
+                text = value.get("content") if isinstance(value, dict) else value
+                if isinstance(text, str):
+                    self.special[key] = text
+        self.folder = folder
+        self.size = read_shape(folder).vocab_size
+        stop_tokens = [text for text in stop if self.is_special(text)]
+        stop_texts = tuple(text for text in stop if text not in stop_tokens)
         ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
-        self.eos_ids = ends | frozenset(special.values())
-        self.folder, self.size = folder, read_shape(folder).vocab_size
-        texts = tuple(text for text in stop if text not in special)
-        self.stops = Stops(texts, self.rust.decode_batch) if texts else None
+        self.eos_ids = ends | set(map(self.rust.token_to_id, stop_tokens))
+        self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
         self.plain = data.prompt if data else None
         self.arguments = dict(data.template or {}) if data else {}
         if self.plain is None:
@@ -51,7 +55,7 @@ class Tokenizer:
             self.source, self.template, self.own_template = self.plain, None, None
 
     def read_template(self, folder: Path, own: str | None, configured: str | None) -> None:
-        """Read the template: the user's `own` file, the model's file, or what its config has."""
+        """Read the template: the user's `own` file, the model's file, or the text in its config."""
         path = Path(own) if own else folder / "chat_template.jinja"
         try:
             self.source = path.read_text() if own or path.is_file() else configured
@@ -59,22 +63,24 @@ class Tokenizer:
             raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
         self.own_template = self.source if own else None
         if not isinstance(self.source, str):
-            raise ConfigError(f"{folder} has a tokenizer without a chat template, as base models do; set "
-                              'data.prompt to a plain text such as "Question: {question}\\nAnswer:", or '
-                              "data.chat_template to a jinja file")
-        environment, where = chat_environment(), path if path.is_file() else folder
+            raise ConfigError(
+                f"{folder} has a tokenizer without a chat template, as base models do; set data.prompt to a "
+                'plain text such as "Question: {question}\\nAnswer:", or data.chat_template to a jinja file')
+        environment = chat_environment()
+        where = path if path.is_file() else folder
         try:
             self.template = environment.from_string(self.source)
         except (jinja2.TemplateError, RecursionError) as error:
             raise ConfigError(f"{where}: the chat template is not valid: {error}") from None
-        # jinja passes over arguments that a template does not read.
+        # jinja ignores arguments that a template does not read.
         names = jinja2.meta.find_undeclared_variables(environment.parse(self.source))
-        free = sorted(names - {*GIVEN, *self.special, *environment.globals})
+        free = sorted(names - {*RENDER_ARGUMENTS, *self.special, *environment.globals})
         for name in self.arguments.keys() - set(free):
             near = difflib.get_close_matches(name, free, n=1)
             advice = f"did you mean {near[0]!r}?" if near else f"it reads {', '.join(free) or 'none'}"
-            raise ConfigError(f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} "
-                              f"has no argument of that name; {advice}")
+            raise ConfigError(
+                f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} has no "
+                f"argument of that name; {advice}")
 
     def is_special(self, text: str) -> bool:
         """Tell whether a text is one token that decoding leaves out."""
@@ -86,27 +92,33 @@ class Tokenizer:
 
         `system` is put before messages that have no system message of their own.
         """
-        messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+        if isinstance(question, str):
+            question = [{"role": "user", "content": question}]
+        messages = [*question]
         if system and messages[0]["role"] != "system":
             messages.insert(0, {"role": "system", "content": system})
         return self.conversation(messages, generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
-        """Render messages; to `generate` an answer, its opening is added behind them."""
+        """Render messages, and the opening of an answer if it is to `generate` one."""
         if self.template is None:
-            if len(messages) > 1 and generate:
-                raise ConfigError("data.prompt takes one question, and a row has several messages; set "
-                                  "data.chat_template instead")
-            return self.plain.format(question=messages[0]["content"]) if generate else ""
+            if not generate:
+                return ""
+            if len(messages) > 1:
+                raise ConfigError(
+                    "data.prompt takes one question, and a row has several messages; set data.chat_template "
+                    "instead")
+            return self.plain.format(question=messages[0]["content"])
+        arguments = self.special | self.arguments
         try:
-            return self.template.render(messages=messages, add_generation_prompt=generate,
-                                        **self.special | self.arguments)
+            return self.template.render(messages=messages, add_generation_prompt=generate, **arguments)
         except Exception as error:  # a template may compute anything
-            raise ConfigError(f"the chat template fails: {type(error).__name__}: {error}; does it accept "
-                              "data.system_prompt?") from error
+            raise ConfigError(
+                f"the chat template fails: {type(error).__name__}: {error}; does it accept "
+                "data.system_prompt?") from error
 
     def closing_token(self) -> int | None:
-        """Return the first special token that the template writes behind an answer, None without one."""
+        """Find the first special token that the template writes behind an answer; None without one."""
         if self.template is None:
             return None
         messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
@@ -118,9 +130,11 @@ class Tokenizer:
         """Tokenize texts. Special tokens are added to plain prompts alone: a template has written them."""
         encoded = self.rust.encode_batch(texts, add_special_tokens=self.template is None)
         ids = [tuple(e.ids) for e in encoded]
-        if (highest := max(map(max, filter(None, ids)), default=0)) >= self.size:
-            raise ConfigError(f"the tokenizer of {self.folder} makes token {highest} of a prompt, and there "
-                              f"are {self.size} in the model; take the tokenizer that belongs to it")
+        highest = max(map(max, filter(None, ids)), default=0)
+        if highest >= self.size:
+            raise ConfigError(
+                f"the tokenizer of {self.folder} makes token {highest} of a prompt, and there are "
+                f"{self.size} in the model; take the tokenizer that belongs to it")
         return ids
 
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
@@ -135,25 +149,27 @@ def require_file(path: Path, what: str) -> Path:
 
 
 def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
-    """Collect every id that ends a completion, from all files: one that is missed does not end any."""
+    """Collect every id that ends a completion, from all files: an id left out would end none."""
     ids: set[int] = set() if tokenizer_eos is None else {tokenizer_eos}
     tokens = read_shape(folder).vocab_size
     for name in ("config.json", "generation_config.json"):
         path = folder / name
         eos = read_json(path).get("eos_token_id") if path.is_file() else None
-        listed = [] if eos is None else eos if isinstance(eos, list) else [eos]
-        for number in listed:
+        if eos is None:
+            continue
+        for number in eos if isinstance(eos, list) else [eos]:
             if type(number) is not int or not 0 <= number < tokens:
-                raise ConfigError(f"{path}: eos_token_id={SHORT.repr(eos)} must be one or several of the "
-                                  f"{tokens} tokens of the model; mend it, or download it again")
-        ids.update(listed)
+                raise ConfigError(
+                    f"{path}: eos_token_id={SHORT.repr(eos)} must be one or several of the {tokens} tokens "
+                    "of the model; mend it, or download it again")
+            ids.add(number)
     if not ids:
         raise ConfigError(f"{folder} names no EOS: set eos_token_id in generation_config.json")
     return frozenset(ids)
 
 
 def chat_environment() -> ImmutableSandboxedEnvironment:
-    """Build the jinja dialect that chat templates are written in (transformers, chat_template_utils).
+    """Build the jinja dialect of chat templates (transformers, chat_template_utils).
 
     strftime_now is left out on purpose: with it Llama 3's prompts change from day to day, and a run resumed
     tomorrow is another run; without it the template falls back on its own fixed date.
@@ -162,10 +178,15 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(x: object, ensure_ascii: bool = False, indent: int | None = None,
-                separators: tuple[str, str] | None = None, sort_keys: bool = False) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, indent=indent, separators=separators,
-                          sort_keys=sort_keys)
+    def to_json(
+        x: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])

@@ -1,15 +1,13 @@
 """Train a critic for PPO, VAPO and T-PPO (advantage.kind=gae): its model, its advantages, and its steps.
 
-It learns from all tokens of the completions that have ended, whichever the policy is trained on: pruning of
-completions does not touch them, and in T-PPO (arXiv:2506.15050, as reported) they were sampled over several
-steps.
+It learns from all tokens of the completions that have ended, also if the policy is trained on fewer: pruning
+does not drop any of them, and in T-PPO (arXiv:2506.15050, as reported) they were sampled over several steps.
 
-Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row, which are
-those of  S completions,  K completions that have ended.
+Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row, from
+S completions,  K completions that have ended.
 """
 
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +23,7 @@ from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Batch, Group, Rolled, Row, Sample, lengths, pending
+from records import Batch, Group, Rolled, Row, lengths, pending
 from reward import span
 from settings.kinds import Gae, Optim
 
@@ -33,13 +31,15 @@ from settings.kinds import Gae, Optim
 class ValueModel(nn.Module):
     """The value V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
 
-    The head starts at 0, so that every value is at first the middle of the rewards' range [low, high]
-    (inferred: VAPO, arXiv:2504.05118, starts from a reward model). `bounded`: values within it, by a sigmoid.
+    The head starts at 0, so every value is at first the middle of the rewards' range [low, high] (inferred:
+    VAPO, arXiv:2504.05118, starts from a reward model). `bounded`: a sigmoid keeps values within the range.
     """
 
     def __init__(self, backbone: Decoder, low: float, high: float, bounded: bool):
         super().__init__()
-        self.low, self.high, self.bounded = low, high, bounded
+        self.low = low
+        self.high = high
+        self.bounded = bounded
         self.backbone = backbone
         self.value = nn.Linear(backbone.shape.hidden_size, 1)
 
@@ -54,13 +54,13 @@ class ValueModel(nn.Module):
 
 @dataclass(frozen=True, slots=True)
 class CriticLearner:
-    """The value model in training, and the settings it reads."""
+    """The value model in training, and its settings."""
 
     model: ValueModel            # sharded over the ranks
     optimizers: tuple[torch.optim.Optimizer, ...]
     settings: config.Critic
     advantage: Gae
-    optim: Optim                 # a rate of its own, constant after a warm-up, and the rest as the policy's
+    optim: Optim                 # as the policy's, with a rate of its own, constant after a warm-up
 
     def values(self, learner: Learner, row: Row) -> tuple[Tensor, Tensor]:
         """Compute values of the states before completion tokens, [C], and behind each completion, [S]."""
@@ -70,29 +70,22 @@ class CriticLearner:
         return value.split([len(row.predict_C), len(row.length_S)])
 
 
-@dataclass(frozen=True, slots=True)
-class Aimed:
-    """A row, and the target of each of its tokens, [C], before the critic has moved."""
-
-    row: Row
-    target_C: Tensor
-
-
 def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
     low, high = span(cfg.reward.weights)
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
-        backbone = Decoder(replace(read_shape(source), tied=True))  # has no head of its own, then
+        backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
         model = ValueModel(backbone, low, high, cfg.critic.bounded).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
     spread(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
     lora.fill(backbone, cfg, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)
-    optim = replace(cfg.optim, lr=cfg.critic.lr, warmup_steps=cfg.critic.warmup_steps, schedule="constant")
-    critic = CriticLearner(model, make_optimizers(model, optim), cfg.critic, cfg.advantage, optim)
-    return replace(learner, critic=critic, first=cfg.critic.pretrain_steps)
+    settings = cfg.critic
+    optim = replace(cfg.optim, lr=settings.lr, warmup_steps=settings.warmup_steps, schedule="constant")
+    critic = CriticLearner(model, make_optimizers(model, optim), settings, cfg.advantage, optim)
+    return replace(learner, critic=critic, first=settings.pretrain_steps)
 
 
 @torch.no_grad()
@@ -103,78 +96,94 @@ def advantages(learner: Learner, row: Row) -> Tensor:
     last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
     cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
     end_S = torch.where(row.pending_S, cut_S, row.reward_S.to(cut_S))
-    lam_S = (torch.full_like(end_S, settings.lam) if settings.alpha is None
-             else adaptive_lambda(row.length_S.to(end_S), settings.alpha))
+    if settings.alpha is None:
+        lam_S = torch.full_like(end_S, settings.lam)
+    else:
+        lam_S = adaptive_lambda(row.length_S.to(end_S), settings.alpha)
     return gae(value_C, end_S, row.segment_C, lam_S)
 
 
-def too_short(batch: Batch, learner: Learner) -> str:
-    """Warn where advantage.alpha gives most responses a lambda of 0; empty where it does not."""
-    settings = learner.critic and learner.critic.advantage
-    if not settings or settings.alpha is None:
+def warn_too_short(batch: Batch, learner: Learner) -> str:
+    """Warn if advantage.alpha gives most responses a lambda of 0; return an empty text if it does not."""
+    alpha = learner.critic and learner.critic.advantage.alpha
+    if not alpha:
         return ""
-    length_S = torch.tensor([s.length for group in batch.groups for s in group.samples], dtype=torch.float64)
-    at_zero = int((adaptive_lambda(length_S, settings.alpha) <= 0).sum())
-    if at_zero <= len(length_S) / 2:
+    lengths = [s.length for group in batch.groups for s in group.samples]
+    lam_S = adaptive_lambda(torch.tensor(lengths, dtype=torch.float64), alpha)
+    at_zero = int((lam_S <= 0).sum())
+    if at_zero <= len(lam_S) / 2:
         return ""
-    return (f"advantage.alpha={settings.alpha} gives {at_zero} of {len(length_S)} responses a lambda of 0: "
-            "they are too short for it, and see hardly further than the next value; 1 to 1.5 suit them")
+    return (
+        f"advantage.alpha={alpha} gives {at_zero} of {len(lam_S)} responses a lambda of 0: they are too "
+        "short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
-def fit(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, float]:
+def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, float]:
     """Take all optimizer steps of the critic on one rollout: half the mean squared error over tokens.
 
-    Takes no step where no completion has ended. The explained variance, 1 - Var(R - V) / Var(R) over tokens,
-    is of the values before a mini-batch was learnt from, and of rewards whatever the target is. Raises
-    NotFinite.
+    Takes no step if no completion has ended. The explained variance, 1 - Var(R - V) / Var(R) over tokens,
+    uses the values before a mini-batch was learnt from, and the rewards, also if the target is another.
+    Raises NotFinite.
     """
-    critic, sums, norms = learner.critic, ValueSums(), []
-    not_finite = partial(NotFinite, step=step + 1, records=rolled)
+    critic = learner.critic
+    sums = ValueSums()
+    norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
+
+    def not_finite(what: str) -> NotFinite:
+        return NotFinite(f"critic's {what}", step=step + 1, records=rolled)
+
     with clock.phase("pack"):
-        batches = minibatches(learner, rolled, step)
-        packed = [learner.rows(minibatch) for minibatch in batches]
+        batches = [learner.rows(minibatch) for minibatch in split_minibatches(learner, rolled, step)]
     with clock.phase("score"):
-        aimed = [[Aimed(row, target(learner, row)) for row in rows] for rows in packed]
+        targets = [[target(learner, row) for row in rows] for rows in batches]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
-            for i in range(len(batches)):
+            for rows, row_targets in zip(batches, targets, strict=True):
                 try:
-                    passed = [add_gradient(learner, given) for given in aimed[i]]
+                    for row, target_C in zip(rows, row_targets, strict=True):
+                        loss, value_C = add_value_gradient(learner, row, target_C)
+                        sums.add(row, loss, value_C, first_pass=epoch == 0)
                 except torch.OutOfMemoryError as error:
-                    raise out_of_memory(packed[i], learner.sequence, error) from None
-                for row, (loss, value_C) in zip(packed[i], passed, strict=True):
-                    sums.add(row, loss, value_C, first_pass=epoch == 0)
-                norms.append(descend(critic.model, critic.optimizers, rate, critic.optim.clip_norm,
-                                     sums.sums["loss"], lambda what: not_finite(f"critic's {what}")))
+                    raise out_of_memory(rows, learner.sequence, error) from None
+                norms.append(descend(
+                    critic.model,
+                    critic.optimizers,
+                    rate,
+                    critic.optim.clip_norm,
+                    sums.sums["loss"],
+                    not_finite,
+                ))
     return sums.metrics(norms, rate)
 
 
-def minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
-    """Split the ended completions with a reward by a seeded draw. A token weighs what its prompt does, over
-    the sum of that: where prompts are skipped, those that are not make up for them as they do for the policy.
+def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
+    """Split the ended completions with a reward by a seeded draw. A token weighs as much as its prompt, over
+    the sum of all: prompts that are kept make up for the skipped ones as they do for the policy.
     """
-    groups = [Group(group.prompt, tuple(map(from_its_start, group.samples))) for group in rolled.groups]
+    groups = []
+    for group in rolled.groups:
+        # Tokens of earlier steps count too.
+        samples = [s if s.pending else replace(s, start=0) for s in group.samples]
+        groups.append(Group(group.prompt, tuple(samples)))
     reward_NG = rolled.rewards.total_NG
     ended_NG = ~pending(groups, reward_NG.shape[1]) & ~reward_NG.isnan()
-    len_NG, none_NG = lengths(groups, reward_NG.shape[1]), torch.zeros_like(reward_NG)
-    weight_N1 = torch.tensor([[turn.weight] for turn in rolled.turns if turn.kept], dtype=torch.float64)
+    len_NG = lengths(groups, reward_NG.shape[1])
+    weights = [turn.weight for turn in rolled.turns if turn.kept]
+    weight_N1 = torch.tensor(weights, dtype=torch.float64)[:, None]
     ended_K = ended_NG.flatten().nonzero()[:, 0]
     generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
-    split = []
+    minibatches = []
     for members_K in shuffled_K.tensor_split(learner.critic.settings.minibatches):
         if len(members_K):
-            keep_NG = torch.zeros_like(ended_NG).view(-1).index_fill(0, members_K, True).view_as(ended_NG)
+            keep_NG = torch.zeros_like(ended_NG)
+            keep_NG.view(-1)[members_K] = True
             weight_NG = keep_NG * weight_N1
             weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            split.append(Minibatch(groups, keep_NG, none_NG, weight_NG, reward_NG))
-    return split
-
-
-def from_its_start(sample: Sample) -> Sample:
-    """Mark every token of an ended completion as trainable."""
-    return replace(sample, start=0) if sample.start and not sample.pending else sample
+            none_NG = torch.zeros_like(reward_NG)
+            minibatches.append(Minibatch(groups, keep_NG, none_NG, weight_NG, reward_NG))
+    return minibatches
 
 
 @torch.no_grad()
@@ -193,10 +202,10 @@ def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
     return (weight_C * (value_C - target_C).square()).sum() / 2
 
 
-def add_gradient(learner: Learner, given: Aimed) -> tuple[Tensor, Tensor]:
+def add_value_gradient(learner: Learner, row: Row, target_C: Tensor) -> tuple[Tensor, Tensor]:
     """Add a row's gradient to the critic's; returns its loss and its values, [C]."""
-    value_C, _ = learner.critic.values(learner, given.row)
-    loss = value_loss(value_C, given.target_C, given.row.weight_C)
+    value_C, _ = learner.critic.values(learner, row)
+    loss = value_loss(value_C, target_C, row.weight_C)
     loss.backward()
     return loss.detach(), value_C.detach()
 
@@ -221,15 +230,18 @@ class ValueSums:
                 self.sums[f"{name}_squared"] += x_C.square().sum()
 
     def metrics(self, norms: list[float], rate: float) -> dict[str, float]:
-        """Compute means over all ranks. Collective. Without tokens or variance, those of them are absent."""
+        """Compute means over all ranks. Collective. Without tokens or variance, metrics that need them are
+        absent."""
         total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
-        counts = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
+        metrics = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
         if not norms:
-            return counts
+            return metrics
         means = {name: value / total["tokens"] for name, value in total.items()}
-        variance, unexplained = (means[f"{name}_squared"] - means[name] ** 2 for name in ("reward", "error"))
-        counts |= {"critic/loss": total["loss"] / len(norms), "critic/grad_norm": sum(norms) / len(norms),
-                   "critic/value": means["reward"] - means["error"]}
-        # The variance of equal rewards is rounding alone.
-        return counts if variance <= 1e-12 * means["reward_squared"] else counts | {
-            "critic/explained_variance": 1 - unexplained / variance}
+        variance = means["reward_squared"] - means["reward"] ** 2
+        unexplained = means["error_squared"] - means["error"] ** 2
+        metrics["critic/loss"] = total["loss"] / len(norms)
+        metrics["critic/grad_norm"] = sum(norms) / len(norms)
+        metrics["critic/value"] = means["reward"] - means["error"]
+        if variance > 1e-12 * means["reward_squared"]:  # equal rewards vary by rounding alone
+            metrics["critic/explained_variance"] = 1 - unexplained / variance
+        return metrics

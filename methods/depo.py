@@ -1,14 +1,14 @@
-"""Roll out only prompts whose estimated difficulty lies in a band, and draw others in their place: DEPO
+"""Roll out only prompts of an estimated difficulty within a band, and draw others in their place: DEPO
 (arXiv:2602.06375).
 
 By `estimate: head`, a small network that learns beside the policy guesses how often a prompt would be
-answered right. Losses, band, warm-up and refilling are those of the release (recipe/depo); its text encoder,
-a DistilBERT, is replaced by the mean of the policy's initial input embeddings over the prompt, which costs no
-forward pass, and its head by one hidden layer. `estimate: history`, the baseline that the paper does not
-have, takes the share of right answers in the prompt's own newest group.
+answered right. Losses, band, warm-up and refilling follow the release (recipe/depo); its text encoder, a
+DistilBERT, is replaced by the mean of the policy's initial input embeddings over the prompt, which costs no
+forward pass, and its head by one hidden layer. `estimate: history`, a baseline that the paper does not have,
+takes the share of right answers in the prompt's own newest group.
 
-Biased: weights stay 1. Only what is rolled out is measured, so the estimator learns from its own selection,
-and a prompt outside the band may never come back. The release leaves it at that (explore 0).
+Biased: weights stay 1. Only prompts that are rolled out are measured, so the estimator learns from its own
+selection, and a prompt outside the band may never come back. The release accepts that (explore 0).
 
 Dimension key:  K prompts of the data,  M of them in one step,  D features,  H hidden.
 """
@@ -26,13 +26,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from history import PromptHistory
 from infra import dist
 from infra.weights import hf_name, weight_files
-from records import Group, Prompt, Rolled, Turn
+from records import Prompt, Rolled, Turn
 
 EMBEDDING = hf_name("embed_tokens.weight")
-HIDDEN, INITIAL = 64, 1e-3     # H; deviation of the output weights at first, as released
-DISTIL, RANKING = 0.5, 3.0     # weights of the second and third loss, as released
-APART, MARGIN = 0.05, 0.5      # targets further apart are ranked, with logits at least so far apart
-CONFIDENT = 1e-4               # confidences lie within [CONFIDENT, 1 - CONFIDENT]
+HIDDEN = 64        # H
+INITIAL = 1e-3     # deviation of the output weights at first, as released
+DISTIL = 0.5       # weight of the second loss, as released
+RANKING = 3.0      # weight of the third loss, as released
+FAR_APART = 0.05   # prompts whose targets lie further apart are ranked
+MARGIN = 0.5       # their logits should lie at least so far apart
+CONFIDENT = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
 
 
 def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:
@@ -41,25 +44,28 @@ def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:
         with safe_open(path, "pt") as file:
             if EMBEDDING in file.keys():  # noqa: SIM118, it is no dict
                 embedding_VD = file.get_tensor(EMBEDDING)
-    feature_KD = torch.stack([embedding_VD[list(prompt.ids)].float().mean(dim=0) for prompt in prompts])
+    features = [embedding_VD[list(prompt.ids)].float().mean(dim=0) for prompt in prompts]
+    feature_KD = torch.stack(features)
     std_D = feature_KD.std(dim=0, correction=0)
     return (feature_KD - feature_KD.mean(dim=0)) / torch.where(std_D > 0, std_D, 1.0)
 
 
 def estimator_loss(logit_M2: Tensor, right_M: Tensor, confidence_M: Tensor) -> Tensor:
-    """Compute the release's loss of the two logits of each prompt, that of its score and that of its
-    confidence.
+    """Compute the release's loss from the two logits of each prompt, of its score and of its confidence.
 
     Args:    right_M       share of right answers in its group
              confidence_M  mean over its completions of exp(mean log-prob of a token)
     Returns: cross entropies with both, and a hinge on the scores of prompts with different shares.
     """
     score_M, distilled_M = logit_M2.unbind(dim=1)
-    loss = cross_entropy(score_M, right_M)
-    loss = loss + DISTIL * cross_entropy(distilled_M, confidence_M.clamp(CONFIDENT, 1 - CONFIDENT))
-    above_MM = right_M[:, None] > right_M[None, :] + APART
-    hinge_MM = (MARGIN - (score_M[:, None] - score_M[None, :])).relu()
-    return loss + RANKING * hinge_MM[above_MM].mean() if above_MM.any() else loss
+    confidence_M = confidence_M.clamp(CONFIDENT, 1 - CONFIDENT)
+    loss = cross_entropy(score_M, right_M) + DISTIL * cross_entropy(distilled_M, confidence_M)
+    above_MM = right_M[:, None] > right_M[None, :] + FAR_APART
+    if not above_MM.any():
+        return loss
+    ahead_MM = score_M[:, None] - score_M[None, :]
+    hinge_MM = (MARGIN - ahead_MM).relu()
+    return loss + RANKING * hinge_MM[above_MM].mean()
 
 
 def make_head(features: int, seed: int) -> nn.Sequential:
@@ -73,23 +79,17 @@ def make_head(features: int, seed: int) -> nn.Sequential:
     return head
 
 
-def graded_groups(rolled: Rolled) -> list[tuple[Group, float]]:
-    """Return the groups of which a completion was graded, with their shares of right answers."""
-    share_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
-    return [(group, share) for group, share in zip(rolled.groups, share_N, strict=True)
-            if not math.isnan(share)]
-
-
 class FilteredHistory(PromptHistory):
-    """The history of prompts, of which only those within the band come up.
+    """The history of prompts; only prompts within the band are rolled out.
 
     Every rank trains the estimator, on records that all of them hold.
     """
 
     def __init__(self, history: PromptHistory, source: Path):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
-        self.steps, self.outside = 0, 0         # done; prompts in a row that were outside the band
-        self.newest: dict[str, float] = {}      # estimate: history; right answers in a prompt's newest group
+        self.steps = 0    # done
+        self.outside = 0  # prompts in a row that were outside the band
+        self.newest: dict[str, float] = {}  # estimate: history; share of right answers in the newest group
         self.row = {prompt.id: k for k, prompt in enumerate(self.prompts)}
         if self.pruning.estimate == "head":
             self.feature_KD = mean_embeddings(source, self.prompts)
@@ -105,9 +105,10 @@ class FilteredHistory(PromptHistory):
         self.outside = 0
         turns = super().draw(count)
         if self.outside >= len(self.prompts) and dist.rank() == 0:
-            print(f"step {self.steps + 1}: the estimates of {self.outside} prompts in a row lie outside "
-                  f"prune.prompts.low={self.pruning.low} to high={self.pruning.high}; others are taken as "
-                  "they come", file=sys.stderr)
+            print(
+                f"step {self.steps + 1}: the estimates of {self.outside} prompts in a row lie outside "
+                f"prune.prompts.low={self.pruning.low} to high={self.pruning.high}; others are taken as they "
+                "come", file=sys.stderr)
         return turns
 
     def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
@@ -115,51 +116,61 @@ class FilteredHistory(PromptHistory):
         everyone = torch.ones(len(prompts), dtype=torch.float64)
         if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
             return everyone
-        # Rank 0's on all: a machine may round otherwise, and all must keep the same prompts.
-        estimate_K, = dist.gather([self.estimates(prompts)] if dist.rank() == 0 else [])
-        outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan is not
-        behind_last_inside = int(outside_K.flip(0).long().cumprod(0).sum())
-        self.outside = behind_last_inside + self.outside * bool(outside_K.all())
+        # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
+        mine = [self.estimates(prompts)] if dist.rank() == 0 else []
+        estimate_K, = dist.gather(mine)
+        outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
+        if outside_K.all():
+            self.outside += len(prompts)
+        else:
+            last_inside = int((~outside_K).nonzero()[-1])
+            self.outside = len(prompts) - 1 - last_inside
         return everyone.masked_fill(outside_K, self.pruning.explore)
 
     @torch.no_grad()
     def estimates(self, prompts: list[Prompt]) -> Tensor:
-        """Estimate how often each prompt would be answered right, [K]; nan where nothing is known."""
+        """Estimate how often each prompt would be answered right, [K]; nan if nothing is known."""
         if self.pruning.estimate == "history":
             shares = [self.newest.get(prompt.id, torch.nan) for prompt in prompts]
             return torch.tensor(shares, dtype=torch.float64)
         return self.logits([prompt.id for prompt in prompts])[:, 0].sigmoid()
 
     def logits(self, ids: list[str]) -> Tensor:
-        return self.head(self.feature_KD[[self.row[i] for i in ids]].double())
+        rows = [self.row[i] for i in ids]
+        return self.head(self.feature_KD[rows].double())
 
     def adapt(self, rolled: Rolled) -> None:
-        """Take the estimator's one step of this step, on the prompts that were rolled out, or remember their
-        shares of right answers."""
+        """Take the estimator's one step of this step, on the prompts that were rolled out and graded, or
+        remember their shares of right answers."""
         self.steps += 1
-        known = graded_groups(rolled)
+        share_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
+        ids, shares, confidences = [], [], []
+        for group, share in zip(rolled.groups, share_N, strict=True):
+            if not math.isnan(share):
+                ids.append(group.prompt.id)
+                shares.append(share)
+                confidences.append([sum(sample.logp) / sample.length for sample in group.samples])
         if self.pruning.estimate == "history":
-            self.newest |= {group.prompt.id: share for group, share in known}
-        if self.pruning.estimate == "history" or not known:
-            return
-        confidences = [[sum(sample.logp) / sample.length for sample in group.samples] for group, _ in known]
-        confidence_M = torch.tensor(confidences, dtype=torch.float64).exp().mean(dim=1)
-        right_M = torch.tensor([share for _, share in known], dtype=torch.float64)
-        estimator_loss(self.logits([group.prompt.id for group, _ in known]), right_M, confidence_M).backward()
-        nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            self.newest |= dict(zip(ids, shares, strict=True))
+        elif ids:
+            right_M = torch.tensor(shares, dtype=torch.float64)
+            confidence_M = torch.tensor(confidences, dtype=torch.float64).exp().mean(dim=1)
+            estimator_loss(self.logits(ids), right_M, confidence_M).backward()
+            nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
+            self.optimizer.step()
+            self.optimizer.zero_grad()
 
     def state(self) -> dict:
         state = super().state() | {"steps": self.steps, "newest": dict(self.newest)}
-        if self.pruning.estimate == "history":
-            return state
-        return state | {"head": deepcopy(self.head.state_dict()),
-                        "optimizer": deepcopy(self.optimizer.state_dict())}
+        if self.pruning.estimate == "head":
+            state["head"] = deepcopy(self.head.state_dict())
+            state["optimizer"] = deepcopy(self.optimizer.state_dict())
+        return state
 
     def restore(self, state: dict) -> None:
         super().restore(state)
-        self.steps, self.newest = state["steps"], state["newest"]
+        self.steps = state["steps"]
+        self.newest = state["newest"]
         if self.pruning.estimate == "head":
             self.head.load_state_dict(state["head"])
             self.optimizer.load_state_dict(state["optimizer"])

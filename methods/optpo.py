@@ -1,16 +1,16 @@
 """Learn without labels, from the answer that most completions of a prompt agree on: OptPO (arXiv:2512.02882),
-test-time training with a sequential test for how many completions that takes.
+test-time training with a sequential test that decides how many completions it takes.
 
 Each completion votes for its answer. If answer j is the true one, a vote is for it with probability p0
 (labels.right) and for any other one with p1 (labels.other), so the Bayes factor of the leader against the
-runner-up is (p0 / p1)^(their votes' difference). Completions are added, `labels.chunk` at a time, until it
-is labels.threshold or more, which is a lead of `lead_needed` votes, or until there are labels.most. The
-leader is the prompt's label: rewards are agreement with it. All votes count for the label; the first
-rollout.group_size completions are trained on, so every group is whole.
+runner-up is (p0 / p1)^(their votes' difference). Completions are added, `labels.chunk` at a time, until the
+factor is labels.threshold or more, which is a lead of `count_needed` votes, or until there are labels.most.
+The leader is the prompt's label, and the reward is agreement with it. All votes count for the label; the
+first rollout.group_size completions are trained on, so every group is whole.
 
-A label of the data is read for the metrics alone, and need not be there; a reward function of the user's
-own gets the whole row, with the answer in it. `VotingSampler` stands in for the sampler; the loop is the
-same. What the paper leaves open (p0, p1, the threshold, chunks) are settings.
+The label of the data is read for the metrics alone, and may be missing; the user's own reward function gets
+the whole row, with the answer in it. `VotingSampler` replaces the sampler; the loop is the same. Numbers that
+the paper leaves open (p0, p1, the threshold, chunks) are settings.
 
 Dimension key:  N groups.
 """
@@ -19,6 +19,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from collect import Sampler
 from history import sample_seed
@@ -29,26 +30,31 @@ from verify.extract import extract, until_end
 from verify.grade import first_equal
 from verify.statistics import reduce_spelling
 
-CLASSES = 4  # those with most votes are compared with a new spelling: a pair may take the verifier seconds
+CLASSES = 4  # a new spelling is compared with the 4 leading answers only: one comparison can take seconds
 
-Ballot = list[str | None]  # what each completion votes for: the first answer of its class; None: for none
+Ballot = list[str | None]  # the vote of each completion: the first answer of its class; None: no vote
 
 
-def lead_needed(settings: Votes) -> int:
+def count_needed(settings: Votes) -> int:
     """Count the votes by which the leader must be ahead, k = ceil(log threshold / log(p0 / p1)): with p0 0.6,
     p1 0.1 and threshold 19 it is 2."""
-    return math.ceil(math.log(settings.threshold) / math.log(settings.right / settings.other) - 1e-9)
+    evidence = math.log(settings.right / settings.other)  # of one vote
+    return math.ceil(math.log(settings.threshold) / evidence - 1e-9)
 
 
-def lead(ballot: Ballot) -> tuple[str | None, int]:
-    """Return the leader, of several the one that was first, and its votes over those of the runner-up."""
-    first, second = [*Counter(filter(None, ballot)).most_common(2), (None, 0), (None, 0)][:2]
-    return first[0], first[1] - second[1]
+def find_leader(ballot: Ballot) -> tuple[str | None, int]:
+    """Return the leader, among equals the first, and its lead over the runner-up in votes."""
+    ranking = Counter(filter(None, ballot)).most_common(2)
+    if not ranking:
+        return None, 0
+    votes_of_second = ranking[1][1] if len(ranking) > 1 else 0
+    leader, votes = ranking[0]
+    return leader, votes - votes_of_second
 
 
 def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], str | None]) -> Ballot:
     """Let answers vote: for the class of the same spelling, or else for one of the CLASSES with most votes so
-    far that is `equal`, or else for a class of their own. An answer that is None votes for none."""
+    far that is `equal`, or else for a class of their own. None does not vote."""
     class_of: dict[str, str] = {}  # by spelling
     ballot: Ballot = []
     for answer in answers:
@@ -62,79 +68,97 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
 
 @dataclass(frozen=True, slots=True)
 class Vote:
-    """A prompt's label and the completions that voted for it, of which a group has the first."""
+    """A prompt's label and the completions that voted; the group has the first of these."""
 
-    label: str | None       # None where no completion has an answer
-    lead: int               # votes over those of the runner-up
+    label: str | None       # None if no completion has an answer
+    lead: int               # votes over the runner-up
     completions: int
     tokens: int
-    label_right: bool | None     # by the data's own label, where there is one; for the metrics
+    label_right: bool | None     # by the data's own label, if there is one; for the metrics
     accuracy: float | None       # share of the group's completions that are right by it
 
 
 @dataclass(frozen=True, slots=True)
 class VotingSampler:
-    """Samples until a prompt's answers agree, and scores by the answer that they agree on."""
+    """Sample until a prompt's answers agree, and score by the answer that they agree on."""
 
     sampler: Sampler
     settings: Votes
 
     def rollout(self, turns: list[Turn]) -> list[Group]:
-        """Sample groups, and more completions of those prompts whose leader is not far enough ahead."""
-        groups, needed = self.sampler.rollout(turns), lead_needed(self.settings)
+        """Sample groups, and more completions for prompts whose leader is not far enough ahead."""
+        groups = self.sampler.rollout(turns)
         kept = [turn for turn in turns if turn.kept]
         samples = [list(group.samples) for group in groups]
-        ballots = self.vote(samples)
-        while undecided := [n for n, ballot in enumerate(ballots)
-                            if lead(ballot)[1] < needed and len(ballot) < self.settings.most]:
-            added = self.sample_more([kept[n] for n in undecided], [len(samples[n]) for n in undecided])
+        ballots: list[Ballot] = [[] for _ in groups]
+        needed = count_needed(self.settings)
+        undecided = list(range(len(groups)))
+        while True:
+            voted = self.vote([samples[n] for n in undecided])
+            for n, ballot in zip(undecided, voted, strict=True):
+                ballots[n] = ballot
+            unclear = [n for n in undecided if find_leader(ballots[n])[1] < needed]
+            undecided = [n for n in unclear if len(ballots[n]) < self.settings.most]
+            if not undecided:
+                return self.label_groups(groups, ballots, samples)
+            sizes = [len(samples[n]) for n in undecided]
+            added = self.sample_more([kept[n] for n in undecided], sizes)
             for n, new in zip(undecided, added, strict=True):
                 samples[n] += new
-            for n, ballot in zip(undecided, self.vote([samples[n] for n in undecided]), strict=True):
-                ballots[n] = ballot
-        return self.labelled(groups, ballots, samples)
 
     def sample_more(self, turns: list[Turn], so_far: list[int]) -> list[list[Sample]]:
-        """Sample up to `chunk` more completions of each prompt, those that a larger group would have."""
-        wanted = [(turn, g) for turn, first in zip(turns, so_far, strict=True)
-                  for g in range(first, min(first + self.settings.chunk, self.settings.most))]
-        seeds = [sample_seed(self.sampler.seed, turn.epoch, turn.prompt.id, g) for turn, g in wanted]
-        limits = [self.sampler.sampling.max_new_tokens] * len(wanted)
-        sampled = self.sampler.complete([turn.prompt.ids for turn, _ in wanted], seeds, limits)
-        by_turn: dict[Turn, list[Sample]] = {turn: [] for turn in turns}
-        for (turn, _), sample in zip(wanted, sampled, strict=True):
-            by_turn[turn].append(sample)
-        return [by_turn[turn] for turn in turns]
+        """Sample up to `chunk` more completions of each prompt, as a larger group would have."""
+        prompts, seeds, counts = [], [], []
+        for turn, first in zip(turns, so_far, strict=True):
+            count = min(self.settings.chunk, self.settings.most - first)
+            counts.append(count)
+            for g in range(first, first + count):
+                prompts.append(turn.prompt.ids)
+                seeds.append(sample_seed(self.sampler.seed, turn.epoch, turn.prompt.id, g))
+        limits = [self.sampler.sampling.max_new_tokens] * len(prompts)
+        samples = iter(self.sampler.complete(prompts, seeds, limits))
+        return [list(islice(samples, count)) for count in counts]
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
-        """Read the votes of each prompt's completions; each rank reads those of its `local_slice`."""
-        decode = self.sampler.tokenizer.decode
-        return dist.gather([classify([extract(until_end(decode(s.ids))) for s in of_prompt], first_equal)
-                            for of_prompt in dist.local_slice(samples)])
+        """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
+        ballots = []
+        for of_prompt in dist.local_slice(samples):
+            texts = [self.sampler.tokenizer.decode(s.ids) for s in of_prompt]
+            answers = [extract(until_end(text)) for text in texts]
+            ballots.append(classify(answers, first_equal))
+        return dist.gather(ballots)
 
-    def labelled(self, groups: list[Group], ballots: list[Ballot], samples: list[list[Sample]],
-                 ) -> list[Group]:
+    def label_groups(
+        self,
+        groups: list[Group],
+        ballots: list[Ballot],
+        samples: list[list[Sample]],
+    ) -> list[Group]:
         """Put the leader in place of each prompt's answer. Each rank compares its `local_slice` with the
         labels of the data."""
-        votes = dist.gather([vote_of(*counted) for counted in
-                             dist.local_slice(list(zip(groups, ballots, samples, strict=True)))])
-        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
-                for group, vote in zip(groups, votes, strict=True)]
+        counted = list(zip(groups, ballots, samples, strict=True))
+        votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
+        labelled = []
+        for group, vote in zip(groups, votes, strict=True):
+            prompt = replace(group.prompt, answer=vote.label or "")
+            labelled.append(replace(group, prompt=prompt, vote=vote))
+        return labelled
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""
         return self.sampler.score(groups)
 
 
-def vote_of(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
-    """Sum up a prompt's votes. The label of the data, where there is one, is read here and nowhere else."""
-    label, ahead = lead(ballot)
-    gold, right = group.prompt.answer, {}
+def sum_up_votes(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
+    """Sum up a prompt's votes. The label of the data, if there is one, is read here and nowhere else."""
+    label, lead = find_leader(ballot)
+    gold = group.prompt.answer
+    label_right = accuracy = None
     if gold:
-        right = {answer: bool(first_equal([gold], answer)) for answer in set(filter(None, ballot))}
-    of_group = ballot[:len(group.samples)]
-    share = sum(right.get(answer, False) for answer in of_group) / len(of_group) if gold else None
-    return Vote(label, ahead, len(samples), sum(sample.length for sample in samples),
-                right.get(label, False) if gold else None, share)
-
-
+        answers = set(filter(None, ballot))
+        right = {answer for answer in answers if first_equal([gold], answer)}
+        of_group = ballot[:len(group.samples)]
+        label_right = label in right
+        accuracy = sum(answer in right for answer in of_group) / len(of_group)
+    tokens = sum(sample.length for sample in samples)
+    return Vote(label, lead, len(samples), tokens, label_right, accuracy)

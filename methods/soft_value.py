@@ -23,11 +23,11 @@ from infra.lines import append, mend_log
 from records import Group, Prompt, Rewards
 from settings.kinds import SoftValue
 
-ROUNDS_OF_SLOTS = 8  # how often all decoding slots are filled between two writes of the table
+ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
 
 
 @dataclass(frozen=True, slots=True)
-class Table:
+class SoftValues:
     """V* of every training prompt, by its id."""
 
     values: dict[str, float]
@@ -42,54 +42,62 @@ def soft_value(reward_NK: Tensor, beta: float) -> Tensor:
     """Estimate V*(x) = beta log mean exp(r / beta) over samples of the reference policy, [N].
 
     It is the value of the best policy under a KL of weight beta: the largest reward as beta goes to 0, the
-    mean as it grows. Samples without a reward, nan, are left out; a prompt that has no others has nan.
+    mean as it grows. Samples without a reward, nan, are left out; a prompt without any reward has nan.
     """
     count_N = (~reward_NK.isnan()).to(reward_NK.dtype).sum(dim=1)
     scaled_NK = (reward_NK / beta).nan_to_num(nan=-torch.inf)
     return beta * (torch.logsumexp(scaled_NK, dim=1) - count_N.log())
 
 
+def estimate_table(
+    sampler: Sampler,
+    prompts: list[Prompt],
+    settings: SoftValue,
+    folder: Path,
+    sampled: bool,
+) -> SoftValues:
+    """Estimate V* of all prompts by the initial policy, which the engine holds.
 
-
-def estimate_table(sampler: Sampler, prompts: list[Prompt], settings: SoftValue, folder: Path, sampled: bool,
-                   ) -> Table:
-    """Estimate V* of all prompts by the policy that the engine holds, the initial one.
-
-    Rewards are written to soft_values.jsonl as they come, so that a run that was interrupted goes on
-    with the missing ones. Where all were `sampled` before, since
-    the run has taken steps, they are only read. Raises ConfigError where some are missing then.
+    Rewards are appended to soft_values.jsonl, so that an interrupted run goes on with the missing ones. After
+    the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
     lines, = dist.gather([mend_log(path)] if dist.rank() == 0 else [])
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:
-        raise ConfigError(f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial "
-                          "policy can be asked for; restore the file, or begin another run with --set "
-                          "out=...")
-    chunk = max(1, ROUNDS_OF_SLOTS * sampler.sampling.slots * dist.world_size() // settings.samples)
+        raise ConfigError(
+            f"{path} lacks {len(missing)} of {len(prompts)} prompts, which only the initial policy can be "
+            "asked for; restore the file, or begin another run with --set out=...")
+    at_once = ROUNDS_A_WRITE * sampler.sampling.slots * dist.world_size()
+    chunk = max(1, at_once // settings.samples)
     hidden = True if dist.rank() > 0 else None  # None: unless there is a terminal
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         asked = missing[start:start + chunk]
         if dist.rank() == 0:
             runfolder.note(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
-        for prompt, rewards in zip(asked, rewards_of(sampler, asked, settings.samples), strict=True):
+        sampled_rewards = sample_rewards(sampler, asked, settings.samples)
+        for prompt, rewards in zip(asked, sampled_rewards, strict=True):
             rewards_by_id[prompt.id] = rewards
             if dist.rank() == 0:
                 append(path, {"id": prompt.id, "rewards": rewards})
-    table_NK = torch.tensor([rewards_by_id[prompt.id] for prompt in prompts], dtype=torch.float64)
-    values = soft_value(table_NK, settings.beta).tolist()  # nan where no sample has a reward
-    if unknown := [prompt.id for prompt, value in zip(prompts, values, strict=True) if math.isnan(value)]:
-        raise ConfigError(f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, "
-                          f"{unknown[0]} among them; leave them out, or set another advantage.kind")
-    return Table(dict(zip((prompt.id for prompt in prompts), values, strict=True)))
+    ids = [prompt.id for prompt in prompts]
+    reward_NK = torch.tensor([rewards_by_id[id] for id in ids], dtype=torch.float64)
+    values = dict(zip(ids, soft_value(reward_NK, settings.beta).tolist(), strict=True))
+    unknown = [id for id in ids if math.isnan(values[id])]
+    if unknown:
+        raise ConfigError(
+            f"advantage.kind=soft_value: no sample of {len(unknown)} prompts has a reward, {unknown[0]} "
+            "among them; leave them out, or set another advantage.kind")
+    return SoftValues(values)
 
 
-def rewards_of(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
+def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
     """Sample `count` completions of each prompt and return their rewards."""
-    ids = [prompt.ids for prompt in prompts for _ in range(count)]
-    seeds = [dist.seed_for(sampler.seed, prompt.id, k, "reference")
-             for prompt in prompts for k in range(count)]
+    ids, seeds = [], []
+    for prompt in prompts:
+        ids += [prompt.ids] * count
+        seeds += [dist.seed_for(sampler.seed, prompt.id, k, "reference") for k in range(count)]
     samples = sampler.complete(ids, seeds, [sampler.sampling.max_new_tokens] * len(ids))
     groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
     return sampler.score(groups).total_NG.tolist()

@@ -1,4 +1,4 @@
-"""Put what a method needs in place of a run's history of prompts or its sampler; the loop stays the same."""
+"""Replace a run's history of prompts or its sampler as its method needs; the loop stays the same."""
 
 from pathlib import Path
 
@@ -8,13 +8,18 @@ from history import PromptHistory
 from methods import depo, optpo, window
 
 
-def put_in(cfg: Config, source: Path, history: PromptHistory, sampler: Sampler,
-           ) -> tuple[PromptHistory, Sampler | optpo.VotingSampler | window.WindowSampler]:
-    """Return the history and the sampler of a run by its config; `source` is the folder of the model."""
+def put_in(
+    cfg: Config,
+    source: Path,
+    history: PromptHistory,
+    sampler: Sampler,
+) -> tuple[PromptHistory, Sampler | optpo.VotingSampler | window.WindowSampler]:
+    """Choose the history and the sampler of a run by its config; `source` is the folder of the model."""
     if cfg.prune.prompts.kind == "depo":
         history = depo.FilteredHistory(history, source)
     if cfg.labels.kind == "votes":
         sampler = optpo.VotingSampler(sampler, cfg.labels)
     if cfg.rollout.window:
-        return window.windowed(history, sampler)
+        history = window.Pool(history.prompts, history.pruning, history.seed, cfg.rollout.group_size)
+        sampler = window.WindowSampler(sampler, history)
     return history, sampler

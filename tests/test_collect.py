@@ -307,7 +307,7 @@ def test_the_first_round_offers_what_oversample_says(in_order, tmp_path):
 def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(tmp_path, monkeypatch):
     """In batches of as many completions as there are slots; a torn line is sampled again, whole ones are not. A run
     that has trained since asks nobody again."""
-    monkeypatch.setattr(soft_value, "ROUNDS_OF_SLOTS", 1)
+    monkeypatch.setattr(soft_value, "ROUNDS_A_WRITE", 1)
     cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
                      name="apo_toy.yaml")
     prompts = prompts_of("eihiie")
@@ -342,7 +342,7 @@ def test_the_soft_value_is_taken_off_the_reward():
     groups = make_groups([[3, 2]] * 4, [2] * 4)
     groups = [replace(group, prompt=prompt) for group, prompt in zip(groups, prompts, strict=True)]
     reward_NG = torch.rand(4, 2, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    table = soft_value.Table({prompt.id: 0.125 * n for n, prompt in enumerate(prompts)})
+    table = soft_value.SoftValues({prompt.id: 0.125 * n for n, prompt in enumerate(prompts)})
     adv_NG = table.advantage(groups, as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}))
     torch.testing.assert_close(adv_NG, reward_NG - 0.125 * torch.arange(4, dtype=torch.float64)[:, None])
 

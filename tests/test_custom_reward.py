@@ -18,7 +18,7 @@ from config import ConfigError, Reward
 from data import load_problems
 from infra import custom_reward, dist, reward_worker, runfolder
 from records import Problem, Prompt
-from reward import measured, score, span
+from reward import list_components, score, span
 from verify.grade import workers
 
 ROW = {"question": "q", "tests": [1, 2], "deep": {"a": [3]}}
@@ -38,7 +38,7 @@ def own(path: str, custom: float | dict = 1.0, **settings: object) -> Reward:
 def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[dict[str, float]]:
     prompt = Prompt("q", (1,), gold, ROW)
     scores = score([(text, prompt, tokens) for text in texts], 10, cfg)
-    return [dict(zip(measured(cfg), values, strict=True)) for values in scores]
+    return [dict(zip(list_components(cfg), values, strict=True)) for values in scores]
 
 
 def signatures() -> list[tuple[str, str]]:
@@ -77,7 +77,7 @@ def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing
     one, none = parts(cfg, "a", "x<|im_end|>")
     assert (one["brief"], one["tested"]) == (0.3, 1.0) and none["brief"] == 0.3
     assert none["tested"] != none["tested"] and (one["timed_out"], one["died"]) == (0, 0)
-    components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in measured(cfg)}
+    components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in list_components(cfg)}
     assert as_rewards(components, cfg.weights).total_NG.tolist() == [[0.15 + 2.0, 0.15]]
     assert span(cfg.weights) == (-2.5, 2.5)
     assert parts(own(path, {"brief": 0.5, "tested": 0}), "a")[0].keys() >= {"brief"}

@@ -361,7 +361,7 @@ def test_what_nobody_should_train_on_is_left_out_and_counted(capsys):
     said = capsys.readouterr().err
     assert "9 of 7500 problems are problems of an evaluation set" in said
     assert "25 of 7491 problems have a solution that boxes several answers" in said
-    assert len(data.without_overlap(problems, data.load_problems("math500", str(SHARED)))) == len(problems)
+    assert len(data.drop_overlap(problems, data.load_problems("math500", str(SHARED)))) == len(problems)
 
 
 def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
@@ -375,10 +375,10 @@ def test_marked_rows_are_left_out_of_training_alone(tmp_path, capsys):
 
 def test_problems_that_are_evaluated_on_are_not_trained_on(capsys):
     problems = [Problem("a", "How many?", "1"), Problem("b", "Why?", "2"), Problem("c", "how  MANY?", "1")]
-    assert data.without_overlap(problems, [Problem("x", "how many? ", "1")]) == problems[1:2]
+    assert data.drop_overlap(problems, [Problem("x", "how many? ", "1")]) == problems[1:2]
     assert "2 of 3 training problems are evaluated on, and left out" in capsys.readouterr().err
     with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
-        data.without_overlap(problems[:1], problems)
+        data.drop_overlap(problems[:1], problems)
 
 
 def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):

@@ -27,7 +27,7 @@ from verify.grade import first_equal
                                       Votes(threshold=1.01), Votes(right=0.4, other=0.1, threshold=1e4)])
 def test_the_lead_that_is_needed_is_the_bayes_factors(settings):
     """Likelihoods of all ballots of up to 9 votes for 3 answers, under the hypotheses that each is the true one."""
-    needed = optpo.lead_needed(settings)
+    needed = optpo.count_needed(settings)
     decided = set()
     for counts in product(range(10), repeat=3):
         if sum(counts) > 9:
@@ -36,20 +36,20 @@ def test_the_lead_that_is_needed_is_the_bayes_factors(settings):
             settings.other ** count for c, count in enumerate(counts) if c != j) for j in range(3))
         ballot = [answer for answer, count in zip("abc", counts, strict=True) for _ in range(count)]
         enough = under[2] / under[1] >= settings.threshold * (1 - 1e-9)
-        assert (optpo.lead(ballot)[1] >= needed) == enough, counts
+        assert (optpo.find_leader(ballot)[1] >= needed) == enough, counts
         decided.add(enough)
     assert decided == {True, False} or needed > 9 or needed == 0
 
 
 def test_with_the_numbers_of_the_readers_notes_a_lead_of_two_decides():
-    assert optpo.lead_needed(Votes(right=0.6, other=0.1, threshold=19)) == 2
+    assert optpo.count_needed(Votes(right=0.6, other=0.1, threshold=19)) == 2
 
 
 @pytest.mark.parametrize(("ballot", "leader"), [
     ([], (None, 0)), ([None, None], (None, 0)), (["a"], ("a", 1)), (["b", "a", "a"], ("a", 1)),
     (["b", "a", None, "a", "b"], ("b", 0)), (["c", "a", "b", "a", "a"], ("a", 2))])
 def test_the_leader_is_who_has_most_votes_and_of_equals_the_first(ballot, leader):
-    assert optpo.lead(ballot) == leader
+    assert optpo.find_leader(ballot) == leader
 
 
 def test_equal_answers_are_one_class_by_number_spelling_and_the_verifier():
@@ -74,11 +74,11 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
     group, = make_groups([[3, 4]], [2])
     samples = [*group.samples, *group.samples]
     ballot = ["1", "2", "2", None]
-    vote = optpo.vote_of(group, ballot, samples)  # its answer is 1
+    vote = optpo.sum_up_votes(group, ballot, samples)  # its answer is 1
     assert vote == optpo.Vote("2", 1, completions=4, tokens=14, label_right=False, accuracy=0.5)
-    unlabelled = optpo.vote_of(replace(group, prompt=replace(group.prompt, answer="")), ballot, samples)
+    unlabelled = optpo.sum_up_votes(replace(group, prompt=replace(group.prompt, answer="")), ballot, samples)
     assert unlabelled == replace(vote, label_right=None, accuracy=None)
-    nobody = optpo.vote_of(group, [None] * 4, samples)
+    nobody = optpo.sum_up_votes(group, [None] * 4, samples)
     assert (nobody.label, nobody.lead, nobody.label_right, nobody.accuracy) == (None, 0, False, 0)
     groups = [replace(group, vote=v) for v in (vote, unlabelled, nobody)]
     assert vote_metrics(groups) == {"rollout/tokens": 42, "votes/completions": 4, "votes/lead": pytest.approx(2 / 3),

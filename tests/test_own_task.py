@@ -169,7 +169,7 @@ def test_a_named_set_has_its_own_columns_and_null_is_no_answer_even_of_a_solutio
 def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(capsys):
     problem = Problem("a", "2 + 3?", "5", messages=tuple(SHOTS))
     others = [Problem("b", "2 + 3?", "5"), Problem("c", "2 + 3?", "5", messages=tuple(SHOTS[1:]))]
-    assert data.without_overlap([problem, *others], [problem]) == others
+    assert data.drop_overlap([problem, *others], [problem]) == others
     sets = [evaluation.Set("few", [p], []) for p in (problem, *others)]
     assert len({evaluation.identify(s)["data"] for s in sets}) == 3
 

@@ -22,7 +22,7 @@ def parts_of(text: str, gold: str = "42", tokens: int = 1, longest: int = 10,
              **settings: object) -> dict[str, float]:
     cfg = Reward(**({"accuracy": 0.0} | settings))
     problem = Prompt("q", (1,), gold)
-    return dict(zip(reward.measured(cfg), score([(text, problem, tokens)], longest, cfg)[0], strict=True))
+    return dict(zip(reward.list_components(cfg), score([(text, problem, tokens)], longest, cfg)[0], strict=True))
 
 
 def total(parts: dict[str, float], cfg: Reward) -> float:

@@ -41,7 +41,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
             return row
         return build
 
-    fit = critic.fit
+    fit = critic.fit_values
 
     def watched_fit(*given):
         monkeypatch.setattr(learner, "build_row", watch(learnt))
@@ -49,7 +49,7 @@ def test_every_token_is_trained_once_by_the_policy_and_by_the_critic_when_the_co
         monkeypatch.setattr(learner, "build_row", watch(trained))
         return measured
 
-    monkeypatch.setattr(train.critic, "fit", watched_fit)
+    monkeypatch.setattr(train.critic, "fit_values", watched_fit)
     monkeypatch.setattr(learner, "build_row", watch(trained))
     train.train(windowed(tmp_path / "run", "steps=7", "optim.lr=1e-3"))
     assert max(map(len, trained.values())) > 2

@@ -1,15 +1,14 @@
-"""The hard toy task: chains of 1 to 6 sums below 100, and a model that rarely gets the long ones right.
+"""Make the hard toy task: chains of 1 to 6 sums below 100, and a model that rarely solves the long ones.
 
     python toy/hard.py      # writes toy/hard_train.jsonl (480) and toy/hard_test.jsonl (600), always the
                             # same, and toy/hard_model/ (about 2 minutes on one core)
 
 "58+7-9" asks for 56. The number of sums is the level of a problem. Pre-training has seen many short chains
-and few long ones, and ends early; so what reinforcement learning is left with ranges from problems that are
-nearly always solved to some that nearly never are, and answers are 13 to 52 tokens long. Train, test and
-pre-training share no problem, but for level 1, of whose few problems pre-training has seen most.
+and few long ones, and ends early; so reinforcement learning begins with problems that are nearly always
+solved and others that nearly never are, and answers are 13 to 52 tokens long. Train, test and pre-training
+share no problem, except at level 1: pre-training has seen most of its few problems.
 """
 
-import json
 import random
 import shutil
 from collections.abc import Iterator
@@ -18,26 +17,29 @@ from pathlib import Path
 
 import torch
 from pretrain import dist, pretrain
+from problems import Arithmetic, write_lines
 
 HERE = Path(__file__).parent
 LEVELS = range(1, 7)
 SHARES = (30, 25, 20, 12, 8, 5)  # per cent of each level in pre-training
 BATCHES, BATCH_SIZE = 600, 48    # of pre-training
-Arithmetic = tuple[int, ...]
 
 
 def problem(rng: random.Random, level: int) -> tuple[dict, Arithmetic]:
     """Make one problem: its data line without an id, and its arithmetic, the start and the signed steps."""
     total = rng.randint(1, 99)
-    numbers, worked = [total], []
+    numbers = [total]
+    worked = []
     for _ in range(level):
-        step = rng.choice([n for n in range(-9, 10) if n and 1 <= total + n <= 99])
+        steps = [n for n in range(-9, 10) if n and 1 <= total + n <= 99]
+        step = rng.choice(steps)
         worked.append(f"{total}{step:+d}={total + step}\n")
         total += step
         numbers.append(step)
-    question = "".join([str(numbers[0]), *(f"{n:+d}" for n in numbers[1:])])
+    question = str(numbers[0]) + "".join(f"{n:+d}" for n in numbers[1:])
     solution = f"{''.join(worked)}#### {total}"
-    return {"question": question, "answer": str(total), "level": level, "solution": solution}, tuple(numbers)
+    line = {"question": question, "answer": str(total), "level": level, "solution": solution}
+    return line, tuple(numbers)
 
 
 def pretraining() -> Iterator[tuple[dict, Arithmetic]]:
@@ -49,7 +51,8 @@ def pretraining() -> Iterator[tuple[dict, Arithmetic]]:
 
 def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> dict[Arithmetic, dict]:
     """Make `count` problems, as many of each level, no two the same and none of `taboo`."""
-    rng, lines = random.Random(seed), {}
+    rng = random.Random(seed)
+    lines: dict[Arithmetic, dict] = {}
     for level in cycle(LEVELS):
         line, numbers = problem(rng, level)
         while numbers in lines or numbers in taboo:
@@ -68,9 +71,9 @@ def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
 
 
 def write(folder: Path) -> None:
-    for name, lines in zip(("train", "test"), splits(), strict=True):
-        rows = [{"id": f"hard/{name}/{i}", **line} for i, line in enumerate(lines.values())]
-        (folder / f"hard_{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, test = splits()
+    write_lines(folder / "hard_train.jsonl", "hard/train", train.values())
+    write_lines(folder / "hard_test.jsonl", "hard/test", test.values())
 
 
 def main(folder: Path) -> None:

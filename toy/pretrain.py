@@ -37,9 +37,18 @@ TEMPLATE = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 CONFIG = {
-    "architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "hidden_act": "silu", "hidden_size": 128,
-    "intermediate_size": 384, "num_hidden_layers": 4, "num_attention_heads": 4, "num_key_value_heads": 2,
-    "max_position_embeddings": 4096, "rope_theta": 10000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": True,
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "hidden_act": "silu",
+    "hidden_size": 128,
+    "intermediate_size": 384,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rope_theta": 10000.0,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
     "torch_dtype": "float32",
 }
 
@@ -58,10 +67,15 @@ def build_tokenizer(folder: Path, lines: list[dict]) -> None:
     bpe.train_from_iterator(texts, trainer)
     bpe.save(str(folder / "tokenizer.json"))
     write_json(folder / "tokenizer_config.json", {
-        "tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "<|im_end|>", "pad_token": "<|endoftext|>",
-        "model_max_length": 4096, "chat_template": TEMPLATE})
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "eos_token": "<|im_end|>",
+        "pad_token": "<|endoftext|>",
+        "model_max_length": 4096,
+        "chat_template": TEMPLATE,
+    })
     ends = [bpe.token_to_id("<|im_end|>"), bpe.token_to_id("<|endoftext|>")]
-    write_json(folder / "config.json", CONFIG | {"vocab_size": bpe.get_vocab_size(), "eos_token_id": ends[0]})
+    sizes = {"vocab_size": bpe.get_vocab_size(), "eos_token_id": ends[0]}
+    write_json(folder / "config.json", CONFIG | sizes)
     write_json(folder / "generation_config.json", {"eos_token_id": ends})
 
 
@@ -72,7 +86,7 @@ def write_json(path: Path, value: dict) -> None:
 def fresh_model(folder: Path) -> decoder.Decoder:
     """Build the decoder with random weights, standard deviation 0.02 as in GPT-2."""
     model = decoder.Decoder(decoder.read_shape(folder))
-    model.logp_chunk = 4096  # what the shipped model was trained with, to the last bit
+    model.logp_chunk = 4096  # as when the shipped model was trained, to the last bit
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.zeros_(parameter)
@@ -87,10 +101,11 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, texts: list[tuple[s
     completions = tokenizer.encode([f"{text}<|im_end|>" for _, text in texts])
     ids, position, lengths, predict = [], [], [], []
     for prompt, completion in zip(prompts, completions, strict=True):
-        predict += range(len(ids) + len(prompt) - 1, len(ids) + len(prompt) + len(completion) - 1)
+        length = len(prompt) + len(completion)
+        predict += range(len(ids) + len(prompt) - 1, len(ids) + length - 1)
         ids += prompt + completion
-        position += range(len(prompt) + len(completion))
-        lengths.append(len(prompt) + len(completion))
+        position += range(length)
+        lengths.append(length)
     ids_T, predict_C = torch.tensor(ids), torch.tensor(predict)
     attend = decoder.sdpa_padded(Segments.plain(lengths))
     target_C = ids_T[predict_C + 1]
@@ -98,15 +113,25 @@ def batch_loss(model: decoder.Decoder, tokenizer: Tokenizer, texts: list[tuple[s
     return -logp_C.mean()
 
 
-def pretrain(folder: Path, texts: Iterator[tuple[str, str]], batches: int, batch_size: int, lr: float,
-             stop: int | None = None) -> None:
+def pretrain(
+    folder: Path,
+    texts: Iterator[tuple[str, str]],
+    batches: int,
+    batch_size: int,
+    lr: float,
+    stop: int | None = None,
+) -> None:
     """Train the decoder that `folder` describes on (question, answer)s, and write its weights there. The rate
-    falls to 0 over `batches`, of which the last ones are left out after `stop`."""
-    tokenizer, model = Tokenizer(folder), fresh_model(folder)
+    falls to 0 over `batches`; training ends early at `stop`."""
+    tokenizer = Tokenizer(folder)
+    model = fresh_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     warmup = 50
-    schedule = torch.optim.lr_scheduler.LambdaLR(
-        optimizer, lambda i: min((i + 1) / warmup, 1 - (i - warmup) / (batches - warmup)))
+
+    def factor(i: int) -> float:
+        return min((i + 1) / warmup, 1 - (i - warmup) / (batches - warmup))
+
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, factor)
     bar = trange(stop or batches, desc="pre-training", unit="batch")
     for i in bar:
         loss = batch_loss(model, tokenizer, list(islice(texts, batch_size)))
@@ -125,7 +150,8 @@ def worked_or_guessed(taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[str, 
     """Yield (question, answer)s without end: a third of the answers are worked, two thirds are guesses."""
     rng = random.Random(0)
     for line, _ in problems(seed=3, taboo=taboo):
-        yield line["question"], line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}"
+        answer = line["solution"] if rng.random() < 1 / 3 else f"#### {line['answer']}"
+        yield line["question"], answer
 
 
 def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:

@@ -1,17 +1,18 @@
-"""The toy task: word problems of two or three steps of plus and minus, below 100, with worked solutions.
+"""Make the toy task: word problems of two or three steps of plus and minus, below 100, with worked solutions.
 
     python toy/problems.py      # writes toy/train.jsonl (4,000) and toy/test.jsonl (500), always the same
 
 Train and test share no arithmetic: the numbers and signs of a test problem occur in no training problem,
-whatever words stand around them, and pre-training (toy/pretrain.py) keeps away from them too.
+with any words, and pre-training (toy/pretrain.py) avoids them too.
 """
 
 import json
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 HERE = Path(__file__).parent
+Arithmetic = tuple[int, ...]  # the start and the signed steps
 NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noah Ola Pia".split()
 ITEMS = "apples books cards coins cookies eggs marbles pens shells stamps stickers stones".split()
 STARTS = [
@@ -41,8 +42,8 @@ QUESTIONS = [
 ]
 
 
-def problem(rng: random.Random) -> tuple[dict, tuple[int, ...]]:
-    """Make one problem: its data line without an id, and its arithmetic, the start and the signed steps."""
+def problem(rng: random.Random) -> tuple[dict, Arithmetic]:
+    """Make one problem: its data line without an id, and its arithmetic."""
     name, other = rng.sample(NAMES, 2)
     items = rng.choice(ITEMS)
     total = rng.randint(5, 60)
@@ -50,19 +51,22 @@ def problem(rng: random.Random) -> tuple[dict, tuple[int, ...]]:
     text = [rng.choice(STARTS).format(name=name, n=total, items=items)]
     worked = [f"{name} starts with {total} {items}."]
     for _ in range(rng.choice([2, 3])):
-        step = rng.choice([n for n in range(-40, 41) if abs(n) >= 2 and 1 <= total + n <= 99])
-        sentence = rng.choice(GAINS if step > 0 else LOSSES)
+        steps = [n for n in range(-40, 41) if abs(n) >= 2 and 1 <= total + n <= 99]
+        step = rng.choice(steps)
+        sentences, sign = (GAINS, "+") if step > 0 else (LOSSES, "-")
+        sentence = rng.choice(sentences)
         text.append(sentence.format(name=name, other=other, n=abs(step)))
-        worked.append(f"{total} {'+' if step > 0 else '-'} {abs(step)} = {total + step}.")
+        worked.append(f"{total} {sign} {abs(step)} = {total + step}.")
         total += step
         numbers.append(step)
     text.append(rng.choice(QUESTIONS).format(name=name, items=items))
-    line = {"question": " ".join(text), "answer": str(total), "solution": f"{' '.join(worked)}\n#### {total}"}
+    solution = f"{' '.join(worked)}\n#### {total}"
+    line = {"question": " ".join(text), "answer": str(total), "solution": solution}
     return line, tuple(numbers)
 
 
-def problems(seed: int, taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[dict, tuple[int, ...]]]:
-    """Yield problems without end whose arithmetic is not in `taboo`."""
+def problems(seed: int, taboo: frozenset[Arithmetic]) -> Iterator[tuple[dict, Arithmetic]]:
+    """Yield an endless stream of problems; none has an arithmetic of `taboo`."""
     rng = random.Random(seed)
     while True:
         line, numbers = problem(rng)
@@ -70,9 +74,9 @@ def problems(seed: int, taboo: frozenset[tuple[int, ...]]) -> Iterator[tuple[dic
             yield line, numbers
 
 
-def distinct(count: int, seed: int, taboo: frozenset[tuple[int, ...]]) -> dict[tuple[int, ...], dict]:
+def distinct(count: int, seed: int, taboo: frozenset[Arithmetic]) -> dict[Arithmetic, dict]:
     """Make `count` problems, no two with the same arithmetic."""
-    lines: dict[tuple[int, ...], dict] = {}
+    lines: dict[Arithmetic, dict] = {}
     for line, numbers in problems(seed, taboo):
         lines.setdefault(numbers, line)
         if len(lines) == count:
@@ -80,16 +84,22 @@ def distinct(count: int, seed: int, taboo: frozenset[tuple[int, ...]]) -> dict[t
     raise AssertionError("the stream of problems is endless")
 
 
-def splits() -> tuple[dict[tuple[int, ...], dict], dict[tuple[int, ...], dict]]:
+def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
     """Make (train, test), each from the arithmetic to the data line."""
     test = distinct(500, seed=1, taboo=frozenset())
     return distinct(4000, seed=2, taboo=frozenset(test)), test
 
 
 def write(folder: Path) -> None:
-    for name, lines in zip(("train", "test"), splits(), strict=True):
-        rows = [{"id": f"toy/{name}/{i}", **line} for i, line in enumerate(lines.values())]
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    train, test = splits()
+    write_lines(folder / "train.jsonl", "toy/train", train.values())
+    write_lines(folder / "test.jsonl", "toy/test", test.values())
+
+
+def write_lines(path: Path, prefix: str, lines: Iterable[dict]) -> None:
+    """Write data lines, with ids that count on from `prefix`."""
+    rows = [{"id": f"{prefix}/{i}", **line} for i, line in enumerate(lines)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 if __name__ == "__main__":

@@ -51,7 +51,7 @@ class Step:
         weighed = update.minibatch(learner, batch, places)
         prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
         if kinds.is_preference(learner.advantage):
-            prepared, _ = preference.compare(learner, weighed, prepared)
+            prepared, _ = preference.compare_pairs(learner, weighed, prepared)
         for scored in prepared:
             scored = replace(scored, old_logp_C=scored.ref_logp_C)
             sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)

@@ -31,11 +31,11 @@ def rolled_out() -> Rolled:
 
 
 def fit(learner: Learner, rolled: Rolled, step: int = 0) -> dict[str, float]:
-    return critic.fit(learner, rolled, step, Clock())
+    return critic.fit_values(learner, rolled, step, Clock())
 
 
 def row_of(learner: Learner, rolled: Rolled) -> Row:
-    minibatch, = critic.minibatches(learner, rolled, 0)
+    minibatch, = critic.split_minibatches(learner, rolled, 0)
     row, = learner.rows(minibatch)
     return row
 
@@ -138,12 +138,12 @@ def test_minibatches_share_out_what_has_ended(tiny, tmp_path):
     learner = set_up(tiny, tmp_path / "run", "critic.minibatches=3")
     rolled = ended(rolled_out(), True, True, False, True, True, False, True, True)
     done_NG = torch.tensor([[True, True, False, True], [True, False, True, True]])
-    split = [minibatch.keep_NG for minibatch in critic.minibatches(learner, rolled, 0)]
+    split = [minibatch.keep_NG for minibatch in critic.split_minibatches(learner, rolled, 0)]
     assert torch.equal(sum(keep_NG.int() for keep_NG in split), done_NG.int())
     assert [int(keep_NG.sum()) for keep_NG in split] == [2, 2, 2]
-    other = [minibatch.keep_NG for minibatch in critic.minibatches(learner, rolled, 1)]
+    other = [minibatch.keep_NG for minibatch in critic.split_minibatches(learner, rolled, 1)]
     assert any(not torch.equal(a, b) for a, b in zip(split, other, strict=True))
-    assert len(critic.minibatches(learner, ended(rolled, True, *[False] * 7), 0)) == 1
+    assert len(critic.split_minibatches(learner, ended(rolled, True, *[False] * 7), 0)) == 1
 
 
 def test_targets_are_lambda_returns(tiny, tmp_path):
@@ -170,10 +170,10 @@ def test_a_prompt_that_makes_up_for_skipped_ones_counts_as_often(settings, tiny,
     nudge(learner.critic.model, 0.3)
 
     def gradient(rolled: Rolled) -> list[torch.Tensor]:
-        minibatch, = critic.minibatches(learner, rolled, 0)
+        minibatch, = critic.split_minibatches(learner, rolled, 0)
         learner.critic.model.zero_grad()
         for row in learner.rows(minibatch):
-            critic.add_gradient(learner, critic.Aimed(row, critic.target(learner, row)))
+            critic.add_value_gradient(learner, row, critic.target(learner, row))
         return list(gradients(learner.critic.model).values())
 
     plain, thrice_NG = rolled_out(), REWARD_NG[[0, 0, 0, 1]]
@@ -213,6 +213,6 @@ def test_short_responses_are_warned_of(tiny, tmp_path):
     batch = as_batch(groups, REWARD_NG[:, :2], keep_all(REWARD_NG[:, :2]))
     for alpha, told in ((0.05, True), (1.0, False)):
         learner = set_up(tiny, tmp_path / "run", f"advantage.alpha={alpha}")
-        warning = critic.too_short(batch, learner)
+        warning = critic.warn_too_short(batch, learner)
         assert ("advantage.alpha=0.05 gives 3 of 4 responses" in warning) == told
-    assert critic.too_short(batch, replace(learner, critic=None)) == ""
+    assert critic.warn_too_short(batch, replace(learner, critic=None)) == ""

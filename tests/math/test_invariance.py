@@ -95,7 +95,7 @@ def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> 
     """Of the critic's loss on what is done."""
     learner, total = learner_on(Path(cfg.model.path), cfg), 0.0
     nudge(learner.critic.model, 0.1)
-    minibatch, = critic.minibatches(learner, as_rolled(groups, adv_NG), step=0)
+    minibatch, = critic.split_minibatches(learner, as_rolled(groups, adv_NG), step=0)
     for row in learner.rows(minibatch):
         loss = value_loss(learner.critic.values(learner, row)[0], critic.target(learner, row), row.weight_C)
         loss.backward()

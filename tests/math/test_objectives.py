@@ -263,7 +263,7 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=moved > 0)
     nudge(learner.policy, moved)
     if kinds.is_preference(learner.advantage):
-        scored, _ = preference.compare(learner, weighed, scored)
+        scored, _ = preference.compare_pairs(learner, weighed, scored)
     sums = PassSums(learner.pack, learner.policy.quadratic)
     for row in scored:
         sums.add(*update.add_gradient(learner, row, unmoved=moved == 0), first_pass=True)
@@ -288,7 +288,7 @@ class Case:
         parts = {"accuracy": CORRECT_NG * ~pending_NG, "overlong": SHORT_NG * ~pending_NG}
         rewards = as_rewards(parts, cfg.reward.weights)
         self.reward_NG = rewards.total_NG
-        table = soft_value.Table(VALUES) if cfg.advantage.kind == "soft_value" else None
+        table = soft_value.SoftValues(VALUES) if cfg.advantage.kind == "soft_value" else None
         adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
         self.batch = replace(as_batch(self.groups, adv_NG, keep_all(adv_NG)), reward_NG=self.reward_NG,
                              correct_NG=parts["accuracy"] == 1)

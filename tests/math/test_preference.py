@@ -119,12 +119,12 @@ def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
     cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_toy.yaml")
     asked = []
-    compare = preference.compare
+    compare = preference.compare_pairs
     try:
-        preference.compare = lambda *given: asked.append(compare(*given)) or asked[-1]
+        preference.compare_pairs = lambda *given: asked.append(compare(*given)) or asked[-1]
         train.train(cfg)
     finally:
-        preference.compare = compare
+        preference.compare_pairs = compare
     told = [sums for _, sums in asked if sums["pairs"]]
     assert len(asked) == 2 and told[0]["margin"] == 0 == told[0]["right"]
     assert told[1]["margin"] / told[1]["pairs"] > 0.1

@@ -113,7 +113,7 @@ def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
     last = case.groups[1].samples[2]
     pending = replace(case.groups[1], samples=(*case.groups[1].samples[:2], replace(last, finished=False, pending=True),
                                                case.groups[1].samples[3]))
-    minibatch, = critic.minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
+    minibatch, = critic.split_minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
     for row in trained.rows(minibatch):
         value_C, _ = trained.critic.values(trained, row)
         critic.value_loss(value_C, critic.target(trained, row), row.weight_C).backward()
