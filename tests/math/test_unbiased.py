@@ -19,7 +19,7 @@ from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
 from methods import critic
-from methods.soft_value import Table, soft_value
+from methods.soft_value import SoftValues, soft_value
 from prune import COMPLETIONS, Offer, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds
@@ -97,7 +97,7 @@ def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True
     rewards = as_rewards(components, {"first": 1.0, "second": 2.0, "third": 0.0})
     if step.cfg.advantage.kind == "soft_value":
         groups = list(itertools.compress(step.groups, rolled_out))
-        return rewards, Table({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
+        return rewards, SoftValues({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
     return rewards, advantage(rewards, step.cfg.advantage)
 
 
