@@ -29,25 +29,25 @@ test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as 
 	$(VENV)/python tests/fuzz.py --mutants 200
 
 test-long: .venv/dev ## the long forms: all slow tests, every preset trains, 60 kills, 10,000 damaged files
-	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow
+	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
 	$(VENV)/python tests/survive.py --kills 40 --signals
 	$(VENV)/python tests/survive.py --kills 20 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/fuzz.py --mutants 10000
 
-# The tests of vLLM by the Python given: one engine per process, so one process per model.
+# The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.
+VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama,qwen2)
 define vllm_tests
-for model in $(MODELS); do \
+for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
-$(1) -m pytest -m vllm tests/test_vllm_train.py
+$(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_train.py
 endef
 
 # Devices are hidden, so that this build stays on the CPU on a machine with a GPU too.
 test-vllm: export CUDA_VISIBLE_DEVICES :=
-test-vllm: MODELS ?= qwen2
-test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; MODELS="qwen2 qwen2-untied qwen3 llama" for all models
+test-vllm: .venv-vllm/ready ## the real vLLM in its CPU build; LONG=1 for all models and runs
 	$(call vllm_tests,.venv-vllm/bin/python)
 
-test-gpu: MODELS ?= qwen2 qwen2-untied qwen3 llama
+test-gpu: LONG := 1
 test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on CUDA, and vLLM in its CUDA build
 	.venv-gpu/bin/python -m pytest -m gpu
 	$(call vllm_tests,.venv-gpu/bin/python)

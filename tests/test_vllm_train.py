@@ -53,8 +53,9 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 
 @pytest.mark.parametrize(("launcher", "settings"), [
-    pytest.param([sys.executable], [], id="1 rank"), pytest.param(TORCHRUN, [], id="2 ranks", marks=two_ranks),
-    pytest.param([sys.executable], ADAPTER, id="lora, 1 rank"),
+    pytest.param([sys.executable], [], id="1 rank"),
+    pytest.param(TORCHRUN, [], id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
+    pytest.param([sys.executable], ADAPTER, id="lora, 1 rank", marks=pytest.mark.slow),
     pytest.param(TORCHRUN, ADAPTER, id="lora, 2 ranks", marks=two_ranks)])
 def test_the_toy_learns(launcher, settings, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", *settings))
