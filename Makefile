@@ -16,7 +16,7 @@ test: .venv/dev      ## the suite, without whole training runs
 test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
 
-test-fork: .venv/dev ## the suite of a fork: README's two recipes applied to a copy, then the tests of `make test`
+test-fork: .venv/dev ## the suite of a fork: the two recipes of docs/fork.md applied to a copy, then the tests of `make test`
 	$(VENV)/python tests/fork.py
 
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, and two killed runs.
@@ -76,8 +76,12 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/pretrain.py
 	$(VENV)/python toy/hard.py
 
+# Without a GPU, torch's CPU build is enough, if pip's indexes have it; else requirements.txt takes the default build.
+CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
+
 .venv/run: requirements.txt
 	$(PYTHON) -m venv .venv
+	command -v nvidia-smi > /dev/null || $(VENV)/pip install --quiet $(CPU_TORCH) 2> /dev/null || true
 	$(VENV)/pip install --quiet -r requirements.txt
 	touch $@
 

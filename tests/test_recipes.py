@@ -1,4 +1,4 @@
-"""The recipes of README's "Make it yours" are followed to the letter: apply the diff, train its config."""
+"""The recipes of docs/fork.md are followed to the letter: apply the diff, train its config."""
 
 import os
 import re
@@ -13,8 +13,7 @@ from conftest import ROOT
 
 from infra import runfolder
 
-SECTION = (ROOT / "README.md").read_text().partition("## Make it yours")[2].partition("\n## ")[0]
-RECIPES = re.findall(r"```diff\n(.*?)```", SECTION, re.DOTALL)
+RECIPES = re.findall(r"```diff\n(.*?)```", (ROOT / "docs" / "fork.md").read_text(), re.DOTALL)
 SMALL = ("steps=2", "data.limit=8", "rollout.group_size=8", "rollout.prompts_per_step=2",
          "rollout.max_new_tokens=16", "eval.max_new_tokens=16", "data.eval=few.jsonl")
 
@@ -45,6 +44,12 @@ def run(folder: Path, *command: str, stdin: str | None = None) -> str:
 def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
     assert [re.findall(r"^\+\+\+ b/([\w/]+)\.py$", recipe, re.MULTILINE) for recipe in RECIPES] == [
         ["advantage", "settings/kinds"], ["prune", "settings/kinds"]]
+
+
+def test_the_readme_shows_lines_of_the_first_recipe():
+    shown, = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    added = [line[1:] for line in RECIPES[0].splitlines() if line[:1] in ("+", " ")]
+    assert all(line in added for line in shown.splitlines()[1:] if line)
 
 
 def medians(samples: list[dict], decisions: list[dict]) -> None:
