@@ -124,17 +124,21 @@ def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Pa
     return path
 
 
-def layers(path: Path, shipped: Path) -> list[dict[str, Any]]:
-    """Read a config file, the one that it names as `base:`, and so on; return them from the last base up."""
+def layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, dict[str, Any]]:
+    """Read a config file and the files that it names as `base:`, one or a list; the lowest layer comes first.
+
+    Later bases lie over earlier ones. A file that several bases name is a layer once, where it first comes.
+    """
+    if (file := path.resolve()) in above:
+        circle = " -> ".join(map(str, [*above, file]))
+        raise ConfigError(f"base={path.name} leads in a circle: {circle}; one of them must have no base")
+    raw = read(path)
+    bases = raw.pop("base", None) or []
     chain: dict[Path, dict[str, Any]] = {}
-    while path.resolve() not in chain:
-        raw = chain[path.resolve()] = read(path)
-        base = raw.pop("base", None)
-        if base is None:
-            return list(reversed(chain.values()))
-        path = locate(str(base), path.parent, shipped, f" (base of {path})")
-    circle = " -> ".join(map(str, [*chain, path.resolve()]))
-    raise ConfigError(f"base={base} leads in a circle: {circle}; one of them must have no base")
+    for base in bases if isinstance(bases, list) else [bases]:
+        found = locate(str(base), path.parent, shipped, f" (base of {path})")
+        chain |= layers(found, shipped, (*above, file))
+    return chain | {file: raw}
 
 
 def merge(old: dict, new: dict) -> dict:

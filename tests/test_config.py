@@ -301,6 +301,13 @@ def test_a_base_may_have_a_base_and_every_key_of_it_can_be_changed(good):
     assert (cfg.rollout.group_size, cfg.rollout.max_new_tokens, cfg.optim.lr, cfg.out) == (8, 6, 2, "runs/last")
 
 
+def test_of_a_list_of_bases_the_later_lies_above_and_a_shared_base_is_a_layer_once(good):
+    write(good.parent, low="base: good.yaml\nsteps: 1\nseed: 1\n", left="base: low.yaml\nseed: 2\nout: left\n",
+          right="base: low.yaml\nout: right\n", both="base: [left.yaml, right.yaml]\n")
+    cfg = config.load(good.parent / "both.yaml")
+    assert (cfg.steps, cfg.seed, cfg.out) == (1, 2, "right")
+
+
 def test_a_base_stands_beside_its_file_or_among_the_shipped_configs(good, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")

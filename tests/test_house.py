@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tokenize
 from collections import Counter, defaultdict
+from functools import reduce
 from pathlib import Path
 from typing import get_args, get_type_hints
 from xml.etree import ElementTree
@@ -22,6 +23,7 @@ from test_repo import FILES, FOLDERS, OTHERS, TEXTS, check_command, leaves, sect
 import config
 import train
 from page import show
+from settings import loader as settings
 
 pytestmark = pytest.mark.house
 TOKENS = 114_500          # Python tokens of all code outside tests/, bench/ and experiments/; it may only fall
@@ -183,6 +185,25 @@ def test_every_table_of_results_says_how_it_was_measured():
             check_removed(given[1], given[2])
         else:
             check_command(given[1])
+
+
+def test_configs_undo_few_settings_of_their_bases_and_their_heads_have_one_form():
+    """The head says what the paper has, what its code has, what is inferred, and which GPUs it fits."""
+    undone = []
+    for path in (ROOT / "configs").glob("*.yaml"):
+        files = list(settings.layers(path, config.CONFIGS).values())
+        below = reduce(settings.merge, files[:-1], {})
+        undone += [f"{path.stem}: {key}" for key, value in flat(files[-1]).items() if flat(below).get(key, value) != value]
+        if not path.stem.endswith(("_toy", "_hard")):
+            head = re.findall(r"^# (\w+): ", path.read_text(), re.MULTILINE)
+            assert head == ["paper", "code", "inferred", "fits"], path.stem
+    assert len(undone) <= 10, undone
+
+
+def flat(section: dict, path: str = "") -> dict:
+    """Settings by their dotted names."""
+    return {name: leaf for key, value in section.items()
+            for name, leaf in (flat(value, f"{path}{key}.") if isinstance(value, dict) else {path + key: value}).items()}
 
 
 def test_every_kind_has_a_config():

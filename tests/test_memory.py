@@ -368,7 +368,7 @@ def head_line(name: str) -> str:
             said.append(f"not {ranks}")
         if tried.fits and (ranks >= 8 or adapter):
             break
-    return f"# {size} GB GPUs (train.py --fit): {'; '.join(said)}."
+    return f"# fits: {size} GB GPUs (train.py --fit): {'; '.join(said)}."
 
 
 @pytest.mark.parametrize("name", sorted(p.name for p in config.CONFIGS.glob("*.yaml")
