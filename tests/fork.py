@@ -1,4 +1,4 @@
-"""Is a fork's suite green? Apply both recipes of docs/fork.md to a copy of the repository, and run `make test`'s tests there.
+"""Is a fork's suite green? Apply the recipes of docs/fork.md to a copy, and run the tests of `make test` there.
 
     python tests/fork.py [arguments of pytest]
 """

@@ -67,8 +67,10 @@ def test_messages_name_only_real_settings():
     assert {name for name in named - known - partial - attributes if not name.startswith(of_weights)} == set()
 
 
-@pytest.mark.parametrize("path", sorted(path for path in (ROOT / "configs").rglob("*.yaml") if path.parent.name != "base"),
-                         ids=lambda p: p.stem)
+CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "base"]
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
 def test_every_shipped_config_loads(path):
     cfg = config.load(path)
     assert cfg.out == f"runs/{path.stem}"
