@@ -194,7 +194,9 @@ def test_configs_undo_few_settings_of_their_bases_and_their_heads_have_one_form(
         files = list(settings.layers(path, config.CONFIGS).values())
         below = reduce(settings.merge, files[:-1], {})
         inherited = flat(below)
-        undone += [f"{path.stem}: {key}" for key, value in flat(files[-1]).items() if inherited.get(key, value) != value]
+        for key, value in flat(files[-1]).items():
+            if inherited.get(key, value) != value:
+                undone.append(f"{path.stem}: {key}")
         if not path.stem.endswith(("_toy", "_hard")):
             head = re.findall(r"^# (\w+): ", path.read_text(), re.MULTILINE)
             assert head == ["paper", "code", "inferred", "fits"], path.stem
