@@ -9,14 +9,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, as_rewards, toy_config
+from conftest import ROOT, TOY, as_rewards, toy_config
 
 import config
 import eval as evaluation
 import train
 from config import ConfigError, Reward
 from data import load_problems
-from infra import custom_reward, dist, reward_worker, runfolder
+from infra import custom_reward, reward_worker, runfolder
 from records import Problem, Prompt
 from reward import list_components, score, span
 from verify.grade import workers
@@ -222,33 +222,27 @@ def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
         train.train(small(tmp_path, path, "checkpoint.every=1", "steps=4"), resume="always")
 
 
-def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, command, capsys):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = small(tmp_path, path, "eval.limit=2")
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
     train.train(cfg)
-    config_file, model = str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run" / "hf")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--config", config_file, "--model", model, "--out",
-                                      str(tmp_path / "before.json")])
-    assert evaluation.main() == 0 and "has changed" not in capsys.readouterr().err
+    given = "--config", tmp_path / "run" / "config.yaml", "--model", tmp_path / "run" / "hf", "--out"
+    assert command(evaluation, *given, tmp_path / "before.json") == 0
+    assert "has changed" not in capsys.readouterr().err
     file_of(tmp_path, "def reward(text):\n    return 0.5")
-    sys.argv[-1] = str(tmp_path / "after.json")
-    assert evaluation.main() == 0
+    assert command(evaluation, *given, tmp_path / "after.json") == 0
     out, err = capsys.readouterr()
     assert "0.500" in out and f"reward.custom_file has changed since the run began: it was {tmp_path}/run/custom" in err
 
 
-def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, command, capsys):
     path = file_of(tmp_path, "def reward(text, row):\n    return row['worth']")
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?", "worth": 0.5}\n')
     cfg = small(tmp_path, path, f"data.train={tmp_path}/one.jsonl", "data.eval=null", "rollout.prompts_per_step=1")
-    train.train(cfg)
-    monkeypatch.setattr(dist, "close", lambda: None)
+    (tmp_path / "own.yaml").write_text(config.dump(cfg))
     monkeypatch.setattr(evaluation, "respond", None)
     (tmp_path / "two.jsonl").write_text('{"question": "1 + 1?"}\n')
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--config", str(tmp_path / "run" / "config.yaml"), "--model",
-                                      str(tmp_path / "run" / "hf"), "--data", str(tmp_path / "two.jsonl")])
-    assert evaluation.main() == 2
+    assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--data", tmp_path / "two.jsonl") == 2
     assert f"reward.custom_file={path}: it raises KeyError in line 2: 'worth'" in capsys.readouterr().err
 
 

@@ -1,13 +1,10 @@
 """Damaged or hostile files: each ends in one line that names the file, the key and what to do. Nothing is silent."""
 
 import json
-import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, TOY
@@ -20,7 +17,7 @@ import data
 import eval as evaluation
 import report
 from config import ConfigError
-from infra import dist, lines, weights
+from infra import lines, weights
 from infra.runfolder import RunLog
 from infra.tokenizer import Tokenizer
 from model import load_model
@@ -106,7 +103,7 @@ def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, mode
     assert re.search(message, said) and str(model) in said and name in said, said
 
 
-@pytest.mark.parametrize("template", ["{{1/0}}", "{{1+'a'}}", "{% for i in range(10**9) %}{% endfor %}",
+@pytest.mark.parametrize("template", ["{{1/0}}", "{{raise_exception('no')}}", "{% for i in range(10**9) %}{% endfor %}",
                                       "{% macro f() %}{{f()}}{% endmacro %}{{f()}}", "{% include 'a' %}",
                                       "{% import 'a' as b %}"])
 def test_a_chat_template_that_fails_says_how(template, model):
@@ -116,19 +113,6 @@ def test_a_chat_template_that_fails_says_how(template, model):
 
 
 # ---- rows, configs, results and cases
-
-@pytest.mark.parametrize(("line", "message"), [
-    (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
-    (b'{"question": "\\ud800", "answer": "1"}', "not valid JSON .*surrogates not allowed"),
-    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "not valid JSON .*surrogates not allowed"),
-    (b"[" * 100_000, "not valid JSON .maximum recursion"),
-    (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
-])
-def test_a_row_that_is_none_is_named_by_its_line(line, message, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"question": "q", "answer": "1"}\n' + line + b"\n")
-    assert re.search(f"{path}:2: {message}", said_by(data.load_problems, str(path)))
-
 
 def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
     path = tmp_path / "rows.jsonl"
@@ -287,28 +271,13 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
 
 @pytest.mark.parametrize("spoilt", [lambda t: t.mul(torch.nan), lambda t: t.masked_fill(t == t.max(), torch.inf),
                                     lambda t: t.mul(100).to(torch.int8)], ids=["nan", "inf", "int8"])
-def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, monkeypatch, capsys):
+def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command, capsys):
     model = shutil.copytree(TOY, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: spoilt(tensors[name])}, model / "model.safetensors")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(model), "--data", str(ROOT / "toy" / "test.jsonl")])
-    monkeypatch.setattr(dist, "close", lambda: None)
-    assert evaluation.main() == 2
+    assert command(evaluation, "--model", model, "--data", ROOT / "toy" / "test.jsonl") == 2
     assert f"error: {model}: {name}, of " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_an_answer_that_is_not_a_number_is_an_empty_cell(name, tmp_path):
-    """As pandas writes one where the others of its column are numbers."""
-    rows, path = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}], tmp_path / name
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "NaN" in path.read_text()
-    with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
-        data.load_problems(str(path))
 
 
 def test_a_category_called_total_is_one_of_the_categories():

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import data
 import eval as evaluation
 import train
 from config import ConfigError
-from infra import dist, runfolder
+from infra import runfolder
 from infra.results import differences
 from preflight import memory
 from records import Problem, Prompt, Sample
@@ -39,15 +40,8 @@ def held_out(path, count: int) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """Run eval.py in this process, whose group is not the run's."""
-    monkeypatch.setattr(dist, "close", lambda: None)
-
-    def run_with(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
-        return evaluation.main()
-
-    return run_with
+def run(command):
+    return partial(command, evaluation)
 
 
 @pytest.mark.parametrize("sampled", [[], pytest.param(["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"],

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import stat
-import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -25,26 +24,12 @@ import lora
 import report
 import train
 from config import ConfigError
-from infra import dist, runfolder
+from infra import runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export, find_model
 from settings import paths
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
-
-
-@pytest.fixture
-def command(monkeypatch):
-    """Run a program with these arguments in this process, whose group and signals are not the run's."""
-    monkeypatch.setattr(dist, "close", lambda: None)
-    monkeypatch.setattr(train, "Stop", lambda: None)
-    monkeypatch.setattr(train.preflight, "require_checks", lambda checks: None)
-
-    def run(program, *words) -> int:
-        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
-        return program.main()
-
-    return run
 
 
 def written(cfg: config.Config) -> Path:
