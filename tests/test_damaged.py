@@ -22,7 +22,6 @@ from infra.runfolder import RunLog
 from infra.tokenizer import Tokenizer
 from model import load_model
 from page import charts, pruning
-from verify import cases
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened
 
@@ -278,9 +277,3 @@ def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command
     save_file(tensors | {name: spoilt(tensors[name])}, model / "model.safetensors")
     assert command(evaluation, "--model", model, "--data", ROOT / "toy" / "test.jsonl") == 2
     assert f"error: {model}: {name}, of " in capsys.readouterr().err
-
-
-def test_a_category_called_total_is_one_of_the_categories():
-    both = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
-    counts = cases.count_outcomes(both, [{"verdict": "right", "answer": "1"}] * 2)
-    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]
