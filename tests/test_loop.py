@@ -198,25 +198,19 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
 
 
-def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
-    set_up, true_update, engines, asleep = train.set_up, train.update, [], []
+def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
+    """And the engine gives up its weights for the update."""
+    offers, set_up, true_update, engines, asleep = [], train.set_up, train.update, [], []
+    monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
     monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
     monkeypatch.setattr(train, "update", lambda *given: asleep.append(
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
-    train.train(toy_config(tmp_path / "run", "data.limit=16", "rollout.max_new_tokens=8", "eval.max_new_tokens=1"))
+    train.train(toy_config(tmp_path / "run", "seed=1", "loss.kl=0.1", "loss.per=token", "data.limit=16",
+                           "rollout.max_new_tokens=8", "data.eval=null", name="grpo_toy.yaml"))
+    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 2
+    assert [offer.seed for offer in offers] == [dist.seed_for(1, step, "prune") for step in (0, 1)]
+    assert len({dist.seed_for(seed, step, "prune") for seed in (0, 1) for step in (0, 1)}) == 4
     assert asleep == [True, True]
-
-
-def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
-    offers = []
-    monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
-    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
-        train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token",
-                               "data.limit=16", "rollout.max_new_tokens=8", "eval.max_new_tokens=1",
-                               name="grpo_toy.yaml"))
-    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 6
-    seeds = [o.seed for o in offers]
-    assert seeds[:2] == seeds[2:4] and len(set(seeds)) == 4
 
 
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
@@ -247,16 +241,6 @@ def test_a_learning_rate_of_1e_6_moves_weights_that_compute_in_half_precision(ti
         torch.testing.assert_close(moved, torch.full_like(moved, 1e-6), rtol=0.1, atol=0, msg=name)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
-    learner = learner_on(tiny, cfg)
-    with torch.no_grad():
-        learner.policy.norm.weight.fill_(float("nan"))
-    one_NG = torch.ones(1, 2, dtype=torch.float64)
-    with pytest.raises(NotFinite, match="the loss in step 1 is not finite"):
-        update.update(learner, as_batch(make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG)), 0, Clock())
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
     model = torch.nn.Linear(1, 1)
     model(torch.ones(1)).backward()
@@ -268,8 +252,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
 
 
 def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
-    learner = learner_on(tiny, cfg)
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "rollout.prompts_per_step=1"))
     flat_NG = torch.zeros(1, 2, dtype=torch.float64)
     batch = as_batch(make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"))
     for state in learner.optimizers[0].state.values():  # of steps before, which momentum alone would go on with
