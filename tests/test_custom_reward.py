@@ -231,25 +231,18 @@ def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, c
     assert f"reward.custom_file={path}: it raises KeyError in line 2: 'worth'" in capsys.readouterr().err
 
 
-def test_a_result_is_of_the_rows_that_the_reward_reads(tmp_path):
-    """Where it reads none, other columns may change."""
-    def identified(worth: float, reward: Reward | None) -> dict:
-        problem = Problem("0", "q", "", row={"worth": worth})
+def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_path):
+    """And of all messages: another example before the same question is another problem. Without a reward, other
+    columns may change."""
+    def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
+        messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
+        problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)
         return evaluation.identify(evaluation.Set("one", [problem], [Prompt("0", (1,), "")], reward))
 
     reward = own(file_of(tmp_path, "def reward(text):\n    return 0"))
     assert identified(0.5, reward) != identified(0.25, reward) == identified(0.25, reward)
     assert identified(0.5, None) == identified(0.25, None)
-
-
-def test_a_result_is_of_all_messages():
-    """Another example before the same question makes another problem, also for --compare."""
-    def identified(example: str) -> str:
-        messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
-        problem = Problem("0", "q", "1", messages=messages)
-        return evaluation.identify(evaluation.Set("one", [problem], [Prompt("0", (1,), "1")]))["data"]
-
-    assert identified("a") != identified("b") and identified("a") == identified("a")
+    assert identified(0.5, None)["data"] != identified(0.5, None, "b")["data"]
 
 
 def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_process(tmp_path):

@@ -271,7 +271,7 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     size = 1e-2 if settings else 1e-3
     on_ranks(2, tmp_path, save_policy, tmp_path / "two", size, *settings)
     save_policy(tmp_path / "one", 2 * size, *settings)
-    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=24", "eval.n=2", "eval.temperature=1"))
+    given = ("--data", tmp_path / "few.jsonl", *sets("eval.max_new_tokens=8", "eval.n=2", "eval.temperature=1"))
     results = {}
     for run in ("two", "one"):
         for kind in ("hf", "checkpoints/step_000007"):
@@ -291,9 +291,6 @@ def test_eval_takes_a_checkpoint_of_any_number_of_ranks(settings, tmp_path, comm
     part.write_bytes(b"?" + part.read_bytes()[1:])
     assert command(evaluation, "--model", step, *given) == 2
     assert f"{step} is not a whole checkpoint: policy/__0_0.distcp is not as it was" in capsys.readouterr().err
-    (step / "files.json").unlink()
-    assert command(evaluation, "--model", step, *given) == 2
-    assert f"{step} is not a whole checkpoint: files.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("umask", [0o022, 0o027])
