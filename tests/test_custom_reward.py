@@ -306,7 +306,6 @@ HOSTILE = {
     "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or 10 times that by the clock"),
     "regex": (END + "import re; return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))", "a call took more than 0.3 s"),
     "nan": (END + "return float('nan')", r"reward\(\) returns nan; it must be a number in \[-1, 1\]"),
-    "inf": (END + "return float('inf')", r"reward\(\) returns inf; it must be"),
     "text": (END + "return 'good'", r"reward\(\) returns 'good'; it must be"),
     "2.0": (END + "return 2.0", r"reward\(\) returns 2.0; it must be a number in \[-1, 1\], whose weight is rew"),
     "none": (END + "return None", None),
@@ -328,7 +327,6 @@ HOSTILE = {
     "deletes": (END + "import shutil, pathlib\n    shutil.rmtree(pathlib.Path(__file__).parent, ignore_errors=True)\n"
                       "    return len(text) % 2", None),
     "empty": ("", r"it has no function 'reward' \(reward.custom\); it has none"),
-    "other name": ("def score(text):\n    return 1", r"it has no function 'reward' \(reward.custom\); it has score"),
     "signature": ("def reward(text, gold, tokens, row, image):\n    return 1",
                   r"reward\(\) asks for image; it can have text, gold, tokens, row"),
     "star": ("def reward(*given):\n    return 1", r"reward\(\*given\) must take what it asks for by name"),

@@ -190,16 +190,6 @@ def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command,
     assert not runfolder.is_done(replace(cfg, out=str(tmp_path / "new")), "auto")
 
 
-def test_a_run_that_goes_on_may_ask_for_wandb(tmp_path, monkeypatch):
-    folder, asked = begun(tmp_path / "run", toy_config(tmp_path / "run"), 0, 1), []
-    (folder / "env.json").write_text('{"argv": []}')
-    monkeypatch.setattr(runfolder, "Tracker", lambda cfg, folder, run_id: asked.append(run_id) or
-                        type("", (), {"log": lambda self, line: None})())
-    for _ in range(2):
-        runfolder.RunLog(folder).track(toy_config(folder, "log.wandb=winnow"))
-    assert asked[0] == asked[1] == json.loads((folder / "env.json").read_text())["wandb"]
-
-
 # ---- a run goes on with what it began with
 
 @pytest.fixture(scope="module")

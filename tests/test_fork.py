@@ -50,8 +50,8 @@ def test_every_group_of_parameters_of_every_optimizer_steps_at_the_rate():
 
 def test_a_reward_of_weight_0_is_logged_and_adds_nothing(tmp_path):
     (tmp_path / "own.py").write_text("def brief(tokens):\n    return -tokens / 1000\n\ndef one():\n    return 1\n")
-    cfg = toy_config(tmp_path / "run", "steps=1", "data.limit=8", f"reward.custom_file={tmp_path / 'own.py'}",
-                     "reward.custom={brief: 0}", "reward.boxed=0")
+    cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", "rollout.max_new_tokens=8",
+                     f"reward.custom_file={tmp_path / 'own.py'}", "reward.custom={brief: 0}", "reward.boxed=0")
     assert cfg.reward.weights == {"accuracy": 1}
     train.train(cfg)
     line = next(line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line)

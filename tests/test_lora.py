@@ -154,24 +154,6 @@ def test_a_run_exports_its_policy_and_so_does_its_checkpoint_also_in_halves_on_a
         assert (tmp_path / name).read_bytes() == (run / name).read_bytes()
 
 
-def test_an_adapter_whose_first_values_changed_the_base_is_refused(tiny, tmp_path):
-    written_by_peft(tiny, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "pissa"}))
-    with pytest.raises(ConfigError, match="its init_lora_weights='pissa' changes the base; convert it to plain LoRA"):
-        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "base/model.safetensors"])
-def test_weights_that_were_cut_off_on_their_way_are_one_line(name, tiny, tmp_path):
-    base = shutil.copytree(tiny, tmp_path / "base")
-    written_by_peft(base, tmp_path / "adapter")
-    file = tmp_path / name
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=rf"{name} cannot be read \(.*\); download or write it again"):
-        learner_on(base, gone_on_from(base, tmp_path / "adapter"))
-
-
 def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_path):
     def drawn(seed: int, *more: str) -> dict[str, torch.Tensor]:
         cfg = toy_config(tmp_path / "run", f"seed={seed}", f"model.path={tiny}", "model.lora.rank=8", *more)
@@ -241,8 +223,6 @@ def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
         train.train(short(run, base, "steps=2"), resume="always")
     with pytest.raises(ConfigError, match=said):
         lora.load_policy(step, base, torch.float32)
-    shutil.copyfile(tiny / "model.safetensors", base / "model.safetensors")
-    train.train(short(run, base, "steps=2"), resume="always")
 
 
 def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
@@ -279,10 +259,23 @@ def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked,
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
 
 
-@pytest.mark.parametrize("missing", ["adapter_model.safetensors", "adapter_config.json"])
-def test_an_adapter_without_one_of_its_files_is_refused_before_the_base_is_read(missing, tiny, tmp_path, monkeypatch):
+MODEL, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    (MODEL, lambda old: old[:100], rf"{MODEL} cannot be read \(.*\); download or write it again"),
+    (SETTINGS, lambda old: old.replace(b'"init_lora_weights": false', b'"init_lora_weights": "pissa"'),
+     "its init_lora_weights='pissa' changes the base; convert it to plain LoRA"),
+    (MODEL, None, f"a folder with {SETTINGS} and {MODEL}; it has no {MODEL}"),
+    (SETTINGS, None, f"a folder with {SETTINGS} and {MODEL}; it has no {SETTINGS}"),
+])
+def test_an_adapter_with_a_damaged_or_missing_file_is_refused(name, change, message, tiny, tmp_path, monkeypatch):
     written_by_peft(tiny, tmp_path / "adapter")
-    (tmp_path / "adapter" / missing).unlink()
-    monkeypatch.setattr(lora, "load_weights", None)
-    with pytest.raises(ConfigError, match=f"a folder with adapter_config.json and adapter_m.*; it has no {missing}"):
+    file = tmp_path / "adapter" / name
+    if change:
+        file.write_bytes(change(file.read_bytes()))
+    else:
+        file.unlink()
+        monkeypatch.setattr(lora, "load_weights", None)  # said before the base is read
+    with pytest.raises(ConfigError, match=message):
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
