@@ -39,6 +39,7 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
         {"problem": "q", "answer": 27.0, "type": "Algebra", "level": "Level ?"},
         {"question": "q", "final_answer": ["$1$", "$2$"], "subfield": "x"},
     )
+    path.write_text("\ufeff" + path.read_text())  # the mark of the byte order is no part of the first row
     assert data.load_problems(str(path)) == [
         Problem("mine", "q", "2,125", "s"),
         Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
