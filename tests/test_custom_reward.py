@@ -1,12 +1,14 @@
 """Reward functions of one's own: what they are given, what they may return, what is said of those that fail."""
 
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TOY, as_rewards, toy_config
+from conftest import ROOT, TOY, as_rewards, toy_config
 
 import config
 import eval as evaluation
@@ -278,12 +280,15 @@ def test_check_and_a_run_say_what_is_wrong_with_a_file_before_a_model_is_loaded(
             run(small(tmp_path, path))
 
 
-def test_what_a_reward_function_prints_goes_to_stderr(tmp_path, capfd):
-    path = file_of(tmp_path, "print('loaded', flush=True)\ndef reward(text):\n"
-                             "    print('called', flush=True)\n    return 0.5")
-    assert parts(own(path, custom_workers=1, custom_gib=3), "a")[0]["custom"] == 0.5  # by a worker of its own
-    out, err = capfd.readouterr()
-    assert (out, err.splitlines()) == ("", ["loaded", "called"])
+def test_what_a_reward_function_prints_goes_to_stderr(tmp_path):
+    path = file_of(tmp_path, "print('loaded')\ndef reward(text):\n    print('called')\n    return 0.5")
+    call = f"[('a', Prompt('0', (1,), ''), 1)], 10, Reward(accuracy=0, custom=1, custom_file={path!r}), False"
+    program = file_of(tmp_path, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom config import Reward\n"
+                                "from records import Prompt\nfrom reward import score\n"
+                                f"if __name__ == '__main__':\n    print(score({call}))", "program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "[[0.5, 0.0, 0.0]]\n")
+    assert done.stderr.splitlines() == ["loaded", "called"]
 
 
 def test_a_child_of_a_function_does_not_answer_for_it(tmp_path):
