@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -14,6 +15,7 @@ from torch.overrides import TorchFunctionMode
 
 import config
 import model as decoder
+import train
 from infra import dist
 from infra.weights import save_weights
 from preflight import checks as preflight
@@ -67,6 +69,20 @@ def pytest_collection_modifyitems(items):
 def unchecked(monkeypatch):
     """Runs without the checks before them, which take as long and on which they do not depend (test_preflight.py)."""
     monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
+
+
+@pytest.fixture
+def command(monkeypatch):
+    """Run a program with these arguments in this process, whose group and signals are not the run's."""
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(train, "Stop", lambda: None)
+    monkeypatch.setattr(preflight, "require_checks", lambda checks: None)
+
+    def run(program, *words) -> int:
+        monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])
+        return program.main()
+
+    return run
 
 
 @pytest.fixture(scope="session", autouse=True)

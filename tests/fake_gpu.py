@@ -6,8 +6,8 @@
 The host's tensors are real and the device's are fake: they have shape, dtype and device but no values. So every op's
 rules are checked, and the host cannot get a value unseen. The learner, the batch and `update.update` are those of a
 run, in bfloat16, on the first rank of a process group that sends nothing. Each rank gets one row of 16,380 tokens.
-Traces of one layer and of all differ by layers alone, which gives the backward pass of one layer. Prints a table for
-people, then one JSON line. It is a process of its own, because nothing can take back the device and the group.
+Traces of one layer and of all differ by layers alone, which gives the backward pass of one layer. Prints JSON. It is a
+process of its own, because nothing can take back the device and the group.
 
 A kernel is an op on the device that is no view; norms and SiLU are one as on CUDA, and logsumexp is four. Bytes are
 what ops read and write, matrix products and attention apart.
@@ -265,7 +265,7 @@ PHASES[require_sync.__code__] = "sync"
 
 
 def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
-    """Compute what the table shows and the tests read, for one row, from traces of one layer and of all."""
+    """Compute what is printed and the tests read, for one row, from traces of one layer and of all."""
     given = cfg, whole.policy.shape, dist.world_size()
     held = counts.held_bytes(*given) + counts.gradient_bytes(*given)
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
@@ -312,24 +312,6 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     }
 
 
-def show(row: dict) -> None:
-    """Print the figures as a table."""
-    print(f"{row['shape']}: {row['layers']} layers on the first of {row['ranks']} ranks, rows of {row['tokens']:,} "
-          f"tokens, {row['scored']:,.0f} of them scored")
-    for what in ("sync", "to host", "to device"):
-        print(f"\n{what}, in {row['passes']} passes")
-        for _, phase, line, count in (wait for wait in row["waits"] if wait[0] == what):
-            print(f"{count:>5}  {phase:<20} {line[:92]}")
-    print(f"\n{'of a row, or of a chunk':<24} {'kernels':>8} {'GB':>8} {'bytes a logit':>14}")
-    for name, kernels in row["kernels"].items():
-        moved = row["bytes"][name]
-        a_logit = f"{moved / row['logits']:>14.1f}" if name.startswith("head") else ""
-        print(f"{name:<24} {kernels:>8.1f} {moved / 1e9:>8.2f} {a_logit}")
-    print(f"\nTFLOP of a row: {row['flop'] / 1e12:.3f}, by bench/shapes.py {row['formula'] / 1e12:.3f}; besides these "
-          f"forward again, head {row['again']['head']:.2f} and layers {row['again']['layers']:.2f} times")
-    print(f"\nGiB at the peak: {row['peak'] / 2**30:.2f}, as preflight/counts counts them {row['counted'] / 2**30:.2f}")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", default="1.5B", choices=shapes.SHAPES, help="of bench/shapes.py (default: 1.5B)")
@@ -346,9 +328,7 @@ def main() -> None:
         shapes.SHAPES[args.shape] = (*sizes[:2], layers, *sizes[3:])
         with tempfile.TemporaryDirectory() as folder:
             traces.append(trace_update(shapes.write_config(args.shape, Path(folder)), cfg, args.spoil))
-    measured = {"shape": args.shape} | figures(cfg, *traces)
-    show(measured)
-    print(json.dumps(measured))
+    print(json.dumps({"shape": args.shape} | figures(cfg, *traces), indent=1))
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Reward functions of one's own: what they are given, what they may return, what is said of those that fail."""
 
-import os
 import re
 import subprocess
 import sys
@@ -9,14 +8,14 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, as_rewards, toy_config
+from conftest import ROOT, TOY, as_rewards, toy_config
 
 import config
 import eval as evaluation
 import train
 from config import ConfigError, Reward
 from data import load_problems
-from infra import custom_reward, dist, reward_worker, runfolder
+from infra import custom_reward, reward_worker, runfolder
 from records import Problem, Prompt
 from reward import list_components, score, span
 from verify.grade import workers
@@ -41,15 +40,10 @@ def parts(cfg: Reward, *texts: str, gold: str = "42", tokens: int = 3) -> list[d
     return [dict(zip(list_components(cfg), values, strict=True)) for values in scores]
 
 
-def signatures() -> list[tuple[str, str]]:
-    return [("text, gold, tokens, row", "(text, gold, tokens, len(row['tests']))"),
-            ("text, gold, tokens", "(text, gold, tokens)"), ("text, gold", "(text, gold)"), ("text", "(text,)"),
-            ("row, text", "(text, len(row['tests']))"), ("*, row", "(len(row['tests']),)"),
-            ("**given", "tuple(given)"), ("text, other=5", "(text, other)"), ("t, g, n", "(t, g, n)"),
-            ("answer", "(answer,)"), ("", "()")]
-
-
-@pytest.mark.parametrize(("parameters", "seen"), signatures())
+@pytest.mark.parametrize(("parameters", "seen"), [
+    ("text, gold, tokens, row", "(text, gold, tokens, len(row['tests']))"), ("text", "(text,)"),
+    ("row, text", "(text, len(row['tests']))"), ("*, row", "(len(row['tests']),)"), ("**given", "tuple(given)"),
+    ("text, other=5", "(text, other)"), ("t, g, n", "(t, g, n)"), ("answer", "(answer,)"), ("", "()")])
 def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
     scope: dict = {}
     exec(f"def reward({parameters}):\n    global seen\n    seen = {seen}\n    return 0.5", scope)
@@ -116,14 +110,9 @@ def test_helpers_beside_the_file_may_have_the_names_of_our_modules(tmp_path):
 
 def test_a_mistake_in_a_helper_is_named_there(tmp_path):
     file_of(tmp_path, "def check(text):\n    x = 1\n\n    raise ValueError('bad row')", "helper37.py")
-    path = file_of(tmp_path, "from helper37 import check\ndef reward(text):\n    return check(text)")
+    path = file_of(tmp_path, "from helper37 import check\ndef reward(text):\n    return check(text)", "any.txt")
     with pytest.raises(ConfigError, match=f"{path}: it raises ValueError in line 4 of helper37.py: bad row .row q.$"):
         parts(own(path), "a")
-
-
-def test_a_file_may_have_any_name(tmp_path):
-    path = file_of(tmp_path, "def reward(text):\n    return __file__ != ''", "mine.txt")
-    assert parts(own(path), "a")[0]["custom"] == 1
 
 
 def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
@@ -136,9 +125,7 @@ def test_a_problem_without_an_answer_has_no_accuracy(tmp_path):
 @pytest.mark.parametrize(("custom", "message"), [
     ("{accuracy: 1}", "reward.custom={'accuracy': 1.0} must be weights of functions whose names are none of accuracy,"),
     ("{timed_out: 1}", "none of accuracy"), ("{custom: 1}", "none of accuracy"),
-    ("{mine: high}", "reward.custom.mine='high' must be a finite number"),
     ("{mine: .nan}", "reward.custom.mine=nan must be a finite number"),
-    ("[mine]", "reward.custom=['mine'] must be a finite number, or a mapping {name: a finite number}, or null"),
     ("{}", "reward.custom_file=.* must be set with reward.custom, and null without"),
     ("{a: 1}\nreward.custom_seconds=0", "reward.custom_seconds=0 must be above 0"),
     ("{a: 1}\nreward.custom_file=null\nreward.custom_gib=3", "reward.custom_file=None must be set with reward.custom"),
@@ -164,7 +151,7 @@ def test_weights_of_functions_are_merged_and_written_down(tmp_path):
 def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
     return toy_config(tmp_path / "run", "steps=2", f"reward.custom_file={path}", "reward.accuracy=0", "reward.custom=1",
                       "reward.custom_workers=1", "prune.completions.kind=none", "rollout.group_size=2",
-                      "rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "eval.max_new_tokens=2", *settings)
+                      "rollout.prompts_per_step=2", "rollout.max_new_tokens=4", "data.eval=null", *settings)
 
 
 def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
@@ -222,55 +209,42 @@ def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
         train.train(small(tmp_path, path, "checkpoint.every=1", "steps=4"), resume="always")
 
 
-def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_says_that_the_file_is_not_the_runs(tmp_path, command, capsys):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
-    cfg = small(tmp_path, path, "eval.limit=2")
-    monkeypatch.setattr(dist, "close", lambda: None)  # the suite's own group
+    cfg = small(tmp_path, path, f"data.eval={tmp_path / 'few.jsonl'}", "eval.limit=2", "eval.max_new_tokens=2")
     train.train(cfg)
-    config_file, model = str(tmp_path / "run" / "config.yaml"), str(tmp_path / "run" / "hf")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--config", config_file, "--model", model, "--out",
-                                      str(tmp_path / "before.json")])
-    assert evaluation.main() == 0 and "has changed" not in capsys.readouterr().err
+    given = "--config", tmp_path / "run" / "config.yaml", "--model", tmp_path / "run" / "hf", "--out"
+    assert command(evaluation, *given, tmp_path / "before.json") == 0
+    assert "has changed" not in capsys.readouterr().err
     file_of(tmp_path, "def reward(text):\n    return 0.5")
-    sys.argv[-1] = str(tmp_path / "after.json")
-    assert evaluation.main() == 0
+    assert command(evaluation, *given, tmp_path / "after.json") == 0
     out, err = capsys.readouterr()
     assert "0.500" in out and f"reward.custom_file has changed since the run began: it was {tmp_path}/run/custom" in err
 
 
-def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, capsys):
+def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, command, capsys):
     path = file_of(tmp_path, "def reward(text, row):\n    return row['worth']")
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?", "worth": 0.5}\n')
-    cfg = small(tmp_path, path, f"data.train={tmp_path}/one.jsonl", "data.eval=null", "rollout.prompts_per_step=1")
-    train.train(cfg)
-    monkeypatch.setattr(dist, "close", lambda: None)
+    cfg = small(tmp_path, path, f"data.train={tmp_path}/one.jsonl")
+    (tmp_path / "own.yaml").write_text(config.dump(cfg))
     monkeypatch.setattr(evaluation, "respond", None)
     (tmp_path / "two.jsonl").write_text('{"question": "1 + 1?"}\n')
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--config", str(tmp_path / "run" / "config.yaml"), "--model",
-                                      str(tmp_path / "run" / "hf"), "--data", str(tmp_path / "two.jsonl")])
-    assert evaluation.main() == 2
+    assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--data", tmp_path / "two.jsonl") == 2
     assert f"reward.custom_file={path}: it raises KeyError in line 2: 'worth'" in capsys.readouterr().err
 
 
-def test_a_result_is_of_the_rows_that_the_reward_reads(tmp_path):
-    """Where it reads none, other columns may change."""
-    def identified(worth: float, reward: Reward | None) -> dict:
-        problem = Problem("0", "q", "", row={"worth": worth})
+def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_path):
+    """And of all messages: another example before the same question is another problem. Without a reward, other
+    columns may change."""
+    def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
+        messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
+        problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)
         return evaluation.identify(evaluation.Set("one", [problem], [Prompt("0", (1,), "")], reward))
 
     reward = own(file_of(tmp_path, "def reward(text):\n    return 0"))
     assert identified(0.5, reward) != identified(0.25, reward) == identified(0.25, reward)
     assert identified(0.5, None) == identified(0.25, None)
-
-
-def test_a_result_is_of_all_messages():
-    """Another example before the same question makes another problem, also for --compare."""
-    def identified(example: str) -> str:
-        messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
-        problem = Problem("0", "q", "1", messages=messages)
-        return evaluation.identify(evaluation.Set("one", [problem], [Prompt("0", (1,), "1")]))["data"]
-
-    assert identified("a") != identified("b") and identified("a") == identified("a")
+    assert identified(0.5, None)["data"] != identified(0.5, None, "b")["data"]
 
 
 def test_the_time_that_loading_takes_is_not_taken_from_the_first_call_of_a_process(tmp_path):
@@ -306,37 +280,13 @@ def test_check_and_a_run_say_what_is_wrong_with_a_file_before_a_model_is_loaded(
             run(small(tmp_path, path))
 
 
-# ---- a program that does not guard what it runs
-
-def run_program(tmp_path: Path, program: str) -> subprocess.CompletedProcess:
-    path = tmp_path / "program.py"
-    path.write_text(f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom verify.grade import grade\n{program}")
-    return subprocess.run([sys.executable, str(path)], capture_output=True, text=True, env=os.environ | {
-        "OMP_NUM_THREADS": "1"})
-
-
-EXPRESSIONS = r'[("\\frac{x+1}{2}", r"\boxed{0.5x+0.5}")]'
-
-
-@pytest.mark.slow
-def test_so_is_one_that_trains(tmp_path):
-    """And no worker trains, as one rank more that waits for ever."""
-    done = run_program(tmp_path, f"import os\nfrom infra import signals\n"
-                                 f"def train():\n"
-                                 f"    open(f'{tmp_path}/{{os.getpid()}}.trained', 'w')\n"
-                                 f"    print(grade({EXPRESSIONS})[0]['verdict'])\n"
-                                 f"signals.exit_status(train)")
-    assert len(list(tmp_path.glob("*.trained"))) == 1
-    assert done.returncode == 0 and done.stdout == ""
-    assert re.fullmatch(r"error: no process of the verifier lives .* imports .*program.py, .*`if __name__ == .*\n",
-                        done.stderr)
-
-
 def test_what_a_reward_function_prints_goes_to_stderr(tmp_path):
     path = file_of(tmp_path, "print('loaded')\ndef reward(text):\n    print('called')\n    return 0.5")
     call = f"[('a', Prompt('0', (1,), ''), 1)], 10, Reward(accuracy=0, custom=1, custom_file={path!r}), False"
-    done = run_program(tmp_path, "from config import Reward\nfrom records import Prompt\nfrom reward import score\n"
-                                 f"if __name__ == '__main__':\n    print(score({call}))")
+    program = file_of(tmp_path, f"import sys\nsys.path.insert(0, {str(ROOT)!r})\nfrom config import Reward\n"
+                                "from records import Prompt\nfrom reward import score\n"
+                                f"if __name__ == '__main__':\n    print(score({call}))", "program.py")
+    done = subprocess.run([sys.executable, program], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, "[[0.5, 0.0, 0.0]]\n")
     assert done.stderr.splitlines() == ["loaded", "called"]
 
@@ -361,15 +311,10 @@ HOSTILE = {
     "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or 10 times that by the clock"),
     "regex": (END + "import re; return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))", "a call took more than 0.3 s"),
     "nan": (END + "return float('nan')", r"reward\(\) returns nan; it must be a number in \[-1, 1\]"),
-    "inf": (END + "return float('inf')", r"reward\(\) returns inf; it must be"),
     "text": (END + "return 'good'", r"reward\(\) returns 'good'; it must be"),
     "2.0": (END + "return 2.0", r"reward\(\) returns 2.0; it must be a number in \[-1, 1\], whose weight is rew"),
     "none": (END + "return None", None),
-    "bool": (END + "return '4' in text", None),
-    "numpy": (END + "import numpy; return numpy.float64(len(text) % 2)", None),
-    "forks": (END + "import os; return float(os.fork() > 0 and len(text) % 2)", None),
     "memory": (END + "return len(bytearray(10**13))", r"asked for more than 2 GiB of memory \(reward.custom_gib\)"),
-    "torch": (END + "import torch; return torch.rand(())", None),
     "prints": (END + "print('x' * 10**6); return len(text) % 2", None),
     "stdout": (END + "import os; os.write(1, b'mine\\n'); return len(text) % 2", None),
     "raises": (END + "return 1 / len(row['nothing'])",
@@ -387,7 +332,6 @@ HOSTILE = {
     "deletes": (END + "import shutil, pathlib\n    shutil.rmtree(pathlib.Path(__file__).parent, ignore_errors=True)\n"
                       "    return len(text) % 2", None),
     "empty": ("", r"it has no function 'reward' \(reward.custom\); it has none"),
-    "other name": ("def score(text):\n    return 1", r"it has no function 'reward' \(reward.custom\); it has score"),
     "signature": ("def reward(text, gold, tokens, row, image):\n    return 1",
                   r"reward\(\) asks for image; it can have text, gold, tokens, row"),
     "star": ("def reward(*given):\n    return 1", r"reward\(\*given\) must take what it asks for by name"),
@@ -401,10 +345,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     source, message = HOSTILE[case]
     (tmp_path / "own").mkdir()
     path = file_of(tmp_path / "own", source)
-    cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.custom=1", f"reward.custom_file={path}",
-                     "reward.custom_seconds=0.3", "reward.custom_workers=1", "prune.completions.kind=none",
-                     "rollout.group_size=2", "rollout.prompts_per_step=2", "rollout.max_new_tokens=4",
-                     "eval.max_new_tokens=2")
+    cfg = small(tmp_path, path, "steps=1", "reward.custom_seconds=0.3")
     if message is not None:
         problems = load_problems(cfg.data.train, training=True)[:2]
         with pytest.raises(ConfigError, match=f"^reward.custom_file={path}: [^\n]*{message}"):

@@ -1,13 +1,10 @@
 """Damaged or hostile files: each ends in one line that names the file, the key and what to do. Nothing is silent."""
 
 import json
-import math
 import re
 import shutil
-import sys
 from pathlib import Path
 
-import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT, TOY
@@ -16,16 +13,14 @@ from test_eval import written
 from test_report import write_run
 
 import config
-import data
 import eval as evaluation
 import report
 from config import ConfigError
-from infra import dist, lines, weights
+from infra import lines, weights
 from infra.runfolder import RunLog
 from infra.tokenizer import Tokenizer
 from model import load_model
 from page import charts, pruning
-from verify import cases
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened
 
@@ -58,7 +53,6 @@ def model(tmp_path) -> Path:
     ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
     ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
     ("config.json", {"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
-    ("config.json", {"hidden_size": None}, "hidden_size=None must be a whole number"),
     ("config.json", {"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
     ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
     ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
@@ -94,7 +88,6 @@ def model(tmp_path) -> Path:
     ("generation_config.json", b'{"eos_token_id": "a"}', "eos_token_id='a' must be one or several of the 477 tokens"),
     ("generation_config.json", b'{"eos_token_id": [[1]]}', "eos_token_id=.* must be one"),
     ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one"),
-    ("generation_config.json", b'{"eos_token_id": 1.5}', "eos_token_id=1.5 must be one"),
 ])
 def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
     """A mapping changes the file's settings; None leaves its first half."""
@@ -106,7 +99,7 @@ def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, mode
     assert re.search(message, said) and str(model) in said and name in said, said
 
 
-@pytest.mark.parametrize("template", ["{{1/0}}", "{{1+'a'}}", "{% for i in range(10**9) %}{% endfor %}",
+@pytest.mark.parametrize("template", ["{{1/0}}", "{{raise_exception('no')}}", "{% for i in range(10**9) %}{% endfor %}",
                                       "{% macro f() %}{{f()}}{% endmacro %}{{f()}}", "{% include 'a' %}",
                                       "{% import 'a' as b %}"])
 def test_a_chat_template_that_fails_says_how(template, model):
@@ -117,26 +110,12 @@ def test_a_chat_template_that_fails_says_how(template, model):
 
 # ---- rows, configs, results and cases
 
-@pytest.mark.parametrize(("line", "message"), [
-    (b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", "not valid JSON .Exceeds the limit"),
-    (b'{"question": "\\ud800", "answer": "1"}', "not valid JSON .*surrogates not allowed"),
-    (b'{"question": "q", "answer": "1", "id": "\\ud800"}', "not valid JSON .*surrogates not allowed"),
-    (b"[" * 100_000, "not valid JSON .maximum recursion"),
-    (b'{"question": "q", "answer": Infinity}', "column 'answer' is empty"),
-])
-def test_a_row_that_is_none_is_named_by_its_line(line, message, tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"question": "q", "answer": "1"}\n' + line + b"\n")
-    assert re.search(f"{path}:2: {message}", said_by(data.load_problems, str(path)))
-
-
-def test_a_mark_of_the_byte_order_is_no_part_of_the_first_row(tmp_path):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'\xef\xbb\xbf{"question": "q", "answer": "1"}\n')
-    assert [problem.answer for problem in data.load_problems(str(path))] == ["1"]
+# Ten lists, each of nine of the one before it.
+LISTS = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
 
 
 @pytest.mark.parametrize(("text", "message"), [
+    (f"base: grpo_toy.yaml\nseed: [{', '.join(LISTS)}]\n".encode(), r"seed=\[.*\.\.\.\] must be a whole number"),
     (b"# \xe9\n", "is not valid yaml: unacceptable character"),
     (b"a: " + b"[" * 3_000, "is not valid yaml: maximum recursion"),
     (b"steps: " + b"1" * 5000, "is not valid yaml: Exceeds the limit"),
@@ -146,13 +125,6 @@ def test_a_config_that_is_hostile_is_named(text, message, tmp_path):
     path = tmp_path / "run.yaml"
     path.write_bytes(text)
     assert re.search(message, said_by(config.load, path))
-
-
-def test_a_value_that_stands_for_gigabytes_is_shortened(tmp_path):
-    """Ten lists, each of nine of the one before it."""
-    lists = ["&a0 [x, x, x, x, x, x, x, x, x]", *(f"&a{i} [{', '.join([f'*a{i - 1}'] * 9)}]" for i in range(1, 10))]
-    (tmp_path / "run.yaml").write_text(f"base: grpo_toy.yaml\nseed: [{', '.join(lists)}]\n")
-    assert re.search(r"seed=\[.*\.\.\.\] must be a whole number", said_by(config.load, tmp_path / "run.yaml"))
 
 
 # ---- logs
@@ -287,31 +259,10 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
 
 @pytest.mark.parametrize("spoilt", [lambda t: t.mul(torch.nan), lambda t: t.masked_fill(t == t.max(), torch.inf),
                                     lambda t: t.mul(100).to(torch.int8)], ids=["nan", "inf", "int8"])
-def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, monkeypatch, capsys):
+def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command, capsys):
     model = shutil.copytree(TOY, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")
     name = "model.layers.1.mlp.down_proj.weight"
     save_file(tensors | {name: spoilt(tensors[name])}, model / "model.safetensors")
-    monkeypatch.setattr(sys, "argv", ["eval.py", "--model", str(model), "--data", str(ROOT / "toy" / "test.jsonl")])
-    monkeypatch.setattr(dist, "close", lambda: None)
-    assert evaluation.main() == 2
+    assert command(evaluation, "--model", model, "--data", ROOT / "toy" / "test.jsonl") == 2
     assert f"error: {model}: {name}, of " in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
-def test_an_answer_that_is_not_a_number_is_an_empty_cell(name, tmp_path):
-    """As pandas writes one where the others of its column are numbers."""
-    rows, path = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}], tmp_path / name
-    if path.suffix == ".parquet":
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
-    else:
-        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        assert "NaN" in path.read_text()
-    with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
-        data.load_problems(str(path))
-
-
-def test_a_category_called_total_is_one_of_the_categories():
-    both = [{"gold": "1", "completion": "1", "correct": True, "category": name} for name in ("total", "other")]
-    counts = cases.count_outcomes(both, [{"verdict": "right", "answer": "1"}] * 2)
-    assert [(name, count.total()) for name, count in counts] == [("total", 1), ("other", 1), ("total", 2)]

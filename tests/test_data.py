@@ -2,7 +2,7 @@
 
 import io
 import json
-from pathlib import Path
+import math
 
 import datasets
 import pyarrow
@@ -29,19 +29,24 @@ def write(path, *rows):
     return path
 
 
-def test_the_columns_of_gsm8k_and_math_are_understood(tmp_path):
+def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(tmp_path):
     path = write(
         tmp_path / "mixed.jsonl",
         {"id": "mine", "question": "q", "answer": "2,125", "solution": "s"},
         {"id": None, "question": "q", "answer": "6 * 7 = <<6*7=42>>42\n#### 42"},
         {"problem": "q", "solution": r"so \boxed{\frac{1}{2}}.", "level": "Level 1"},
         {"question": "q\u2028\x85", "answer": 7},  # both end a line for str.splitlines, neither does in JSON lines
+        {"problem": "q", "answer": 27.0, "type": "Algebra", "level": "Level ?"},
+        {"question": "q", "final_answer": ["$1$", "$2$"], "subfield": "x"},
     )
+    path.write_text("\ufeff" + path.read_text())  # the mark of the byte order is no part of the first row
     assert data.load_problems(str(path)) == [
         Problem("mine", "q", "2,125", "s"),
         Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
         Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", level="1"),
         Problem("mixed/3", "q\u2028\x85", "7"),
+        Problem("mixed/4", "q", "27.0", level="?", subject="Algebra"),
+        Problem("mixed/5", "q", "$1$, $2$"),
     ]
 
 
@@ -57,34 +62,44 @@ def test_parquet_and_hub_rows_are_read_like_lines(tmp_path, monkeypatch):
     assert asked == [(("openai/gsm8k", "main"), {"split": "test"}), (("user/set", "default"), {"split": "train"})]
 
 
-def test_a_named_set_is_a_file_of_the_data_folder(tmp_path):
-    write(tmp_path / "gsm8k_test.jsonl", {"question": "q", "answer": "1"})
-    assert [p.id for p in data.load_problems("gsm8k", str(tmp_path))] == ["gsm8k_test/0"]
+GOOD = b'{"id": "a", "question": "q", "answer": "1"}\n'
 
 
-@pytest.mark.parametrize(("row", "message"), [
-    ("{not json", r"bad.jsonl:2: not valid JSON"),
-    ("[1]", r"bad.jsonl:2: a line must be an object"),
-    ({"answer": "1"}, r"bad.jsonl:2: there is no column 'question' for the question among answer; set data.columns="),
-    ({"question": "q"}, r"bad.jsonl:2: there is no column 'answer' for the answer among question; .*; without answers"),
-    ({"question": None, "answer": "1"}, r"bad.jsonl:2: column 'question' is empty; mend or remove the line"),
-    ({"question": " ", "answer": "1"}, r"bad.jsonl:2: 'question' must be a non-empty text"),
-    ({"question": "q", "answer": "####"}, r"bad.jsonl:2: 'answer' must be a non-empty text, not ''"),
-    ({"question": "q", "answer": True}, r"bad.jsonl:2: 'answer' must be a non-empty text, not True"),
-    ({"question": "q", "answer": "1", "solution": 3}, r"bad.jsonl:2: 'solution' must be a"),
-    ({"id": "a", "question": "q", "answer": "1"}, r"id 'a' occurs twice"),
-])
-def test_a_malformed_line_is_named_by_file_and_number(row, message, tmp_path):
-    path = write(tmp_path / "bad.jsonl", {"id": "a", "question": "q", "answer": "1"}, row)
-    with pytest.raises(ConfigError, match=message):
+@pytest.mark.parametrize(("content", "message"), [
+    (GOOD + b"{not json", ":2: not valid JSON"), (GOOD + b"[1]", ":2: a line must be an object"),
+    (GOOD + b'{"answer": "1"}', ":2: there is no column 'question' for the question among answer; set data.columns="),
+    (GOOD + b'{"question": "q"}', ":2: there is no column 'answer' for the answer among question; .*; without answers"),
+    (GOOD + b'{"question": null, "answer": "1"}', ":2: column 'question' is empty; mend or remove the line"),
+    (GOOD + b'{"question": " ", "answer": "1"}', ":2: 'question' must be a non-empty text"),
+    (GOOD + b'{"question": "q", "answer": "####"}', ":2: 'answer' must be a non-empty text, not ''"),
+    (GOOD + b'{"question": "q", "answer": true}', ":2: 'answer' must be a non-empty text, not True"),
+    (GOOD + b'{"question": "q", "answer": Infinity}', ":2: column 'answer' is empty"),
+    (GOOD + b'{"question": "b", "answer": NaN}', ":2: column 'answer' is empty; mend or remove the line"),
+    (GOOD + b'{"question": "q", "answer": "1", "solution": 3}', ":2: 'solution' must be a"),
+    (GOOD + b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", ":2: not valid JSON .Exceeds the limit"),
+    (GOOD + b'{"question": "\\ud800", "answer": "1"}', ":2: not valid JSON .*surrogates not allowed"),
+    (GOOD + b'{"question": "q", "answer": "1", "id": "\\ud800"}', ":2: not valid JSON .*surrogates not allowed"),
+    (GOOD + b"[" * 100_000, ":2: not valid JSON .maximum recursion"),
+    (GOOD + GOOD, "id 'a' occurs twice"), (b"", "holds no problems"),
+    ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), " is not UTF-8 text"),
+], ids=str)
+def test_a_file_or_a_line_that_is_damaged_is_named(content, message, tmp_path):
+    path = tmp_path / "bad.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=f"{path}.*{message}") as raised:
         data.load_problems(str(path))
+    assert "\n" not in str(raised.value) and len(str(raised.value)) < 1500
 
 
-@pytest.mark.parametrize(("name", "message"), [
-    ("no.jsonl", "data file no.jsonl not found"), ("gsm9k", "'gsm9k' is not known")])
-def test_unknown_data_is_named(name, message):
-    with pytest.raises(ConfigError, match=message):
-        data.load_problems(name)
+def test_a_damaged_parquet_file_is_named(tmp_path):
+    path = tmp_path / "rows.parquet"
+    path.write_text("text")
+    with pytest.raises(ConfigError, match="rows.parquet is not a parquet file"):
+        data.load_problems(str(path))
+    rows = [{"question": "a", "answer": 1.5}, {"question": "b", "answer": math.nan}]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    with pytest.raises(ConfigError, match="rows.*[1-2]: .*column 'answer' is empty; mend or remove the line"):
+        data.load_problems(str(path))
 
 
 def test_rows_of_the_hub_that_box_nothing_are_counted(monkeypatch, capsys):
@@ -94,26 +109,12 @@ def test_rows_of_the_hub_that_box_nothing_are_counted(monkeypatch, capsys):
     assert "2 of 4 rows box no answer and are left out" in capsys.readouterr().err
 
 
-def test_files_of_another_kind_are_named(tmp_path):
-    (tmp_path / "latin.jsonl").write_bytes('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"))
-    with pytest.raises(ConfigError, match="latin.jsonl is not UTF-8 text"):
-        data.load_problems(str(tmp_path / "latin.jsonl"))
-    (tmp_path / "text.parquet").write_text("text")
-    with pytest.raises(ConfigError, match="text.parquet is not a parquet file"):
-        data.load_problems(str(tmp_path / "text.parquet"))
-
-
 def test_prompts_do_not_depend_on_the_day(tmp_path):
     """Llama 3.2's template asks for the date where it is given one."""
     folder = write_tiny(tmp_path)
     (folder / "chat_template.jinja").write_text(
         "{{ strftime_now('%d %b %Y') if strftime_now is defined else '26 Jul 2024' }} {{ messages | tojson }}")
     assert data.Tokenizer(folder).render("<é>", None) == '26 Jul 2024 [{"role": "user", "content": "<é>"}]'
-
-
-def test_an_empty_file_is_an_error(tmp_path):
-    with pytest.raises(ConfigError, match="holds no problems"):
-        data.load_problems(str(write(tmp_path / "empty.jsonl")))
 
 
 @pytest.mark.parametrize("system", [None, "Answer in {{ braces }}."])
@@ -140,14 +141,8 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     edit(folder, "tokenizer_config.json", chat_template=None)
     with pytest.raises(ConfigError, match="without a chat template, as base models do; set data.prompt to a plain"):
         data.Tokenizer(folder)
-    (folder / "chat_template.jinja").write_text("{{ raise_exception('no system role') }}")
-    with pytest.raises(ConfigError, match="the chat template fails: TemplateError: no system role"):
-        data.Tokenizer(folder).render("q", "s")
     (folder / "chat_template.jinja").write_text("{% for %}")
     with pytest.raises(ConfigError, match="the chat template is not valid"):
-        data.Tokenizer(folder)
-    (folder / "tokenizer.json").write_text('{"model": ')
-    with pytest.raises(ConfigError, match="tokenizer.json is not a tokenizer"):
         data.Tokenizer(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
@@ -168,12 +163,6 @@ def test_the_closing_token_is_the_first_special_one_behind_the_answer(tmp_path):
         edit(folder, "tokenizer_config.json",
              chat_template="{% for m in messages %}{{ m.content }}{{ '" + behind + "' }}{% endfor %}")
         assert data.Tokenizer(folder).closing_token() == expected
-
-
-def test_a_prompt_that_is_too_long_is_an_error():
-    problems = [Problem("short", "q", "1"), Problem("long", "word " * 50, "1")]
-    with pytest.raises(ConfigError, match=r"prompt long has \d+ tokens, more than data.max_prompt_tokens=40 \(1 of 2"):
-        data.to_prompts(problems, data.Tokenizer(TOY), None, 40)
 
 
 def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
@@ -319,18 +308,6 @@ def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():
     assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
 
 
-@pytest.mark.skipif(not (ROOT.parent / "shared" / "data").is_dir(), reason="needs GSM8K and MATH in ../shared/data")
-@pytest.mark.parametrize(("name", "count"), [
-    ("gsm8k", 1319), ("gsm8k_train", 7473), ("math500", 500), ("math_train", 7500)])
-def test_real_sets_load_whole_and_pass_through_the_toy_tokenizer(name, count):
-    problems = data.load_problems(name, str(ROOT.parent / "shared" / "data"))
-    assert len(problems) == count
-    tokenizer = data.Tokenizer(TOY)
-    texts = [p.question for p in problems[::50]]
-    for text, ids in zip(texts, tokenizer.encode(texts), strict=True):
-        assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
-
-
 def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
     tokenizer = data.Tokenizer(TOY)
     problems = [Problem("a", "One?", "1"), Problem("b", "One and " * 40, "2"), Problem("c", "Two?", "2")]
@@ -342,7 +319,7 @@ def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
         data.to_prompts(problems[1:2], tokenizer, None, 40, drop_longer=True)
 
 
-SHARED = Path(__file__).parent.parent.parent / "shared" / "data"
+SHARED = ROOT.parent / "shared" / "data"
 
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason=f"no data sets in {SHARED}")
@@ -383,7 +360,7 @@ def test_problems_that_are_evaluated_on_are_not_trained_on(capsys):
 
 def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):
     write(tmp_path / "aime24.jsonl", {"question": "q", "answer": "1"})
-    assert len(data.load_problems("aime24", str(tmp_path))) == 1
+    assert [p.id for p in data.load_problems("aime24", str(tmp_path))] == ["aime24/0"]
     assert "aime24 holds 1 problems here, not 30" in capsys.readouterr().err
 
 
@@ -395,10 +372,3 @@ def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_r
                                        "right: odd, code\n")
     assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"
     assert verdict(r"\frac{1}{", "1") != "right" and verdict(r"\frac{1}{", "") != "right"
-
-
-def test_columns_of_the_hubs_evaluation_sets(tmp_path):
-    path = write(tmp_path / "hub.jsonl", {"problem": "p", "answer": 27.0, "type": "Algebra", "level": "Level ?"},
-                 {"question": "p", "final_answer": ["$1$", "$2$"], "subfield": "x"})
-    first, second = data.load_problems(str(path))
-    assert (first.answer, first.subject, second.answer) == ("27.0", "Algebra", "$1$, $2$")

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ import data
 import eval as evaluation
 import train
 from config import ConfigError
-from infra import dist, runfolder
+from infra import runfolder
 from infra.results import differences
 from preflight import memory
 from records import Problem, Prompt, Sample
@@ -39,25 +40,16 @@ def held_out(path, count: int) -> str:
 
 
 @pytest.fixture
-def run(monkeypatch):
-    """Run eval.py in this process, whose group is not the run's."""
-    monkeypatch.setattr(dist, "close", lambda: None)
-
-    def run_with(*arguments: str) -> int:
-        monkeypatch.setattr(sys, "argv", ["eval.py", *map(str, arguments)])
-        return evaluation.main()
-
-    return run_with
+def run(command):
+    return partial(command, evaluation)
 
 
-@pytest.mark.parametrize("sampled", [[], pytest.param(["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"],
-                                                      marks=pytest.mark.slow)])
-def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run, capsys):
+def test_training_and_the_command_give_identical_numbers(tmp_path, run, capsys):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
-    data_file = held_out(tmp_path / "held_out.jsonl", 40)
+    data_file = held_out(tmp_path / "held_out.jsonl", 10)
     prompt = "Only the number."
-    train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
-                           f"data.system_prompt={prompt}", *sampled))
+    train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}", "eval.n=4",
+                           "eval.temperature=0.8", "eval.top_p=0.9", f"data.system_prompt={prompt}"))
     last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     folder, out = tmp_path / "run", tmp_path / "out.json"
     assert run("--model", folder / "hf", "--config", folder / "config.yaml", "--out", out) == 0
@@ -66,9 +58,8 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run,
     result = result["results"]["held_out"]
     for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
         assert result[key] == last[f"eval/held_out/{key}"]
-    if sampled:
-        assert (result["pass"]["4"], result["majority"]["4"]) == (last["eval/held_out/pass"],
-                                                                  last["eval/held_out/majority"])
+    assert result["pass"]["4"] == last["eval/held_out/pass"]
+    assert result["majority"]["4"] == last["eval/held_out/majority"]
     assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
 
 
@@ -150,7 +141,7 @@ def test_heads_are_compared_key_by_key_and_a_head_names_its_sets(tmp_path):
 
 @pytest.mark.slow
 def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path):
-    """On one rank, on two, and killed on two and continued on one: one file, but for rounding."""
+    """On one rank, and killed on two and continued on one: one file, but for rounding."""
     torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
     data_file = held_out(tmp_path / "few.jsonl", 60)
 
@@ -163,7 +154,6 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
         return [r["text"] for p in found["problems"] for r in p["responses"]]
 
     assert subprocess.run([sys.executable, *command("one")], cwd=ROOT, capture_output=True).returncode == 0
-    assert subprocess.run([*torchrun, *command("two")], cwd=ROOT, capture_output=True).returncode == 0
     begun = subprocess.Popen([*torchrun, *command("cut")], cwd=ROOT, stderr=subprocess.DEVNULL)
     partial = tmp_path / "cut.partial"
     while not (partial.is_file() and partial.read_text().count("\n") > 70):
@@ -178,7 +168,7 @@ def test_an_evaluation_goes_on_on_another_number_of_ranks_after_kill_9(tmp_path)
     assert "cut.partial holds responses that were made with other settings: sampling.seed was 0" in refused.stderr
     assert refused.returncode and "Timeout" not in refused.stderr
     assert subprocess.run([sys.executable, *command("cut")], cwd=ROOT, capture_output=True).returncode == 0
-    assert text("cut") == text("one") == text("two")
+    assert text("cut") == text("one")
 
 
 def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
@@ -323,11 +313,8 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     (["--out", "nowhere/x.json", "--rescore", "no.json"], "--out: folder nowhere not found"),
     (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
-    (sets("device=cuda"), "device=cuda, but this machine shows"),
 ])
 def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, capsys):
-    if "device=cuda" in changes and torch.cuda.is_available():
-        pytest.skip("this machine has CUDA")
     monkeypatch.chdir(ROOT)
     assert run("--model", TOY, "--data", "toy/test.jsonl", *changes) == 2
     said = capsys.readouterr().err

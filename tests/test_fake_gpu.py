@@ -46,15 +46,12 @@ def with_cases(*names: str) -> pytest.MarkDecorator:
         name if name == "7B" else pytest.param(name, marks=pytest.mark.slow) for name in names])
 
 
-every_case = with_cases(*CASES)
-
-
 @cache
 def figures(*options: str) -> dict:
     """Trace in a process of its own. A mismatch of devices, shapes or dtypes in an op ends it."""
     process = subprocess.run([sys.executable, "tests/fake_gpu.py", *options], cwd=ROOT, capture_output=True, text=True)
     assert process.returncode == 0, process.stderr
-    return json.loads(process.stdout.splitlines()[-1])
+    return json.loads(process.stdout)
 
 
 def excess(row: dict) -> list[str]:
@@ -68,30 +65,26 @@ def excess(row: dict) -> list[str]:
             if counts[what, phase] > WAITS.get((what, phase), 0) * row["passes"]]
 
 
-@every_case
-def test_the_host_waits_for_the_device_only_around_a_step(case):
-    """Nothing in forward, loss, backward or a row's metrics asks for a value."""
-    assert excess(figures(*CASES[case])) == []
-
-
 def test_a_sync_in_the_loss_is_seen():
     line, = excess(figures(*FEW, "--spoil"))
     assert line.startswith("sync, loss: 1 x fake_gpu.py") and "terms.loss.item()" in line
 
 
-@every_case
-def test_log_probs_are_float32_products_bfloat16_and_gradients_like_their_weights(case):
+@with_cases(*CASES)
+def test_an_update_waits_launches_and_computes_no_more_than_it_did(case):
     row = figures(*CASES[case])
+    assert excess(row) == []  # nothing in forward, loss, backward or a row's metrics asks for a value
     assert row["log_probs"] == ["torch.float32 on fakegpu"]
     assert row["products"] == ["flop in torch.bfloat16"]
-    assert row["unlike"] == []  # dtype, device, shape, and shape of the shard
-
-
-@every_case
-def test_a_layer_and_a_chunk_of_the_head_launch_no_more_kernels(case):
+    assert row["unlike"] == []  # gradients have their weights' dtype, device, shape, and shape of the shard
     more = OF_ADAPTERS if "lora" in case else OF_ENTROPY if case == "entropy" else {}
-    kernels = figures(*CASES[case])["kernels"]
+    kernels = row["kernels"]  # of a layer, and of a chunk of the head
     assert {name: count for name, count in kernels.items() if count > KERNELS[name] + more.get(name, 0)} == {}
+    # The bench counts 6 FLOP a number, which vectors do not have. Besides, backward computes the head's logits again,
+    # and layers if that is asked for.
+    assert row["flop"] == pytest.approx(row["formula"], rel=0.001)
+    assert 0 <= row["again"]["head"] < 1.01
+    assert 0 < row["again"]["layers"] <= 1 if case in ("recompute", "lora_one_rank") else row["again"]["layers"] == 0
 
 
 @with_cases("1.5B", "7B", "one_rank", "recompute", "selective", "entropy", "lora", "lora_7B", "lora_one_rank",
@@ -108,13 +101,3 @@ def test_bytes_of_a_row_are_those_that_the_bench_predicts_seconds_from(case):
     row = figures(*CASES[case])
     for name, size in row["predicted"].items():
         assert size == pytest.approx(row["bytes"][name], rel=0.1), name
-
-
-@every_case
-def test_flop_are_those_that_the_bench_counts(case):
-    """But for vectors, of which the bench counts 6 FLOP a number. Beside these the head's logits are computed again in
-    backward, and layers only where that is asked for."""
-    row = figures(*CASES[case])
-    assert row["flop"] == pytest.approx(row["formula"], rel=0.001)
-    assert 0 <= row["again"]["head"] < 1.01
-    assert 0 < row["again"]["layers"] <= 1 if case in ("recompute", "lora_one_rank") else row["again"]["layers"] == 0

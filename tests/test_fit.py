@@ -67,22 +67,17 @@ def test_one_that_does_not_names_each_single_change_that_makes_it_fit(folders, m
         assert f"It fits: {needed} of 71.1 GiB" in capsys.readouterr().out
 
 
-def test_recomputation_and_capacity_are_named_where_they_were_set_too_high(folders, monkeypatch, capsys):
-    named = ["--config", "cppo_gsm8k.yaml", "--fit", "--memory", "44", "--set", f"model.path={folders['1.5B']}",
-             "--set", "pack.capacity=16384", "--set", "loss.kl=0", "--set", "model.checkpoint_blocks=none"]
-    assert main(monkeypatch, *named) == 2
+@pytest.mark.parametrize(("size", "memory", "settings", "said"), [
+    ("1.5B", "44", ["pack.capacity=16384", "loss.kl=0", "model.checkpoint_blocks=none"],
+     ["model.checkpoint_blocks=all", "pack.capacity=auto"]),
+    ("0.5B", "79", ["rollout.engine=vllm", "rollout.cache_gib=75"], ["rollout.cache_gib=null"]),
+    ("7B", "2", [], ["No single change makes it fit"])])
+def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory, settings, said, folders, monkeypatch,
+                                                                    capsys):
+    sets = [word for setting in [f"model.path={folders[size]}", *settings] for word in ("--set", setting)]
+    assert main(monkeypatch, "--config", "cppo_gsm8k.yaml", "--fit", "--memory", memory, *sets) == 2
     text = capsys.readouterr().out
-    assert "model.checkpoint_blocks=all" in text and "pack.capacity=auto" in text
-    fixed = ["--config", "cppo_gsm8k.yaml", "--fit", "--memory", "79", "--gpus", "8", "--set",
-             f"model.path={folders['0.5B']}", "--set", "rollout.engine=vllm", "--set", "rollout.cache_gib=75"]
-    assert main(monkeypatch, *fixed) == 2
-    assert "rollout.cache_gib=null" in capsys.readouterr().out
-
-
-def test_nothing_helps_a_model_that_is_too_large_for_any_number_tried(folders, monkeypatch, capsys):
-    named = ["--config", "grpo_math.yaml", "--fit", "--memory", "2", "--set", f"model.path={folders['7B']}"]
-    assert main(monkeypatch, *named) == 2
-    assert "No single change makes it fit" in capsys.readouterr().out
+    assert all(words in text for words in said)
 
 
 @pytest.mark.parametrize(("arguments", "message"), [

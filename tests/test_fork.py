@@ -2,11 +2,10 @@
 
 import pytest
 import torch
-from conftest import TOY, load, toy_config
+from conftest import load, toy_config
 from torch import nn
 
 import config
-import learner
 import train
 from infra import runfolder
 from infra.checkpoint import Checkpoints, tensors
@@ -51,8 +50,8 @@ def test_every_group_of_parameters_of_every_optimizer_steps_at_the_rate():
 
 def test_a_reward_of_weight_0_is_logged_and_adds_nothing(tmp_path):
     (tmp_path / "own.py").write_text("def brief(tokens):\n    return -tokens / 1000\n\ndef one():\n    return 1\n")
-    cfg = toy_config(tmp_path / "run", "steps=1", "data.limit=8", f"reward.custom_file={tmp_path / 'own.py'}",
-                     "reward.custom={brief: 0}", "reward.boxed=0")
+    cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", "rollout.max_new_tokens=8",
+                     f"reward.custom_file={tmp_path / 'own.py'}", "reward.custom={brief: 0}", "reward.boxed=0")
     assert cfg.reward.weights == {"accuracy": 1}
     train.train(cfg)
     line = next(line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/loss" in line)
@@ -62,10 +61,3 @@ def test_a_reward_of_weight_0_is_logged_and_adds_nothing(tmp_path):
 
 def test_every_component_that_has_a_weight_is_measured():
     assert set(config.Reward(**dict.fromkeys(COMPONENTS, 0.5)).components) == set(COMPONENTS)
-
-
-def test_optimizers_are_made_by_kind(tmp_path):
-    cfg = toy_config(tmp_path / "run", "optim.kind=adamw")
-    model = learner.load_sharded(cfg, TOY, torch.device("cpu"), torch.float32)
-    optimizer, = learner.make_optimizers(model, cfg.optim)
-    assert isinstance(optimizer, torch.optim.AdamW) and cfg.optim.kind in learner.OPTIMIZERS

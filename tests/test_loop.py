@@ -1,6 +1,5 @@
 """The loop against a plain one written out here, and every setting followed to where it acts."""
 
-import itertools
 import json
 from dataclasses import replace
 
@@ -10,20 +9,16 @@ from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config,
 from test_objectives import learner_on
 
 import data
-import model as decoder
 import rollout
 import train
 import update
-from collect import Sampler
 from history import order
 from infra import dist, runfolder
 from learner import NotFinite, descend
-from loss import row_loss, weigh
 from metrics import Clock
-from pack import Minibatch, Plan, build_row
 from preflight import memory
 from prune import COMPLETIONS, keep_all, keep_largest
-from records import Group, PreparedRow, Prompt, Pruned, Row, Sample, Turn
+from records import Group, Pruned, Sample
 from verify.extract import last_tag
 from verify.grade import grade
 
@@ -132,42 +127,16 @@ def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     assert 0 < total["stopped"] < total["seen"]
 
 
-class Scribe:
-    """An engine that writes the given texts, one after the other, and remembers what it was asked."""
-
-    def __init__(self, tokenizer, texts):
-        self.tokenizer, self.texts, self.asked = tokenizer, texts, []
-
-    def generate(self, prompts, seeds, max_new_tokens, temperature, *rest, **named):
-        self.asked.append((seeds, max_new_tokens, temperature))
-        ids = self.tokenizer.encode(self.texts[:len(prompts)])
-        return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(ids)]
-
-
-def test_rewards_stand_beside_their_completions_and_seeds_change_with_epoch_and_run(tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.group_size=3", "rollout.temperature=0.7", "prune.completions.keep=2",
-                     "eval.max_new_tokens=9")
-    tokenizer = data.Tokenizer(TOY)
-    # Prompts that hold the answer: only the completion may be scored.
-    prompts = [Prompt(name, tokenizer.encode([f"#### {gold}\n"])[0], gold) for name, gold in (("a", "1"), ("b", "2"))]
-    scribe = Scribe(tokenizer, ["#### 1", "#### 1", "no", "#### 1", "#### 2", "#### 3"])
-    for seed, epoch in ((cfg.seed, 0), (cfg.seed, 1), (5, 0)):
-        sampler = Sampler(scribe, tokenizer, cfg.rollout, cfg.reward, seed)
-        groups = sampler.rollout([Turn(prompt, epoch) for prompt in prompts])
-        assert sampler.score(groups).components["accuracy"].tolist() == [[1, 1, 0], [0, 1, 0]]
-    assert len({seed for seeds, _, _ in scribe.asked for seed in seeds}) == 18
-    assert scribe.asked[-1][1:] == ([cfg.rollout.max_new_tokens] * 6, 0.7)
-    assert [tokenizer.decode(s.ids) for s in groups[1].samples] == scribe.texts[3:]
-
-
 def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeypatch):
     """What the engine is asked, and what becomes of rewards 2, 0, 2.5, 0, whatever the model would have written."""
     for name in ("gsm8k_train", "gsm8k_test"):
-        rows = [{"question": f"{name} {n} + {n}?", "answer": f"#### {2 * n}"} for n in range(1, 9)]
+        # Questions hold the answer: only the completion may be scored.
+        rows = [{"question": f"{name} {n} + {n}? #### {2 * n}", "answer": f"#### {2 * n}"} for n in range(1, 9)]
         (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     cfg = toy_config(tmp_path / "run", "data.system_prompt=Zebra.", "data.train=gsm8k_train", "data.eval=gsm8k",
                      f"data.dir={tmp_path}", "seed=3", "reward.accuracy=2", "reward.tag_exact=0.5",
-                     "advantage.correction=0", "advantage.eps=0.5", "steps=1", "eval.max_new_tokens=9")
+                     "advantage.correction=0", "advantage.eps=0.5", "steps=1", "eval.max_new_tokens=9",
+                     "rollout.temperature=0.7")
     asked, tokenizer, generate = [], data.Tokenizer(TOY), rollout.TorchEngine.generate
 
     def spy(self, prompts, seeds, max_new_tokens, temperature, *rest, **named):
@@ -183,7 +152,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
     assert all("gsm8k_test" in text for text in before[0] + after[0])
-    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 1.0), (9, 0.0))
+    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 0.7), (9, 0.0))
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
     line, _ = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
@@ -198,25 +167,19 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[1]["reward/mean"] == pytest.approx(4.5 / 4)
 
 
-def test_the_engine_gives_up_its_weights_for_the_update(tmp_path, monkeypatch):
-    set_up, true_update, engines, asleep = train.set_up, train.update, [], []
+def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
+    """And the engine gives up its weights for the update."""
+    offers, set_up, true_update, engines, asleep = [], train.set_up, train.update, [], []
+    monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
     monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
     monkeypatch.setattr(train, "update", lambda *given: asleep.append(
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
-    train.train(toy_config(tmp_path / "run", "data.limit=16", "rollout.max_new_tokens=8", "eval.max_new_tokens=1"))
+    train.train(toy_config(tmp_path / "run", "seed=1", "loss.kl=0.1", "loss.per=token", "data.limit=16",
+                           "rollout.max_new_tokens=8", "data.eval=null", name="grpo_toy.yaml"))
+    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 2
+    assert [offer.seed for offer in offers] == [dist.seed_for(1, step, "prune") for step in (0, 1)]
+    assert len({dist.seed_for(seed, step, "prune") for seed in (0, 1) for step in (0, 1)}) == 4
     assert asleep == [True, True]
-
-
-def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
-    offers = []
-    monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
-    for name, seed in (("one", 0), ("again", 0), ("other", 1)):
-        train.train(toy_config(tmp_path / name, f"seed={seed}", "loss.kl=0.1", "loss.per=token",
-                               "data.limit=16", "rollout.max_new_tokens=8", "eval.max_new_tokens=1",
-                               name="grpo_toy.yaml"))
-    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 6
-    seeds = [o.seed for o in offers]
-    assert seeds[:2] == seeds[2:4] and len(set(seeds)) == 4
 
 
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
@@ -247,16 +210,6 @@ def test_a_learning_rate_of_1e_6_moves_weights_that_compute_in_half_precision(ti
         torch.testing.assert_close(moved, torch.full_like(moved, 1e-6), rtol=0.1, atol=0, msg=name)
 
 
-def test_a_gradient_that_is_not_finite_stops_the_run(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
-    learner = learner_on(tiny, cfg)
-    with torch.no_grad():
-        learner.policy.norm.weight.fill_(float("nan"))
-    one_NG = torch.ones(1, 2, dtype=torch.float64)
-    with pytest.raises(NotFinite, match="the loss in step 1 is not finite"):
-        update.update(learner, as_batch(make_groups([[3, 2]], [4]), one_NG, keep_all(one_NG)), 0, Clock())
-
-
 def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
     model = torch.nn.Linear(1, 1)
     model(torch.ones(1)).backward()
@@ -268,8 +221,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
 
 
 def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", "rollout.prompts_per_step=1")
-    learner = learner_on(tiny, cfg)
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "rollout.prompts_per_step=1"))
     flat_NG = torch.zeros(1, 2, dtype=torch.float64)
     batch = as_batch(make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"))
     for state in learner.optimizers[0].state.values():  # of steps before, which momentum alone would go on with
@@ -289,56 +241,3 @@ def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, t
 def test_due_on_the_way_and_after_the_last_step():
     assert [step for step in range(1, 8) if train.due(3, step, 7)] == [3, 6, 7]
     assert [step for step in range(1, 8) if train.due(0, step, 7)] == [7]
-
-
-def every_completion(length: int, seed: int) -> tuple[decoder.Decoder, Row]:
-    """A model of 6 tokens and a row of all its completions of this length, with random advantages."""
-    generator = torch.Generator().manual_seed(seed)
-    shape = replace(decoder.read_shape(TOY), vocab_size=6, layers=1, hidden_size=32, heads=1, kv_heads=1)
-    model = decoder.Decoder(shape).double()
-    for name, p in model.named_parameters():
-        if "norm" not in name:  # torch's own start of the biases is another every time
-            torch.nn.init.zeros_(p) if name.endswith("bias") else torch.nn.init.normal_(p, std=0.4, generator=generator)
-    completions = list(itertools.product(range(6), repeat=length))
-    groups = [Group(Prompt(str(ids), (3,), ""), (Sample(ids, (0.0,) * length, True),)) for ids in completions]
-    adv_N1 = torch.randn(len(groups), 1, dtype=torch.float64, generator=generator)
-    minibatch = Minibatch.plain(groups, torch.ones_like(adv_N1).bool(), adv_N1, torch.ones_like(adv_N1))
-    return model, build_row(minibatch, Plan([(n, 0) for n in range(len(groups))]))
-
-
-@pytest.mark.parametrize("length", [1, 2])
-@pytest.mark.parametrize("seed", range(3))
-def test_a_correction_brings_the_gradient_of_a_stale_engine_nearer_to_the_true_one(length, seed, tmp_path):
-    """By enumeration: all completions of one or two tokens, each with the probability that a policy one update behind
-    gives it. For one token the corrected gradient is the true one; for two the first token's part of the second's
-    weight is left out. The cap is the largest ratio's root.
-    """
-    model, row = every_completion(length, seed)
-    plain = toy_config(tmp_path / "run").loss
-
-    def log_probs() -> torch.Tensor:
-        attend = decoder.sdpa_padded(row.segments)
-        return model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, temperature=1.0)
-
-    def gradient(engine_C: torch.Tensor, cap: float | None = None) -> torch.Tensor:
-        """The mean over the engine's distribution of the gradient by the training loop's loss."""
-        chance_C = engine_C.view(-1, length).sum(dim=1).exp().repeat_interleave(length)
-        model.zero_grad()
-        logp_C = log_probs()
-        drawn = replace(row, weight_C=chance_C, sampled_logp_C=engine_C)
-        factor_C, = weigh([drawn], [logp_C], [None], replace(plain, tis_cap=cap))
-        scored = PreparedRow(drawn, row.adv_C, old_logp_C=logp_C.detach(), factor_C=factor_C)
-        row_loss(logp_C, scored, row.adv_C, plain).loss.backward()
-        return torch.cat([p.grad.flatten() for p in model.parameters()])
-
-    stale_C = log_probs().detach()
-    drift = gradient(stale_C)
-    with torch.no_grad():
-        for p, part in zip(model.parameters(), drift.split([p.numel() for p in model.parameters()]), strict=True):
-            p -= 0.1 / drift.norm() * part.view_as(p)
-    fresh_C = log_probs().detach()
-    largest = (fresh_C - stale_C).exp().max().item()
-    true = gradient(fresh_C)
-    without, whole, capped = ((gradient(stale_C, cap) - true).norm() for cap in (None, 2 * largest, largest ** 0.5))
-    assert largest > 1.1 and whole < without and capped < without
-    assert length > 1 or whole < 1e-10 < capped

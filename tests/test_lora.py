@@ -3,7 +3,6 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import peft
@@ -140,47 +139,19 @@ def test_without_an_initial_adapter_the_reference_is_the_base_and_no_second_copy
     assert (log_probs(made.policy) - separate).abs().max() > 1e-3
 
 
-def test_what_a_run_exports_is_one_policy_in_peft_and_in_transformers(tmp_path):
+def test_a_run_exports_its_policy_and_so_does_its_checkpoint_also_in_halves_on_a_base_of_float32(tmp_path):
     run = tmp_path / "run"
-    cfg = toy_config(run, "steps=1", "model.dtype=float32", "model.lora.rank=2", "optim.lr=1e-2",
-                     "rollout.max_new_tokens=16", "eval.max_new_tokens=8")
-    policy = train.train(cfg)
-    base = transformers.AutoModelForCausalLM.from_pretrained(TOY)
+    policy = train.train(toy_config(run, "steps=1", "model.dtype=bfloat16", "model.lora.rank=2", "optim.lr=1e-2",
+                                    "rollout.max_new_tokens=16", "data.eval=null"))
     assert json.loads((run / "hf_adapter" / "adapter_config.json").read_text())["base_model_name_or_path"] == str(TOY)
-    before_C = log_probs(base)
-    with_adapter = peft.PeftModel.from_pretrained(base, run / "hf_adapter")
-    merged = transformers.AutoModelForCausalLM.from_pretrained(run / "hf")
-    ours_C = log_probs(policy)
-    assert (ours_C - before_C).abs().max() > 0.1
-    torch.testing.assert_close(log_probs(with_adapter), ours_C, rtol=0, atol=1e-4)
-    torch.testing.assert_close(log_probs(merged), ours_C, rtol=0, atol=1e-4)
-
-
-def test_a_checkpoint_exports_what_its_run_does_also_in_halves_on_a_base_of_float32(tmp_path):
-    run = tmp_path / "run"
-    train.train(toy_config(run, "steps=1", "model.dtype=bfloat16", "model.lora.rank=2", "rollout.max_new_tokens=16",
-                           "eval.max_new_tokens=8"))
-    learner.export_checkpoint(run / "checkpoints" / "step_000001", tmp_path / "again")
-    assert_equal = partial(torch.testing.assert_close, rtol=0, atol=0)
-    assert_equal(load_file(tmp_path / "again" / "model.safetensors"), load_file(run / "hf" / "model.safetensors"))
-
-
-def test_an_adapter_whose_first_values_changed_the_base_is_refused(tiny, tmp_path):
-    written_by_peft(tiny, tmp_path / "adapter")
-    file = tmp_path / "adapter" / "adapter_config.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"init_lora_weights": "pissa"}))
-    with pytest.raises(ConfigError, match="its init_lora_weights='pissa' changes the base; convert it to plain LoRA"):
-        learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
-
-
-@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "base/model.safetensors"])
-def test_weights_that_were_cut_off_on_their_way_are_one_line(name, tiny, tmp_path):
-    base = shutil.copytree(tiny, tmp_path / "base")
-    written_by_peft(base, tmp_path / "adapter")
-    file = tmp_path / name
-    file.write_bytes(file.read_bytes()[:100])
-    with pytest.raises(ConfigError, match=rf"{name} cannot be read \(.*\); download or write it again"):
-        learner_on(base, gone_on_from(base, tmp_path / "adapter"))
+    exported, base = weights(load(run / "hf")), weights(load(TOY))
+    for name, p in policy.named_hf_tensors():
+        name = name.removeprefix("model.")
+        assert torch.equal(exported[name], dist.full(p).float()), name
+        assert torch.equal(exported[name], base[name].bfloat16().float()) != name.endswith("proj.weight")
+    learner.export_checkpoint(run / "checkpoints" / "step_000001", tmp_path / "hf")
+    for name in ("hf/model.safetensors", "hf_adapter/adapter_config.json", "hf_adapter/adapter_model.safetensors"):
+        assert (tmp_path / name).read_bytes() == (run / name).read_bytes()
 
 
 def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_path):
@@ -252,8 +223,6 @@ def test_an_adapter_goes_on_on_its_own_base_alone(tiny, tmp_path):
         train.train(short(run, base, "steps=2"), resume="always")
     with pytest.raises(ConfigError, match=said):
         lora.load_policy(step, base, torch.float32)
-    shutil.copyfile(tiny / "model.safetensors", base / "model.safetensors")
-    train.train(short(run, base, "steps=2"), resume="always")
 
 
 def test_an_adapter_goes_on_from_its_own_first_one_alone(tiny, tmp_path):
@@ -290,10 +259,23 @@ def test_an_adapter_that_is_not_what_the_settings_say_is_refused(written, asked,
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter", *asked))
 
 
-@pytest.mark.parametrize("missing", ["adapter_model.safetensors", "adapter_config.json"])
-def test_an_adapter_without_one_of_its_files_is_refused_before_the_base_is_read(missing, tiny, tmp_path, monkeypatch):
+MODEL, SETTINGS = "adapter_model.safetensors", "adapter_config.json"
+
+
+@pytest.mark.parametrize(("name", "change", "message"), [
+    (MODEL, lambda old: old[:100], rf"{MODEL} cannot be read \(.*\); download or write it again"),
+    (SETTINGS, lambda old: old.replace(b'"init_lora_weights": false', b'"init_lora_weights": "pissa"'),
+     "its init_lora_weights='pissa' changes the base; convert it to plain LoRA"),
+    (MODEL, None, f"a folder with {SETTINGS} and {MODEL}; it has no {MODEL}"),
+    (SETTINGS, None, f"a folder with {SETTINGS} and {MODEL}; it has no {SETTINGS}"),
+])
+def test_an_adapter_with_a_damaged_or_missing_file_is_refused(name, change, message, tiny, tmp_path, monkeypatch):
     written_by_peft(tiny, tmp_path / "adapter")
-    (tmp_path / "adapter" / missing).unlink()
-    monkeypatch.setattr(lora, "load_weights", None)
-    with pytest.raises(ConfigError, match=f"a folder with adapter_config.json and adapter_m.*; it has no {missing}"):
+    file = tmp_path / "adapter" / name
+    if change:
+        file.write_bytes(change(file.read_bytes()))
+    else:
+        file.unlink()
+        monkeypatch.setattr(lora, "load_weights", None)  # said before the base is read
+    with pytest.raises(ConfigError, match=message):
         learner_on(tiny, gone_on_from(tiny, tmp_path / "adapter"))
