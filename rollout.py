@@ -86,9 +86,9 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 class Cache:
     """The keys and values of each layer: of each prompt once, however many of the S slots answer it, and of
-    the tokens that each slot has read since. The first axis of both counts the key heads of all prompts or
-    slots. One product multiplies the queries of all slots that answer a prompt by its keys (as in
-    arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
+    the tokens that each slot has read since. A layer's are one tensor: [2, prompts or slots, key heads,
+    tokens, head width]. One product multiplies the queries of all slots that answer a prompt by its keys (as
+    in arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
 
     def __init__(self, model: Decoder, slots: int, prompts: list[Ids], max_new_tokens: int):
         shape = model.shape
@@ -100,11 +100,10 @@ class Cache:
         self.of_slots = []
         longest = max(map(len, prompts)) - 1
         for _ in range(shape.layers):
-            prompt_size = 0, longest or 1, shape.head_dim
-            slot_size = slots * self.heads, max_new_tokens, shape.head_dim
-            self.of_prompts.append([weight.new_zeros(prompt_size) for _ in "kv"])
-            self.of_slots.append([weight.new_zeros(slot_size) for _ in "kv"])
-        self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
+            no_prompt = weight.new_zeros(2, 0, self.heads, longest or 1, shape.head_dim)
+            no_token = weight.new_zeros(2, slots, self.heads, max_new_tokens, shape.head_dim)
+            self.of_prompts.append(no_prompt)
+            self.of_slots.append(no_token)
 
     def admit(self, model: Decoder, prompt_S: list[int], attention: str) -> None:
         """Give every slot the prompt of this number, or none if the number is -1. New prompts are computed
@@ -120,7 +119,7 @@ class Cache:
             rows += range(len(self.held), len(self.held) + added)
             self.held += new[-added:]
             for layer, pair in enumerate(self.of_prompts):
-                self.of_prompts[layer] = [F.pad(x, (0, 0, 0, 0, 0, added * self.heads)) for x in pair]
+                self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
         for number, row in zip(new, rows, strict=True):
             self.held[row] = number
@@ -130,11 +129,11 @@ class Cache:
             self.prefill(model, run, attention)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
-        self.arrange(torch.tensor(row_S, device=self.used_S.device))
+        self.arrange(torch.tensor(row_S, device=self.of_slots[0].device))
 
     def prefill(self, model: Decoder, placed: list[tuple[Ids, int]], attention: str) -> None:
         """Compute prompts together, each into its row."""
-        device = self.used_S.device
+        device = self.of_slots[0].device
         ids, positions, rows, sizes = [], [], [], []
         for prompt, row in placed:
             size = len(prompt) - 1
@@ -146,8 +145,9 @@ class Cache:
         within = BACKENDS[attention](Segments.plain(sizes, device))
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in zip(self.of_prompts[layer], (k, v), strict=True):
-                cache.unflatten(0, (-1, self.heads))[row_T, :, position_T] = x
+            pair = self.of_prompts[layer]
+            pair[0, row_T, :, position_T] = k
+            pair[1, row_T, :, position_T] = v
             return within(layer, q, k, v)
 
         model.hidden(ids_T, position_T, attend)
@@ -188,27 +188,29 @@ class Cache:
                 products.append(out.view(len(left), x.shape[1], -1))
         return torch.cat(products).index_select(0, self.place)
 
-    def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
-        """Append one token to every slot and return the logits [S, V] of the next."""
+    def decode(self, model: Decoder, token_S: Tensor, used_S: Tensor) -> Tensor:
+        """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
-        own = int(self.used_S.max()) + 1
+        own = int(used_S.max()) + 1
         column = torch.arange(max(longest, own), device=token_S.device)
         of_prompt = column[:longest] < self.length_S[:, None]
-        of_slot = column[:own] <= self.used_S[:, None]
+        of_slot = column[:own] <= used_S[:, None]
         bias = torch.where(torch.cat([of_prompt, of_slot], dim=1), 0.0, -torch.inf)
         bias = bias.repeat_interleave(self.heads, 0)[:, None]
-        row = torch.arange(len(bias), device=token_S.device)
-        used = self.used_S.repeat_interleave(self.heads)
+        slot_S = torch.arange(len(token_S), device=token_S.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in zip(self.of_slots[layer], (k, v), strict=True):
-                cache[row, used] = x.flatten(0, 1)
+            pair = self.of_slots[layer]
+            pair[0, slot_S, :, used_S] = k
+            pair[1, slot_S, :, used_S] = v
             # 16-bit keys and values are widened: products rounded to 16 bits would lose too much.
-            prompt_keys, prompt_values = (at_least_float32(x[:, :longest]) for x in self.of_prompts[layer])
-            keys, values = (at_least_float32(x[:, :own]) for x in self.of_slots[layer])
+            of_prompts = at_least_float32(self.of_prompts[layer][..., :longest, :])
+            of_slots = at_least_float32(pair[..., :own, :])
+            prompt_keys, prompt_values = of_prompts.flatten(1, 2)
+            keys, values = of_slots.flatten(1, 2)
             # The query heads of one key head stand where a longer query would: no copy for grouped attention.
             width = q.shape[-1]
-            grouped = q.reshape(len(row), -1, width).to(keys.dtype) * width ** -0.5
+            grouped = q.reshape(len(keys), -1, width).to(keys.dtype) * width ** -0.5
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
             scores = torch.cat([prompt_scores, torch.bmm(grouped, keys.mT)], dim=-1)
             weight = scores.add_(bias).softmax(dim=-1)
@@ -216,8 +218,7 @@ class Cache:
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = model.hidden(token_S, self.length_S + self.used_S, attend)
-        self.used_S += 1
+        hidden_SD = model.hidden(token_S, self.length_S + used_S, attend)
         return model.logits(hidden_SD)
 
     def select(self, slots: Tensor) -> None:
@@ -225,8 +226,7 @@ class Cache:
         rows, row_S = self.row_S[slots].unique(return_inverse=True)
         for side, kept in ((self.of_slots, slots), (self.of_prompts, rows)):
             for layer, pair in enumerate(side):  # one layer at a time, so that only one is held twice
-                side[layer] = [x.unflatten(0, (-1, self.heads))[kept].flatten(0, 1) for x in pair]
-        self.used_S = self.used_S[slots]
+                side[layer] = pair[:, kept]
         self.held = [self.held[row] for row in rows.tolist()]
         self.arrange(row_S)
 
@@ -251,7 +251,7 @@ class Decoding:
         with torch.device(engine.device):
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
             self.token_S = torch.zeros(slots, dtype=torch.long)
-            self.step_S = torch.zeros(slots, dtype=torch.long)
+            self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 where the slot is idle
             self.limit_N = torch.tensor([*limits, longest])
             self.uniform_SM = torch.zeros(slots, longest, dtype=torch.float64)
             # One row more than there are samples: idle slots decode on, and write there.
@@ -268,7 +268,6 @@ class Decoding:
         self.cache.admit(self.engine.model, prompt_S, self.engine.attention)
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
-        self.step_S[slots] = 0
         drawn_SM = np.stack([draw_uniforms(self.seeds[i], self.uniform_SM.shape[1]) for i in samples])
         self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
 
@@ -283,7 +282,7 @@ class Decoding:
 
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
         """Sample one token for every slot; slots whose sample has ended become idle."""
-        logits_SV = self.cache.decode(self.engine.model, self.token_S)
+        logits_SV = self.cache.decode(self.engine.model, self.token_S, self.step_S)
         uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
         self.ids_NM[self.owner_S, self.step_S] = self.token_S
@@ -297,9 +296,7 @@ class Decoding:
         over_S = ended_S | (self.step_S == self.limit_N[self.owner_S])
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
         # Idle slots stay at their first token: their place in the cache must not run over.
-        working_S = self.owner_S < self.count
-        self.step_S *= working_S
-        self.cache.used_S *= working_S
+        self.step_S *= self.owner_S < self.count
 
     def mark_stopped(self, stops: Stops) -> Tensor:
         """Mark the slots whose newest token completes a stop text."""

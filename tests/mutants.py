@@ -72,7 +72,7 @@ BUGS = {
     ],
     "pack": [
         ("torch.tensor(queries).cumsum(0) - 1", "torch.tensor(queries).cumsum(0) - 2", "pack"),
-        ("minibatch.weight_NG[n_C, g_C] * factor_C", "minibatch.weight_NG[n_C, g_C] * plan.counts", "nat"),
+        ("weight_NG[n_C, g_C] * factor_C", "weight_NG[n_C, g_C] * plan.counts", "nat"),
         ("capacity - group.prompt):", "capacity):", "pack"),
         ("rows, high = shorter, middle", "high = middle", "pack"),
         ("completion if n == before else keys[-1]", "keys[-1]", "pack"),

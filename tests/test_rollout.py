@@ -138,7 +138,7 @@ def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
     cache.admit(load(tiny), [0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5], "sdpa")
     assert cache.cut == 0 and len(cache.slot) == 12 * cache.heads and len(cache.held) == 6
     cache.admit(load(tiny), [0, 0, 0, 0, 0, 3, 4, 5, 6, 7, 8, 9], "sdpa")  # in place of 1 and 2, and new
-    assert cache.of_prompts[0][0].shape == (8 * cache.heads, 3, cache.of_slots[0][0].shape[2])
+    assert cache.of_prompts[0][0].shape == (8, cache.heads, 3, cache.of_slots[0][0].shape[3])
     assert sorted(cache.held) == [0, 3, 4, 5, 6, 7, 8, 9]
     cache = rollout.Cache(load(tiny), 6, prompts((4, 9, 2, 3, 5, 6)), 5)
     cache.admit(load(tiny), [0, 1, 2, 3, 4, 5], "sdpa")
