@@ -90,7 +90,13 @@ class Cache:
     tokens, head width]. One product multiplies the queries of all slots that answer a prompt by its keys (as
     in arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
 
-    def __init__(self, model: Decoder, slots: int, prompts: list[Ids], max_new_tokens: int):
+    def __init__(
+        self,
+        model: Decoder,
+        slots: int,
+        prompts: list[Ids],
+        max_new_tokens: int,
+    ):
         shape = model.shape
         weight = model.embed_tokens.weight
         self.prompts = prompts
@@ -112,29 +118,35 @@ class Cache:
         slots_of = Counter(prompt_S)
         missing = slots_of.keys() - {-1, *self.held}
         new = sorted(missing, key=lambda number: (slots_of[number], number))
-        free = [row for row, number in enumerate(self.held) if number not in slots_of]
-        rows = free[:len(new)]
+        rows = [row for row, number in enumerate(self.held) if number not in slots_of]
         added = len(new) - len(rows)
-        if added:
+        if added > 0:
             rows += range(len(self.held), len(self.held) + added)
             self.held += new[-added:]
             for layer, pair in enumerate(self.of_prompts):
                 self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
-        for number, row in zip(new, rows, strict=True):
+        for number, row in zip(new, rows, strict=False):
             self.held[row] = number
-            if len(self.prompts[number]) > 1:
-                placed.append((self.prompts[number], row))
+            prompt = self.prompts[number]
+            if len(prompt) > 1:
+                placed.append((prompt, row))
         for run in cut_runs(placed):
             self.prefill(model, run, attention)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
         self.arrange(torch.tensor(row_S, device=self.of_slots[0].device))
 
-    def prefill(self, model: Decoder, placed: list[tuple[Ids, int]], attention: str) -> None:
+    def prefill(
+        self,
+        model: Decoder,
+        placed: list[tuple[Ids, int]],
+        attention: str,
+    ) -> None:
         """Compute prompts together, each into its row."""
         device = self.of_slots[0].device
-        ids, positions, rows, sizes = [], [], [], []
+        ids, positions = [], []
+        rows, sizes = [], []
         for prompt, row in placed:
             size = len(prompt) - 1
             ids += prompt[:-1]
@@ -142,7 +154,8 @@ class Cache:
             rows += [row] * size
             sizes.append(size)
         ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=device)
-        within = BACKENDS[attention](Segments.plain(sizes, device))
+        segments = Segments.plain(sizes, device)
+        within = BACKENDS[attention](segments)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pair = self.of_prompts[layer]
@@ -156,21 +169,24 @@ class Cache:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
         several slots answer, and from there on as many places as the most popular prompt needs."""
         device = row_S.device
-        lengths = [len(self.prompts[number]) - 1 for number in self.held]
         self.row_S = row_S
+        lengths = [len(self.prompts[number]) - 1 for number in self.held]
         self.longest = max(lengths) or 1
         self.length_S = torch.tensor(lengths, device=device)[row_S]
         same_SS = row_S[:, None] == row_S
         rank_S = same_SS.tril(-1).sum(dim=1)  # among the slots of the same prompt
         count_P = row_S.bincount(minlength=len(lengths))
-        first_shared = int((count_P > 1).int().argmax())
+        shared_P = (count_P > 1).int()
+        first_shared = int(shared_P.argmax())
         row_P = torch.arange(len(lengths), device=device)
         width_P = torch.where(row_P < first_shared, 1, count_P.max())
-        start_P = (width_P.cumsum(0) - width_P) * self.heads
+        start_P = width_P.cumsum(0) - width_P
         head_H = torch.arange(self.heads, device=device)
-        first_SH = start_P[row_S, None] + head_H * width_P[row_S, None]
-        self.place = (first_SH + rank_S[:, None]).flatten()
-        self.slot = row_S.new_zeros(int(width_P.sum()) * self.heads)  # 0 where no slot is
+        first_SH = self.heads * start_P[row_S, None] + head_H * width_P[row_S, None]
+        place_SH = first_SH + rank_S[:, None]
+        self.place = place_SH.flatten()
+        places = int(width_P.sum()) * self.heads
+        self.slot = row_S.new_zeros(places)  # 0 where no slot is
         self.slot[self.place] = torch.arange(len(self.place), device=device)
         self.cut = first_shared * self.heads
         self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
@@ -184,9 +200,11 @@ class Cache:
         products = []
         for left, right in zip(lefts, rights, strict=True):
             if len(left):
-                out = torch.bmm(left.view(len(right), -1, x.shape[-1]), right)
+                queries = left.view(len(right), -1, x.shape[-1])
+                out = torch.bmm(queries, right)
                 products.append(out.view(len(left), x.shape[1], -1))
-        return torch.cat(products).index_select(0, self.place)
+        product = torch.cat(products)
+        return product.index_select(0, self.place)
 
     def decode(self, model: Decoder, token_S: Tensor, used_S: Tensor) -> Tensor:
         """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
@@ -195,7 +213,8 @@ class Cache:
         column = torch.arange(max(longest, own), device=token_S.device)
         of_prompt = column[:longest] < self.length_S[:, None]
         of_slot = column[:own] <= used_S[:, None]
-        bias = torch.where(torch.cat([of_prompt, of_slot], dim=1), 0.0, -torch.inf)
+        seen = torch.cat([of_prompt, of_slot], dim=1)
+        bias = torch.where(seen, 0.0, -torch.inf)
         bias = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=token_S.device)
 
@@ -210,9 +229,11 @@ class Cache:
             keys, values = of_slots.flatten(1, 2)
             # The query heads of one key head stand where a longer query would: no copy for grouped attention.
             width = q.shape[-1]
-            grouped = q.reshape(len(keys), -1, width).to(keys.dtype) * width ** -0.5
+            grouped = q.reshape(len(keys), -1, width).to(keys.dtype)
+            grouped = grouped * width ** -0.5
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
-            scores = torch.cat([prompt_scores, torch.bmm(grouped, keys.mT)], dim=-1)
+            own_scores = torch.bmm(grouped, keys.mT)
+            scores = torch.cat([prompt_scores, own_scores], dim=-1)
             weight = scores.add_(bias).softmax(dim=-1)
             out = torch.bmm(weight[..., longest:], values)
             out += self.by_prompt(weight[..., :longest], prompt_values)
@@ -224,9 +245,9 @@ class Cache:
     def select(self, slots: Tensor) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""
         rows, row_S = self.row_S[slots].unique(return_inverse=True)
-        for side, kept in ((self.of_slots, slots), (self.of_prompts, rows)):
-            for layer, pair in enumerate(side):  # one layer at a time, so that only one is held twice
-                side[layer] = pair[:, kept]
+        for layer, pair in enumerate(self.of_slots):  # one at a time, so that only one is held twice
+            self.of_slots[layer] = pair[:, slots]
+            self.of_prompts[layer] = self.of_prompts[layer][:, rows]
         self.held = [self.held[row] for row in rows.tolist()]
         self.arrange(row_S)
 
@@ -241,9 +262,13 @@ class Decoding:
         seeds: list[int],
         limits: list[int],
     ):
-        count, longest = len(prompts), max(limits)
+        count = len(prompts)
+        longest = max(limits)
         slots = min(engine.slots, count)
-        self.engine, self.prompts, self.seeds, self.count = engine, prompts, seeds, count
+        self.engine = engine
+        self.prompts = prompts
+        self.seeds = seeds
+        self.count = count
         number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
         self.cache = Cache(engine.model, slots, list(number_of), longest)
         self.prompt_N = [number_of[prompt] for prompt in prompts]
@@ -268,7 +293,8 @@ class Decoding:
         self.cache.admit(self.engine.model, prompt_S, self.engine.attention)
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
-        drawn_SM = np.stack([draw_uniforms(self.seeds[i], self.uniform_SM.shape[1]) for i in samples])
+        longest = self.uniform_SM.shape[1]
+        drawn_SM = np.stack([draw_uniforms(self.seeds[i], longest) for i in samples])
         self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
 
     def shrink(self) -> None:
@@ -303,14 +329,15 @@ class Decoding:
         back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
         place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
         recent = self.ids_NM[self.owner_S[:, None], place_ST].tolist()
-        tails = [ids[-made:] for ids, made in zip(recent, self.step_S.tolist(), strict=True)]
+        made_S = self.step_S.tolist()
+        tails = [ids[-made:] for ids, made in zip(recent, made_S, strict=True)]
         return torch.tensor(stops.reached(tails), device=self.step_S.device)
 
     def samples(self) -> list[Sample]:
-        ended, ids, logp = self.ended_N.tolist(), self.ids_NM.tolist(), self.logp_NM.tolist()
+        columns = self.ids_NM, self.logp_NM, self.made_N, self.ended_N
         samples = []
-        for i, made in enumerate(self.made_N[:-1].tolist()):
-            samples.append(Sample(ids[i][:made], logp[i][:made], ended[i]))
+        for ids, logp, made, ended in zip(*(column[:-1].tolist() for column in columns), strict=True):
+            samples.append(Sample(ids[:made], logp[:made], ended))
         return samples
 
 
@@ -364,7 +391,9 @@ class TorchEngine:
         if not prompts:
             return []
         count = len(prompts)
-        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
+        limits = max_new_tokens
+        if isinstance(limits, int):
+            limits = [limits] * count
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
         state = Decoding(self, prompts, seeds, limits)
         started = tokens = 0
@@ -385,14 +414,15 @@ class TorchEngine:
                     state.shrink()
                 tokens += busy + len(slots)
                 state.step(temperature, top_p, eos)
-                bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tok/s", refresh=False)
+                rate = tokens / (perf_counter() - start)
+                bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
 
 
 def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
     """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
     cut = []
     for prompt, row in sorted(placed, key=lambda pair: len(pair[0])):
-        if not cut or (len(cut[-1]) + 1) * len(prompt) > PREFILL_TOKENS:
+        if not cut or len(prompt) * (len(cut[-1]) + 1) > PREFILL_TOKENS:
             cut.append([])
         cut[-1].append((prompt, row))
     return cut
@@ -400,7 +430,8 @@ def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
     """Draw numbers in [0, 1) for the tokens of a sample; a seed gives the same ones anywhere (Philox)."""
-    return np.random.Generator(np.random.Philox(seed)).random(count)
+    bits = np.random.Philox(seed)
+    return np.random.Generator(bits).random(count)
 
 
 def start_engine(kind: str, spec: EngineSpec) -> Engine:
