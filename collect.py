@@ -64,13 +64,13 @@ class Sampler:
         completions = []
         for sample, prompt in dist.local_slice(answered):
             text = self.tokenizer.decode(sample.ids)
-            completions.append((text, prompt, sample.length))
+            completions.append((text, prompt, len(sample.ids)))
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
         all_RP = torch.tensor(dist.gather(values), dtype=torch.float64).view(-1, len(names))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        tokens = [sample.length for sample, _ in answered]
+        tokens = [len(sample.ids) for sample, _ in answered]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
         if self.reward.custom_file:
@@ -193,13 +193,14 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     """
     chosen, places, offered = choose_groups(rolled, selection)
     prune = selection.prune
-    kept = rolled.kept
+    kept = [turn for turn in rolled.turns if turn.kept]
     turns = [kept[n] for n in chosen]
     groups = [rolled.groups[n] for n in chosen]
     reward_NG = rolled.rewards.total_NG[chosen]
     adv_NG = rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
-    require_rewards(reward_NG, turns, prune.prompts.kind)
+    if prune.prompts.kind not in ("none", *REFILLING):
+        require_rewards(reward_NG, turns, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
         cut_NG = ~whole(groups, G)
         reward_NG = reward_NG.masked_fill(cut_NG, torch.nan)
@@ -250,8 +251,6 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
 
 def require_rewards(reward_NG: Tensor, turns: list[Turn], kind: str) -> None:
     """Raise ConfigError for a completion without a reward where prompts are skipped and not replaced."""
-    if kind in ("none", *REFILLING):
-        return
     lacking = reward_NG.isnan().any(dim=1).nonzero()[:, 0].tolist()
     if lacking:
         raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "

@@ -123,7 +123,7 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
     for n, group in enumerate(minibatch.groups):
         prompt = len(group.prompt.ids)
         places = minibatch.keep_NG[n].nonzero()[:, 0].tolist()
-        lengths = [group.samples[g].length for g in places]
+        lengths = [len(group.samples[g].ids) for g in places]
         kept.append(KeptGroup(prompt, [(n, g) for g in places], lengths))
         low = max([low, *(prompt + length for length in lengths)])
     if low > high:
@@ -200,26 +200,22 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
             ids.append(prompt)
             position.append(np.arange(len(prompt)))
             end += len(prompt)
-        start, end = end, end + sample.length
+        start, end = end, end + len(sample.ids)
         ids.append(sample.ids)
-        position.append(np.arange(len(prompt), len(prompt) + sample.length))
-        key.append(np.arange(prompt_start, prompt_start + len(prompt)))
-        key.append(np.arange(start, end))
+        position.append(np.arange(len(prompt), len(prompt) + len(sample.ids)))
+        key += [np.arange(prompt_start, prompt_start + len(prompt)), np.arange(start, end)]
         # A token is predicted where the one before it stands; before the first is the prompt's last.
         before = np.arange(start - 1, end - 1)
         before[0] = prompt_start + len(prompt) - 1
         predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    fresh_S = torch.tensor([sample.fresh for sample in samples])
-    segment_C = torch.arange(len(samples)).repeat_interleave(fresh_S)
+    segment_C = concatenated([np.full(len(places), i) for i, places in enumerate(predict)])
     n_C, g_C = n_S[segment_C], g_S[segment_C]
     factor_C = float(plan.counts)
     if minibatch.tokens:  # the weight of each token before a cut
         factor_C = factor_C * torch.cat([minibatch.tokens[n][g] for n, g in plan.members])
-
-    def by_token(weight_NG: Tensor | None) -> Tensor | None:
-        return None if weight_NG is None else weight_NG[n_C, g_C] * factor_C
-
+    weights = {"weight_C": minibatch.weight_NG, "likelihood_C": minibatch.likelihood_NG,
+               "bonus_C": minibatch.bonus_NG}
     return Row(
         ids_T=concatenated(ids),
         position_T=concatenated(position),
@@ -229,15 +225,12 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
-        weight_C=by_token(minibatch.weight_NG),
         last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
-        length_S=torch.tensor([sample.length for sample in samples]),
-        members=tuple(plan.members),
-        counts=plan.counts,
-        likelihood_C=by_token(minibatch.likelihood_NG),
-        bonus_C=by_token(minibatch.bonus_NG),
+        length_S=torch.tensor([len(sample.ids) for sample in samples]),
+        members=tuple(plan.members), counts=plan.counts,
+        **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None},
     )
 
 
