@@ -73,7 +73,8 @@ def sample_tokens(
         point_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
         token_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True)
         token_S1.clamp_(max=logits_SV.shape[1] - 1)
-    return token_S1[:, 0], logp_SV.gather(1, token_S1)[:, 0]
+    logp_S1 = logp_SV.gather(1, token_S1)
+    return token_S1[:, 0], logp_S1[:, 0]
 
 
 def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
@@ -171,8 +172,9 @@ class Cache:
         device = row_S.device
         self.row_S = row_S
         lengths = [len(self.prompts[number]) - 1 for number in self.held]
+        length_P = torch.tensor(lengths, device=device)
         self.longest = max(lengths) or 1
-        self.length_S = torch.tensor(lengths, device=device)[row_S]
+        self.length_S = length_P[row_S]
         same_SS = row_S[:, None] == row_S
         rank_S = same_SS.tril(-1).sum(dim=1)  # among the slots of the same prompt
         count_P = row_S.bincount(minlength=len(lengths))
@@ -195,13 +197,14 @@ class Cache:
         """Multiply the tensor of each slot by the cached tensor of its prompt."""
         if self.alone:
             return torch.bmm(x, cache)
-        lefts = x.index_select(0, self.slot).tensor_split([self.cut])
+        queries = x.index_select(0, self.slot)
+        lefts = queries.tensor_split([self.cut])
         rights = cache.tensor_split([self.cut])
         products = []
         for left, right in zip(lefts, rights, strict=True):
             if len(left):
-                queries = left.view(len(right), -1, x.shape[-1])
-                out = torch.bmm(queries, right)
+                by_row = left.view(len(right), -1, x.shape[-1])
+                out = torch.bmm(by_row, right)
                 products.append(out.view(len(left), x.shape[1], -1))
         product = torch.cat(products)
         return product.index_select(0, self.place)
@@ -245,8 +248,8 @@ class Cache:
     def select(self, slots: Tensor) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""
         rows, row_S = self.row_S[slots].unique(return_inverse=True)
-        for layer, pair in enumerate(self.of_slots):  # one at a time, so that only one is held twice
-            self.of_slots[layer] = pair[:, slots]
+        for layer in range(len(self.of_slots)):  # one at a time, so that only one is held twice
+            self.of_slots[layer] = self.of_slots[layer][:, slots]
             self.of_prompts[layer] = self.of_prompts[layer][:, rows]
         self.held = [self.held[row] for row in rows.tolist()]
         self.arrange(row_S)
@@ -289,7 +292,8 @@ class Decoding:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
-        prompt_S = [self.prompt_N[i] for i in self.owner_S.tolist()]
+        owners = self.owner_S.tolist()
+        prompt_S = [self.prompt_N[i] for i in owners]
         self.cache.admit(self.engine.model, prompt_S, self.engine.attention)
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
@@ -309,7 +313,8 @@ class Decoding:
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
         """Sample one token for every slot; slots whose sample has ended become idle."""
         logits_SV = self.cache.decode(self.engine.model, self.token_S, self.step_S)
-        uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
+        uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
+        uniform_S = uniform_S1[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
         self.ids_NM[self.owner_S, self.step_S] = self.token_S
         self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
@@ -319,7 +324,8 @@ class Decoding:
             ended_S |= self.mark_stopped(self.engine.stops)
         self.made_N[self.owner_S] = self.step_S
         self.ended_N[self.owner_S] = ended_S
-        over_S = ended_S | (self.step_S == self.limit_N[self.owner_S])
+        full_S = self.step_S == self.limit_N[self.owner_S]
+        over_S = ended_S | full_S
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
         # Idle slots stay at their first token: their place in the cache must not run over.
         self.step_S *= self.owner_S < self.count
@@ -334,10 +340,13 @@ class Decoding:
         return torch.tensor(stops.reached(tails), device=self.step_S.device)
 
     def samples(self) -> list[Sample]:
-        columns = self.ids_NM, self.logp_NM, self.made_N, self.ended_N
+        ids = self.ids_NM.tolist()
+        logp = self.logp_NM.tolist()
+        ended = self.ended_N.tolist()
         samples = []
-        for ids, logp, made, ended in zip(*(column[:-1].tolist() for column in columns), strict=True):
-            samples.append(Sample(ids[:made], logp[:made], ended))
+        for i, made in enumerate(self.made_N[:-1].tolist()):
+            sample = Sample(ids[i][:made], logp[i][:made], ended[i])
+            samples.append(sample)
         return samples
 
 
@@ -401,7 +410,8 @@ class TorchEngine:
         hidden = True if progress is None else None  # None: unless there is a terminal
         with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
-                idle = (state.owner_S == count).nonzero()[:, 0].tolist()
+                idle_S = state.owner_S == count
+                idle = idle_S.nonzero()[:, 0].tolist()
                 busy = len(state.owner_S) - len(idle)
                 bar.update(started - busy - bar.n)
                 slots = idle[:count - started]
