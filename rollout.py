@@ -94,10 +94,13 @@ class Cache:
     def __init__(
         self,
         model: Decoder,
+        attention: str,
         slots: int,
         prompts: list[Ids],
         max_new_tokens: int,
     ):
+        self.model = model
+        self.attention = attention  # a key of BACKENDS, for prompts
         shape = model.shape
         weight = model.embed_tokens.weight
         self.prompts = prompts
@@ -112,7 +115,7 @@ class Cache:
             self.of_prompts.append(no_prompt)
             self.of_slots.append(no_token)
 
-    def admit(self, model: Decoder, prompt_S: list[int], attention: str) -> None:
+    def admit(self, prompt_S: list[int]) -> None:
         """Give every slot the prompt of this number, or none if the number is -1. New prompts are computed
         without their last token, which the next decoding step reads, and take the rows that no slot needs
         any longer."""
@@ -133,17 +136,12 @@ class Cache:
             if len(prompt) > 1:
                 placed.append((prompt, row))
         for run in cut_runs(placed):
-            self.prefill(model, run, attention)
+            self.prefill(run)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
         self.arrange(torch.tensor(row_S, device=self.of_slots[0].device))
 
-    def prefill(
-        self,
-        model: Decoder,
-        placed: list[tuple[Ids, int]],
-        attention: str,
-    ) -> None:
+    def prefill(self, placed: list[tuple[Ids, int]]) -> None:
         """Compute prompts together, each into its row."""
         device = self.of_slots[0].device
         ids, positions = [], []
@@ -156,7 +154,7 @@ class Cache:
             sizes.append(size)
         ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=device)
         segments = Segments.plain(sizes, device)
-        within = BACKENDS[attention](segments)
+        within = BACKENDS[self.attention](segments)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pair = self.of_prompts[layer]
@@ -164,7 +162,7 @@ class Cache:
             pair[1, row_T, :, position_T] = v
             return within(layer, q, k, v)
 
-        model.hidden(ids_T, position_T, attend)
+        self.model.hidden(ids_T, position_T, attend)
 
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
@@ -209,7 +207,7 @@ class Cache:
         product = torch.cat(products)
         return product.index_select(0, self.place)
 
-    def decode(self, model: Decoder, token_S: Tensor, used_S: Tensor) -> Tensor:
+    def decode(self, token_S: Tensor, used_S: Tensor) -> Tensor:
         """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
         own = int(used_S.max()) + 1
@@ -242,8 +240,8 @@ class Cache:
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = model.hidden(token_S, self.length_S + used_S, attend)
-        return model.logits(hidden_SD)
+        hidden_SD = self.model.hidden(token_S, self.length_S + used_S, attend)
+        return self.model.logits(hidden_SD)
 
     def select(self, slots: Tensor) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""
@@ -268,12 +266,12 @@ class Decoding:
         count = len(prompts)
         longest = max(limits)
         slots = min(engine.slots, count)
-        self.engine = engine
+        self.stops = engine.stops
         self.prompts = prompts
         self.seeds = seeds
         self.count = count
         number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        self.cache = Cache(engine.model, slots, list(number_of), longest)
+        self.cache = Cache(engine.model, engine.attention, slots, list(number_of), longest)
         self.prompt_N = [number_of[prompt] for prompt in prompts]
         self.prompt_N.append(-1)
         with torch.device(engine.device):
@@ -294,7 +292,7 @@ class Decoding:
         self.owner_S[slots] = torch.tensor(samples, device=device)
         owners = self.owner_S.tolist()
         prompt_S = [self.prompt_N[i] for i in owners]
-        self.cache.admit(self.engine.model, prompt_S, self.engine.attention)
+        self.cache.admit(prompt_S)
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
         longest = self.uniform_SM.shape[1]
@@ -312,7 +310,7 @@ class Decoding:
 
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
         """Sample one token for every slot; slots whose sample has ended become idle."""
-        logits_SV = self.cache.decode(self.engine.model, self.token_S, self.step_S)
+        logits_SV = self.cache.decode(self.token_S, self.step_S)
         uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
         uniform_S = uniform_S1[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
@@ -320,8 +318,8 @@ class Decoding:
         self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
         self.step_S += 1
         ended_S = torch.isin(self.token_S, eos)
-        if self.engine.stops:
-            ended_S |= self.mark_stopped(self.engine.stops)
+        if self.stops:
+            ended_S |= self.mark_stopped(self.stops)
         self.made_N[self.owner_S] = self.step_S
         self.ended_N[self.owner_S] = ended_S
         full_S = self.step_S == self.limit_N[self.owner_S]
