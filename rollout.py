@@ -43,7 +43,7 @@ class Engine(Protocol):
         top_p: float = 1.0,
         progress: str | None = None,
     ) -> list[Sample]:
-        """Sample one completion per prompt."""
+        """Sample one completion per prompt, as TorchEngine.generate says."""
 
     def sleep(self) -> None:
         """Give up the weights until the next sync."""
@@ -103,6 +103,7 @@ class Cache:
         self.attention = attention  # a key of BACKENDS, for prompts
         shape = model.shape
         weight = model.embed_tokens.weight
+        self.device = weight.device
         self.prompts = prompts
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
@@ -139,11 +140,10 @@ class Cache:
             self.prefill(run)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
-        self.arrange(torch.tensor(row_S, device=self.of_slots[0].device))
+        self.arrange(torch.tensor(row_S, device=self.device))
 
     def prefill(self, placed: list[tuple[Ids, int]]) -> None:
         """Compute prompts together, each into its row."""
-        device = self.of_slots[0].device
         ids, positions = [], []
         rows, sizes = [], []
         for prompt, row in placed:
@@ -152,8 +152,9 @@ class Cache:
             positions += range(size)
             rows += [row] * size
             sizes.append(size)
-        ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=device)
-        segments = Segments.plain(sizes, device)
+        columns_3T = torch.tensor([ids, positions, rows], device=self.device)
+        ids_T, position_T, row_T = columns_3T
+        segments = Segments.plain(sizes, self.device)
         within = BACKENDS[self.attention](segments)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -167,10 +168,9 @@ class Cache:
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
         several slots answer, and from there on as many places as the most popular prompt needs."""
-        device = row_S.device
         self.row_S = row_S
         lengths = [len(self.prompts[number]) - 1 for number in self.held]
-        length_P = torch.tensor(lengths, device=device)
+        length_P = torch.tensor(lengths, device=self.device)
         self.longest = max(lengths) or 1
         self.length_S = length_P[row_S]
         same_SS = row_S[:, None] == row_S
@@ -178,16 +178,16 @@ class Cache:
         count_P = row_S.bincount(minlength=len(lengths))
         shared_P = (count_P > 1).int()
         first_shared = int(shared_P.argmax())
-        row_P = torch.arange(len(lengths), device=device)
+        row_P = torch.arange(len(lengths), device=self.device)
         width_P = torch.where(row_P < first_shared, 1, count_P.max())
         start_P = width_P.cumsum(0) - width_P
-        head_H = torch.arange(self.heads, device=device)
+        head_H = torch.arange(self.heads, device=self.device)
         first_SH = self.heads * start_P[row_S, None] + head_H * width_P[row_S, None]
         place_SH = first_SH + rank_S[:, None]
         self.place = place_SH.flatten()
         places = int(width_P.sum()) * self.heads
         self.slot = row_S.new_zeros(places)  # 0 where no slot is
-        self.slot[self.place] = torch.arange(len(self.place), device=device)
+        self.slot[self.place] = torch.arange(len(self.place), device=self.device)
         self.cut = first_shared * self.heads
         self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
 
@@ -211,13 +211,13 @@ class Cache:
         """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
         own = int(used_S.max()) + 1
-        column = torch.arange(max(longest, own), device=token_S.device)
+        column = torch.arange(max(longest, own), device=self.device)
         of_prompt = column[:longest] < self.length_S[:, None]
         of_slot = column[:own] <= used_S[:, None]
         seen = torch.cat([of_prompt, of_slot], dim=1)
         bias = torch.where(seen, 0.0, -torch.inf)
         bias = bias.repeat_interleave(self.heads, 0)[:, None]
-        slot_S = torch.arange(len(token_S), device=token_S.device)
+        slot_S = torch.arange(len(token_S), device=self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             pair = self.of_slots[layer]
@@ -270,8 +270,9 @@ class Decoding:
         self.prompts = prompts
         self.seeds = seeds
         self.count = count
-        number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        self.cache = Cache(engine.model, engine.attention, slots, list(number_of), longest)
+        different = list(dict.fromkeys(prompts))
+        number_of = {prompt: i for i, prompt in enumerate(different)}
+        self.cache = Cache(engine.model, engine.attention, slots, different, longest)
         self.prompt_N = [number_of[prompt] for prompt in prompts]
         self.prompt_N.append(-1)
         with torch.device(engine.device):
@@ -296,7 +297,8 @@ class Decoding:
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
         longest = self.uniform_SM.shape[1]
-        drawn_SM = np.stack([draw_uniforms(self.seeds[i], longest) for i in samples])
+        rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
+        drawn_SM = np.stack(rows)
         self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
 
     def shrink(self) -> None:
@@ -314,8 +316,9 @@ class Decoding:
         uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
         uniform_S = uniform_S1[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
-        self.ids_NM[self.owner_S, self.step_S] = self.token_S
-        self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
+        place = self.owner_S, self.step_S
+        self.ids_NM[place] = self.token_S
+        self.logp_NM[place] = logp_S.double()
         self.step_S += 1
         ended_S = torch.isin(self.token_S, eos)
         if self.stops:
@@ -332,12 +335,15 @@ class Decoding:
         """Mark the slots whose newest token completes a stop text."""
         back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
         place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
-        recent = self.ids_NM[self.owner_S[:, None], place_ST].tolist()
-        made_S = self.step_S.tolist()
-        tails = [ids[-made:] for ids, made in zip(recent, made_S, strict=True)]
-        return torch.tensor(stops.reached(tails), device=self.step_S.device)
+        recent_ST = self.ids_NM[self.owner_S[:, None], place_ST]
+        tails = []
+        for ids, made in zip(recent_ST.tolist(), self.step_S.tolist(), strict=True):
+            tails.append(ids[-made:])
+        reached = stops.reached(tails)
+        return torch.tensor(reached, device=self.step_S.device)
 
     def samples(self) -> list[Sample]:
+        """Return all samples, in the order that they were asked for."""
         ids = self.ids_NM.tolist()
         logp = self.logp_NM.tolist()
         ended = self.ended_N.tolist()
@@ -369,7 +375,8 @@ class TorchEngine:
         """Take over the policy's weights, in this engine's dtype."""
         if self.model.norm.weight.is_meta:
             self.model.to_empty(device=self.device)
-        for mine, (_, theirs) in zip(self.model.parameters(), policy.named_hf_tensors(), strict=True):
+        pairs = zip(self.model.parameters(), policy.named_hf_tensors(), strict=True)
+        for mine, (_, theirs) in pairs:
             mine.copy_(dist.full(theirs, mine.device, mine.dtype))
 
     def sleep(self) -> None:
@@ -428,12 +435,12 @@ class TorchEngine:
 
 def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
     """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
-    cut = []
+    runs = []
     for prompt, row in sorted(placed, key=lambda pair: len(pair[0])):
-        if not cut or len(prompt) * (len(cut[-1]) + 1) > PREFILL_TOKENS:
-            cut.append([])
-        cut[-1].append((prompt, row))
-    return cut
+        if not runs or len(prompt) * (len(runs[-1]) + 1) > PREFILL_TOKENS:
+            runs.append([])
+        runs[-1].append((prompt, row))
+    return runs
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
