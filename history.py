@@ -29,18 +29,15 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
 
 
 class Visit(NamedTuple):
-    """The newest rollout of a prompt, from all of its completions, and counts of the earlier ones."""
+    """Numbers of a prompt's rollouts by which it is pruned; a rollout is of all of its completions."""
 
-    epoch: int
-    rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
-    size: float       # mean |A|
+    size: float       # mean |A| of the newest
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low
-    times: int = 1    # rollouts so far
     skipped: int = 0  # turns at which it was skipped since the newest
 
 
-NO_VISIT = Visit(epoch=0, rewards=(), size=math.nan, easy=0, hard=0, times=0)  # of a prompt without a rollout
+NO_VISIT = Visit(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
 
 
 def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
@@ -136,19 +133,13 @@ class PromptHistory:
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
         size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 where none has a reward
-        columns = (comparable(value_NG), value_NG, size_N, easy_N, hard_N)
-        rows = zip(rolled.kept, *(column.tolist() for column in columns), strict=True)
-        for turn, shows, values, size, is_easy, is_hard in rows:
-            if shows:
+        shows_N = comparable(value_NG)
+        for n, turn in enumerate(rolled.kept):
+            if shows_N[n]:
                 old = self.visits.get(turn.prompt.id, NO_VISIT)
-                self.visits[turn.prompt.id] = Visit(
-                    epoch=turn.epoch,
-                    rewards=tuple(values),
-                    size=size,
-                    easy=old.easy + 1 if is_easy else 0,
-                    hard=old.hard + 1 if is_hard else 0,
-                    times=old.times + 1,
-                )
+                easy = old.easy + 1 if easy_N[n] else 0
+                hard = old.hard + 1 if hard_N[n] else 0
+                self.visits[turn.prompt.id] = Visit(size_N[n].item(), easy, hard)
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
