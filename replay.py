@@ -134,9 +134,10 @@ def find_turns(run: Run, line: dict) -> list[Turn]:
     prompts = {prompt.id: prompt for prompt in run.task.prompts}
     turns = []
     for p in line["prompts"]:
-        if p["id"] not in prompts:
+        prompt = prompts.get(p["id"])
+        if prompt is None:
             raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        turns.append(Turn(prompts[p["id"]], p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
+        turns.append(Turn(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
     return turns
 
 

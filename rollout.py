@@ -82,7 +82,8 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
     sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
     before_SV = sorted_SV.cumsum(dim=-1) - sorted_SV
     sorted_SV[before_SV >= top_p] = 0
-    return torch.zeros_like(prob_SV).scatter_(1, place_SV, sorted_SV)
+    kept_SV = torch.zeros_like(prob_SV)
+    return kept_SV.scatter_(1, place_SV, sorted_SV)
 
 
 class Cache:
@@ -182,8 +183,8 @@ class Cache:
         width_P = torch.where(row_P < first_shared, 1, count_P.max())
         start_P = width_P.cumsum(0) - width_P
         head_H = torch.arange(self.heads, device=self.device)
-        first_SH = self.heads * start_P[row_S, None] + head_H * width_P[row_S, None]
-        place_SH = first_SH + rank_S[:, None]
+        first_S = self.heads * start_P[row_S] + rank_S
+        place_SH = first_S[:, None] + head_H * width_P[row_S, None]
         self.place = place_SH.flatten()
         places = int(width_P.sum()) * self.heads
         self.slot = row_S.new_zeros(places)  # 0 where no slot is
@@ -230,8 +231,8 @@ class Cache:
             keys, values = of_slots.flatten(1, 2)
             # The query heads of one key head stand where a longer query would: no copy for grouped attention.
             width = q.shape[-1]
-            grouped = q.reshape(len(keys), -1, width).to(keys.dtype)
-            grouped = grouped * width ** -0.5
+            grouped = q.reshape(len(keys), -1, width)
+            grouped = grouped.to(keys.dtype) * width ** -0.5
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
             own_scores = torch.bmm(grouped, keys.mT)
             scores = torch.cat([prompt_scores, own_scores], dim=-1)
@@ -298,8 +299,8 @@ class Decoding:
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
         longest = self.uniform_SM.shape[1]
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
-        drawn_SM = np.stack(rows)
-        self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
+        drawn_SM = torch.from_numpy(np.stack(rows))
+        self.uniform_SM[slots] = drawn_SM.to(device)
 
     def shrink(self) -> None:
         """Drop idle slots, so that the last long samples do not pay for all that have ended."""
@@ -413,7 +414,13 @@ class TorchEngine:
         started = tokens = 0
         start = perf_counter()
         hidden = True if progress is None else None  # None: unless there is a terminal
-        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
+        with tqdm(
+            desc=progress,
+            total=count,
+            unit="sample",
+            leave=False,
+            disable=hidden,
+        ) as bar:
             while True:
                 idle_S = state.owner_S == count
                 idle = idle_S.nonzero()[:, 0].tolist()
@@ -436,7 +443,8 @@ class TorchEngine:
 def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
     """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
     runs = []
-    for prompt, row in sorted(placed, key=lambda pair: len(pair[0])):
+    shortest_first = sorted(placed, key=lambda pair: len(pair[0]))
+    for prompt, row in shortest_first:
         if not runs or len(prompt) * (len(runs[-1]) + 1) > PREFILL_TOKENS:
             runs.append([])
         runs[-1].append((prompt, row))
