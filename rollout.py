@@ -413,14 +413,7 @@ class TorchEngine:
         state = Decoding(self, prompts, seeds, limits)
         started = tokens = 0
         start = perf_counter()
-        hidden = True if progress is None else None  # None: unless there is a terminal
-        with tqdm(
-            desc=progress,
-            total=count,
-            unit="sample",
-            leave=False,
-            disable=hidden,
-        ) as bar:
+        with progress_bar(progress, count) as bar:
             while True:
                 idle_S = state.owner_S == count
                 idle = idle_S.nonzero()[:, 0].tolist()
@@ -428,7 +421,8 @@ class TorchEngine:
                 bar.update(started - busy - bar.n)
                 slots = idle[:count - started]
                 if slots:
-                    state.admit(slots, range(started, started + len(slots)))
+                    samples = range(started, started + len(slots))
+                    state.admit(slots, samples)
                     started += len(slots)
                 elif not busy:
                     return state.samples()
@@ -438,6 +432,17 @@ class TorchEngine:
                 state.step(temperature, top_p, eos)
                 rate = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
+
+
+def progress_bar(name: str | None, count: int) -> tqdm:
+    """Make a bar of samples done. It is hidden without a name, and if there is no terminal."""
+    return tqdm(
+        desc=name,
+        total=count,
+        unit="sample",
+        leave=False,
+        disable=True if name is None else None,  # None: tqdm looks for a terminal
+    )
 
 
 def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
