@@ -28,7 +28,9 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
 
 def flat(reward_NG: Tensor) -> Tensor:
     """Mark groups of equal rewards, bool [N]. Not by std > 0: the mean of equal floats may be off."""
-    return reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1) <= reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
+    high_N = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1)
+    low_N = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
+    return high_N <= low_N
 
 
 def comparable(reward_NG: Tensor) -> Tensor:
@@ -41,7 +43,8 @@ def centred(reward_NG: Tensor) -> Tensor:
     """Subtract the group's mean: Dr. GRPO (arXiv:2503.20783). Without a division by the deviation, hard and
     easy prompts weigh no more than others. Exactly 0 for a flat group.
     """
-    level_NG = torch.where(flat(reward_NG)[:, None], reward_NG, reward_NG.nanmean(dim=1, keepdim=True))
+    mean_N1 = reward_NG.nanmean(dim=1, keepdim=True)
+    level_NG = torch.where(flat(reward_NG)[:, None], reward_NG, mean_N1)
     return reward_NG - level_NG
 
 
@@ -53,7 +56,8 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     """
     centred_NG = centred(reward_NG)
     count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
-    std_N1 = (centred_NG.square().nansum(dim=1, keepdim=True) / (count_N1 - correction).clamp(min=1)).sqrt()
+    square_N1 = centred_NG.square().nansum(dim=1, keepdim=True)
+    std_N1 = (square_N1 / (count_N1 - correction).clamp(min=1)).sqrt()
     return torch.where(flat(reward_NG)[:, None], centred_NG, centred_NG / (std_N1 + eps))
 
 
@@ -64,7 +68,8 @@ def leave_one_out(reward_NG: Tensor) -> Tensor:
     Not divided by a deviation: that of the other rewards may be 0 while the difference is not.
     """
     count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
-    return centred(reward_NG) * (count_N1.to(reward_NG.dtype) / (count_N1 - 1).clamp(min=1))
+    factor_N1 = count_N1.to(reward_NG.dtype) / (count_N1 - 1).clamp(min=1)
+    return centred(reward_NG) * factor_N1
 
 
 def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
@@ -75,8 +80,11 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     authors do in TRL; verl does it over tokens, where long completions count more. A component that is nan
     for a completion adds nothing to it.
     """
-    adv_NG = sum(weight * group_norm(rewards.components[name], correction, eps).nan_to_num()
-                 for name, weight in rewards.weights.items() if weight)
+    adv_NG = 0
+    for name, weight in rewards.weights.items():
+        if weight:
+            normed_NG = group_norm(rewards.components[name], correction, eps)
+            adv_NG = adv_NG + weight * normed_NG.nan_to_num()
     none_NG = rewards.total_NG.isnan()
     scale = adv_NG[~none_NG].std(correction=correction) + eps if adv_NG.any() else 1
     return (adv_NG / scale).masked_fill(none_NG, torch.nan)
@@ -117,7 +125,8 @@ def of_pairs(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tenso
     scored_NG = ~reward_NG.isnan()
     share_NGG = chosen_NGG.to(ratio_NG.dtype)
     share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
-    pull_NGG = settings.beta * (settings.beta * (ratio_NG[:, None, :] - ratio_NG[:, :, None])).sigmoid()
+    behind_NGG = ratio_NG[:, None, :] - ratio_NG[:, :, None]
+    pull_NGG = settings.beta * (settings.beta * behind_NGG).sigmoid()
     if settings.gap is not None:
         gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
         pull_NGG = pull_NGG * adaptive_weight(gap_NGG, settings)
@@ -130,7 +139,8 @@ def group_weight(ratio_NG: Tensor, adv_NG: Tensor, beta: float) -> Tensor:
     """Compute DGPO's weight of each group, sigma(-(beta / G) sum_i A_i log-ratio_i), [N, 1]: 1/2 at the
     reference, and less the further the policy tells the group's better completions from its worse."""
     count_N1 = (~adv_NG.isnan()).to(adv_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
-    return (-beta / count_N1 * (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)).sigmoid()
+    told_N1 = (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)
+    return (-beta / count_N1 * told_N1).sigmoid()
 
 
 # advantage.kind -> function of the rewards and of that section of the config, [N, G]

@@ -4,10 +4,9 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 T tokens of all completions, laid end to end.
 """
 
-from array import array
 from dataclasses import dataclass
+from itertools import chain, islice
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -17,7 +16,7 @@ from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, keep_all, next_round
-from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths, pending
+from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths
 from reward import OF_LENGTH, list_components, score, span
 from rollout import Engine
 from settings import kinds
@@ -40,30 +39,38 @@ class Sampler:
         """Sample o_1 .. o_G ~ pi_old(. | q) for the turns that are kept; every rank gets all groups."""
         G = self.sampling.group_size
         kept = [turn for turn in turns if turn.kept]
-        prompts = [turn.prompt.ids for turn in kept for _ in range(G)]
-        seeds = [sample_seed(self.seed, turn.epoch, turn.prompt.id, g) for turn in kept for g in range(G)]
-        samples = self.complete(prompts, seeds, [self.sampling.max_new_tokens] * len(prompts))
-        return [Group(turn.prompt, tuple(samples[n * G:(n + 1) * G])) for n, turn in enumerate(kept)]
+        prompts, seeds = [], []
+        for turn in kept:
+            prompts += [turn.prompt.ids] * G
+            seeds += [sample_seed(self.seed, turn.epoch, turn.prompt.id, g) for g in range(G)]
+        limits = [self.sampling.max_new_tokens] * len(prompts)
+        samples = iter(self.complete(prompts, seeds, limits))
+        return [Group(turn.prompt, tuple(islice(samples, G))) for turn in kept]
 
     def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
         """Sample one completion per prompt and seed, up to its limit. Each rank samples its `local_slice`."""
         samples = self.engine.generate(
-            *map(dist.local_slice, (prompts, seeds, limits)), self.sampling.temperature,
-            progress="rollout" if dist.rank() == 0 else None)
+            dist.local_slice(prompts),
+            dist.local_slice(seeds),
+            dist.local_slice(limits),
+            self.sampling.temperature,
+            progress="rollout" if dist.rank() == 0 else None,
+        )
         return gather_samples(samples)
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
-        completions = [(self.tokenizer.decode(sample.ids), prompt, len(sample.ids))
-                       for sample, prompt in dist.local_slice(answered)]
+        completions = []
+        for sample, prompt in dist.local_slice(answered):
+            text = self.tokenizer.decode(sample.ids)
+            completions.append((text, prompt, len(sample.ids)))
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
-        local_RP = torch.tensor(values, dtype=torch.float64).view(-1, len(names))
-        all_RP = torch.cat(dist.gather_rows(local_RP))
+        all_RP = torch.tensor(dist.gather(values), dtype=torch.float64).view(-1, len(names))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        tokens = [[len(sample.ids) for sample in group.samples] for group in groups]
+        tokens = [len(sample.ids) for sample, _ in answered]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
         if self.reward.custom_file:
@@ -72,22 +79,13 @@ class Sampler:
 
 
 def gather_samples(samples: list[Sample]) -> list[Sample]:
-    """Give every rank the completions of all, in rank order. They travel as flat arrays, 12 bytes a token."""
+    """Give every rank the completions of all, in rank order. Arrays travel flat: 12 bytes a token."""
     by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
     for first in range(0, int(dist.max_over_ranks(len(samples))), AT_ONCE):
-        block = samples[first:first + AT_ONCE]
-        columns = (
-            torch.tensor([len(sample.ids) for sample in block], dtype=torch.int64),
-            torch.tensor([sample.finished for sample in block], dtype=torch.bool),
-            torch.from_numpy(np.concatenate([np.empty(0, np.int32), *(sample.ids for sample in block)])),
-            torch.from_numpy(np.concatenate([np.empty(0), *(sample.logp for sample in block)])))
-        gathered = [dist.gather_rows(column) for column in columns]  # [column][rank]
-        for arrived, length_R, finished_R, ids_T, logp_T in zip(by_rank, *gathered, strict=True):
-            ids, logp = ids_T.split(length_R.tolist()), logp_T.split(length_R.tolist())
-            for finished, own_T, p_T in zip(finished_R.tolist(), ids, logp, strict=True):
-                arrived.append(Sample(array("i", own_T.numpy().tobytes()), array("d", p_T.numpy().tobytes()),
-                                      finished))
-    return [sample for arrived in by_rank for sample in arrived]
+        blocks = dist.gather([samples[first:first + AT_ONCE]])
+        for arrived, block in zip(by_rank, blocks, strict=True):
+            arrived += block
+    return list(chain.from_iterable(by_rank))
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,10 +101,21 @@ class Selection:
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
-        with_gradient = (cfg.loss.kl, cfg.loss.likelihood, cfg.loss.entropy, cfg.advantage.kind == "gae",
-                         getattr(cfg.advantage, "residual", None))
-        return Selection(cfg.rollout, cfg.prune, cfg.loss.per, cfg.pack.budget, not any(with_gradient),
-                         cfg.advantage)
+        with_gradient = (
+            cfg.loss.kl,
+            cfg.loss.likelihood,
+            cfg.loss.entropy,
+            cfg.advantage.kind == "gae",
+            getattr(cfg.advantage, "residual", None),
+        )
+        return Selection(
+            cfg.rollout,
+            cfg.prune,
+            cfg.loss.per,
+            cfg.pack.budget,
+            not any(with_gradient),
+            cfg.advantage,
+        )
 
 
 def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
@@ -118,12 +127,14 @@ def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
     Under the last two the number of prompts in a step depends on their rewards: the estimator is another one
     then, and the proof of unbiased pruning does not cover it.
     """
-    settings, rounds = selection.rollout, len(rolled.sizes)
+    settings = selection.rollout
     N = settings.prompts_per_step
+    rounds = len(rolled.sizes)
     if settings.until == "informative":
         return refill(rolled, settings, selection.prune.prompts.kind == "greso")
     if settings.until == "full" and 0 < rounds < settings.max_rounds:
-        return N if tokens_short(choose(rolled, selection, seed), selection.budget) else 0
+        batch = choose(rolled, selection, seed)
+        return N if tokens_short(batch, selection.budget) else 0
     return 0 if rounds else N
 
 
@@ -133,7 +144,8 @@ def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
     Recomputes the size of every round so far, because each was estimated from the round before it.
     """
     count = largest = int(settings.oversample * settings.prompts_per_step)
-    missing, last = settings.prompts_per_step, False
+    missing = settings.prompts_per_step
+    last = False
     for informative_N in informative(rolled).split(rolled.sizes):
         missing -= int(informative_N.sum())
         if missing <= 0 or last:
@@ -145,27 +157,32 @@ def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
 
 def informative(rolled: Rolled) -> Tensor:
     """Mark the groups whose completions differ in what rollout.differ_in names, bool [N]."""
-    return torch.empty(0, dtype=torch.bool) if rolled.rewards is None else ~flat(rolled.rewards.compared_NG)
+    if rolled.rewards is None:
+        return torch.empty(0, dtype=torch.bool)
+    return ~flat(rolled.rewards.compared_NG)
 
 
 def tokens_short(batch: Batch, budget: int) -> int:
     """Count the tokens that the kept completions, with their prompts, leave of the budget."""
-    tokens = sum(len(batch.groups[n].prompt.ids) + batch.groups[n].samples[g].length
-                 for n, g in batch.pruned.keep_NG.nonzero().tolist())
-    return max(0, budget - tokens)
+    for n, g in batch.pruned.keep_NG.nonzero().tolist():
+        group = batch.groups[n]
+        budget -= len(group.prompt.ids) + group.samples[g].length
+    return max(0, budget)
 
 
 def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
     """Say how far a step that has had its rounds is short of its target; empty where it is not."""
+    groups = len(batch.groups)
     missing, unit = 0, "groups"
     if selection.rollout.until == "informative":
-        missing = selection.rollout.prompts_per_step - len(batch.groups)
+        missing = selection.rollout.prompts_per_step - groups
     elif selection.rollout.until == "full":
-        missing, unit = tokens_short(batch, selection.budget), "tokens"
+        missing = tokens_short(batch, selection.budget)
+        unit = "tokens"
     if not missing:
         return ""
     return (f"{missing} {unit} short after {len(rolled.sizes)} rounds; "
-            f"training on the {len(batch.groups)} groups there are")
+            f"training on the {groups} groups there are")
 
 
 def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
@@ -175,29 +192,37 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     unknown.
     """
     chosen, places, offered = choose_groups(rolled, selection)
-    rolled_out, prune = [turn for turn in rolled.turns if turn.kept], selection.prune
-    turns, groups = [rolled_out[n] for n in chosen], [rolled.groups[n] for n in chosen]
-    reward_NG, adv_NG = rolled.rewards.total_NG[chosen], rolled.adv_NG[chosen]
+    prune = selection.prune
+    kept = [turn for turn in rolled.turns if turn.kept]
+    turns = [kept[n] for n in chosen]
+    groups = [rolled.groups[n] for n in chosen]
+    reward_NG = rolled.rewards.total_NG[chosen]
+    adv_NG = rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
-    if prune.prompts.kind != "none":
+    if prune.prompts.kind not in ("none", *REFILLING):
         require_rewards(reward_NG, turns, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
         cut_NG = ~whole(groups, G)
-        reward_NG, adv_NG = reward_NG.masked_fill(cut_NG, torch.nan), adv_NG.masked_fill(cut_NG, torch.nan)
+        reward_NG = reward_NG.masked_fill(cut_NG, torch.nan)
+        adv_NG = adv_NG.masked_fill(cut_NG, torch.nan)
 
     # Level 1 has chosen the prompts: each has a probability, and a weight of its whole group.
-    prob_N1 = torch.tensor([turn.prob for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
-    weight_N1 = torch.tensor([turn.weight for turn in turns], dtype=adv_NG.dtype).view(-1, 1)
+    levels = [(turn.prob, turn.weight) for turn in turns]
+    prob_N1, weight_N1 = torch.tensor(levels, dtype=adv_NG.dtype).view(-1, 2).split(1, dim=1)
     # Level 2 chooses among their completions.
     settings = prune.completions
     offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
     drawn = COMPLETIONS[settings.kind](offer, settings) if groups else keep_all(adv_NG)
-    counts_NG = (weight_N1 > 0) & ~reward_NG.isnan()
-    pruned = Pruned(drawn.keep_NG & counts_NG, drawn.weight_NG * weight_N1 * counts_NG,
-                    drawn.prob_NG * prob_N1)
+    counts_NG = ~reward_NG.isnan()
+    pruned = Pruned(
+        drawn.keep_NG & counts_NG,
+        drawn.weight_NG * weight_N1 * counts_NG,
+        drawn.prob_NG * prob_N1,
+    )
 
     if groups and getattr(settings, "compare", "all") == "kept":  # PODS: advantages among those kept
-        own_NG = advantage(among_kept(rolled.rewards, chosen, pruned.keep_NG), selection.advantage)
+        reward_of_kept = among_kept(rolled.rewards, chosen, pruned.keep_NG)
+        own_NG = advantage(reward_of_kept, selection.advantage)
         adv_NG = torch.where(pruned.keep_NG, own_NG, adv_NG)
     graded_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))
     tokens = None
@@ -212,18 +237,22 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
 
     Where others have taken the place of those dropped, only those that stay count as offered.
     """
-    chosen, refilled = list(range(len(rolled.groups))), selection.rollout.until == "informative"
+    chosen = list(range(len(rolled.groups)))
+    refilled = selection.prune.prompts.kind in REFILLING
+    if selection.rollout.until == "informative":
+        refilled = True
+        informative_N = informative(rolled).nonzero()[:, 0]
+        chosen = informative_N[:selection.rollout.prompts_per_step].tolist()
     if refilled:
-        chosen = informative(rolled).nonzero()[:, 0].tolist()[:selection.rollout.prompts_per_step]
-    if refilled or selection.prune.prompts.kind in REFILLING:
         return chosen, list(range(len(chosen))), len(chosen)
-    return chosen, [place for place, turn in enumerate(rolled.turns) if turn.kept], len(rolled.turns)
+    places = [place for place, turn in enumerate(rolled.turns) if turn.kept]
+    return chosen, places, len(rolled.turns)
 
 
 def require_rewards(reward_NG: Tensor, turns: list[Turn], kind: str) -> None:
     """Raise ConfigError for a completion without a reward where prompts are skipped and not replaced."""
     lacking = reward_NG.isnan().any(dim=1).nonzero()[:, 0].tolist()
-    if lacking and kind not in REFILLING:
+    if lacking:
         raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "
                           f"{turns[lacking[0]].prompt.id} has none: each component is None; return a number, "
                           "or set prune.prompts.kind=none")
@@ -231,12 +260,15 @@ def require_rewards(reward_NG: Tensor, turns: list[Turn], kind: str) -> None:
 
 def whole(groups: list[Group], G: int) -> Tensor:
     """Mark the completions that ended or go on in the next step, bool [N, G]."""
-    ended = [[sample.finished for sample in group.samples] for group in groups]
-    return torch.tensor(ended, dtype=torch.bool).view(-1, G) | pending(groups, G)
+    flags = [[sample.finished or sample.pending for sample in group.samples] for group in groups]
+    return torch.tensor(flags, dtype=torch.bool).view(-1, G)
 
 
 def middle(reward: Reward, differ_in: str) -> float:
     """Compute the midpoint of the range that groups are compared in. A group whose values are all equal is
     easy above it and hard below it. Length terms are left out."""
-    weights = {name: weight for name, weight in reward.weights.items() if name not in OF_LENGTH}
-    return sum(span(weights if differ_in == "reward" else {"accuracy": 1.0})) / 2
+    weights = {"accuracy": 1.0}
+    if differ_in == "reward":
+        weights = {name: weight for name, weight in reward.weights.items() if name not in OF_LENGTH}
+    low, high = span(weights)
+    return (low + high) / 2

@@ -29,18 +29,15 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
 
 
 class Visit(NamedTuple):
-    """The newest rollout of a prompt, from all of its completions, and counts of the earlier ones."""
+    """Numbers of a prompt's rollouts by which it is pruned; a rollout is of all of its completions."""
 
-    epoch: int
-    rewards: tuple[float, ...]  # or accuracies, as rollout.differ_in says
-    size: float       # mean |A|
+    size: float       # mean |A| of the newest
     easy: int         # newest rollouts in a row whose rewards were all equal and high
     hard: int         # ... all equal and low
-    times: int = 1    # rollouts so far
     skipped: int = 0  # turns at which it was skipped since the newest
 
 
-NO_VISIT = Visit(epoch=0, rewards=(), size=math.nan, easy=0, hard=0, times=0)  # of a prompt without a rollout
+NO_VISIT = Visit(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
 
 
 def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
@@ -82,7 +79,8 @@ class PromptHistory:
         missing = count
         while missing:
             block = self.coming(missing)
-            prob_K = self.rollout_prob([prompt for _, prompt in block])
+            prompts = [prompt for _, prompt in block]
+            prob_K = self.rollout_prob(prompts)
             for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
                 kept = seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63
                 weight = 0.0
@@ -103,25 +101,27 @@ class PromptHistory:
     def coming(self, count: int) -> list[tuple[int, Prompt]]:
         """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""
         size = len(self.prompts)
-        orders: dict[int, np.ndarray] = {}
         drawn = []
-        for place in range(self.place, self.place + count):
-            epoch, i = divmod(place, size)
-            if epoch not in orders:
-                orders[epoch] = order(size, self.seed, epoch)
-            drawn.append((epoch, self.prompts[orders[epoch][i]]))
-        self.place += count
+        while len(drawn) < count:
+            epoch, first = divmod(self.place, size)
+            places = order(size, self.seed, epoch)[first:first + count - len(drawn)]
+            drawn += [(epoch, self.prompts[i]) for i in places]
+            self.place += len(places)
         return drawn
 
     def remembered(self, prompts: list[Prompt]) -> Memory:
         """Gather the history of these prompts for prune.PROMPTS."""
         visits = [self.visits.get(prompt.id, NO_VISIT) for prompt in prompts]
         sizes = [visit.size for visit in self.visits.values()]
+
+        def column(name: str) -> Tensor:
+            return torch.tensor([getattr(visit, name) for visit in visits], dtype=torch.float64)
+
         return Memory(
-            size_K=torch.tensor([visit.size for visit in visits], dtype=torch.float64),
-            skipped_K=torch.tensor([visit.skipped for visit in visits], dtype=torch.float64),
-            easy_K=torch.tensor([visit.easy for visit in visits], dtype=torch.float64),
-            hard_K=torch.tensor([visit.hard for visit in visits], dtype=torch.float64),
+            size_K=column("size"),
+            skipped_K=column("skipped"),
+            easy_K=column("easy"),
+            hard_K=column("hard"),
             mean=math.fsum(sizes) / len(sizes) if sizes else math.nan,
             explore=self.explore,
             rows=[prompt.row for prompt in prompts],
@@ -133,25 +133,20 @@ class PromptHistory:
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
         size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 where none has a reward
-        columns = (comparable(value_NG), value_NG, size_N, easy_N, hard_N)
-        rows = zip(rolled.kept, *(column.tolist() for column in columns), strict=True)
-        for turn, shows, values, size, is_easy, is_hard in rows:
-            if shows:
+        shows_N = comparable(value_NG)
+        for n, turn in enumerate(rolled.kept):
+            if shows_N[n]:
                 old = self.visits.get(turn.prompt.id, NO_VISIT)
-                self.visits[turn.prompt.id] = Visit(
-                    epoch=turn.epoch,
-                    rewards=tuple(values),
-                    size=size,
-                    easy=old.easy + 1 if is_easy else 0,
-                    hard=old.hard + 1 if is_hard else 0,
-                    times=old.times + 1,
-                )
+                easy = old.easy + 1 if easy_N[n] else 0
+                hard = old.hard + 1 if hard_N[n] else 0
+                self.visits[turn.prompt.id] = Visit(size_N[n].item(), easy, hard)
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
         if rolled.turns[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
-            easy_N, hard_N = mark_easy_and_hard(value_NG[comparable(value_NG)], self.middle)
+            value_NG = value_NG[comparable(value_NG)]
+            easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
             easy = easy_N.double().mean().nan_to_num().item()
             hard = hard_N.double().mean().nan_to_num().item()
             self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)

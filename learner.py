@@ -87,7 +87,8 @@ def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError)
 
     A row must hold one whole sequence, so no smaller pack.capacity than `sequence` is named.
     """
-    longest, why = max(len(row.ids_T) for row in rows), str(error).partition("\n")[0]
+    longest = max(len(row.ids_T) for row in rows)
+    why = str(error).partition("\n")[0]
     smaller = max(longest // 2, sequence)
     shorter = f"--set pack.capacity={smaller}, or " if smaller < longest else ""
     return ConfigError(
@@ -142,11 +143,15 @@ def make_optimizers(model: nn.Module, optim: kinds.Optim) -> tuple[torch.optim.O
 
 def adamw(model: nn.Module, trained: list[nn.Parameter], optim: kinds.AdamW) -> tuple[torch.optim.AdamW]:
     """Make AdamW with its moments allocated now, so a checkpoint can be loaded before the first step."""
-    optimizer = torch.optim.AdamW(trained, lr=optim.lr, betas=(optim.beta1, optim.beta2),
-                                  weight_decay=optim.weight_decay, fused=True)
+    betas = optim.beta1, optim.beta2
+    optimizer = torch.optim.AdamW(
+        trained, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
     for p in trained:
-        optimizer.state[p] = {"step": torch.zeros((), device=dist.local(p).device),
-                              "exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
+        optimizer.state[p] = {
+            "step": torch.zeros((), device=dist.local(p).device),
+            "exp_avg": torch.zeros_like(p),
+            "exp_avg_sq": torch.zeros_like(p),
+        }
     return (optimizer,)
 
 

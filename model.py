@@ -10,6 +10,7 @@ for queries),  E head width,  V vocabulary.
 
 import inspect
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from functools import partial
 from operator import call
@@ -62,19 +63,24 @@ class Attention(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.head_dim = shape.head_dim
+        width = shape.hidden_size
         query = shape.heads * shape.head_dim
         key = shape.kv_heads * shape.head_dim
-        self.q_proj = nn.Linear(shape.hidden_size, query, bias=shape.qkv_bias)
-        self.k_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
-        self.v_proj = nn.Linear(shape.hidden_size, key, bias=shape.qkv_bias)
-        self.o_proj = nn.Linear(query, shape.hidden_size, bias=shape.out_bias)
+        self.q_proj = nn.Linear(width, query, bias=shape.qkv_bias)
+        self.k_proj = nn.Linear(width, key, bias=shape.qkv_bias)
+        self.v_proj = nn.Linear(width, key, bias=shape.qkv_bias)
+        self.o_proj = nn.Linear(query, width, bias=shape.out_bias)
+        self.q_norm = self.k_norm = nn.Identity()
         if shape.qk_norm:
             self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
             self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
-        else:
-            self.q_norm = self.k_norm = nn.Identity()
 
-    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
         by_head = -1, self.head_dim
         q_THE = self.q_proj(x_TD).unflatten(-1, by_head)
         k_THE = self.k_proj(x_TD).unflatten(-1, by_head)
@@ -87,9 +93,11 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
-        self.gate_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.up_proj = nn.Linear(shape.hidden_size, shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
+        width = shape.hidden_size
+        inner = shape.intermediate_size
+        self.gate_proj = nn.Linear(width, inner, bias=False)
+        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
         gate = F.silu(self.gate_proj(x_TD))
@@ -105,12 +113,25 @@ class Block(nn.Module):
         self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
         self.mlp = MLP(shape)
 
-    def forward(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor, attend: Attend) -> Tensor:
+    def forward(
+        self,
+        x_TD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+        attend: Attend,
+    ) -> Tensor:
         q_THE, k_THE, v_THE = self.before(x_TD, cos_TE, sin_TE)
-        return self.after(x_TD, attend(self.layer, q_THE, k_THE, v_THE))
+        attended_THE = attend(self.layer, q_THE, k_THE, v_THE)
+        return self.after(x_TD, attended_THE)
 
-    def before(self, x_TD: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return self.self_attn(self.input_layernorm(x_TD), cos_TE, sin_TE)
+    def before(
+        self,
+        x_TD: Tensor,
+        cos_TE: Tensor,
+        sin_TE: Tensor,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        x_TD = self.input_layernorm(x_TD)
+        return self.self_attn(x_TD, cos_TE, sin_TE)
 
     def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
         x_TD = x_TD + self.self_attn.o_proj(attended_THE.flatten(1))
@@ -172,14 +193,21 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """Compute log softmax(logits / temperature)[target] after the tokens at predict_C, in nats, [C].
         Training calls the module, so that weights spread over the ranks are gathered."""
-        hidden_CD = self.hidden(ids_T, position_T, attend)[predict_C]
+        hidden_TD = self.hidden(ids_T, position_T, attend)
         return ChunkedLogProb.apply(
-            hidden_CD, self.head_VD, target_C, temperature, self.logp_chunk, self.elementwise)
+            hidden_TD[predict_C],
+            self.head_VD,
+            target_C,
+            temperature,
+            self.logp_chunk,
+            self.elementwise,
+        )
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
         self.frequency = self.frequency.to(ids_T.device)
-        angle_TE = (position_T[:, None].float() * self.frequency).repeat(1, 2)
+        angle_TE = position_T[:, None].float() * self.frequency
+        angle_TE = angle_TE.repeat(1, 2)
         x_TD = self.embed_tokens(ids_T)
         cos_TE = angle_TE.cos().to(x_TD.dtype)
         sin_TE = angle_TE.sin().to(x_TD.dtype)
@@ -221,8 +249,9 @@ class ChunkedLogProb(torch.autograd.Function):
         log_prob, ctx.logits_gradient = elementwise
         pieces = []
         for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
-            # No name holds the logits, so they are freed before the next chunk's are made.
-            pieces.append(log_prob(tempered(product(hidden, head_VD.T), temperature), target))
+            logits_CV = tempered(product(hidden, head_VD.T), temperature)
+            pieces.append(log_prob(logits_CV, target))
+            del logits_CV  # before the next chunk's are made
         logp_C = torch.cat(pieces)
         ctx.save_for_backward(hidden_CD, head_VD, target_C, logp_C)
         ctx.temperature = temperature
@@ -234,13 +263,15 @@ class ChunkedLogProb(torch.autograd.Function):
         hidden_CD, head_VD, target_C, logp_C = ctx.saved_tensors
         scale_C = tempered(grad_C.clone(), ctx.temperature)
         grad_hidden_CD = torch.empty_like(hidden_CD)
-        grad_head_VD = None
+        grad_head_VD = None  # of a frozen head
         if ctx.needs_input_grad[1]:
             grad_head_VD = torch.zeros_like(head_VD, dtype=logp_C.dtype)
-        pieces = [x.split(ctx.chunk) for x in (hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD)]
+        columns = hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD
+        pieces = [column.split(ctx.chunk) for column in columns]
         for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
             logits_CV = tempered(product(hidden, head_VD.T), ctx.temperature)
-            grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale).to(hidden.dtype)
+            grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale)
+            grad_CV = grad_CV.to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
             if grad_head_VD is not None:
                 product(grad_CV.T, hidden, onto=grad_head_VD)
@@ -252,7 +283,8 @@ class ChunkedLogProb(torch.autograd.Function):
 
 def log_prob(logits_CV: Tensor, target_C: Tensor) -> Tensor:
     """Compute log softmax(logits)[target], [C]."""
-    return logits_CV.log_softmax(dim=-1).gather(1, target_C[:, None])[:, 0]
+    logp_CV = logits_CV.log_softmax(dim=-1)
+    return logp_CV.gather(1, target_C[:, None])[:, 0]
 
 
 def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C: Tensor) -> Tensor:
@@ -268,7 +300,8 @@ def logits_gradient(logits_CV: Tensor, target_C: Tensor, logp_C: Tensor, scale_C
 def with_entropy(logits_CV: Tensor, target_C: Tensor) -> Tensor:
     """Compute log softmax(logits)[target] and the entropy of softmax(logits), in nats, [C, 2]."""
     logp_CV = logits_CV.log_softmax(dim=-1)
-    entropy_C = -(logp_CV.exp().mul_(logp_CV)).sum(dim=-1)
+    weighed_CV = logp_CV.exp().mul_(logp_CV)
+    entropy_C = -weighed_CV.sum(dim=-1)
     logp_C = logp_CV.gather(1, target_C[:, None])[:, 0]
     return torch.stack([logp_C, entropy_C], dim=1)
 
@@ -312,12 +345,13 @@ def at_least_float32(x: Tensor) -> Tensor:
 
 def sdpa_padded(segments: Segments) -> Attend:
     """Pad segments to batches of like lengths. All without a prefix are one batch, which needs no mask."""
-    batches: dict[int, list[int]] = {}
-    for i, (queries, keys) in enumerate(zip(segments.queries, segments.keys, strict=True)):
-        size = queries.bit_length() if keys > queries else 0
-        batches.setdefault(size, []).append(i)
+    batches: dict[int, list[int]] = defaultdict(list)
+    for i, queries in enumerate(segments.queries):
+        has_prefix = segments.keys[i] > queries
+        batches[queries.bit_length() if has_prefix else 0].append(i)
     padded = [pad_batch(segments, members) for members in batches.values()]
-    back_T = torch.cat([query_Q for query_Q, _ in padded]).argsort()
+    order_T = torch.cat([query_Q for query_Q, _ in padded])
+    back_T = order_T.argsort()
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         out = torch.cat([attend_batch(layer, q, k, v) for _, attend_batch in padded])
@@ -334,22 +368,25 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     """
     device = segments.key_K.device
     queries = [segments.queries[i] for i in members]
-    keys = [segments.keys[i] for i in members]
-    query_S, keys_S = torch.tensor([queries, keys], device=device)[:, :, None]
+    prefixes = [segments.keys[i] - segments.queries[i] for i in members]
+    query_S, prefix_S = torch.tensor([queries, prefixes], device=device)[:, :, None]
+    keys_S = query_S + prefix_S
     first_S, first_key_S = segments.start_2S[:, members, None]
-    prefix_S = keys_S - query_S
-    longest_prefix = max(k - q for q, k in zip(queries, keys, strict=True))
+    longest_prefix = max(prefixes)
     place_M = torch.arange(max(queries), device=device)
     place_L = torch.arange(-longest_prefix, len(place_M), device=device)
     query_SM = first_S + torch.minimum(place_M, query_S - 1)
     key_place_SL = (place_L + prefix_S).clamp(min=0)
-    key_SL = segments.key_K[first_key_S + torch.minimum(key_place_SL, keys_S - 1)]
+    key_place_SL = torch.minimum(key_place_SL, keys_S - 1)
+    key_SL = segments.key_K[first_key_S + key_place_SL]
     seen_SML = None
     if longest_prefix:
         real_SL = place_L >= -prefix_S
         causal_ML = place_L <= place_M[:, None]
-        seen_SML = (real_SL[:, None] & causal_ML)[:, None]
-    real_Q = (place_M < query_S).flatten().nonzero()[:, 0]
+        seen_SML = real_SL[:, None] & causal_ML
+        seen_SML = seen_SML[:, None]
+    real_SM = place_M < query_S
+    real_Q = real_SM.flatten().nonzero()[:, 0]
 
     def pad(x: Tensor, index_SL: Tensor) -> Tensor:
         padded = x.index_select(0, index_SL.flatten())
@@ -364,7 +401,8 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
             is_causal=not longest_prefix,
             enable_gqa=q.shape[1] != k.shape[1],
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, real_Q)
+        out = out.transpose(1, 2).flatten(0, 1)
+        return out.index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
 
@@ -384,14 +422,15 @@ def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Atten
 def torch_varlen(segments: Segments) -> Attend:
     """Attend by torch's own varlen flash attention, CUDA only. A window without end makes it causal."""
     from torch.nn.attention.varlen import varlen_attn
+    causal = partial(varlen_attn, window_size=(-1, 0))
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
-        return attend_by_kernel(segments, partial(varlen_attn, window_size=(-1, 0), enable_gqa=True))
+        return attend_by_kernel(segments, partial(causal, enable_gqa=True))
 
     def kernel(q: Tensor, k: Tensor, v: Tensor, *places) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, dim=1)
         v = v.repeat_interleave(repeats, dim=1)
-        return varlen_attn(q, k, v, *places, window_size=(-1, 0))
+        return causal(q, k, v, *places)
 
     return attend_by_kernel(segments, kernel)
 
@@ -411,8 +450,9 @@ BACKENDS = {  # model.attention -> function that makes the attention of segments
 
 def empty_model(folder: Path, dtype: torch.dtype) -> Decoder:
     """Build the decoder that config.json describes on the meta device: shapes without weights."""
+    shape = read_shape(folder)
     with torch.device("meta"):
-        return Decoder(read_shape(folder)).to(dtype)
+        return Decoder(shape).to(dtype)
 
 
 def load_model(folder: Path, dtype: torch.dtype, device: torch.device) -> Decoder:

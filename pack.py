@@ -6,10 +6,9 @@ Dimension key:  N groups,  G completions per group,  T tokens of one row (prompt
 tokens among them, the only ones that are projected and scored,  S completions in one row.
 """
 
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
 
 import numpy as np
 import torch
@@ -22,18 +21,17 @@ from records import Group, Row, Segments
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Assign items to rows of at most `capacity` tokens: longest first, into the fullest row that takes it.
 
-    Deterministic, never cuts and never drops: an item longer than a row is an error. Lengths 5 3 4 2 at
-    capacity 7 give the rows [0, 3] and [2, 1]: 5 opens a row, 4 another, 3 fills that one, and 2 the first.
+    Deterministic, never cuts and never drops; no item may be longer than a row. Lengths 5 3 4 2 at capacity 7
+    give the rows [0, 3] and [2, 1]: 5 opens a row, 4 another, 3 fills that one, and 2 the first.
     """
-    if max(lengths, default=0) > capacity:
-        raise too_long(lengths, capacity)
     rows: list[list[int]] = []
     room: list[tuple[int, int]] = []  # (tokens left, row), sorted
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         fullest = bisect_left(room, (lengths[i], 0))
-        left, row = room.pop(fullest) if fullest < len(room) else (capacity, len(rows))
-        if row == len(rows):
+        if fullest == len(room):
+            room.append((capacity, len(rows)))
             rows.append([])
+        left, row = room.pop(fullest)
         rows[row].append(i)
         insort(room, (left - lengths[i], row))
     return rows
@@ -47,35 +45,19 @@ def within_window(lengths: list[int], capacity: int, window: int) -> list[list[i
     never starves, and takes the longest in sight that still fits until none does; an item taken makes room
     for the next to come in sight. Never cuts and never drops; no item may be longer than a row.
     """
-    coming = iter(enumerate(lengths))
+    waiting = list(range(len(lengths)))  # the first `window` of them are in sight
     rows: list[list[int]] = []
-    oldest: dict[int, int] = {}  # item -> length, in the order they came in sight
-    longest: list[tuple[int, int]] = []  # (length, -item): of equal lengths the older one is taken
-
-    def look() -> None:
-        for i, length in islice(coming, window - len(oldest)):
-            oldest[i] = length
-            insort(longest, (length, -i))
-
-    look()
-    while oldest:
+    while waiting:
         rows.append([])
-        room, taken = capacity, next(iter(oldest))
+        room = capacity
+        taken = waiting[0]
         while taken is not None:
+            waiting.remove(taken)
             rows[-1].append(taken)
-            length = oldest.pop(taken)
-            room -= length
-            longest.pop(bisect_left(longest, (length, -taken)))
-            look()
-            fits = bisect_right(longest, (room, 1))
-            taken = -longest[fits - 1][1] if fits else None
+            room -= lengths[taken]
+            fitting = [i for i in waiting[:window] if lengths[i] <= room]
+            taken = max(fitting, key=lengths.__getitem__, default=None)  # of equal lengths the older one
     return rows
-
-
-def too_long(lengths: list[int], capacity: int) -> ValueError:
-    i = max(range(len(lengths)), key=lengths.__getitem__)
-    return ValueError(f"item {i} has {lengths[i]} tokens but pack.capacity={capacity}; "
-                      "raise pack.capacity or lower rollout.max_new_tokens")
 
 
 def cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
@@ -137,14 +119,16 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
     ranks compute the same assignment from the same lengths, so nothing has to be agreed upon.
     """
     kept = []
-    for n in minibatch.keep_NG.any(dim=1).nonzero()[:, 0].tolist():
-        group, places = minibatch.groups[n], minibatch.keep_NG[n].nonzero()[:, 0].tolist()
+    low, high = 0, settings.capacity
+    for n, group in enumerate(minibatch.groups):
+        prompt = len(group.prompt.ids)
+        places = minibatch.keep_NG[n].nonzero()[:, 0].tolist()
         lengths = [len(group.samples[g].ids) for g in places]
-        kept.append(KeptGroup(len(group.prompt.ids), [(n, g) for g in places], lengths))
-    alone = [group.prompt + length for group in kept for length in group.lengths]
-    low, high = max(alone, default=0), settings.capacity
+        kept.append(KeptGroup(prompt, [(n, g) for g in places], lengths))
+        low = max([low, *(prompt + length for length in lengths)])
     if low > high:
-        raise too_long(alone, high)
+        raise ValueError(f"a completion with its prompt has {low} tokens but pack.capacity={high}; "
+                         "raise pack.capacity or lower rollout.max_new_tokens")
     rows = cut(kept, high, settings.window)
     rounds = -(-len(rows) // ranks)
     while low < high:
@@ -155,9 +139,14 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
         else:
             low = middle + 1
     costs = [cost(*layout(minibatch, members), quadratic) for members in rows]
-    plans = [[Plan(rows[row]) for row in dealt] for dealt in deal(costs, ranks)]
-    cheapest = min(range(len(rows)), key=costs.__getitem__, default=0)
-    return [mine if len(mine) == rounds else [*mine, Plan(rows[cheapest], counts=False)] for mine in plans]
+    by_rank = []
+    for hand in deal(costs, ranks):
+        plans = [Plan(rows[row]) for row in hand]
+        if len(plans) < rounds:
+            cheapest = costs.index(min(costs))
+            plans.append(Plan(rows[cheapest], counts=False))
+        by_rank.append(plans)
+    return by_rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -205,26 +194,28 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     ids, position, key, predict = [], [], [], []  # arrays that are laid end to end below
     end, group = 0, None                          # of the row so far; the group whose prompt was laid last
     for (n, _), sample in zip(plan.members, samples, strict=True):
-        prompt, length = minibatch.groups[n].prompt.ids, len(sample.ids)
+        prompt = minibatch.groups[n].prompt.ids
         if n != group:                            # its prompt, once, before all of its completions
             prompt_start, group = end, n
             ids.append(prompt)
             position.append(np.arange(len(prompt)))
             end += len(prompt)
-        start, end = end, end + length
+        start, end = end, end + len(sample.ids)
         ids.append(sample.ids)
-        position.append(np.arange(len(prompt), len(prompt) + length))
+        position.append(np.arange(len(prompt), len(prompt) + len(sample.ids)))
         key += [np.arange(prompt_start, prompt_start + len(prompt)), np.arange(start, end)]
         # A token is predicted where the one before it stands; before the first is the prompt's last.
         before = np.arange(start - 1, end - 1)
         before[0] = prompt_start + len(prompt) - 1
         predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    segment_C = torch.arange(len(samples)).repeat_interleave(torch.tensor([len(piece) for piece in predict]))
-    n_C, g_C, factor_C = n_S[segment_C], g_S[segment_C], float(plan.counts)
+    segment_C = concatenated([np.full(len(places), i) for i, places in enumerate(predict)])
+    n_C, g_C = n_S[segment_C], g_S[segment_C]
+    factor_C = float(plan.counts)
     if minibatch.tokens:  # the weight of each token before a cut
         factor_C = factor_C * torch.cat([minibatch.tokens[n][g] for n, g in plan.members])
-    likelihood, bonus = minibatch.likelihood_NG, minibatch.bonus_NG
+    weights = {"weight_C": minibatch.weight_NG, "likelihood_C": minibatch.likelihood_NG,
+               "bonus_C": minibatch.bonus_NG}
     return Row(
         ids_T=concatenated(ids),
         position_T=concatenated(position),
@@ -234,14 +225,12 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
-        weight_C=minibatch.weight_NG[n_C, g_C] * factor_C,
         last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
         length_S=torch.tensor([len(sample.ids) for sample in samples]),
         members=tuple(plan.members), counts=plan.counts,
-        likelihood_C=None if likelihood is None else likelihood[n_C, g_C] * factor_C,
-        bonus_C=None if bonus is None else bonus[n_C, g_C] * factor_C,
+        **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None},
     )
 
 

@@ -134,28 +134,30 @@ def find_turns(run: Run, line: dict) -> list[Turn]:
     prompts = {prompt.id: prompt for prompt in run.task.prompts}
     turns = []
     for p in line["prompts"]:
-        if p["id"] not in prompts:
+        prompt = prompts.get(p["id"])
+        if prompt is None:
             raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        turns.append(Turn(prompts[p["id"]], p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
+        turns.append(Turn(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
     return turns
 
 
 def roll_again(run: Run, line: dict) -> Rolled:
     """Sample and score the groups of a line of decisions.jsonl, in the rounds that they came in."""
-    settings, table = run.cfg.advantage, None
+    settings = run.cfg.advantage
+    table = None
     if settings.kind == "soft_value":
-        table = soft_value.estimate_table(run.sampler, run.task.prompts, settings, Path(run.cfg.out),
-                                          sampled=True)
+        table = soft_value.estimate_table(
+            run.sampler, run.task.prompts, settings, Path(run.cfg.out), sampled=True)
     turns = find_turns(run, line)
     kept = list(accumulate(turn.kept for turn in turns))
-    rolled, start = Rolled(), 0
+    rolled = Rolled()
     for total in accumulate(line["rounds"]):
-        end = bisect_right(kept, total)
-        groups = run.sampler.rollout(turns[start:end])
+        first = len(rolled.turns)
+        offered = turns[first:bisect_right(kept, total)]
+        groups = run.sampler.rollout(offered)
         rewards = run.sampler.score(groups)
         adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, settings)
-        rolled += Rolled(turns[start:end], groups, rewards, adv_NG)
-        start = end
+        rolled += Rolled(offered, groups, rewards, adv_NG)
     return rolled
 
 
@@ -220,8 +222,8 @@ class Arm:
 
     @staticmethod
     def of(name: str, run: Run, cfg: Config, rolled: Rolled, seed: int) -> "Arm":
+        learner = replace(run.learner, loss=cfg.loss)
         selection = Selection.of(cfg)
-        learner = replace(run.learner, loss=replace(run.learner.loss, count=cfg.loss.count))
         return Arm(name, learner, selection, choose(rolled, selection, seed))
 
 
@@ -247,7 +249,8 @@ def print_gradients(arms: list[Arm], rolled: Rolled, draws: int) -> None:
 
 def draw_again(arm: Arm, rolled: Rolled, draws: int) -> list[Batch]:
     """Draw a pruning so often; none if nothing is left to chance."""
-    drawn, weight_NG = [], arm.batch.pruned.weight_NG
+    weight_NG = arm.batch.pruned.weight_NG
+    drawn = []
     differs = bool(arm.batch.tokens)
     for i in range(draws):
         batch = choose(rolled, arm.selection, dist.seed_for(arm.batch.seed, i, "draw"))
@@ -360,8 +363,8 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("run", type=user_path, metavar="RUN_DIR", help="a run folder")
     parser.add_argument("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c",

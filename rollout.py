@@ -43,7 +43,7 @@ class Engine(Protocol):
         top_p: float = 1.0,
         progress: str | None = None,
     ) -> list[Sample]:
-        """Sample one completion per prompt."""
+        """Sample one completion per prompt, as TorchEngine.generate says."""
 
     def sleep(self) -> None:
         """Give up the weights until the next sync."""
@@ -73,7 +73,8 @@ def sample_tokens(
         point_S1 = uniform_S[:, None] * cumulative_SV[:, -1:]
         token_S1 = torch.searchsorted(cumulative_SV, point_S1, right=True)
         token_S1.clamp_(max=logits_SV.shape[1] - 1)
-    return token_S1[:, 0], logp_SV.gather(1, token_S1)[:, 0]
+    logp_S1 = logp_SV.gather(1, token_S1)
+    return token_S1[:, 0], logp_S1[:, 0]
 
 
 def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
@@ -81,18 +82,29 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
     sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
     before_SV = sorted_SV.cumsum(dim=-1) - sorted_SV
     sorted_SV[before_SV >= top_p] = 0
-    return torch.zeros_like(prob_SV).scatter_(1, place_SV, sorted_SV)
+    kept_SV = torch.zeros_like(prob_SV)
+    return kept_SV.scatter_(1, place_SV, sorted_SV)
 
 
 class Cache:
     """The keys and values of each layer: of each prompt once, however many of the S slots answer it, and of
-    the tokens that each slot has read since. The first axis of both counts the key heads of all prompts or
-    slots. One product multiplies the queries of all slots that answer a prompt by its keys (as in
-    arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
+    the tokens that each slot has read since. A layer's are one tensor: [2, prompts or slots, key heads,
+    tokens, head width]. One product multiplies the queries of all slots that answer a prompt by its keys (as
+    in arXiv:2402.05099), and one softmax runs over these scores and the scores of the slot's own keys."""
 
-    def __init__(self, model: Decoder, slots: int, prompts: list[Ids], max_new_tokens: int):
+    def __init__(
+        self,
+        model: Decoder,
+        attention: str,
+        slots: int,
+        prompts: list[Ids],
+        max_new_tokens: int,
+    ):
+        self.model = model
+        self.attention = attention  # a key of BACKENDS, for prompts
         shape = model.shape
         weight = model.embed_tokens.weight
+        self.device = weight.device
         self.prompts = prompts
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
@@ -100,78 +112,83 @@ class Cache:
         self.of_slots = []
         longest = max(map(len, prompts)) - 1
         for _ in range(shape.layers):
-            prompt_size = 0, longest or 1, shape.head_dim
-            slot_size = slots * self.heads, max_new_tokens, shape.head_dim
-            self.of_prompts.append([weight.new_zeros(prompt_size) for _ in "kv"])
-            self.of_slots.append([weight.new_zeros(slot_size) for _ in "kv"])
-        self.used_S = torch.zeros(slots, dtype=torch.long, device=weight.device)
+            no_prompt = weight.new_zeros(2, 0, self.heads, longest or 1, shape.head_dim)
+            no_token = weight.new_zeros(2, slots, self.heads, max_new_tokens, shape.head_dim)
+            self.of_prompts.append(no_prompt)
+            self.of_slots.append(no_token)
 
-    def admit(self, model: Decoder, prompt_S: list[int], attention: str) -> None:
+    def admit(self, prompt_S: list[int]) -> None:
         """Give every slot the prompt of this number, or none if the number is -1. New prompts are computed
         without their last token, which the next decoding step reads, and take the rows that no slot needs
         any longer."""
         slots_of = Counter(prompt_S)
         missing = slots_of.keys() - {-1, *self.held}
         new = sorted(missing, key=lambda number: (slots_of[number], number))
-        free = [row for row, number in enumerate(self.held) if number not in slots_of]
-        rows = free[:len(new)]
+        rows = [row for row, number in enumerate(self.held) if number not in slots_of]
         added = len(new) - len(rows)
-        if added:
+        if added > 0:
             rows += range(len(self.held), len(self.held) + added)
             self.held += new[-added:]
             for layer, pair in enumerate(self.of_prompts):
-                self.of_prompts[layer] = [F.pad(x, (0, 0, 0, 0, 0, added * self.heads)) for x in pair]
+                self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
-        for number, row in zip(new, rows, strict=True):
+        for number, row in zip(new, rows, strict=False):
             self.held[row] = number
-            if len(self.prompts[number]) > 1:
-                placed.append((self.prompts[number], row))
+            prompt = self.prompts[number]
+            if len(prompt) > 1:
+                placed.append((prompt, row))
         for run in cut_runs(placed):
-            self.prefill(model, run, attention)
+            self.prefill(run)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
-        self.arrange(torch.tensor(row_S, device=self.used_S.device))
+        self.arrange(torch.tensor(row_S, device=self.device))
 
-    def prefill(self, model: Decoder, placed: list[tuple[Ids, int]], attention: str) -> None:
+    def prefill(self, placed: list[tuple[Ids, int]]) -> None:
         """Compute prompts together, each into its row."""
-        device = self.used_S.device
-        ids, positions, rows, sizes = [], [], [], []
+        ids, positions = [], []
+        rows, sizes = [], []
         for prompt, row in placed:
             size = len(prompt) - 1
             ids += prompt[:-1]
             positions += range(size)
             rows += [row] * size
             sizes.append(size)
-        ids_T, position_T, row_T = torch.tensor([ids, positions, rows], device=device)
-        within = BACKENDS[attention](Segments.plain(sizes, device))
+        columns_3T = torch.tensor([ids, positions, rows], device=self.device)
+        ids_T, position_T, row_T = columns_3T
+        segments = Segments.plain(sizes, self.device)
+        within = BACKENDS[self.attention](segments)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in zip(self.of_prompts[layer], (k, v), strict=True):
-                cache.unflatten(0, (-1, self.heads))[row_T, :, position_T] = x
+            pair = self.of_prompts[layer]
+            pair[0, row_T, :, position_T] = k
+            pair[1, row_T, :, position_T] = v
             return within(layer, q, k, v)
 
-        model.hidden(ids_T, position_T, attend)
+        self.model.hidden(ids_T, position_T, attend)
 
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
         several slots answer, and from there on as many places as the most popular prompt needs."""
-        device = row_S.device
-        lengths = [len(self.prompts[number]) - 1 for number in self.held]
         self.row_S = row_S
+        lengths = [len(self.prompts[number]) - 1 for number in self.held]
+        length_P = torch.tensor(lengths, device=self.device)
         self.longest = max(lengths) or 1
-        self.length_S = torch.tensor(lengths, device=device)[row_S]
+        self.length_S = length_P[row_S]
         same_SS = row_S[:, None] == row_S
         rank_S = same_SS.tril(-1).sum(dim=1)  # among the slots of the same prompt
         count_P = row_S.bincount(minlength=len(lengths))
-        first_shared = int((count_P > 1).int().argmax())
-        row_P = torch.arange(len(lengths), device=device)
+        shared_P = (count_P > 1).int()
+        first_shared = int(shared_P.argmax())
+        row_P = torch.arange(len(lengths), device=self.device)
         width_P = torch.where(row_P < first_shared, 1, count_P.max())
-        start_P = (width_P.cumsum(0) - width_P) * self.heads
-        head_H = torch.arange(self.heads, device=device)
-        first_SH = start_P[row_S, None] + head_H * width_P[row_S, None]
-        self.place = (first_SH + rank_S[:, None]).flatten()
-        self.slot = row_S.new_zeros(int(width_P.sum()) * self.heads)  # 0 where no slot is
-        self.slot[self.place] = torch.arange(len(self.place), device=device)
+        start_P = width_P.cumsum(0) - width_P
+        head_H = torch.arange(self.heads, device=self.device)
+        first_S = self.heads * start_P[row_S] + rank_S
+        place_SH = first_S[:, None] + head_H * width_P[row_S, None]
+        self.place = place_SH.flatten()
+        places = int(width_P.sum()) * self.heads
+        self.slot = row_S.new_zeros(places)  # 0 where no slot is
+        self.slot[self.place] = torch.arange(len(self.place), device=self.device)
         self.cut = first_shared * self.heads
         self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
 
@@ -179,54 +196,60 @@ class Cache:
         """Multiply the tensor of each slot by the cached tensor of its prompt."""
         if self.alone:
             return torch.bmm(x, cache)
-        lefts = x.index_select(0, self.slot).tensor_split([self.cut])
+        queries = x.index_select(0, self.slot)
+        lefts = queries.tensor_split([self.cut])
         rights = cache.tensor_split([self.cut])
         products = []
         for left, right in zip(lefts, rights, strict=True):
             if len(left):
-                out = torch.bmm(left.view(len(right), -1, x.shape[-1]), right)
+                by_row = left.view(len(right), -1, x.shape[-1])
+                out = torch.bmm(by_row, right)
                 products.append(out.view(len(left), x.shape[1], -1))
-        return torch.cat(products).index_select(0, self.place)
+        product = torch.cat(products)
+        return product.index_select(0, self.place)
 
-    def decode(self, model: Decoder, token_S: Tensor) -> Tensor:
-        """Append one token to every slot and return the logits [S, V] of the next."""
+    def decode(self, token_S: Tensor, used_S: Tensor) -> Tensor:
+        """Append one token to every slot, behind used_S others; return the logits [S, V] of the next."""
         longest = self.longest
-        own = int(self.used_S.max()) + 1
-        column = torch.arange(max(longest, own), device=token_S.device)
+        own = int(used_S.max()) + 1
+        column = torch.arange(max(longest, own), device=self.device)
         of_prompt = column[:longest] < self.length_S[:, None]
-        of_slot = column[:own] <= self.used_S[:, None]
-        bias = torch.where(torch.cat([of_prompt, of_slot], dim=1), 0.0, -torch.inf)
+        of_slot = column[:own] <= used_S[:, None]
+        seen = torch.cat([of_prompt, of_slot], dim=1)
+        bias = torch.where(seen, 0.0, -torch.inf)
         bias = bias.repeat_interleave(self.heads, 0)[:, None]
-        row = torch.arange(len(bias), device=token_S.device)
-        used = self.used_S.repeat_interleave(self.heads)
+        slot_S = torch.arange(len(token_S), device=self.device)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            for cache, x in zip(self.of_slots[layer], (k, v), strict=True):
-                cache[row, used] = x.flatten(0, 1)
+            pair = self.of_slots[layer]
+            pair[0, slot_S, :, used_S] = k
+            pair[1, slot_S, :, used_S] = v
             # 16-bit keys and values are widened: products rounded to 16 bits would lose too much.
-            prompt_keys, prompt_values = (at_least_float32(x[:, :longest]) for x in self.of_prompts[layer])
-            keys, values = (at_least_float32(x[:, :own]) for x in self.of_slots[layer])
+            of_prompts = at_least_float32(self.of_prompts[layer][..., :longest, :])
+            of_slots = at_least_float32(pair[..., :own, :])
+            prompt_keys, prompt_values = of_prompts.flatten(1, 2)
+            keys, values = of_slots.flatten(1, 2)
             # The query heads of one key head stand where a longer query would: no copy for grouped attention.
             width = q.shape[-1]
-            grouped = q.reshape(len(row), -1, width).to(keys.dtype) * width ** -0.5
+            grouped = q.reshape(len(keys), -1, width)
+            grouped = grouped.to(keys.dtype) * width ** -0.5
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
-            scores = torch.cat([prompt_scores, torch.bmm(grouped, keys.mT)], dim=-1)
+            own_scores = torch.bmm(grouped, keys.mT)
+            scores = torch.cat([prompt_scores, own_scores], dim=-1)
             weight = scores.add_(bias).softmax(dim=-1)
             out = torch.bmm(weight[..., longest:], values)
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = model.hidden(token_S, self.length_S + self.used_S, attend)
-        self.used_S += 1
-        return model.logits(hidden_SD)
+        hidden_SD = self.model.hidden(token_S, self.length_S + used_S, attend)
+        return self.model.logits(hidden_SD)
 
     def select(self, slots: Tensor) -> None:
         """Keep only these slots, in this order, and the prompts that they answer."""
         rows, row_S = self.row_S[slots].unique(return_inverse=True)
-        for side, kept in ((self.of_slots, slots), (self.of_prompts, rows)):
-            for layer, pair in enumerate(side):  # one layer at a time, so that only one is held twice
-                side[layer] = [x.unflatten(0, (-1, self.heads))[kept].flatten(0, 1) for x in pair]
-        self.used_S = self.used_S[slots]
+        for layer in range(len(self.of_slots)):  # one at a time, so that only one is held twice
+            self.of_slots[layer] = self.of_slots[layer][:, slots]
+            self.of_prompts[layer] = self.of_prompts[layer][:, rows]
         self.held = [self.held[row] for row in rows.tolist()]
         self.arrange(row_S)
 
@@ -241,17 +264,22 @@ class Decoding:
         seeds: list[int],
         limits: list[int],
     ):
-        count, longest = len(prompts), max(limits)
+        count = len(prompts)
+        longest = max(limits)
         slots = min(engine.slots, count)
-        self.engine, self.prompts, self.seeds, self.count = engine, prompts, seeds, count
-        number_of = {prompt: i for i, prompt in enumerate(dict.fromkeys(prompts))}
-        self.cache = Cache(engine.model, slots, list(number_of), longest)
+        self.stops = engine.stops
+        self.prompts = prompts
+        self.seeds = seeds
+        self.count = count
+        different = list(dict.fromkeys(prompts))
+        number_of = {prompt: i for i, prompt in enumerate(different)}
+        self.cache = Cache(engine.model, engine.attention, slots, different, longest)
         self.prompt_N = [number_of[prompt] for prompt in prompts]
         self.prompt_N.append(-1)
         with torch.device(engine.device):
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
             self.token_S = torch.zeros(slots, dtype=torch.long)
-            self.step_S = torch.zeros(slots, dtype=torch.long)
+            self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 where the slot is idle
             self.limit_N = torch.tensor([*limits, longest])
             self.uniform_SM = torch.zeros(slots, longest, dtype=torch.float64)
             # One row more than there are samples: idle slots decode on, and write there.
@@ -264,13 +292,15 @@ class Decoding:
         """Start `samples` in `slots`."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
-        prompt_S = [self.prompt_N[i] for i in self.owner_S.tolist()]
-        self.cache.admit(self.engine.model, prompt_S, self.engine.attention)
+        owners = self.owner_S.tolist()
+        prompt_S = [self.prompt_N[i] for i in owners]
+        self.cache.admit(prompt_S)
         last_tokens = [self.prompts[i][-1] for i in samples]
         self.token_S[slots] = torch.tensor(last_tokens, device=device)
-        self.step_S[slots] = 0
-        drawn_SM = np.stack([draw_uniforms(self.seeds[i], self.uniform_SM.shape[1]) for i in samples])
-        self.uniform_SM[slots] = torch.from_numpy(drawn_SM).to(device)
+        longest = self.uniform_SM.shape[1]
+        rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
+        drawn_SM = torch.from_numpy(np.stack(rows))
+        self.uniform_SM[slots] = drawn_SM.to(device)
 
     def shrink(self) -> None:
         """Drop idle slots, so that the last long samples do not pay for all that have ended."""
@@ -283,37 +313,45 @@ class Decoding:
 
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
         """Sample one token for every slot; slots whose sample has ended become idle."""
-        logits_SV = self.cache.decode(self.engine.model, self.token_S)
-        uniform_S = self.uniform_SM.gather(1, self.step_S[:, None])[:, 0]
+        logits_SV = self.cache.decode(self.token_S, self.step_S)
+        uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
+        uniform_S = uniform_S1[:, 0]
         self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
-        self.ids_NM[self.owner_S, self.step_S] = self.token_S
-        self.logp_NM[self.owner_S, self.step_S] = logp_S.double()
+        place = self.owner_S, self.step_S
+        self.ids_NM[place] = self.token_S
+        self.logp_NM[place] = logp_S.double()
         self.step_S += 1
         ended_S = torch.isin(self.token_S, eos)
-        if self.engine.stops:
-            ended_S |= self.mark_stopped(self.engine.stops)
+        if self.stops:
+            ended_S |= self.mark_stopped(self.stops)
         self.made_N[self.owner_S] = self.step_S
         self.ended_N[self.owner_S] = ended_S
-        over_S = ended_S | (self.step_S == self.limit_N[self.owner_S])
+        full_S = self.step_S == self.limit_N[self.owner_S]
+        over_S = ended_S | full_S
         self.owner_S = torch.where(over_S, self.count, self.owner_S)
         # Idle slots stay at their first token: their place in the cache must not run over.
-        working_S = self.owner_S < self.count
-        self.step_S *= working_S
-        self.cache.used_S *= working_S
+        self.step_S *= self.owner_S < self.count
 
     def mark_stopped(self, stops: Stops) -> Tensor:
         """Mark the slots whose newest token completes a stop text."""
         back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
         place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
-        recent = self.ids_NM[self.owner_S[:, None], place_ST].tolist()
-        tails = [ids[-made:] for ids, made in zip(recent, self.step_S.tolist(), strict=True)]
-        return torch.tensor(stops.reached(tails), device=self.step_S.device)
+        recent_ST = self.ids_NM[self.owner_S[:, None], place_ST]
+        tails = []
+        for ids, made in zip(recent_ST.tolist(), self.step_S.tolist(), strict=True):
+            tails.append(ids[-made:])
+        reached = stops.reached(tails)
+        return torch.tensor(reached, device=self.step_S.device)
 
     def samples(self) -> list[Sample]:
-        ended, ids, logp = self.ended_N.tolist(), self.ids_NM.tolist(), self.logp_NM.tolist()
+        """Return all samples, in the order that they were asked for."""
+        ids = self.ids_NM.tolist()
+        logp = self.logp_NM.tolist()
+        ended = self.ended_N.tolist()
         samples = []
         for i, made in enumerate(self.made_N[:-1].tolist()):
-            samples.append(Sample(ids[i][:made], logp[i][:made], ended[i]))
+            sample = Sample(ids[i][:made], logp[i][:made], ended[i])
+            samples.append(sample)
         return samples
 
 
@@ -338,7 +376,8 @@ class TorchEngine:
         """Take over the policy's weights, in this engine's dtype."""
         if self.model.norm.weight.is_meta:
             self.model.to_empty(device=self.device)
-        for mine, (_, theirs) in zip(self.model.parameters(), policy.named_hf_tensors(), strict=True):
+        pairs = zip(self.model.parameters(), policy.named_hf_tensors(), strict=True)
+        for mine, (_, theirs) in pairs:
             mine.copy_(dist.full(theirs, mine.device, mine.dtype))
 
     def sleep(self) -> None:
@@ -367,20 +406,23 @@ class TorchEngine:
         if not prompts:
             return []
         count = len(prompts)
-        limits = [max_new_tokens] * count if isinstance(max_new_tokens, int) else max_new_tokens
+        limits = max_new_tokens
+        if isinstance(limits, int):
+            limits = [limits] * count
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
         state = Decoding(self, prompts, seeds, limits)
         started = tokens = 0
         start = perf_counter()
-        hidden = True if progress is None else None  # None: unless there is a terminal
-        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
+        with progress_bar(progress, count) as bar:
             while True:
-                idle = (state.owner_S == count).nonzero()[:, 0].tolist()
+                idle_S = state.owner_S == count
+                idle = idle_S.nonzero()[:, 0].tolist()
                 busy = len(state.owner_S) - len(idle)
                 bar.update(started - busy - bar.n)
                 slots = idle[:count - started]
                 if slots:
-                    state.admit(slots, range(started, started + len(slots)))
+                    samples = range(started, started + len(slots))
+                    state.admit(slots, samples)
                     started += len(slots)
                 elif not busy:
                     return state.samples()
@@ -388,22 +430,36 @@ class TorchEngine:
                     state.shrink()
                 tokens += busy + len(slots)
                 state.step(temperature, top_p, eos)
-                bar.set_postfix_str(f"{tokens / (perf_counter() - start):,.0f} tok/s", refresh=False)
+                rate = tokens / (perf_counter() - start)
+                bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
+
+
+def progress_bar(name: str | None, count: int) -> tqdm:
+    """Make a bar of samples done. It is hidden without a name, and if there is no terminal."""
+    return tqdm(
+        desc=name,
+        total=count,
+        unit="sample",
+        leave=False,
+        disable=True if name is None else None,  # None: tqdm looks for a terminal
+    )
 
 
 def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
     """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
-    cut = []
-    for prompt, row in sorted(placed, key=lambda pair: len(pair[0])):
-        if not cut or (len(cut[-1]) + 1) * len(prompt) > PREFILL_TOKENS:
-            cut.append([])
-        cut[-1].append((prompt, row))
-    return cut
+    runs = []
+    shortest_first = sorted(placed, key=lambda pair: len(pair[0]))
+    for prompt, row in shortest_first:
+        if not runs or len(prompt) * (len(runs[-1]) + 1) > PREFILL_TOKENS:
+            runs.append([])
+        runs[-1].append((prompt, row))
+    return runs
 
 
 def draw_uniforms(seed: int, count: int) -> np.ndarray:
     """Draw numbers in [0, 1) for the tokens of a sample; a seed gives the same ones anywhere (Philox)."""
-    return np.random.Generator(np.random.Philox(seed)).random(count)
+    bits = np.random.Philox(seed)
+    return np.random.Generator(bits).random(count)
 
 
 def start_engine(kind: str, spec: EngineSpec) -> Engine:

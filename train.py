@@ -138,8 +138,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     decided = memory.decide(cfg, task.source, saved["config"])
     learner, engine = set_up(decided, task)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
-    easy = middle(cfg.reward, cfg.rollout.differ_in)
-    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy)
+    easy_above = middle(cfg.reward, cfg.rollout.differ_in)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
     history, sampler = stand_ins.put_in(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
     if path is None:
@@ -165,45 +165,70 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
         evaluate_sets(run, cfg.eval, run.first)
     if cfg.advantage.kind != "soft_value":
         return None
-    return soft_value.estimate_table(run.sampler, run.task.prompts, cfg.advantage, Path(cfg.out),
-                                     sampled=run.first > 0)
+    return soft_value.estimate_table(
+        run.sampler,
+        run.task.prompts,
+        cfg.advantage,
+        Path(cfg.out),
+        sampled=run.first > 0,
+    )
 
 
 def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
-    clock, results, tokenizer = Clock(), {}, run.task.tokenizer
+    clock = Clock()
+    results = {}
     for s in run.task.sets:
-        results[s.name] = evaluate(run.engine, tokenizer, s, sampling, run.log.bar(f"eval {s.name}"))
+        bar = run.log.bar(f"eval {s.name}")
+        results[s.name] = evaluate(run.engine, run.task.tokenizer, s, sampling, bar)
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
 def written_beside(run: Run, asked: Config) -> dict:
     """Return what a checkpoint holds beside tensors."""
-    settings = memory.to_save(run.cfg, asked)
-    return {"config": settings, "history": run.history.state(), "inputs": run.inputs}
+    return {
+        "config": memory.to_save(run.cfg, asked),
+        "history": run.history.state(),
+        "inputs": run.inputs,
+    }
 
 
 def load(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
     tracking.require_package(cfg)
     source = find_model(cfg.model.path)
-    settings, longest = cfg.data, cfg.data.max_prompt_tokens
+    settings = cfg.data
+    gold = cfg.labels.kind == "gold"
     tokenizer = data.Tokenizer(source, settings, cfg.rollout.stop or ())
     sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
-    problems = data.load_problems(settings.train, settings.dir, True, settings.columns,
-                                  cfg.reward.needs_answers and cfg.labels.kind == "gold")
-    held_out = [p for s in sets for p in s.problems] if cfg.labels.kind == "gold" else []  # others read none
-    problems = data.drop_overlap(problems, held_out)[:settings.limit]
-    graded = cfg.labels.kind == "votes" or answered(problems, settings.train)
-    if graded and cfg.labels.kind == "gold":
+    problems = data.load_problems(
+        settings.train,
+        settings.dir,
+        True,
+        settings.columns,
+        cfg.reward.needs_answers and gold,
+    )
+    if gold:  # votes read no answer
+        held_out = [p for s in sets for p in s.problems]
+        problems = data.drop_overlap(problems, held_out)
+    problems = problems[:settings.limit]
+    graded = not gold or answered(problems, settings.train)
+    if graded and gold:
         name_unreadable(settings.train, {p.id: p.answer for p in problems})
     custom_reward.try_out(cfg.reward, problems, *(s.problems for s in sets if s.reward))
-    prompts = data.to_prompts(problems, tokenizer, settings.system_prompt, longest, settings.drop_longer)
+    prompts = data.to_prompts(
+        problems,
+        tokenizer,
+        settings.system_prompt,
+        settings.max_prompt_tokens,
+        settings.drop_longer,
+    )
+    inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
     # What is evaluated on by no longer than eval.limit is left out of training all the same.
-    return data.Task(source, tokenizer, problems, prompts, [s.first(cfg.eval.limit) for s in sets], graded,
-                     checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets}))
+    sets = [s.first(cfg.eval.limit) for s in sets]
+    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs)
 
 
 def due(every: int, step: int, last: int) -> bool:
@@ -215,14 +240,27 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
     (memory.decide). Raises ConfigError."""
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    check_positions(task.source, longest,
-                    "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens")
-    learner = build_learner(cfg, task.source, dist.init(memory.find_device(cfg.device)))
+    check_positions(
+        task.source,
+        longest,
+        "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens",
+    )
+    device = dist.init(memory.find_device(cfg.device))
+    learner = build_learner(cfg, task.source, device)
     if cfg.advantage.kind == "gae":
         learner = critic.with_critic(learner, cfg, task.source)
     spec = EngineSpec(
-        task.source, learner.dtype, learner.device, learner.backend, task.tokenizer.eos_ids,
-        cfg.rollout.slots, longest, cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, task.tokenizer.stops)
+        task.source,
+        learner.dtype,
+        device,
+        learner.backend,
+        task.tokenizer.eos_ids,
+        cfg.rollout.slots,
+        longest,
+        cfg.rollout.tensor_parallel,
+        cfg.rollout.cache_gib,
+        task.tokenizer.stops,
+    )
     return learner, start_engine(cfg.rollout.engine, spec)
 
 
@@ -235,12 +273,13 @@ def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict
     if step == 1:
         run.log.warn(step, critic.warn_too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    run.log.sampled(step, tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups))
+    texts = tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
+    run.log.sampled(step, texts)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     parser.add_argument("--resume", nargs="?", choices=get_args(Resume), default="never", const="always",

@@ -126,7 +126,7 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
     Raises NotFinite.
     """
     critic = learner.critic
-    sums = ValueSums()
+    sums = dict.fromkeys(SUMS, 0.0)
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
 
@@ -134,7 +134,8 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
         return NotFinite(f"critic's {what}", step=step + 1, records=rolled)
 
     with clock.phase("pack"):
-        batches = [learner.rows(minibatch) for minibatch in split_minibatches(learner, rolled, step)]
+        minibatches = split_minibatches(learner, rolled, step)
+        batches = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
         targets = [[target(learner, row) for row in rows] for rows in batches]
     with clock.phase("critic"):
@@ -143,7 +144,9 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
                 try:
                     for row, target_C in zip(rows, row_targets, strict=True):
                         loss, value_C = add_value_gradient(learner, row, target_C)
-                        sums.add(row, loss, value_C, first_pass=epoch == 0)
+                        sums["loss"] += loss
+                        if epoch == 0 and row.counts:
+                            add_errors(sums, row, value_C)
                 except torch.OutOfMemoryError as error:
                     raise out_of_memory(rows, learner.sequence, error) from None
                 norms.append(descend(
@@ -151,10 +154,10 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
                     critic.optimizers,
                     rate,
                     critic.optim.clip_norm,
-                    sums.sums["loss"],
+                    sums["loss"],
                     not_finite,
                 ))
-    return sums.metrics(norms, rate)
+    return {"critic/lr": rate} | value_metrics(sums, norms)
 
 
 def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
@@ -167,12 +170,14 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
         samples = [s if s.pending else replace(s, start=0) for s in group.samples]
         groups.append(Group(group.prompt, tuple(samples)))
     reward_NG = rolled.rewards.total_NG
-    ended_NG = ~pending(groups, reward_NG.shape[1]) & ~reward_NG.isnan()
-    len_NG = lengths(groups, reward_NG.shape[1])
-    weights = [turn.weight for turn in rolled.turns if turn.kept]
+    G = reward_NG.shape[1]
+    ended_NG = ~pending(groups, G) & ~reward_NG.isnan()
+    len_NG = lengths(groups, G)
+    weights = [turn.weight for turn in rolled.kept]
     weight_N1 = torch.tensor(weights, dtype=torch.float64)[:, None]
     ended_K = ended_NG.flatten().nonzero()[:, 0]
-    generator = torch.Generator().manual_seed(dist.seed_for(learner.seed, step, "critic"))
+    seed = dist.seed_for(learner.seed, step, "critic")
+    generator = torch.Generator().manual_seed(seed)
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
     minibatches = []
     for members_K in shuffled_K.tensor_split(learner.critic.settings.minibatches):
@@ -194,7 +199,8 @@ def target(learner: Learner, row: Row) -> Tensor:
         return row.reward_S[row.segment_C]
     value_C, _ = learner.critic.values(learner, row)
     reward_S = row.reward_S.to(value_C)
-    return value_C + gae(value_C, reward_S, row.segment_C, torch.full_like(reward_S, lam))
+    lam_S = torch.full_like(reward_S, lam)
+    return value_C + gae(value_C, reward_S, row.segment_C, lam_S)
 
 
 def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
@@ -210,38 +216,38 @@ def add_value_gradient(learner: Learner, row: Row, target_C: Tensor) -> tuple[Te
     return loss.detach(), value_C.detach()
 
 
-class ValueSums:
-    """Sums over the rows that this rank passed through the critic in one step."""
+# Sums over the rows that a rank passes through the critic in one step. All but the loss are of the first
+# pass, without the rows that only keep the rank in step.
+SUMS = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
 
-    NAMES = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
 
-    def __init__(self):
-        self.sums: dict[str, Tensor | float] = dict.fromkeys(self.NAMES, 0.0)
+def add_errors(sums: dict[str, Tensor | float], row: Row, value_C: Tensor) -> None:
+    """Add a row's tokens, rewards and errors to the sums."""
+    reward_C = row.reward_S[row.segment_C].double()
+    error_C = reward_C - value_C.double()
+    sums["tokens"] += len(reward_C)
+    sums["reward"] += reward_C.sum()
+    sums["reward_squared"] += reward_C.square().sum()
+    sums["error"] += error_C.sum()
+    sums["error_squared"] += error_C.square().sum()
 
-    def add(self, row: Row, loss: Tensor, value_C: Tensor, first_pass: bool) -> None:
-        """Add one row in one pass. A row that only keeps its rank in step is not counted."""
-        self.sums["loss"] += loss
-        if first_pass and row.counts:
-            reward_C = row.reward_S[row.segment_C].double()
-            error_C = reward_C - value_C.double()
-            self.sums["tokens"] += len(reward_C)
-            for name, x_C in (("reward", reward_C), ("error", error_C)):
-                self.sums[name] += x_C.sum()
-                self.sums[f"{name}_squared"] += x_C.square().sum()
 
-    def metrics(self, norms: list[float], rate: float) -> dict[str, float]:
-        """Compute means over all ranks. Collective. Without tokens or variance, metrics that need them are
-        absent."""
-        total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
-        metrics = {"critic/tokens": int(total["tokens"]), "critic/lr": rate}
-        if not norms:
-            return metrics
-        means = {name: value / total["tokens"] for name, value in total.items()}
-        variance = means["reward_squared"] - means["reward"] ** 2
-        unexplained = means["error_squared"] - means["error"] ** 2
-        metrics["critic/loss"] = total["loss"] / len(norms)
-        metrics["critic/grad_norm"] = sum(norms) / len(norms)
-        metrics["critic/value"] = means["reward"] - means["error"]
-        if variance > 1e-12 * means["reward_squared"]:  # equal rewards vary by rounding alone
-            metrics["critic/explained_variance"] = 1 - unexplained / variance
+def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> dict[str, float]:
+    """Compute means over all ranks. Collective. Without tokens or variance, metrics that need them are
+    absent."""
+    total = dist.sum_over_ranks({name: float(value) for name, value in sums.items()})
+    tokens = total["tokens"]
+    metrics = {"critic/tokens": int(tokens)}
+    if not norms:
         return metrics
+    reward = total["reward"] / tokens
+    error = total["error"] / tokens
+    square = total["reward_squared"] / tokens
+    variance = square - reward ** 2
+    unexplained = total["error_squared"] / tokens - error ** 2
+    metrics["critic/loss"] = total["loss"] / len(norms)
+    metrics["critic/grad_norm"] = sum(norms) / len(norms)
+    metrics["critic/value"] = reward - error
+    if variance > 1e-12 * square:  # equal rewards vary by rounding alone
+        metrics["critic/explained_variance"] = 1 - unexplained / variance
+    return metrics

@@ -9,7 +9,6 @@ sampler; the loop is the same. pack.window is something else: the sequences that
 
 from dataclasses import dataclass, replace
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +22,13 @@ from settings.kinds import Prompts
 class Pool(PromptHistory):
     """The history of prompts, and the unfinished completions that go on."""
 
-    def __init__(self, prompts: list[Prompt], pruning: Prompts, seed: int, group_size: int):
+    def __init__(
+        self,
+        prompts: list[Prompt],
+        pruning: Prompts,
+        seed: int,
+        group_size: int,
+    ):
         super().__init__(prompts, pruning, seed, middle=0.0)
         self.records = True
         self.group_size = group_size
@@ -35,20 +40,23 @@ class Pool(PromptHistory):
         new = []
         for turn in super().draw(room // self.group_size):
             new += [replace(turn, copy=copy) for copy in range(self.group_size)]
-        return interleave([turn for turn, _ in self.unfinished], new)
+        going_on = [turn for turn, _ in self.unfinished]
+        return interleave(going_on, new)
 
     def record(self, rolled: Rolled) -> None:
         """Keep the completions that go on."""
         self.unfinished = []
         for turn, group in zip(rolled.turns, rolled.groups, strict=True):
-            self.unfinished += [(turn, sample) for sample in group.samples if sample.pending]
+            sample, = group.samples
+            if sample.pending:
+                self.unfinished.append((turn, sample))
 
     def state(self) -> dict:
         pool = []
         for turn, sample in self.unfinished:
-            ids = torch.from_numpy(np.array(sample.ids))
-            logp = torch.from_numpy(np.array(sample.logp))
-            pool.append((turn.epoch, turn.prompt.id, turn.copy, ids, logp))
+            ids = torch.frombuffer(sample.ids, dtype=torch.int32)
+            logp = torch.frombuffer(sample.logp, dtype=torch.float64)
+            pool.append((*completion_key(turn), ids, logp))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
@@ -72,25 +80,30 @@ class WindowSampler:
         """Go on with the completions of the pool, and begin one for each new turn."""
         settings = self.sampler.sampling
         unfinished = {completion_key(turn): sample for turn, sample in self.pool.unfinished}
-        so_far, prompts, seeds, room = [], [], [], []
-        for turn in turns:
-            sample = unfinished.get(completion_key(turn))
-            so_far.append(sample)
-            prompts.append((*turn.prompt.ids, *sample.ids) if sample else turn.prompt.ids)
+        so_far = [unfinished.get(completion_key(turn)) for turn in turns]
+        prompts, seeds, limits = [], [], []
+        for turn, sample in zip(turns, so_far, strict=True):
+            ids = turn.prompt.ids
+            room = settings.max_new_tokens
+            if sample:
+                ids = (*ids, *sample.ids)
+                room -= sample.length
+            prompts.append(ids)
             seeds.append(window_seed(self.sampler.seed, turn, sample))
-            room.append(settings.max_new_tokens - (sample.length if sample else 0))
-        limits = [min(settings.window, tokens) for tokens in room]
+            limits.append(min(settings.window, room))
         pieces = self.sampler.complete(prompts, seeds, limits)
         groups = []
-        for turn, sample, piece, tokens in zip(turns, so_far, pieces, room, strict=True):
-            pending = not piece.finished and piece.length < tokens
-            groups.append(Group(turn.prompt, (append_piece(sample, piece, pending),)))
+        for turn, sample, piece in zip(turns, so_far, pieces, strict=True):
+            whole = append_piece(sample, piece)
+            pending = not whole.finished and whole.length < settings.max_new_tokens
+            groups.append(Group(turn.prompt, (replace(whole, pending=pending),)))
         return groups
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions that have ended; the others have 0 in every component, and 0 tokens."""
         places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
-        rewards = self.sampler.score([groups[n] for n in places])
+        ended = [groups[n] for n in places]
+        rewards = self.sampler.score(ended)
         places_N = torch.tensor(places, dtype=torch.long)
 
         def among_all(value_NG: Tensor) -> Tensor:
@@ -98,7 +111,8 @@ class WindowSampler:
             return zeros_NG.index_copy(0, places_N, value_NG.view(-1, 1))
 
         components = {name: among_all(value_NG) for name, value_NG in rewards.components.items()}
-        return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG))
+        tokens_NG = among_all(rewards.tokens_NG)
+        return replace(rewards, components=components, tokens_NG=tokens_NG)
 
 
 def completion_key(turn: Turn) -> tuple[int, str, int]:
@@ -108,15 +122,19 @@ def completion_key(turn: Turn) -> tuple[int, str, int]:
 
 def window_seed(seed: int, turn: Turn, so_far: Sample | None) -> int:
     """Derive the next window's seed; engines always start at the beginning of a seed's stream."""
-    first = sample_seed(seed, turn.epoch, turn.prompt.id, turn.copy)
-    return seed_for(first, so_far.length) if so_far else first
+    first = sample_seed(seed, *completion_key(turn))
+    if so_far is None:
+        return first
+    return seed_for(first, so_far.length)
 
 
-def append_piece(so_far: Sample | None, piece: Sample, pending: bool) -> Sample:
+def append_piece(so_far: Sample | None, piece: Sample) -> Sample:
     """Append the new piece to an unfinished completion."""
     if so_far is None:
-        return replace(piece, pending=pending)
-    return Sample(so_far.ids + piece.ids, so_far.logp + piece.logp, piece.finished, so_far.length, pending)
+        return piece
+    ids = so_far.ids + piece.ids
+    logp = so_far.logp + piece.logp
+    return Sample(ids, logp, piece.finished, start=so_far.length)
 
 
 def interleave(unfinished: list, new: list) -> list:
@@ -124,5 +142,8 @@ def interleave(unfinished: list, new: list) -> list:
     prompts alike."""
     places = []
     for items in (unfinished, new):
-        places += [((i + 0.5) / len(items), item) for i, item in enumerate(items)]
-    return [item for _, item in sorted(places, key=lambda pair: pair[0])]
+        for i, item in enumerate(items):
+            place = (i + 0.5) / len(items)
+            places.append((place, item))
+    places.sort(key=lambda pair: pair[0])
+    return [item for _, item in places]

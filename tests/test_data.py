@@ -201,10 +201,8 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
     remember(history, [1, 1], [0, 0], [0, 1])
     remember(history, [1, 1], [0.1, 0.1], [1, 1], epoch=1)
     remember(history, [0, 0], [0, 1], [1, 1], epoch=2)
-    easy, hard, times, size = ([getattr(history.visits[f"q{i}"], name) for i in range(3)]
-                               for name in ("easy", "hard", "times", "size"))
-    assert (easy, hard, times, size) == ([0, 0, 2], [1, 0, 0], [3, 3, 3], [0, 0.5, 0])
-    assert history.visits["q1"].rewards == (0, 1) and history.visits["q1"].epoch == 2
+    easy, hard, size = ([getattr(history.visits[f"q{i}"], name) for i in range(3)] for name in ("easy", "hard", "size"))
+    assert (easy, hard, size) == ([0, 0, 2], [1, 0, 0], [0, 0.5, 0])
     recall = history.remembered([Prompt("q1", (1,), ""), Prompt("new", (1,), "")])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
     assert not history_of(AllPrompts()).records  # nobody asks, so checkpoints stay small
@@ -236,7 +234,7 @@ def test_a_turn_skipped_leaves_the_trace_and_is_counted():
         assert len(turns) == 6 and {turn.weight for turn in turns} == {0.0, 1.0}
     assert passed[:2] == ["q0", "q0"] and len(passed) == 3 and passed[2] != "q0"
     visit = history.visits["q0"]
-    assert (visit.easy, visit.times, visit.skipped) == (1, 1, 2)
+    assert (visit.easy, visit.skipped) == (1, 2)
     remember(history, [0, 1])
     assert (history.visits["q0"].skipped, history.visits["q0"].easy) == (0, 0)
 
