@@ -26,14 +26,14 @@ def advantage(rewards: Rewards, settings: Any) -> Tensor:
     return adv_NG
 
 
-def flat(reward_NG: Tensor) -> Tensor:
+def flat_groups(reward_NG: Tensor) -> Tensor:
     """Mark groups of equal rewards, bool [N]. Not by std > 0: the mean of equal floats may be off."""
     high_N = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1)
     low_N = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1)
     return high_N <= low_N
 
 
-def comparable(reward_NG: Tensor) -> Tensor:
+def has_comparison(reward_NG: Tensor) -> Tensor:
     """Mark groups that show something: two completions or more have a reward, or all of them, bool [N]."""
     scored_NG = ~reward_NG.isnan()
     return (scored_NG.sum(dim=1) > 1) | scored_NG.all(dim=1)
@@ -44,7 +44,7 @@ def centred(reward_NG: Tensor) -> Tensor:
     easy prompts weigh no more than others. Exactly 0 for a flat group.
     """
     mean_N1 = reward_NG.nanmean(dim=1, keepdim=True)
-    level_NG = torch.where(flat(reward_NG)[:, None], reward_NG, mean_N1)
+    level_NG = torch.where(flat_groups(reward_NG)[:, None], reward_NG, mean_N1)
     return reward_NG - level_NG
 
 
@@ -58,7 +58,7 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
     square_N1 = centred_NG.square().nansum(dim=1, keepdim=True)
     std_N1 = (square_N1 / (count_N1 - correction).clamp(min=1)).sqrt()
-    return torch.where(flat(reward_NG)[:, None], centred_NG, centred_NG / (std_N1 + eps))
+    return torch.where(flat_groups(reward_NG)[:, None], centred_NG, centred_NG / (std_N1 + eps))
 
 
 def leave_one_out(reward_NG: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     return (adv_NG / scale).masked_fill(none_NG, torch.nan)
 
 
-def chosen_of(reward_NG: Tensor, pairs: str) -> Tensor:
+def mark_pairs(reward_NG: Tensor, pairs: str) -> Tensor:
     """Mark the pairs (chosen, rejected) of each group, bool [N, G, G]; nan, without a reward, is in none.
 
     pairs   "all"       every two of different rewards
@@ -104,7 +104,7 @@ def chosen_of(reward_NG: Tensor, pairs: str) -> Tensor:
     return differ_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
 
 
-def adaptive_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
+def madpo_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
     """Weigh pairs by the difference h >= 0 of their rewards: MADPO's sigma(c h) / sigma(h), as released.
 
     c falls from nearly c_max at h = 0, by way of 1 at `gap`, to c_min, so pairs of a small difference weigh
@@ -116,12 +116,12 @@ def adaptive_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
     return (c_NGG * gap_NGG).sigmoid() / gap_NGG.sigmoid()
 
 
-def of_pairs(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tensor:
+def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tensor:
     """Compute A, [N, G], at these log-ratios; nan without a reward, and 0 in a group without pairs.
 
-    A group counts by the number of its completions that have a reward, as everywhere under loss.per=sum.
+    A group counts by the number of its completions that have a reward, as always with loss.normalize=sum.
     """
-    chosen_NGG = chosen_of(reward_NG, settings.pairs)
+    chosen_NGG = mark_pairs(reward_NG, settings.pairs)
     scored_NG = ~reward_NG.isnan()
     share_NGG = chosen_NGG.to(ratio_NG.dtype)
     share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
@@ -129,7 +129,7 @@ def of_pairs(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tenso
     pull_NGG = settings.beta * (settings.beta * behind_NGG).sigmoid()
     if settings.gap is not None:
         gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
-        pull_NGG = pull_NGG * adaptive_weight(gap_NGG, settings)
+        pull_NGG = pull_NGG * madpo_weight(gap_NGG, settings)
     pull_NGG = share_NGG * pull_NGG
     adv_NG = pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1) + settings.likelihood * share_NGG.sum(dim=2)
     return (scored_NG.sum(dim=1, keepdim=True) * adv_NG).masked_fill(~scored_NG, torch.nan)
@@ -150,8 +150,8 @@ ESTIMATORS = {
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
     # At the initial policy; before each optimizer step `preference.compare_pairs` computes them anew.
-    "preference": lambda rewards, settings: of_pairs(torch.zeros_like(rewards.total_NG), rewards.total_NG,
-                                                     settings),
+    "preference": lambda rewards, settings: preference_advantage(
+        torch.zeros_like(rewards.total_NG), rewards.total_NG, settings),
     "group_preference": lambda rewards, settings: centred(rewards.total_NG),
     # Read by pruning alone; the loss takes the critic's advantage of every token (methods/critic.py).
     "gae": lambda rewards, settings: group_norm(rewards.total_NG, correction=1, eps=1e-4),

@@ -10,18 +10,18 @@ from itertools import chain, islice
 import torch
 from torch import Tensor
 
-from advantage import advantage, flat
+from advantage import advantage, flat_groups
 from config import Config, ConfigError, Prune, Reward, Rollout
 from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
-from prune import COMPLETIONS, REFILLING, Offer, among_kept, draw_cuts, keep_all, next_round
-from records import Batch, Group, Pruned, Rewards, Rolled, Sample, Turn, lengths
-from reward import OF_LENGTH, list_components, score, span
+from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
+from records import Batch, Group, PromptDraw, Pruned, Rewards, Rolled, Sample, lengths
+from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
 from settings import kinds
 
-AT_ONCE = 128  # completions that each rank sends at a time, so that little more than the result is in memory
+GATHER_BLOCK = 128  # completions that each rank sends at a time, to save memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class Sampler:
     seed: int
     graded: bool = True  # by the verifier: every problem has an answer
 
-    def rollout(self, turns: list[Turn]) -> list[Group]:
-        """Sample o_1 .. o_G ~ pi_old(. | q) for the turns that are kept; every rank gets all groups."""
+    def rollout(self, draws: list[PromptDraw]) -> list[Group]:
+        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept; every rank gets all groups."""
         G = self.sampling.group_size
-        kept = [turn for turn in turns if turn.kept]
+        kept = [draw for draw in draws if draw.kept]
         prompts, seeds = [], []
-        for turn in kept:
-            prompts += [turn.prompt.ids] * G
-            seeds += [sample_seed(self.seed, turn.epoch, turn.prompt.id, g) for g in range(G)]
+        for draw in kept:
+            prompts += [draw.prompt.ids] * G
+            seeds += [sample_seed(self.seed, draw.epoch, draw.prompt.id, g) for g in range(G)]
         limits = [self.sampling.max_new_tokens] * len(prompts)
         samples = iter(self.complete(prompts, seeds, limits))
-        return [Group(turn.prompt, tuple(islice(samples, G))) for turn in kept]
+        return [Group(draw.prompt, tuple(islice(samples, G))) for draw in kept]
 
     def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
         """Sample one completion per prompt and seed, up to its limit. Each rank samples its `local_slice`."""
@@ -81,8 +81,8 @@ class Sampler:
 def gather_samples(samples: list[Sample]) -> list[Sample]:
     """Give every rank the completions of all, in rank order. Arrays travel flat: 12 bytes a token."""
     by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
-    for first in range(0, int(dist.max_over_ranks(len(samples))), AT_ONCE):
-        blocks = dist.gather([samples[first:first + AT_ONCE]])
+    for first in range(0, int(dist.max_over_ranks(len(samples))), GATHER_BLOCK):
+        blocks = dist.gather([samples[first:first + GATHER_BLOCK]])
         for arrived, block in zip(by_rank, blocks, strict=True):
             arrived += block
     return list(chain.from_iterable(by_rank))
@@ -94,7 +94,7 @@ class Selection:
 
     rollout: Rollout
     prune: Prune
-    per: str            # loss.per
+    normalize: str            # loss.normalize
     budget: int | None  # pack.budget
     inert: bool         # advantage 0 means no gradient at all: nothing else in the loss has one
     advantage: kinds.Advantage
@@ -111,7 +111,7 @@ class Selection:
         return Selection(
             cfg.rollout,
             cfg.prune,
-            cfg.loss.per,
+            cfg.loss.normalize,
             cfg.pack.budget,
             not any(with_gradient),
             cfg.advantage,
@@ -131,14 +131,14 @@ def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
     N = settings.prompts_per_step
     rounds = len(rolled.sizes)
     if settings.until == "informative":
-        return refill(rolled, settings, selection.prune.prompts.kind == "greso")
+        return refill_count(rolled, settings, selection.prune.prompts.kind == "greso")
     if settings.until == "full" and 0 < rounds < settings.max_rounds:
         batch = choose(rolled, selection, seed)
-        return N if tokens_short(batch, selection.budget) else 0
+        return N if missing_tokens(batch, selection.budget) else 0
     return 0 if rounds else N
 
 
-def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
+def refill_count(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
     """Count the prompts that the next round draws in search of N informative groups.
 
     Recomputes the size of every round so far, because each was estimated from the round before it.
@@ -146,23 +146,23 @@ def refill(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
     count = largest = int(settings.oversample * settings.prompts_per_step)
     missing = settings.prompts_per_step
     last = False
-    for informative_N in informative(rolled).split(rolled.sizes):
+    for informative_N in informative_groups(rolled).split(rolled.sizes):
         missing -= int(informative_N.sum())
         if missing <= 0 or last:
             return 0
         if estimated:
-            count, last = next_round(missing, 1 - informative_N.double().mean().item(), largest)
+            count, last = next_round_size(missing, 1 - informative_N.double().mean().item(), largest)
     return count if len(rolled.sizes) < settings.max_rounds else 0
 
 
-def informative(rolled: Rolled) -> Tensor:
+def informative_groups(rolled: Rolled) -> Tensor:
     """Mark the groups whose completions differ in what rollout.differ_in names, bool [N]."""
     if rolled.rewards is None:
         return torch.empty(0, dtype=torch.bool)
-    return ~flat(rolled.rewards.compared_NG)
+    return ~flat_groups(rolled.rewards.compared_NG)
 
 
-def tokens_short(batch: Batch, budget: int) -> int:
+def missing_tokens(batch: Batch, budget: int) -> int:
     """Count the tokens that the kept completions, with their prompts, leave of the budget."""
     for n, g in batch.pruned.keep_NG.nonzero().tolist():
         group = batch.groups[n]
@@ -177,7 +177,7 @@ def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
     if selection.rollout.until == "informative":
         missing = selection.rollout.prompts_per_step - groups
     elif selection.rollout.until == "full":
-        missing = tokens_short(batch, selection.budget)
+        missing = missing_tokens(batch, selection.budget)
         unit = "tokens"
     if not missing:
         return ""
@@ -193,26 +193,27 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     """
     chosen, places, offered = choose_groups(rolled, selection)
     prune = selection.prune
-    kept = [turn for turn in rolled.turns if turn.kept]
-    turns = [kept[n] for n in chosen]
+    kept = [draw for draw in rolled.draws if draw.kept]
+    draws = [kept[n] for n in chosen]
     groups = [rolled.groups[n] for n in chosen]
     reward_NG = rolled.rewards.total_NG[chosen]
     adv_NG = rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
     if prune.prompts.kind not in ("none", *REFILLING):
-        require_rewards(reward_NG, turns, prune.prompts.kind)
+        require_rewards(reward_NG, draws, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
-        cut_NG = ~whole(groups, G)
+        cut_NG = ~complete_or_pending(groups, G)
         reward_NG = reward_NG.masked_fill(cut_NG, torch.nan)
         adv_NG = adv_NG.masked_fill(cut_NG, torch.nan)
 
     # Level 1 has chosen the prompts: each has a probability, and a weight of its whole group.
-    levels = [(turn.prob, turn.weight) for turn in turns]
+    levels = [(draw.prob, draw.weight) for draw in draws]
     prob_N1, weight_N1 = torch.tensor(levels, dtype=adv_NG.dtype).view(-1, 2).split(1, dim=1)
     # Level 2 chooses among their completions.
     settings = prune.completions
-    offer = Offer(adv_NG, lengths(groups, G), selection.per, selection.inert, seed, weight_N1, reward_NG)
-    drawn = COMPLETIONS[settings.kind](offer, settings) if groups else keep_all(adv_NG)
+    candidates = Candidates(
+        adv_NG, lengths(groups, G), selection.normalize, selection.inert, seed, weight_N1, reward_NG)
+    drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
     counts_NG = ~reward_NG.isnan()
     pruned = Pruned(
         drawn.keep_NG & counts_NG,
@@ -221,7 +222,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     )
 
     if groups and getattr(settings, "compare", "all") == "kept":  # PODS: advantages among those kept
-        reward_of_kept = among_kept(rolled.rewards, chosen, pruned.keep_NG)
+        reward_of_kept = rewards_of_kept(rolled.rewards, chosen, pruned.keep_NG)
         own_NG = advantage(reward_of_kept, selection.advantage)
         adv_NG = torch.where(pruned.keep_NG, own_NG, adv_NG)
     graded_NG = rolled.rewards.components.get("accuracy", torch.zeros_like(rolled.adv_NG))
@@ -229,7 +230,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     if prune.tokens.kind != "none":
         tokens = draw_cuts(groups, prune.tokens, dist.seed_for(seed, "tokens"))
     correct_NG = graded_NG[chosen] == 1
-    return Batch(turns, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens)
+    return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens)
 
 
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:
@@ -241,34 +242,34 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
     refilled = selection.prune.prompts.kind in REFILLING
     if selection.rollout.until == "informative":
         refilled = True
-        informative_N = informative(rolled).nonzero()[:, 0]
+        informative_N = informative_groups(rolled).nonzero()[:, 0]
         chosen = informative_N[:selection.rollout.prompts_per_step].tolist()
     if refilled:
         return chosen, list(range(len(chosen))), len(chosen)
-    places = [place for place, turn in enumerate(rolled.turns) if turn.kept]
-    return chosen, places, len(rolled.turns)
+    places = [place for place, draw in enumerate(rolled.draws) if draw.kept]
+    return chosen, places, len(rolled.draws)
 
 
-def require_rewards(reward_NG: Tensor, turns: list[Turn], kind: str) -> None:
+def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> None:
     """Raise ConfigError for a completion without a reward where prompts are skipped and not replaced."""
     lacking = reward_NG.isnan().any(dim=1).nonzero()[:, 0].tolist()
     if lacking:
         raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "
-                          f"{turns[lacking[0]].prompt.id} has none: each component is None; return a number, "
+                          f"{draws[lacking[0]].prompt.id} has none: each component is None; return a number, "
                           "or set prune.prompts.kind=none")
 
 
-def whole(groups: list[Group], G: int) -> Tensor:
+def complete_or_pending(groups: list[Group], G: int) -> Tensor:
     """Mark the completions that ended or go on in the next step, bool [N, G]."""
     flags = [[sample.finished or sample.pending for sample in group.samples] for group in groups]
     return torch.tensor(flags, dtype=torch.bool).view(-1, G)
 
 
-def middle(reward: Reward, differ_in: str) -> float:
+def reward_midpoint(reward: Reward, differ_in: str) -> float:
     """Compute the midpoint of the range that groups are compared in. A group whose values are all equal is
     easy above it and hard below it. Length terms are left out."""
     weights = {"accuracy": 1.0}
     if differ_in == "reward":
-        weights = {name: weight for name, weight in reward.weights.items() if name not in OF_LENGTH}
-    low, high = span(weights)
+        weights = {name: weight for name, weight in reward.weights.items() if name not in LENGTH_COMPONENTS}
+    low, high = reward_range(weights)
     return (low + high) / 2

@@ -28,7 +28,7 @@ from settings.paths import find_path, user_path
 from settings.rules import all_rules
 
 CONFIGS = Path(__file__).parent / "configs"
-OF_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # components of the reward that compare with it
+NEED_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # reward components that compare with it
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
 
@@ -137,7 +137,7 @@ class Reward:
     @property
     def needs_answers(self) -> bool:
         """Tell whether a component that counts must have the gold answer; `custom` gets "" without one."""
-        return not self.weights.keys().isdisjoint(OF_ANSWER)
+        return not self.weights.keys().isdisjoint(NEED_ANSWER)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,8 +169,8 @@ class Pack:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    per: Literal["token", "sequence", "constant", "sum"] = "sequence"  # what counts the same (token_weight)
-    count: Literal["all", "kept"] = "all"  # divide by all that was offered, or by what pruning kept
+    normalize: Literal["token", "sequence", "constant", "sum"] = "sequence"  # the mean (loss.token_weight)
+    denominator: Literal["all", "kept"] = "all"  # divide by all candidates, or by the survivors
     trust: kinds.Trust = kinds.Clip()  # how far the policy may move (loss.TRUST)
     kl: PositiveOrZero = 0.0       # beta, weight of the k3 KL to the initial model
     kl_corrected: bool = False     # k3 times the ratio: its mean gradient is the KL's (TRL's default)
@@ -242,7 +242,7 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
     path = settings.locate(name, Path(), CONFIGS)
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
-    files = settings.layers(path, CONFIGS).values()
+    files = settings.read_layers(path, CONFIGS).values()
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
     cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
     names = (cfg.reward.custom_file, cfg.data.chat_template, cfg.model.lora.path)

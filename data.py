@@ -10,14 +10,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError
-from infra.rows import NAMED_SETS, READERS, columns_of, file_of, find_cell, messages_of, no_column, read_hub
+from infra.rows import (
+    NAMED_SETS,
+    READERS,
+    columns_of,
+    find_cell,
+    find_file,
+    messages_of,
+    missing_column,
+    read_hub,
+)
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
 from settings.loader import SHORT
 from verify.extract import last_boxed
 
 # Marks of rows that nobody should train on, and why.
-DOUBTS = {
+DOUBTFUL_ROWS = {
     "overlaps_eval": "are problems of an evaluation set",
     "all_boxed": "have a solution that boxes several answers",
 }
@@ -34,7 +43,7 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     Raises ConfigError with file and line for a malformed row, and for ids that repeat.
     """
     columns = columns if columns and name not in NAMED_SETS else {}
-    path = file_of(name, folder)
+    path = find_file(name, folder)
     rows = list(READERS[path.suffix](path) if path else read_hub(name))
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:
@@ -44,7 +53,7 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     if name in NAMED_SETS and len(rows) != NAMED_SETS[name][0]:
         print(f"{name} holds {len(rows)} problems here, not {NAMED_SETS[name][0]}", file=sys.stderr)
     if training:
-        for mark, why in DOUBTS.items():
+        for mark, why in DOUBTFUL_ROWS.items():
             count = len(rows)
             rows = [row for row in rows if not isinstance(row[2], dict) or not row[2].get(mark)]
             if len(rows) < count:
@@ -104,7 +113,7 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
     for key, value in (("question", question), ("answer", answer), ("solution", solution)):
         if value is None:
             advice = NO_ANSWER if key == "answer" else ""
-            raise ConfigError(f"{place}: {no_column(row, key, columns)}{advice}")
+            raise ConfigError(f"{place}: {missing_column(row, key, columns)}{advice}")
         may_be_empty = key == "solution" or (key == "answer" and not needs_answer)
         if not isinstance(value, str) or not (value.strip() or may_be_empty):
             column = f" (column {columns.get(key)!r})" if key in columns else ""

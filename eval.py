@@ -30,18 +30,18 @@ import verify
 from config import Config, ConfigError, Data, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
-from infra.checkpoint import hash_files, origin, policy_files, sha256
-from infra.lines import reading
+from infra.checkpoint import hash_files, original_model, policy_files, sha256
+from infra.lines import blame_file
 from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
-from infra.rows import answered
-from infra.runfolder import COPIES, changed_files, note
+from infra.rows import all_have_answers
+from infra.runfolder import COPIES, changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from page.evaluations import comparison_table, count_right, mean_reward, results_table
 from preflight.memory import choose_backend, find_device, fit_engine
 from records import EngineSpec, Problem, Prompt, Rewards, plain
-from reward import list_components, score, span
+from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
@@ -64,7 +64,7 @@ class Sampling:
 
 
 @dataclass(frozen=True, slots=True)
-class Set:
+class EvalSet:
     """The problems of an evaluation set, their prompts in the same order, and the reward."""
 
     name: str
@@ -76,23 +76,23 @@ class Set:
     @property
     def bounds(self) -> tuple[float, float] | None:
         """Return the lowest and the highest possible reward."""
-        return span(self.reward.weights) if self.reward else None
+        return reward_range(self.reward.weights) if self.reward else None
 
-    def first(self, limit: int | None) -> "Set":
+    def first(self, limit: int | None) -> "EvalSet":
         """Keep the first so many problems; None: all."""
         return replace(self, problems=self.problems[:limit], prompts=self.prompts[:limit])
 
 
 # ---- sampling and judging
 
-def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling,
+def evaluate(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
              progress: str | None = None) -> dict:
     """Sample and judge sampling.n answers to every problem, spread over the ranks; all get `summarise`."""
     problems = answer_problems(engine, tokenizer, held_out, sampling, progress)
     return summarise(problems, bounds=held_out.bounds)
 
 
-def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, sampling: Sampling,
+def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sampling: Sampling,
                     progress: str | None, store: Store | None = None) -> list[dict]:
     """Sample and judge, and return every problem with its responses.
 
@@ -107,8 +107,9 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, samplin
         in_pieces = before > 0 or chunk < len(missing)
         label = f"{progress} from {before}/{len(requests)}" if progress and in_pieces else progress
         if label:
-            note(label)
-        responses = respond(engine, tokenizer, held_out, missing[start:start + chunk], sampling, label)
+            print_progress(label)
+        asked = missing[start:start + chunk]
+        responses = sample_responses(engine, tokenizer, held_out, asked, sampling, label)
         stored |= {(response["id"], response["k"]): response for response in responses}
         if store:
             store.keep(held_out.name, responses)
@@ -120,7 +121,7 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: Set, samplin
     return problems
 
 
-def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, requests: list[tuple[int, int]],
+def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, requests: list[tuple[int, int]],
             sampling: Sampling, progress: str | None) -> list[dict]:
     """Sample and judge the k-th answer to the i-th prompt for each (i, k) requested. All ranks return all.
 
@@ -134,7 +135,7 @@ def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, requests: list[
     texts = [tokenizer.decode(sample.ids) for sample in samples]
     answers = [(text, prompt, sample.length)
                for (prompt, _), sample, text in zip(local_requests, samples, texts, strict=True)]
-    judged = judge(answers, held_out, sampling.max_new_tokens)
+    judged = grade_responses(answers, held_out, sampling.max_new_tokens)
     responses = []
     for (prompt, k), sample, text, verdict in zip(local_requests, samples, texts, judged, strict=True):
         responses.append({"id": prompt.id, "k": k, "tokens": sample.length, "finished": sample.finished,
@@ -142,7 +143,7 @@ def respond(engine: Engine, tokenizer: Tokenizer, held_out: Set, requests: list[
     return dist.gather(responses)
 
 
-def judge(answers: list[tuple[str, Prompt, int]], held_out: Set, longest: int) -> list[dict]:
+def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
     """Grade answers (text, prompt, tokens) where the set has gold ones, and score them by its reward."""
     judged: list[dict] = [{} for _ in answers]
     if held_out.graded:
@@ -248,7 +249,7 @@ def verifier_version() -> str:
 
 
 def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer: Tokenizer,
-                    sets: list[Set]) -> dict:
+                    sets: list[EvalSet]) -> dict:
     """Collect the settings and hashes that identify a result: model, data, prompts, sampling, verifier.
 
     A model is identified by the hash of its weights, configuration and tokenizer.
@@ -266,7 +267,7 @@ def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer
         "verifier": verifier_version(),
         "stop": cfg.rollout.stop,
         "reward": reward_head(cfg.reward),
-        "sets": {s.name: identify(s) for s in sets},
+        "sets": {s.name: identify_set(s) for s in sets},
     }
 
 
@@ -278,7 +279,7 @@ def reward_head(reward: Reward) -> dict | None:
     return reward.weights | {"overlong_tokens": reward.overlong_tokens, "custom_file": own}
 
 
-def identify(held_out: Set) -> dict:
+def identify_set(held_out: EvalSet) -> dict:
     """Identify a set by its problems and prompts, and by all columns if a reward may read them."""
     data = [(p.id, p.question, p.answer, *p.messages, *[p.row] * bool(held_out.reward))
             for p in held_out.problems]
@@ -296,7 +297,7 @@ def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
 def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
     """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
     result = read_result(path)
-    with reading(path):
+    with blame_file(path):
         return summarise_result(result, sizes)
 
 
@@ -329,19 +330,19 @@ def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
 
 # ---- the command
 
-def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[Set]:
+def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]:
     """Load evaluation sets: "a.jsonl,gsm8k" -> [a, gsm8k]. Raises ConfigError."""
-    sets: list[Set] = []
+    sets: list[EvalSet] = []
     for name in map(str.strip, data.eval.split(",")):
         short = Path(name).stem
         if any(short == s.name for s in sets):
             raise ConfigError(f"evaluation set {short!r} is named twice in {data.eval!r}")
         problems = load_problems(name, data.dir, False, data.columns, reward.needs_answers)
-        graded = answered(problems, short)
+        graded = all_have_answers(problems, short)
         if graded:
             name_unreadable(short, {p.id: p.answer for p in problems})
         prompts = to_prompts(problems, tokenizer, data.system_prompt, data.max_prompt_tokens)
-        sets.append(Set(short, problems, prompts, None if reward.accuracy else reward, graded))
+        sets.append(EvalSet(short, problems, prompts, None if reward.accuracy else reward, graded))
     return sets
 
 
@@ -351,9 +352,9 @@ def files_of(reward: Reward, tokenizer: Tokenizer) -> dict[str, str | None]:
             "data.chat_template": tokenizer.own_template}
 
 
-def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[Set]) -> EngineSpec:
+def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[EvalSet]) -> EngineSpec:
     """Describe the engine that samples these sets. Raises ConfigError if they are too long for the model."""
-    folder = find_model(origin(cfg.model.path))
+    folder = find_model(original_model(cfg.model.path))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
     longest = max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens")
@@ -391,9 +392,9 @@ def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
 def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engines: Engines) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
-    tokenizer = Tokenizer(find_model(origin(cfg.model.path)), cfg.data, cfg.rollout.stop or ())
+    tokenizer = Tokenizer(find_model(original_model(cfg.model.path)), cfg.data, cfg.rollout.stop or ())
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
-    custom_reward.try_out(cfg.reward, *(s.problems for s in sets if s.reward))
+    custom_reward.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, sets))
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
@@ -439,10 +440,10 @@ def evaluate_models(args: argparse.Namespace) -> None:
         result = evaluate_model(replace(cfg, model=model), args, out, engines)
         if dist.rank() == 0:
             name = [path] if len(files) > 1 else []
-            show(result, args, *name)
+            print_result(result, args, *name)
 
 
-def show(result: dict, args: argparse.Namespace, *above: str) -> None:
+def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
     """Print the table of a result."""
     results = add_math_verify(result["results"]) if args.also else result["results"]
     print(*above, results_table(results), sep="\n", flush=True)
@@ -452,19 +453,19 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
     """Do what the command line asks for."""
     if args.compare:
         results = [summarise_file(path) for path in args.compare]
-        with reading(" or ".join(map(str, args.compare))):
+        with blame_file(" or ".join(map(str, args.compare))):
             print(comparison_table(*results))
     elif args.rescore:
         require_place(args.out)
         result = rescore(summarise_file(args.rescore, args.k), args.k)
         if args.out:
             write_result(args.out, result)
-        show(result, args)
+        print_result(result, args)
     else:
         evaluate_models(args)
 
 
-def whole_numbers(text: str) -> list[int]:
+def parse_counts(text: str) -> list[int]:
     return list(map(int, text.split(",")))
 
 
@@ -479,7 +480,7 @@ def main() -> int:
     add("--config", default="eval/default.yaml",
         help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml")
     add("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    add("--k", type=whole_numbers, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
+    add("--k", type=parse_counts, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
     add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
     add("--rescore", type=user_path, help="a result: grade its responses again")

@@ -10,14 +10,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from advantage import comparable, flat
+from advantage import flat_groups, has_comparison
 from infra.dist import seed_for
 from prune import PROMPTS, REFILLING, Memory, adapt_p
-from records import Prompt, Rolled, Turn
+from records import Prompt, PromptDraw, Rolled
 from settings import kinds
 
 
-def order(count: int, seed: int, epoch: int) -> np.ndarray:
+def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
     bits = np.random.Philox(seed_for(seed, epoch, "order"))
     return np.random.Generator(bits).permutation(count)
@@ -28,7 +28,7 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
-class Visit(NamedTuple):
+class PromptRecord(NamedTuple):
     """Numbers of a prompt's rollouts by which it is pruned; a rollout is of all of its completions."""
 
     size: float       # mean |A| of the newest
@@ -37,12 +37,12 @@ class Visit(NamedTuple):
     skipped: int = 0  # turns at which it was skipped since the newest
 
 
-NO_VISIT = Visit(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
+NO_RECORD = PromptRecord(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
 
 
 def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
     """Mark easy groups, of equal values above `middle`, and hard ones, of other equal values, bool [N]."""
-    flat_N = flat(value_NG)
+    flat_N = flat_groups(value_NG)
     high_N = value_NG.nan_to_num(nan=-torch.inf).amax(dim=1) > middle
     return flat_N & high_N, flat_N & ~high_N
 
@@ -58,15 +58,15 @@ class PromptHistory:
         self.prompts = prompts
         self.pruning = pruning
         self.seed = seed
-        self.records = pruning.kind != "none"    # rollouts are remembered
+        self.remembers = pruning.kind != "none"  # `record` is called
         self.adapts = pruning.kind in REFILLING  # `adapt` is called
         self.middle = middle  # equal values above it mark an easy prompt (collect.middle)
         self.place = 0
-        self.visits: dict[str, Visit] = {}
+        self.records: dict[str, PromptRecord] = {}
         explore = getattr(pruning, "explore", 0.5)
         self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
-    def draw(self, count: int) -> list[Turn]:
+    def draw(self, count: int) -> list[PromptDraw]:
         """Take the turns of the next `count` prompts, kept or skipped; a kind that refills (REFILLING) takes
         turns until `count` are kept.
 
@@ -74,8 +74,8 @@ class PromptHistory:
         call.
         """
         if self.pruning.kind == "none":
-            return [Turn(prompt, epoch) for epoch, prompt in self.coming(count)]
-        turns: list[Turn] = []
+            return [PromptDraw(prompt, epoch) for epoch, prompt in self.coming(count)]
+        draws: list[PromptDraw] = []
         missing = count
         while missing:
             block = self.coming(missing)
@@ -86,13 +86,13 @@ class PromptHistory:
                 weight = 0.0
                 if kept:
                     weight = 1.0 if self.adapts else 1 / prob
-                elif visit := self.visits.get(prompt.id):
-                    self.visits[prompt.id] = visit._replace(skipped=visit.skipped + 1)
-                turns.append(Turn(prompt, epoch, prob, weight))
+                elif record := self.records.get(prompt.id):
+                    self.records[prompt.id] = record._replace(skipped=record.skipped + 1)
+                draws.append(PromptDraw(prompt, epoch, prob, weight))
             missing = 0
             if self.adapts:
-                missing = count - sum(turn.kept for turn in turns)
-        return turns
+                missing = count - sum(draw.kept for draw in draws)
+        return draws
 
     def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
         """Compute each prompt's probability of a rollout, [K]."""
@@ -104,18 +104,18 @@ class PromptHistory:
         drawn = []
         while len(drawn) < count:
             epoch, first = divmod(self.place, size)
-            places = order(size, self.seed, epoch)[first:first + count - len(drawn)]
+            places = epoch_order(size, self.seed, epoch)[first:first + count - len(drawn)]
             drawn += [(epoch, self.prompts[i]) for i in places]
             self.place += len(places)
         return drawn
 
     def remembered(self, prompts: list[Prompt]) -> Memory:
         """Gather the history of these prompts for prune.PROMPTS."""
-        visits = [self.visits.get(prompt.id, NO_VISIT) for prompt in prompts]
-        sizes = [visit.size for visit in self.visits.values()]
+        records = [self.records.get(prompt.id, NO_RECORD) for prompt in prompts]
+        sizes = [record.size for record in self.records.values()]
 
         def column(name: str) -> Tensor:
-            return torch.tensor([getattr(visit, name) for visit in visits], dtype=torch.float64)
+            return torch.tensor([getattr(record, name) for record in records], dtype=torch.float64)
 
         return Memory(
             size_K=column("size"),
@@ -128,24 +128,24 @@ class PromptHistory:
         )
 
     def record(self, rolled: Rolled) -> None:
-        """Remember a round's rollouts, by which prompts are pruned. A group that shows nothing (`comparable`)
+        """Remember a round's rollouts, for pruning prompts. A group that shows nothing (`has_comparison`)
         counts as if its prompt had not come up."""
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
         size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 where none has a reward
-        shows_N = comparable(value_NG)
-        for n, turn in enumerate(rolled.kept):
+        shows_N = has_comparison(value_NG)
+        for n, draw in enumerate(rolled.kept):
             if shows_N[n]:
-                old = self.visits.get(turn.prompt.id, NO_VISIT)
+                old = self.records.get(draw.prompt.id, NO_RECORD)
                 easy = old.easy + 1 if easy_N[n] else 0
                 hard = old.hard + 1 if hard_N[n] else 0
-                self.visits[turn.prompt.id] = Visit(size_N[n].item(), easy, hard)
+                self.records[draw.prompt.id] = PromptRecord(size_N[n].item(), easy, hard)
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
-        if rolled.turns[-1].epoch > 0:
+        if rolled.draws[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
-            value_NG = value_NG[comparable(value_NG)]
+            value_NG = value_NG[has_comparison(value_NG)]
             easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
             easy = easy_N.double().mean().nan_to_num().item()
             hard = hard_N.double().mean().nan_to_num().item()
@@ -153,10 +153,10 @@ class PromptHistory:
 
     def state(self) -> dict:
         """Return plain values for a checkpoint, which later steps do not change."""
-        visits = {prompt_id: tuple(visit) for prompt_id, visit in self.visits.items()}
-        return {"place": self.place, "explore": self.explore, "visits": visits}
+        records = {prompt_id: tuple(record) for prompt_id, record in self.records.items()}
+        return {"place": self.place, "explore": self.explore, "records": records}
 
     def restore(self, state: dict) -> None:
         self.place = state["place"]
         self.explore = state["explore"]
-        self.visits = {prompt_id: Visit(*values) for prompt_id, values in state["visits"].items()}
+        self.records = {prompt_id: PromptRecord(*values) for prompt_id, values in state["records"].items()}

@@ -20,11 +20,11 @@ from torch import Tensor, nn
 import lora
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
-from infra.checkpoint import Role, origin, require_whole
+from infra.checkpoint import Role, original_model, require_whole
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.weights import export, find_model
-from loss import weighs
+from loss import has_token_weights
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
 from records import Batch, Rolled, Row
@@ -49,17 +49,17 @@ class Learner:
     trained_dtype: torch.dtype  # of the trained weights: float32, or float64 where asked for
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
-    reference: Decoder | lora.Initial | None  # the initial policy, where the loss needs one; frozen
+    reference: Decoder | lora.InitialPolicy | None  # the initial policy, where the loss needs one; frozen
     optimizers: tuple[torch.optim.Optimizer, ...]  # each of some weights; all are stepped together
     loss: Loss
     advantage: kinds.Advantage  # soft_value and preferences have advantages that depend on the policy
     preference: bool            # the advantage is that of a preference loss (methods/preference.py)
-    weighs: bool                # tokens are weighed by the policy before the update (loss.weigh)
+    weighs_tokens: bool         # tokens are weighed by the policy before the update (loss.weigh)
     update: Update
     optim: kinds.Optim
     pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
-    max_new_tokens: int         # rollout.max_new_tokens, by which loss.per=constant divides
+    max_new_tokens: int         # rollout.max_new_tokens, by which loss.normalize=constant divides
     sequence: int               # tokens of the longest prompt and completion
     seed: int
     steps: int
@@ -105,12 +105,13 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         policy.elementwise = WITH_ENTROPY  # which model.compile leaves as it is
     reference = None
     if has_reference(cfg):
-        reference = (lora.Initial(policy) if cfg.model.lora.rank else
+        reference = (lora.InitialPolicy(policy) if cfg.model.lora.rank else
                      load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
         device, dtype, dist.dtype_of_trained(policy), cfg.model.attention, policy, reference,
         optimizers=make_optimizers(policy, cfg.optim), loss=cfg.loss, advantage=cfg.advantage,
-        preference=kinds.is_preference(cfg.advantage), weighs=weighs(cfg.loss), update=cfg.update,
+        preference=kinds.is_preference(cfg.advantage),
+        weighs_tokens=has_token_weights(cfg.loss), update=cfg.update,
         optim=cfg.optim, pack=cfg.pack, temperature=cfg.rollout.temperature,
         max_new_tokens=cfg.rollout.max_new_tokens,
         sequence=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens, seed=cfg.seed, steps=cfg.steps)
@@ -119,12 +120,12 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
     """Load a model spread over the ranks, in at least float32 unless frozen. No rank ever holds the whole."""
     model = empty_model(source, torch.promote_types(dtype, torch.float32))
-    spread(model, model, cfg.model, cfg.optim.offload, device, dtype)
-    lora.fill(model, cfg, source)
+    shard_empty(model, model, cfg.model, cfg.optim.offload, device, dtype)
+    lora.load_with_adapters(model, cfg, source)
     return model
 
 
-def spread(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
+def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
            dtype: torch.dtype) -> None:
     """Shard an empty model over the ranks and give it memory; with model.lora only adapters are trained."""
     lora.adapt(backbone, settings.lora, dtype)
@@ -148,7 +149,7 @@ def adamw(model: nn.Module, trained: list[nn.Parameter], optim: kinds.AdamW) -> 
         trained, lr=optim.lr, betas=betas, weight_decay=optim.weight_decay, fused=True)
     for p in trained:
         optimizer.state[p] = {
-            "step": torch.zeros((), device=dist.local(p).device),
+            "step": torch.zeros((), device=dist.local_shard(p).device),
             "exp_avg": torch.zeros_like(p),
             "exp_avg_sq": torch.zeros_like(p),
         }
@@ -169,7 +170,8 @@ def learning_rate(step: int, optim: kinds.Optim, steps: int) -> float:
     return optim.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def descend(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate: float, clip_norm: float,
+def optimizer_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
+                   rate: float, clip_norm: float,
             loss: Tensor | float, not_finite: Callable[[str], NotFinite]) -> float:
     """Take one step of all optimizers on the accumulated gradient; returns its norm before clipping.
 
@@ -178,7 +180,7 @@ def descend(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate:
     Collective. Raises NotFinite on every rank before a step that would spoil the model. Without any gradient
     nothing changes: neither momentum nor weight decay is applied then.
     """
-    norm = dist.full(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)).item()
+    norm = dist.gather_full(nn.utils.clip_grad_norm_(model.parameters(), clip_norm)).item()
     finite = math.isfinite(float(loss))
     if dist.max_over_ranks(not finite) or not math.isfinite(norm):
         raise not_finite("gradient" if finite else "loss")
@@ -191,7 +193,7 @@ def descend(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer], rate:
     return norm
 
 
-def roles(learner: Learner) -> dict[str, Role]:
+def checkpoint_roles(learner: Learner) -> dict[str, Role]:
     """Return the models and optimizers that a checkpoint holds."""
     saved = {"policy": (learner.policy, learner.optimizers)}
     if learner.critic:
@@ -211,12 +213,12 @@ def export_checkpoint(step: Path, out: Path) -> None:
     """Write the policy of a checkpoint as new Hugging Face folders. Raises ConfigError."""
     require_new(out, "--out")
     require_whole(step)
-    source = find_model(origin(step))
+    source = find_model(original_model(step))
     dist.init("cpu")
     model = lora.load_policy(step, source, torch.float32)
     template = step.parents[1] / COPIES["data.chat_template"]  # of the run
     export(model, source, out, template.read_text() if template.is_file() else None)
-    lora.export_adapter(model, origin(step), out.with_name(f"{out.name}_adapter"))
+    lora.export_adapter(model, original_model(step), out.with_name(f"{out.name}_adapter"))
 
 
 if __name__ == "__main__":

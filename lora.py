@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from config import Config, ConfigError, Lora
 from infra import dist
-from infra.checkpoint import beside_tensors, hash_files, require_same_inputs, with_policy
+from infra.checkpoint import hash_files, load_policy_into, read_extra, require_same_inputs
 from infra.weights import (
     export,
     find_mismatches,
@@ -51,7 +51,7 @@ TARGETS = {  # model.lora.targets -> layers of a block
 }
 PREFIX = "base_model.model."  # of every name in a PEFT file
 # init_lora_weights that leave the base as it is; others, such as PiSSA's, change it.
-LEAVE_THE_BASE = (True, False, None, "gaussian", "orthogonal")
+KEEP_BASE_INIT = (True, False, None, "gaussian", "orthogonal")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 PLAIN_PEFT = {  # settings of PEFT that change what an adapter computes, and the values that leave it plain
     "peft_type": "LORA",
@@ -97,11 +97,11 @@ class Adapted(nn.Linear):
     @torch.no_grad()
     def merged(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the weight with the adapter in it, and the bias. Collective: each rank makes its own rows."""
-        A_RI = dist.full(self.lora_A)
-        B_OR = dist.local(self.lora_B)
-        mine_OI = dist.local(self.weight).to(A_RI.dtype)
+        A_RI = dist.gather_full(self.lora_A)
+        B_OR = dist.local_shard(self.lora_B)
+        mine_OI = dist.local_shard(self.weight).to(A_RI.dtype)
         merged_OI = torch.addmm(mine_OI, B_OR, A_RI, alpha=self.scale)
-        yield "weight", dist.laid_out_as(self.weight, merged_OI)
+        yield "weight", dist.shard_like(self.weight, merged_OI)
         if self.bias is not None:
             yield "bias", self.bias
 
@@ -122,7 +122,7 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
             block.set_submodule(name, Adapted(block.get_submodule(name), settings, wide))
 
 
-def fill(model: Decoder, cfg: Config, source: Path) -> None:
+def load_with_adapters(model: Decoder, cfg: Config, source: Path) -> None:
     """Load the weights of a folder, and give adapters their first values.
 
     Raises ConfigError as `read_adapter`.
@@ -148,7 +148,7 @@ def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
                     p.copy_(dist.sharded_like(value, p))
 
 
-class Initial:
+class InitialPolicy:
     """The initial policy, for a KL, without weights of its own; call it as the policy."""
 
     def __init__(self, policy: Decoder):
@@ -184,7 +184,7 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
             raise ConfigError(
                 f"{named}: its {key}={said[key]!r} must be {plain!r}, as nothing else is computed here; "
                 "merge that adapter into the base, and take the result as model.path")
-    if said.get("init_lora_weights", True) not in LEAVE_THE_BASE:
+    if said.get("init_lora_weights", True) not in KEEP_BASE_INIT:
         raise ConfigError(
             f"{named}: its init_lora_weights={said['init_lora_weights']!r} changes the base; convert it to "
             "plain LoRA (path_initial_model_for_weight_conversion of PEFT's save_pretrained), or merge it "
@@ -223,7 +223,7 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
     tensors = {}
     for name, layer in find_adapters(model).items():
         for factor in "AB":
-            tensor = dist.full(getattr(layer, f"lora_{factor}").detach())
+            tensor = dist.gather_full(getattr(layer, f"lora_{factor}").detach())
             if dist.rank() == 0:
                 tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
     if not tensors:
@@ -268,9 +268,9 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     A policy with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been
     merged. Raises ConfigError.
     """
-    saved = beside_tensors(path)
+    saved = read_extra(path)
     if not saved or saved["config"]["model.lora.rank"] is None:
-        return with_policy(path, load_model(folder, dtype, torch.device("cpu")))
+        return load_policy_into(path, load_model(folder, dtype, torch.device("cpu")))
     flat = saved["config"]
     settings = Lora(flat["model.lora.rank"], flat["model.lora.alpha"], flat["model.lora.targets"])
     require_same_inputs(path, saved["inputs"], identify_weights(settings, folder))
@@ -281,4 +281,4 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     trained_in = getattr(torch, flat["model.dtype"])
     for _, p in named_weights(model):
         p.copy_(p.to(trained_in))
-    return with_policy(path, model)
+    return load_policy_into(path, model)

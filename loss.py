@@ -19,109 +19,111 @@ import torch
 from torch import Tensor
 
 from config import Loss
-from records import Move, PreparedRow, Pruned, Row
+from records import LogProbs, PreparedRow, Pruned, Row
 from settings import kinds
 
 
-def token_weight(len_NG: Tensor, pruned: Pruned, per: str, count: str, max_len: int, offered: int) -> Tensor:
+def token_weight(len_NG: Tensor, pruned: Pruned, normalize: str, denominator: str, max_len: int,
+                 offered: int) -> Tensor:
     """Compute the weight of every token of each completion, [N, G]; the loss is then a plain weighted SUM.
 
-    per     "token"    every token counts the same             (DAPO, arXiv:2503.14476)
-            "sequence" every completion counts the same        (GRPO, arXiv:2402.03300)
-            "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
-            "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
-    count   "all"      divide by what was offered: unbiased pruning keeps the full-batch objective
-            "kept"     divide by what survived: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
-    offered prompts of this mini-batch, those skipped before rollout included. It is computed from the whole
-    mini-batch, so cutting that into rows or ranks cannot change the gradient. Two prompts of two completions,
-    of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token 1/8, "sequence" 1/4, 1/12, 1/8, 1/8.
-    A completion without a reward has 0 for its length, and counts nowhere.
+    normalize    "token"    every token counts the same             (DAPO, arXiv:2503.14476)
+                 "sequence" every completion counts the same        (GRPO, arXiv:2402.03300)
+                 "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
+                 "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
+    denominator  "all"      count all candidates: unbiased pruning keeps the full-batch objective
+                 "kept"     count the survivors: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
+    offered      prompts of this mini-batch, with the prompts skipped before rollout
+    Weights are computed from the whole mini-batch, so cutting it into rows or ranks cannot change the
+    gradient. Two prompts of two completions, of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token
+    1/8, "sequence" 1/4, 1/12, 1/8, 1/8. A completion without a reward has length 0 and counts nowhere.
     """
     kept_NG = pruned.keep_NG.to(len_NG.dtype)
-    items = kept_NG.sum() if count == "kept" else offered * len_NG.shape[1] - (len_NG == 0).sum()
-    tokens = (kept_NG * len_NG).sum() if count == "kept" else len_NG.sum()
+    items = kept_NG.sum() if denominator == "kept" else offered * len_NG.shape[1] - (len_NG == 0).sum()
+    tokens = (kept_NG * len_NG).sum() if denominator == "kept" else len_NG.sum()
     # Pruning may leave a mini-batch with nothing: its weights are 0, not 0/0.
     items, tokens = items.clamp(min=1), tokens.clamp(min=1)
     denominators = {"token": tokens, "sequence": len_NG.clamp(min=1) * items, "constant": max_len * items,
                     "sum": items}
-    return pruned.weight_NG / denominators[per]
+    return pruned.weight_NG / denominators[normalize]
 
 
-def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float, count: str) -> Tensor:
+def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float,
+                      denominator: str) -> Tensor:
     """Compute the token weight in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu times the mean
     of -log pi over the tokens of all correct completions; 0 where none is correct.
     """
-    counted_NG = correct_NG & pruned.keep_NG if count == "kept" else correct_NG
+    counted_NG = correct_NG & pruned.keep_NG if denominator == "kept" else correct_NG
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
 
 
-def clip(move: Move, settings: kinds.Clip | kinds.ClipSequence) -> Tensor:
+def clip(logps: LogProbs, settings: kinds.Clip | kinds.ClipSequence) -> Tensor:
     """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where it stops the gradient.
 
     settings.low, high  region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
     settings.dual       bound on the ratio of a negative advantage, or none (dual clip, arXiv:1912.09729)
     Returns: f_C, without gradient. -f * adv * logp has the gradient of -min(ratio adv, clamp(ratio) adv).
     """
-    adv_C, ratio_C = move.adv_C, (move.logp_C - move.old_logp_C).detach().exp()
+    adv_C, ratio_C = logps.adv_C, (logps.logp_C - logps.old_logp_C).detach().exp()
     stopped_C = (adv_C > 0) & (ratio_C > 1 + settings.high) | (adv_C < 0) & (ratio_C < 1 - settings.low)
     if settings.dual is not None:
         stopped_C |= (adv_C < 0) & (ratio_C > settings.dual)
     return torch.where(stopped_C, 0.0, ratio_C)
 
 
-def clip_sequence(move: Move, settings: kinds.ClipSequence) -> Tensor:
+def clip_sequence(logps: LogProbs, settings: kinds.ClipSequence) -> Tensor:
     """Clip by the geometric mean of a completion's token ratios: GSPO (arXiv:2507.18071).
 
-    With loss.per=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
+    With loss.normalize=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
     """
-    gap_C = segment_mean(move.logp_C - move.old_logp_C, move.segment_C)[move.segment_C]
-    return clip(replace(move, logp_C=gap_C, old_logp_C=torch.zeros_like(gap_C)), settings)
+    gap_C = segment_mean(logps.logp_C - logps.old_logp_C, logps.segment_C)[logps.segment_C]
+    return clip(replace(logps, logp_C=gap_C, old_logp_C=torch.zeros_like(gap_C)), settings)
 
 
-def clamp(move: Move, settings: kinds.Clamp) -> Tensor:
+def clamp(logps: LogProbs, settings: kinds.Clamp) -> Tensor:
     """Clamp the ratio to [1 - low, 1 + high], stop no gradient: CISPO (arXiv:2506.13585). low 1: no bound."""
-    ratio_C = (move.logp_C - move.old_logp_C).detach().exp()
+    ratio_C = (logps.logp_C - logps.old_logp_C).detach().exp()
     return ratio_C.clamp(1 - settings.low, 1 + settings.high)
 
 
-GUARD = 1e-8  # added to 1 - p, as by the authors: in float32 the p of a likely token may be rounded to 1
+PROB_EPSILON = 1e-8  # added to 1 - p, as by the authors: in float32 a likely token's p may be rounded to 1
 
 
-def total_variation(move: Move, settings: kinds.TotalVariation) -> Tensor:
+def total_variation(logps: LogProbs, settings: kinds.TotalVariation) -> Tensor:
     """Bound how far a token's probability moves, as Divergence PPO (arXiv:2602.04879) does by binary masks.
 
     Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence` in the advantage's
     direction. The probability of a rare token may double, that of a frequent one may not.
     """
-    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
-    return capped(move, (new_C - old_C) * move.adv_C.sign() > settings.divergence, settings.cap)
+    new_C, old_C = logps.logp_C.detach().exp(), logps.old_logp_C.exp()
+    return cap_ratio(logps, (new_C - old_C) * logps.adv_C.sign() > settings.divergence, settings.cap)
 
 
-def binary_kl(move: Move, settings: kinds.BinaryKl) -> Tensor:
+def binary_kl(logps: LogProbs, settings: kinds.BinaryKl) -> Tensor:
     """Do as `total_variation`, with the binary KL(old, new) in nats in its place."""
-    new_C, old_C = move.logp_C.detach().exp(), move.old_logp_C.exp()
-    others_C = (1 - old_C) * ((1 - old_C + GUARD) / (1 - new_C + GUARD)).log()
-    kl_C = old_C * (move.old_logp_C - move.logp_C.detach()) + others_C
-    return capped(move, (kl_C > settings.divergence) & ((new_C - old_C) * move.adv_C > 0), settings.cap)
+    new_C, old_C = logps.logp_C.detach().exp(), logps.old_logp_C.exp()
+    others_C = (1 - old_C) * ((1 - old_C + PROB_EPSILON) / (1 - new_C + PROB_EPSILON)).log()
+    kl_C = old_C * (logps.old_logp_C - logps.logp_C.detach()) + others_C
+    return cap_ratio(logps, (kl_C > settings.divergence) & ((new_C - old_C) * logps.adv_C > 0), settings.cap)
 
 
-def capped(move: Move, stopped_C: Tensor, cap: float) -> Tensor:
-    return torch.where(stopped_C, 0.0, (move.logp_C - move.old_logp_C).detach().exp().clamp(max=cap))
+def cap_ratio(logps: LogProbs, stopped_C: Tensor, cap: float) -> Tensor:
+    return torch.where(stopped_C, 0.0, (logps.logp_C - logps.old_logp_C).detach().exp().clamp(max=cap))
 
 
 def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float,
                        ) -> Tensor:
     """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
 
-    With f = 1 and loss.per=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; this is all
-    but logp, where adv_C is r - V* and the log-ratio is the sum over the completion.
+    With f = 1 and loss.normalize=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; it is
+    all but logp. adv_C is r - V*, and the log-ratio is the sum over the completion.
     """
     ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
     return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
-def unbounded(move: Move, settings: kinds.NoBound) -> Tensor:
-    return torch.ones_like(move.adv_C)
+def no_trust_region(logps: LogProbs, settings: kinds.NoBound) -> Tensor:
+    return torch.ones_like(logps.adv_C)
 
 
 # loss.trust.kind -> f, of the move and of that section of the config
@@ -131,7 +133,7 @@ TRUST = {
     "clamp": clamp,
     "total_variation": total_variation,
     "binary_kl": binary_kl,
-    "none": unbounded,
+    "none": no_trust_region,
 }
 
 
@@ -157,7 +159,7 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     old_C = row.sampled_logp_C if loss.old_logp == "engine" else prepared.old_logp_C
     if factor_C is None:
         factor_C = torch.ones_like(logp_C.detach())
-    f_C = TRUST[loss.trust.kind](Move(logp_C, old_C, adv_C, row.segment_C), loss.trust)
+    f_C = TRUST[loss.trust.kind](LogProbs(logp_C, old_C, adv_C, row.segment_C), loss.trust)
     weight_C = row.weight_C * factor_C
     pull_C = weight_C * f_C * adv_C
     if row.likelihood_C is not None:
@@ -172,15 +174,16 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     return RowLoss(total + loss.kl * (weight_C * ratio_C * k3_C).sum(), factor_C, f_C, k3_C.detach())
 
 
-def needs_pass(loss: Loss) -> bool:
+def needs_extra_pass(loss: Loss) -> bool:
     """Tell whether several mini-batches need a pass before the update that computes their log-probs.
 
     One mini-batch needs none: its first pass itself runs under the policy before the update.
     """
-    return loss.old_logp == "recompute" and (loss.trust.kind != "none" or loss.kl_corrected or weighs(loss))
+    reads_old_logp = loss.trust.kind != "none" or loss.kl_corrected or has_token_weights(loss)
+    return loss.old_logp == "recompute" and reads_old_logp
 
 
-def weighs(loss: Loss) -> bool:
+def has_token_weights(loss: Loss) -> bool:
     """Tell whether `weigh` has something to do."""
     return loss.tis_cap is not None or loss.mask_ratio is not None
 

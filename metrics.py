@@ -14,11 +14,11 @@ from time import perf_counter
 import torch
 from torch import Tensor
 
-from advantage import comparable, flat
+from advantage import flat_groups, has_comparison
 from config import Pack
 from infra import dist
 from loss import RowLoss
-from pack import cost
+from pack import row_cost
 from records import Batch, Group, PreparedRow, Rolled, pending
 
 
@@ -58,7 +58,7 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/tokens": tokens,
         "rollout/pending": len(samples) - len(ended),
         "rollout/unscored": int(reward_NG.isnan().sum()),
-        "prune/skipped": len(rolled.turns) - len(rolled.groups),
+        "prune/skipped": len(rolled.draws) - len(rolled.groups),
         "prune/offered": offered - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": 0.0,
@@ -72,9 +72,9 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     if samples:
         nats = sum(sum(s.logp[s.start:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens
-    comparable_N = comparable(reward_NG)
+    comparable_N = has_comparison(reward_NG)
     if comparable_N.any() and reward_NG.shape[1] > 1:
-        flat_N = flat(reward_NG[comparable_N])
+        flat_N = flat_groups(reward_NG[comparable_N])
         metrics["advantage/flat_groups"] = flat_N.double().mean().item()
     if not ended:
         return metrics
@@ -129,28 +129,28 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     """
     trained = {}
     pruned = batch.pruned
-    for turn, place, prob_G, weight_G in zip(
-            batch.turns, batch.places, pruned.prob_NG.tolist(), pruned.weight_NG.tolist(), strict=True):
-        trained[turn] = {"place": place, "completion_prob": prob_G, "completion_weight": weight_G}
-    for turn, weights_G in zip(batch.turns, batch.tokens or (), strict=False):
-        trained[turn]["completion_tokens"] = list(map(len, weights_G))
+    for draw, place, prob_G, weight_G in zip(
+            batch.draws, batch.places, pruned.prob_NG.tolist(), pruned.weight_NG.tolist(), strict=True):
+        trained[draw] = {"place": place, "completion_prob": prob_G, "completion_weight": weight_G}
+    for draw, weights_G in zip(batch.draws, batch.tokens or (), strict=False):
+        trained[draw]["completion_tokens"] = list(map(len, weights_G))
     name, value_NG = "reward", rolled.rewards.total_NG
     if "accuracy" in rolled.rewards.components:
         name, value_NG = "right", (rolled.rewards.components["accuracy"] == 1).int()
     rolled_out = zip(rolled.groups, value_NG.tolist(), strict=True)
     prompts = []
-    for turn in rolled.turns:
-        line = {"id": turn.prompt.id, "epoch": turn.epoch, "prob": turn.prob, "weight": turn.weight}
-        if turn.copy:
-            line["copy"] = turn.copy
-        if turn.kept:
+    for draw in rolled.draws:
+        line = {"id": draw.prompt.id, "epoch": draw.epoch, "prob": draw.prob, "weight": draw.weight}
+        if draw.copy:
+            line["copy"] = draw.copy
+        if draw.kept:
             group, values = next(rolled_out)
             line[name] = []
             for s, value in zip(group.samples, values, strict=True):
                 line[name].append(None if s.pending or math.isnan(value) else value)
             tokens = b"/".join(s.ids.tobytes() for s in group.samples)
             line["tokens"] = hashlib.sha256(tokens).hexdigest()[:16]
-        prompts.append(line | trained.get(turn, {}))
+        prompts.append(line | trained.get(draw, {}))
     return {"seed": batch.seed, "offered": batch.offered, "rounds": rolled.sizes, "prompts": prompts}
 
 
@@ -186,7 +186,7 @@ class PassSums:
         if first_pass:
             sums["tokens"] += len(row.target_C)
             sums["packed"] += len(row.ids_T)
-            sums["cost"] += cost(row.segments.queries, row.segments.keys, self.quadratic)
+            sums["cost"] += row_cost(row.segments.queries, row.segments.keys, self.quadratic)
             sums["corrected"] += terms.factor_C.sum()
             sums["masked"] += (terms.factor_C == 0).sum()
             sums["probability"] += row.sampled_logp_C.exp().sum()

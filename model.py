@@ -143,13 +143,14 @@ def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
     return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
 
 
-again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)  # nothing is drawn in a block
+# No random number is drawn in a block.
+checkpoint_block = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
 selective = partial(create_selective_checkpoint_contexts, keep_products)
 # model.checkpoint_blocks -> how a block is called. Backward computes again the results that forward dropped.
-CALLS = {
+BLOCK_CALLS = {
     "none": call,
-    "selective": partial(again, context_fn=selective),
-    "all": again,
+    "selective": partial(checkpoint_block, context_fn=selective),
+    "all": checkpoint_block,
 }
 
 
@@ -212,7 +213,7 @@ class Decoder(nn.Module):
         cos_TE = angle_TE.cos().to(x_TD.dtype)
         sin_TE = angle_TE.sin().to(x_TD.dtype)
         kind = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
-        call_block = CALLS[kind]
+        call_block = BLOCK_CALLS[kind]
         for block in self.layers:
             x_TD = call_block(block, x_TD, cos_TE, sin_TE, attend)
         return self.norm(x_TD)
@@ -227,7 +228,7 @@ class Decoder(nn.Module):
 
     def logits(self, hidden_CD: Tensor) -> Tensor:
         """Compute logits [C, V], at least float32, for a decoding step; training calls `forward`."""
-        return product(hidden_CD, self.head_VD.T)
+        return matmul_float32(hidden_CD, self.head_VD.T)
 
     def named_hf_tensors(self) -> Iterator[tuple[str, Tensor]]:
         """Yield every weight under its Hugging Face name; adapters (lora.py) are merged into theirs."""
@@ -249,7 +250,7 @@ class ChunkedLogProb(torch.autograd.Function):
         log_prob, ctx.logits_gradient = elementwise
         pieces = []
         for hidden, target in zip(hidden_CD.split(chunk), target_C.split(chunk), strict=True):
-            logits_CV = tempered(product(hidden, head_VD.T), temperature)
+            logits_CV = divide_by_temperature(matmul_float32(hidden, head_VD.T), temperature)
             pieces.append(log_prob(logits_CV, target))
             del logits_CV  # before the next chunk's are made
         logp_C = torch.cat(pieces)
@@ -261,7 +262,7 @@ class ChunkedLogProb(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad_C):
         hidden_CD, head_VD, target_C, logp_C = ctx.saved_tensors
-        scale_C = tempered(grad_C.clone(), ctx.temperature)
+        scale_C = divide_by_temperature(grad_C.clone(), ctx.temperature)
         grad_hidden_CD = torch.empty_like(hidden_CD)
         grad_head_VD = None  # of a frozen head
         if ctx.needs_input_grad[1]:
@@ -269,12 +270,12 @@ class ChunkedLogProb(torch.autograd.Function):
         columns = hidden_CD, target_C, logp_C, scale_C, grad_hidden_CD
         pieces = [column.split(ctx.chunk) for column in columns]
         for hidden, target, logp, scale, grad_hidden in zip(*pieces, strict=True):
-            logits_CV = tempered(product(hidden, head_VD.T), ctx.temperature)
+            logits_CV = divide_by_temperature(matmul_float32(hidden, head_VD.T), ctx.temperature)
             grad_CV = ctx.logits_gradient(logits_CV, target, logp, scale)
             grad_CV = grad_CV.to(hidden.dtype)
             torch.mm(grad_CV, head_VD, out=grad_hidden)
             if grad_head_VD is not None:
-                product(grad_CV.T, hidden, onto=grad_head_VD)
+                matmul_float32(grad_CV.T, hidden, onto=grad_head_VD)
             del logits_CV, grad_CV  # before the next chunk's are made
         if grad_head_VD is not None:
             grad_head_VD = grad_head_VD.to(head_VD.dtype)
@@ -322,12 +323,12 @@ def entropy_gradient(logits_CV: Tensor, target_C: Tensor, out_C2: Tensor, scale_
 WITH_ENTROPY = with_entropy, entropy_gradient  # for Decoder.elementwise
 
 
-def tempered(x: Tensor, temperature: float) -> Tensor:
+def divide_by_temperature(x: Tensor, temperature: float) -> Tensor:
     """Divide in place by the sampling temperature, unless it is 1."""
     return x if temperature == 1 else x.div_(temperature)
 
 
-def product(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
+def matmul_float32(left: Tensor, right: Tensor, onto: Tensor | None = None) -> Tensor:
     """Compute left @ right in at least float32, or add it to `onto` in place. A product of 16-bit matrices is
     never rounded to 16 bits: on the CPU, which has no such kernel, they are widened first."""
     wide = torch.promote_types(left.dtype, torch.float32)

@@ -60,7 +60,7 @@ def within_window(lengths: list[int], capacity: int, window: int) -> list[list[i
     return rows
 
 
-def cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
+def row_cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
     """Cost of a row in tokens without attention, by its segments; `quadratic` is Decoder.quadratic.
 
     A query meets the keys up to its own, so q queries that end where k keys end meet q (2k - q) / 2 of them.
@@ -68,7 +68,7 @@ def cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float
     return sum(q + quadratic * q * (2 * k - q) for q, k in zip(queries, keys, strict=True))
 
 
-def deal(costs: list[float], ranks: int) -> list[list[int]]:
+def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
     """Deal rows to ranks, equally many up to one and of nearly equal cost: in each round every rank gets one
     of the most expensive rows left, the most expensive going to the rank with the least cost so far.
     """
@@ -129,18 +129,18 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
     if low > high:
         raise ValueError(f"a completion with its prompt has {low} tokens but pack.capacity={high}; "
                          "raise pack.capacity or lower rollout.max_new_tokens")
-    rows = cut(kept, high, settings.window)
+    rows = cut_rows(kept, high, settings.window)
     rounds = -(-len(rows) // ranks)
     while low < high:
         middle = (low + high) // 2
-        shorter = cut(kept, middle, settings.window)
+        shorter = cut_rows(kept, middle, settings.window)
         if len(shorter) <= rounds * ranks:
             rows, high = shorter, middle
         else:
             low = middle + 1
-    costs = [cost(*layout(minibatch, members), quadratic) for members in rows]
+    costs = [row_cost(*layout(minibatch, members), quadratic) for members in rows]
     by_rank = []
-    for hand in deal(costs, ranks):
+    for hand in deal_rows(costs, ranks):
         plans = [Plan(rows[row]) for row in hand]
         if len(plans) < rounds:
             cheapest = costs.index(min(costs))
@@ -157,7 +157,7 @@ class KeptGroup:
     members: list[tuple[int, int]]  # (n, g)
     lengths: list[int]              # of each member
 
-def cut(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
+def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
     """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
 
     What is packed are whole groups, and the pieces of those that are longer than a row.
@@ -209,7 +209,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         before[0] = prompt_start + len(prompt) - 1
         predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    segment_C = concatenated([np.full(len(places), i) for i, places in enumerate(predict)])
+    segment_C = concatenate([np.full(len(places), i) for i, places in enumerate(predict)])
     n_C, g_C = n_S[segment_C], g_S[segment_C]
     factor_C = float(plan.counts)
     if minibatch.tokens:  # the weight of each token before a cut
@@ -217,11 +217,11 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     weights = {"weight_C": minibatch.weight_NG, "likelihood_C": minibatch.likelihood_NG,
                "bonus_C": minibatch.bonus_NG}
     return Row(
-        ids_T=concatenated(ids),
-        position_T=concatenated(position),
-        segments=Segments.of(queries, keys, concatenated(key)),
-        predict_C=concatenated(predict),
-        target_C=concatenated([s.ids[s.start:] for s in samples]),
+        ids_T=concatenate(ids),
+        position_T=concatenate(position),
+        segments=Segments.of(queries, keys, concatenate(key)),
+        predict_C=concatenate(predict),
+        target_C=concatenate([s.ids[s.start:] for s in samples]),
         segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
@@ -234,6 +234,6 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     )
 
 
-def concatenated(pieces: list) -> Tensor:
+def concatenate(pieces: list) -> Tensor:
     """Lay arrays of whole numbers end to end, as int64."""
     return torch.from_numpy(np.concatenate(pieces)).long()

@@ -17,19 +17,19 @@ from torch import Tensor
 from records import Group, Pruned, Rewards
 from settings import kinds
 
-FLOOR = 0.1  # smallest size over the mean size, for a completion without advantage that still carries a KL
+SIZE_FLOOR = 0.1  # smallest size over the mean size, for a completion of advantage 0 with a KL term
 SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
-DUST = 1e-12  # a size below so much of the largest is what rounding leaves, and counts as 0
+RELATIVE_ZERO = 1e-12  # a size below so much of the largest is what rounding leaves, and counts as 0
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
 
 
 @dataclass(frozen=True, slots=True)
-class Offer:
+class Candidates:
     """The completions of a step before any is dropped, as far as a pruner may look at them."""
 
     adv_NG: Tensor
     len_NG: Tensor   # completion tokens
-    per: str         # loss.per, which decides what a long completion's gradient weighs
+    normalize: str         # loss.normalize, which decides what a long completion's gradient weighs
     inert: bool      # advantage 0 means no gradient at all: the loss has no KL
     seed: int        # of this step, the same on all ranks
     weight_N1: Tensor | float = 1.0  # of each group, where prompts were skipped before rollout
@@ -42,7 +42,7 @@ def keep_all(adv_NG: Tensor) -> Pruned:
     return Pruned(kept_NG, kept_NG.to(adv_NG.dtype), kept_NG.to(adv_NG.dtype))
 
 
-def as_it_is(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
+def keep_marked(kept_NG: Tensor, adv_NG: Tensor) -> Pruned:
     """Keep these candidates at weight 1, with nothing left to chance."""
     return keep_all(adv_NG.masked_fill(~kept_NG, torch.nan))
 
@@ -67,7 +67,7 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
 def keep_first(adv_NG: Tensor, count_N1: Tensor) -> Pruned:
     """Keep the first `count_N1` of each row by |advantage|, then by place; survivors keep weight 1."""
     order_NG = adv_NG.abs().nan_to_num(nan=-1.0).argsort(dim=1, descending=True, stable=True)
-    return as_it_is(order_NG.argsort(dim=1) < count_N1, adv_NG)
+    return keep_marked(order_NG.argsort(dim=1) < count_N1, adv_NG)
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
@@ -98,7 +98,7 @@ def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
     return thin(prob_NG, uniform_NG < prob_NG)
 
 
-def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
+def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
     """Estimate the norm of each completion's gradient up to a common factor, [N, G]: its size in `pps`.
 
     size     "adv"   |A|
@@ -108,16 +108,16 @@ def gradient_size(offer: Offer, size: str, by_cost: bool) -> Tensor:
     A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
     least FLOOR of the mean: no weight could make up for a candidate that is never kept.
     """
-    none_NG = offer.adv_NG.isnan()
-    size_NG, root_NG = offer.adv_NG.nan_to_num().abs() * offer.weight_N1, offer.len_NG.sqrt()
+    none_NG = candidates.adv_NG.isnan()
+    size_NG, root_NG = candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1, candidates.len_NG.sqrt()
     if size == "norm":
-        size_NG = size_NG * root_NG / (offer.len_NG if offer.per == "sequence" else 1)
+        size_NG = size_NG * root_NG / (candidates.len_NG if candidates.normalize == "sequence" else 1)
     if by_cost:
         size_NG = size_NG / root_NG
-    if offer.inert:
+    if candidates.inert:
         return size_NG
     mean = size_NG[~none_NG].mean()
-    floored_NG = size_NG.clamp(min=FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
+    floored_NG = size_NG.clamp(min=SIZE_FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)
     return floored_NG.masked_fill(none_NG, 0.0)
 
 
@@ -147,7 +147,7 @@ def inclusion(size_K: Tensor, count: float) -> Tensor:
     1 1/2 1/4 1/4.
     """
     sorted_K, order_K = size_K.double().sort(descending=True, stable=True)
-    sorted_K = sorted_K * (sorted_K >= DUST * sorted_K[:1])
+    sorted_K = sorted_K * (sorted_K >= RELATIVE_ZERO * sorted_K[:1])
     tail_K = sorted_K.flip(0).cumsum(0).flip(0)  # this size and all smaller ones
     places_K = count - torch.arange(len(size_K), dtype=torch.float64)
     certain = int((places_K * sorted_K >= tail_K).logical_and(places_K > 0).cumprod(0).sum())
@@ -196,7 +196,7 @@ def max_variance(reward_NG: Tensor, keep: int) -> Tensor:
     return kept_NG
 
 
-def among_kept(rewards: Rewards, groups: list[int], keep_NG: Tensor) -> Rewards:
+def rewards_of_kept(rewards: Rewards, groups: list[int], keep_NG: Tensor) -> Rewards:
     """Take the reward from every completion of these groups that is not kept, so that advantages compare the
     kept with one another alone, as in the release of PODS."""
     components = {name: x_NG[groups].masked_fill(~keep_NG, torch.nan)
@@ -224,24 +224,24 @@ def most_variance(reward_NG: Tensor, share: float, slack: float) -> Tensor:
     return torch.zeros_like(kept_N).scatter_(0, order_N, kept_N)[:, None].expand_as(reward_NG)
 
 
-# prune.completions.kind -> function of the offer and of that section of the config
+# prune.completions.kind -> function of the candidates and of that section of the config
 COMPLETIONS = {
-    "none": lambda offer, settings: keep_all(offer.adv_NG),
-    "topk": lambda offer, settings: keep_largest(offer.adv_NG, settings.keep, settings.scope),
-    "bottom": lambda offer, settings: drop_bottom(offer.adv_NG, settings.drop_prob),
-    "bernoulli": lambda offer, settings: bernoulli(offer.adv_NG, settings.drop_prob, offer.seed),
-    "pps": lambda offer, settings: pps(
-        gradient_size(offer, settings.size, settings.by_cost), settings.keep, settings.scope, offer.seed),
-    "pods": lambda offer, settings: as_it_is(max_variance(offer.reward_NG, settings.keep), offer.adv_NG),
-    "variance": lambda offer, settings: as_it_is(
-        most_variance(offer.reward_NG, settings.share, settings.slack), offer.adv_NG),
+    "none": lambda given, settings: keep_all(given.adv_NG),
+    "topk": lambda given, settings: keep_largest(given.adv_NG, settings.keep, settings.scope),
+    "bottom": lambda given, settings: drop_bottom(given.adv_NG, settings.drop_prob),
+    "bernoulli": lambda given, settings: bernoulli(given.adv_NG, settings.drop_prob, given.seed),
+    "pps": lambda given, settings: pps(
+        gradient_size(given, settings.size, settings.by_cost), settings.keep, settings.scope, given.seed),
+    "pods": lambda given, settings: keep_marked(max_variance(given.reward_NG, settings.keep), given.adv_NG),
+    "variance": lambda given, settings: keep_marked(
+        most_variance(given.reward_NG, settings.share, settings.slack), given.adv_NG),
 }
 
 
 CutWeights = list[list[Tensor]]  # of each completion, [N][G]: the weights of those tokens that are trained on
 
 
-def kept_prob(length: int, whole: float, least: int) -> Tensor:
+def prefix_prob(length: int, whole: float, least: int) -> Tensor:
     """Compute the probability of each token that it is before a random cut, [L], never below `whole`: NAT
     (arXiv:2603.06619) by prefix cutting; the law of the cut is ours.
 
@@ -271,11 +271,11 @@ def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeig
 
 def cut_weights(length: int, whole: float, least: int, point: float) -> Tensor:
     """Weigh the tokens whose probability is above a point of [0, 1). If that is uniform, this is the law."""
-    prob_L = kept_prob(length, whole, least)
+    prob_L = prefix_prob(length, whole, least)
     return 1 / prob_L[prob_L > point]
 
 
-def shortened(groups: list[Group], tokens: CutWeights) -> list[Group]:
+def cut_completions(groups: list[Group], tokens: CutWeights) -> list[Group]:
     """Cut the completions off behind the tokens that are trained on."""
     return [replace(group, samples=tuple(
         replace(sample, ids=sample.ids[:len(weight_C)], logp=sample.logp[:len(weight_C)])
@@ -296,7 +296,7 @@ class Memory:
     rows: list[dict]  # of the data file
 
 
-def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:
+def bernoulli_prompts(memory: Memory, drop_prob: float) -> Tensor:
     """Compute each prompt's probability of a rollout, [K]: 1 - drop_prob for a size below the mean, else 1,
     also for a prompt never rolled out. Dynamic Pruning (arXiv:2603.04135) at the prompt level, reconstructed:
     the sources say that prompts of low historical advantage are skipped, not where low begins.
@@ -304,7 +304,7 @@ def rarely_below_mean(memory: Memory, drop_prob: float) -> Tensor:
     return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
 
 
-def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
+def skip_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
     """Skip the floor(drop_prob x K) prompts of the lowest size: probability 0 or 1 of a rollout, [K]. The
     listed algorithm of Dynamic Pruning, as it is reported. Biased, as `drop_bottom` is. A prompt that was
     never rolled out is not skipped, nor one that was skipped `max_skips` times in a row before this step:
@@ -317,7 +317,7 @@ def all_but_lowest(memory: Memory, drop_prob: float, max_skips: int) -> Tensor:
     return (keep_K | free_K).double()
 
 
-def rollout_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
+def proportional_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
     """Compute each prompt's probability of a rollout, [K], in proportion to its size, the mean |A| of its
     newest group: with 0/1 rewards over their deviation that is 2 sqrt(p (1 - p)), p the share of right ones.
 
@@ -334,7 +334,7 @@ def rollout_prob(size_K: Tensor, share: float, floor: float) -> Tensor:
     return prob_K
 
 
-def explored(easy_K: Tensor, hard_K: Tensor, explore: tuple[float, float]) -> Tensor:
+def greso_prob(easy_K: Tensor, hard_K: Tensor, explore: tuple[float, float]) -> Tensor:
     """Compute each prompt's probability of a rollout, [K]: max(p^z, 0.01) after z rollouts in a row that were
     all easy, or all hard; p, in `explore`, differs for the two. GRESO (arXiv:2506.02177), biased on purpose:
     every weight stays 1, and other prompts are drawn in place of those skipped.
@@ -354,7 +354,7 @@ def adapt_p(explore: tuple[float, float], easy: float, hard: float, target: floa
     return moved(explore[0], easy, target / 3), moved(explore[1], hard, target * 2 / 3)
 
 
-def next_round(missing: int, flat_share: float, largest: int) -> tuple[int, bool]:
+def next_round_size(missing: int, flat_share: float, largest: int) -> tuple[int, bool]:
     """Size GRESO's next round for `missing` informative groups when `flat_share` of the last round's groups
     were flat: a number of prompts within [largest / 6, largest] as released, and whether it is estimated to
     be enough.
@@ -366,9 +366,9 @@ def next_round(missing: int, flat_share: float, largest: int) -> tuple[int, bool
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
     "none": lambda memory, settings: torch.ones_like(memory.size_K),
-    "bernoulli": lambda memory, settings: rarely_below_mean(memory, settings.drop_prob),
-    "rank": lambda memory, settings: all_but_lowest(memory, settings.drop_prob, settings.max_skips),
-    "pps": lambda memory, settings: rollout_prob(memory.size_K, settings.share, settings.floor),
-    "greso": lambda memory, settings: explored(memory.easy_K, memory.hard_K, memory.explore),
+    "bernoulli": lambda memory, settings: bernoulli_prompts(memory, settings.drop_prob),
+    "rank": lambda memory, settings: skip_lowest(memory, settings.drop_prob, settings.max_skips),
+    "pps": lambda memory, settings: proportional_prob(memory.size_K, settings.share, settings.floor),
+    "greso": lambda memory, settings: greso_prob(memory.easy_K, memory.hard_K, memory.explore),
 }
 REFILLING = {"greso", "depo"}  # kinds that replace a prompt they skip: no other is weighed up for it

@@ -59,7 +59,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Turn:
+class PromptDraw:
     """A prompt that comes up in a step, to be rolled out or skipped."""
 
     prompt: Prompt
@@ -157,21 +157,21 @@ def plain(number: Tensor) -> float | None:
 class Rolled:
     """All rounds of a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
 
-    turns: list[Turn] = field(default_factory=list)    # in order, those skipped included
+    draws: list[PromptDraw] = field(default_factory=list)    # in order, those skipped included
     groups: list[Group] = field(default_factory=list)  # of the turns kept
     rewards: Rewards | None = None
     adv_NG: Tensor = torch.empty(0, 0)                 # from all G, before pruning
     sizes: tuple[int, ...] = ()                        # groups of each round that was added
 
     @property
-    def kept(self) -> list[Turn]:
-        return [turn for turn in self.turns if turn.kept]
+    def kept(self) -> list[PromptDraw]:
+        return [draw for draw in self.draws if draw.kept]
 
     def __add__(self, newest: "Rolled") -> "Rolled":
         sizes = (*self.sizes, len(newest.groups))
         if not self.sizes:
             return replace(newest, sizes=sizes)
-        return Rolled(self.turns + newest.turns, self.groups + newest.groups, self.rewards + newest.rewards,
+        return Rolled(self.draws + newest.draws, self.groups + newest.groups, self.rewards + newest.rewards,
                       torch.cat([self.adv_NG, newest.adv_NG]), sizes)
 
 
@@ -186,7 +186,7 @@ class Pruned:
 class Batch:
     """The groups that a step trains on, the same on every rank, perhaps fewer than were rolled out."""
 
-    turns: list[Turn]
+    draws: list[PromptDraw]
     groups: list[Group]
     reward_NG: Tensor
     correct_NG: Tensor   # bool
@@ -268,7 +268,7 @@ class PreparedRow:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class LogProbs:
     """The log-probs of one row's tokens before and after the policy moved."""
 
     logp_C: Tensor      # log-probs in nats under the current policy

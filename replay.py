@@ -36,7 +36,7 @@ from advantage import advantage
 from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
-from infra.checkpoint import replayable
+from infra.checkpoint import replayable_steps
 from infra.lines import read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
@@ -44,14 +44,14 @@ from learner import Learner
 from methods import soft_value
 from metrics import Clock, list_decisions
 from preflight import memory
-from records import Batch, Rolled, Turn, lengths
+from records import Batch, PromptDraw, Rolled, lengths
 from settings import kinds
 from settings.paths import user_path
 from train import Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 
 # --set may change the settings whose names begin so.
-MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.count")
+MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.denominator")
 
 
 # ---- the step again
@@ -78,7 +78,7 @@ def require_pruning_alone(own: Config, given: Config) -> None:
     for key, change in runfolder.changed_settings(own, given).items():
         if not key.startswith(MAY_CHANGE):
             raise ConfigError(f"--set {change}: the step has been rolled out; here prune.completions.*, "
-                              "prune.tokens.*, prune.truncated and loss.count can be set")
+                              "prune.tokens.*, prune.truncated and loss.denominator can be set")
 
 
 def read_step(folder: Path, step: int) -> tuple[dict, dict]:
@@ -89,7 +89,7 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
         raise ConfigError(f"--step {step}: {folder} has done {max(decided, default=0)} steps")
     if "rounds" not in decided[step]:
         raise ConfigError(f"{folder} is of a version that did not hash its tokens, and cannot be replayed")
-    able = replayable(folder, max(decided))
+    able = replayable_steps(folder, max(decided))
     if step not in able:
         raise ConfigError(
             f"--step {step} needs the policy before it, checkpoints/step_{step - 1:06d}, which {folder} does "
@@ -129,16 +129,16 @@ def link_run(folder: Path, there: Path, cfg: Config, step: int) -> None:
         (there / "checkpoints" / before.name).symlink_to(before.resolve())
 
 
-def find_turns(run: Run, line: dict) -> list[Turn]:
+def find_draws(run: Run, line: dict) -> list[PromptDraw]:
     """Return the prompts that a line of decisions.jsonl names, as they were drawn."""
     prompts = {prompt.id: prompt for prompt in run.task.prompts}
-    turns = []
+    draws = []
     for p in line["prompts"]:
         prompt = prompts.get(p["id"])
         if prompt is None:
             raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        turns.append(Turn(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
-    return turns
+        draws.append(PromptDraw(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
+    return draws
 
 
 def roll_again(run: Run, line: dict) -> Rolled:
@@ -148,12 +148,12 @@ def roll_again(run: Run, line: dict) -> Rolled:
     if settings.kind == "soft_value":
         table = soft_value.estimate_table(
             run.sampler, run.task.prompts, settings, Path(run.cfg.out), sampled=True)
-    turns = find_turns(run, line)
-    kept = list(accumulate(turn.kept for turn in turns))
+    draws = find_draws(run, line)
+    kept = list(accumulate(draw.kept for draw in draws))
     rolled = Rolled()
     for total in accumulate(line["rounds"]):
-        first = len(rolled.turns)
-        offered = turns[first:bisect_right(kept, total)]
+        first = len(rolled.draws)
+        offered = draws[first:bisect_right(kept, total)]
         groups = run.sampler.rollout(offered)
         rewards = run.sampler.score(groups)
         adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, settings)
@@ -191,7 +191,7 @@ def gradient(learner: Learner, batch: Batch) -> Tensor:
     for p in learner.policy.parameters():
         if p.requires_grad:
             part = torch.zeros_like(p) if p.grad is None else p.grad
-            parts.append(dist.local(part).flatten().cpu())
+            parts.append(dist.local_shard(part).flatten().cpu())
     learner.policy.zero_grad()
     return torch.cat(parts)
 
@@ -216,7 +216,7 @@ class Arm:
     """A pruning, and what it makes of the step."""
 
     name: str
-    learner: Learner      # with its loss.count
+    learner: Learner      # with its loss.denominator
     selection: Selection
     batch: Batch          # by the step's own draw
 
@@ -287,13 +287,13 @@ def describe_pruning(cfg: Config) -> str:
         words.append(settings.pop("kind"))
         words += [f"{key}={value}" for key, value in settings.items()]
     truncated = ", truncated" if cfg.prune.truncated else ""
-    return f"{' '.join(words)}, loss.count={cfg.loss.count}{truncated}"
+    return f"{' '.join(words)}, loss.denominator={cfg.loss.denominator}{truncated}"
 
 
 def print_groups(arms: list[Arm], rolled: Rolled) -> None:
     """Print what became of each completion under each pruning."""
     count = len(arms[0].batch.groups)
-    say(f"{len(rolled.turns)} prompts offered, {len(rolled.groups)} rolled out, {count} trained on; under "
+    say(f"{len(rolled.draws)} prompts offered, {len(rolled.groups)} rolled out, {count} trained on; under "
         "each pruning the probability to be kept, and the weight of what was")
     say(f"{'reward':>8}{'advantage':>11}" + "".join(f"{arm.name:>13}{'weight':>8}" for arm in arms))
     for n in range(count):
@@ -303,11 +303,11 @@ def print_groups(arms: list[Arm], rolled: Rolled) -> None:
 def print_group(arms: list[Arm], n: int) -> None:
     """Print a group: one line for all completions of the same outcome."""
     batch = arms[0].batch
-    turn, samples = batch.turns[n], batch.groups[n].samples
+    draw, samples = batch.draws[n], batch.groups[n].samples
     drawn = ""
-    if turn.prob < 1:
-        drawn = f", rolled out with probability {turn.prob:.3g} at weight {turn.weight:.3g}"
-    say(f"{turn.prompt.id}, epoch {turn.epoch}{drawn}")
+    if draw.prob < 1:
+        drawn = f", rolled out with probability {draw.prob:.3g} at weight {draw.weight:.3g}"
+    say(f"{draw.prompt.id}, epoch {draw.epoch}{drawn}")
     alike = defaultdict(list)
     for g in range(len(samples)):
         outcome = f"{batch.reward_NG[n, g]:>8.3g}{batch.adv_NG[n, g]:>11.3f}"
@@ -369,7 +369,7 @@ def main() -> int:
     parser.add_argument("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c",
                         help="another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
-                             "loss.count")
+                             "loss.denominator")
     parser.add_argument("--draws", type=int, default=200, metavar="D",
                         help="how often a pruning is drawn again (200; 0: not)")
     args = parser.parse_args()

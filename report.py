@@ -26,8 +26,8 @@ from markupsafe import Markup
 
 from config import ConfigError
 from infra import runfolder
-from infra.checkpoint import replayable
-from infra.lines import reading
+from infra.checkpoint import replayable_steps
+from infra.lines import blame_file
 from infra.signals import exit_status
 from page.charts import COLOURS, draw_curves, score_charts
 from page.compare import ReportTable, make_tables
@@ -110,9 +110,9 @@ def page_texts(runs: list[LoggedRun]) -> Markup:
     most = TEXTS // len(runs) // 2
     shown = []
     for run in runs:
-        with reading(run.folder / "samples.jsonl"):
+        with blame_file(run.folder / "samples.jsonl"):
             samples = choose_completions(run.samples, most)
-        shown.append({"folder": str(run.folder), "replayable": replayable(run.folder, run.steps_done),
+        shown.append({"folder": str(run.folder), "replayable": replayable_steps(run.folder, run.steps_done),
                       "samples": samples, "held_out": choose_answers(run.folder, most)})
     data = {"runs": shown}
     finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
@@ -148,7 +148,7 @@ def newest_completions(run: LoggedRun) -> dict[str, Any] | None:
     if not run.samples:
         return None
     line = run.samples[-1]
-    with reading(run.folder / "samples.jsonl"):
+    with blame_file(run.folder / "samples.jsonl"):
         shown = [shorten_texts(completion, 1000) | {"right": completion["components"].get("accuracy")}
                  for completion in line["completions"][:3]]
     return {"step": line["step"], "gold": line["gold"], "completions": shown}

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-from config import OF_ANSWER, Reward
+from config import NEED_ANSWER, Reward
 from infra import custom_reward
 from records import Problem, Prompt
 from verify.cases import check_golds, count_outcomes, read_cases
@@ -102,9 +102,9 @@ COMPONENTS = {
     "tag_number": (tag_number, 0, 1),
     "overlong": (overlong, -1, 0),
 }
-OWN = (None, -1, 1)  # a component of the user's own
-OF_LENGTH = ("overlong",)
-NOTES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
+CUSTOM_RANGE = (None, -1, 1)  # a component of the user's own
+LENGTH_COMPONENTS = ("overlong",)
+REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
 def list_components(cfg: Reward, graded: bool = True) -> list[str]:
@@ -113,8 +113,8 @@ def list_components(cfg: Reward, graded: bool = True) -> list[str]:
 
     Without gold answers nothing is `graded`: there is neither accuracy nor a note of the verifier's.
     """
-    names = [name for name in cfg.components if graded or name not in OF_ANSWER]
-    names += NOTES if graded else ["timed_out"]
+    names = [name for name in cfg.components if graded or name not in NEED_ANSWER]
+    names += REPORTED_RATES if graded else ["timed_out"]
     if cfg.custom_file:
         names.append("died")
     return names
@@ -137,7 +137,7 @@ def score(
     own = None
     calls = [None] * len(completions)
     if cfg.custom_file:
-        own = custom_reward.OwnFile.of(cfg)
+        own = custom_reward.RewardFile.of(cfg)
         for i, (_, problem, tokens) in enumerate(completions):
             calls[i] = custom_reward.start_call(own, problem, texts[i], tokens)
     grades: list[dict] = [{} for _ in completions]
@@ -155,16 +155,16 @@ def score(
         if own:
             values |= custom_reward.read_values(own, cfg, call, problem.id, values["timed_out"])
         if not c.gold:  # components that compare with an answer say nothing here
-            values |= dict.fromkeys((*OF_ANSWER, "unparsed"), math.nan)
+            values |= dict.fromkeys((*NEED_ANSWER, "unparsed"), math.nan)
         rows.append([float(values[name]) for name in names])
     return rows
 
 
-def span(weights: dict[str, float]) -> tuple[float, float]:
+def reward_range(weights: dict[str, float]) -> tuple[float, float]:
     """Return the least and the greatest reward that these weights allow."""
     least = greatest = 0.0
     for name, weight in weights.items():
-        _, low, high = COMPONENTS.get(name, OWN)
+        _, low, high = COMPONENTS.get(name, CUSTOM_RANGE)
         least += min(weight * low, weight * high)
         greatest += max(weight * low, weight * high)
     return least, greatest

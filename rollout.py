@@ -137,7 +137,7 @@ class Cache:
             prompt = self.prompts[number]
             if len(prompt) > 1:
                 placed.append((prompt, row))
-        for run in cut_runs(placed):
+        for run in group_by_length(placed):
             self.prefill(run)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
@@ -289,7 +289,7 @@ class Decoding:
             self.ended_N = torch.zeros(count + 1, dtype=torch.bool)
 
     def admit(self, slots: list[int], samples: range) -> None:
-        """Start `samples` in `slots`."""
+        """Start `sample_lines` in `slots`."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
         owners = self.owner_S.tolist()
@@ -378,7 +378,7 @@ class TorchEngine:
             self.model.to_empty(device=self.device)
         pairs = zip(self.model.parameters(), policy.named_hf_tensors(), strict=True)
         for mine, (_, theirs) in pairs:
-            mine.copy_(dist.full(theirs, mine.device, mine.dtype))
+            mine.copy_(dist.gather_full(theirs, mine.device, mine.dtype))
 
     def sleep(self) -> None:
         """Give up the weights, to make room for the update. The KV cache lives within `generate` anyway."""
@@ -445,7 +445,7 @@ def progress_bar(name: str | None, count: int) -> tqdm:
     )
 
 
-def cut_runs(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
+def group_by_length(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
     """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
     runs = []
     shortest_first = sorted(placed, key=lambda pair: len(pair[0]))

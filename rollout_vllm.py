@@ -84,7 +84,8 @@ class VLLMEngine:
                 f"the policy does not fit the engine at {name}: its shape is "
                 f"{policy_shapes.get(name, 'nothing')}, the engine's {self.expected.get(name, 'nothing')}")
         self.llm.wake_up(["weights"])
-        stream = ((name, dist.full(t, self.device, self.dtype)) for name, t in policy.named_hf_tensors())
+        tensors = policy.named_hf_tensors()
+        stream = ((name, dist.gather_full(t, self.device, self.dtype)) for name, t in tensors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
         self.llm.wake_up(["kv_cache"])
         self.asleep = False

@@ -9,7 +9,7 @@ update the policy, hand it to the engine. Where it departs from the papers (docs
 1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
    GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.
 2. The loss is a weighted sum. Weights and denominators come once per optimizer step from the whole batch of
-   all ranks, so no cut into rows or ranks changes the gradient. CPPO divides by the kept (loss.count).
+   all ranks, so no cut into rows or ranks changes the gradient. CPPO divides by the kept (loss.denominator).
 3. Completions of a prompt share it in a row: it is paid for once, and the gradient is the same.
 4. Log-probs before the update are the trainer's own, not the engine's (loss.old_logp).
 5. Prompts that Dynamic Pruning skips are not replaced, and its prompt level is our reconstruction.
@@ -29,18 +29,18 @@ import config
 import data
 import lora
 from advantage import advantage
-from collect import Sampler, Selection, choose, lacks, middle, shortage
+from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, save_plainly
-from infra.rows import answered
+from infra.rows import all_have_answers
 from infra.runfolder import Resume
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.weights import check_positions, find_model
-from learner import Learner, NotFinite, build_learner, roles
-from methods import critic, soft_value, stand_ins
+from learner import Learner, NotFinite, build_learner, checkpoint_roles
+from methods import critic, samplers, soft_value
 from metrics import Clock, list_decisions, rollout_metrics
 from model import Decoder
 from page.show import resolved
@@ -61,7 +61,7 @@ class Run:
     task: data.Task
     learner: Learner
     engine: Engine
-    sampler: Sampler                       # or what stands in for it (methods/stand_ins.py)
+    sampler: Sampler                       # or what stands in for it (methods/samplers.py)
     history: PromptHistory
     checkpoints: Checkpoints
     log: runfolder.RunLog
@@ -82,15 +82,15 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
             while count := lacks(rolled, selection, seed):  # once; again where rollout.until refills
-                turns = history.draw(count)                 # which prompts, some skipped, at what weight
+                draws = history.draw(count)                 # which prompts, some skipped, at what weight
                 with clock.phase("rollout"):
-                    groups = sampler.rollout(turns)         # o_1 .. o_G ~ pi_old(. | q), with log-probs
+                    groups = sampler.rollout(draws)         # o_1 .. o_G ~ pi_old(. | q), with log-probs
                 with clock.phase("reward"):
                     rewards = sampler.score(groups)         # named components, on every rank
                 # A_i from all G, before pruning
                 adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
-                newest = Rolled(turns, groups, rewards, adv_NG)
-                if history.records:
+                newest = Rolled(draws, groups, rewards, adv_NG)
+                if history.remembers:
                     history.record(newest)
                 rolled += newest
             batch = choose(rolled, selection, seed)         # who is kept, at what weight
@@ -105,12 +105,12 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 measured |= critic.fit_values(learner, rolled, step, clock)
             with clock.phase("sync"):
                 engine.sync(learner.policy)
-            write_down(run, step + 1, rolled, batch, measured, clock)
+            log_step(run, step + 1, rolled, batch, measured, clock)
             run.log.warn(step + 1, shortage(rolled, batch, selection))
-            run.checkpoints.reach(step + 1, written_beside(run, cfg))
-            if due(cfg.eval.every, step + 1, cfg.steps):
+            run.checkpoints.reach(step + 1, extra_state(run, cfg))
+            if is_due(cfg.eval.every, step + 1, cfg.steps):
                 evaluate_sets(run, cfg.eval, step + 1)
-            if due(cfg.checkpoint.every, step + 1, cfg.steps):
+            if is_due(cfg.checkpoint.every, step + 1, cfg.steps):
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
@@ -123,8 +123,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
 def prepare(cfg: Config, resume: Resume) -> Run:
     """Load everything, and go on from a checkpoint or open the run folder."""
     clock = Clock()
-    folder = runfolder.claim(cfg, resume)
-    task = load(cfg)
+    folder = runfolder.require_free_folder(cfg, resume)
+    task = load_task(cfg)
     files = files_of(cfg.reward, task.tokenizer)
     dist.init(memory.find_device(cfg.device))
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
@@ -135,13 +135,14 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     if path is not None:
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
-    decided = memory.decide(cfg, task.source, saved["config"])
-    learner, engine = set_up(decided, task)
+    decided = memory.resolve_auto(cfg, task.source, saved["config"])
+    learner, engine = load_models(decided, task)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
-    easy_above = middle(cfg.reward, cfg.rollout.differ_in)
+    easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
-    history, sampler = stand_ins.put_in(cfg, task.source, history, sampler)
-    checkpoints = Checkpoints(folder / "checkpoints", cfg.checkpoint.keep, roles(learner), learner.device)
+    history, sampler = samplers.choose_sampler(cfg, task.source, history, sampler)
+    checkpoints = Checkpoints(
+        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device)
     if path is None:
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         preflight.require_checks(preflight.run_checks(decided, learner, engine, task))
@@ -161,7 +162,7 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
     """Evaluate where that is due and was not done, and estimate the table of advantage.kind=soft_value."""
     cfg = run.cfg
     done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # not where a stop came in the midst of it
-    if not done and (run.first == 0 or due(cfg.eval.every, run.first, cfg.steps)):
+    if not done and (run.first == 0 or is_due(cfg.eval.every, run.first, cfg.steps)):
         evaluate_sets(run, cfg.eval, run.first)
     if cfg.advantage.kind != "soft_value":
         return None
@@ -186,16 +187,16 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
 
 
-def written_beside(run: Run, asked: Config) -> dict:
+def extra_state(run: Run, asked: Config) -> dict:
     """Return what a checkpoint holds beside tensors."""
     return {
-        "config": memory.to_save(run.cfg, asked),
+        "config": memory.settings_to_save(run.cfg, asked),
         "history": run.history.state(),
         "inputs": run.inputs,
     }
 
 
-def load(cfg: Config) -> data.Task:
+def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
     tracking.require_package(cfg)
     source = find_model(cfg.model.path)
@@ -214,10 +215,10 @@ def load(cfg: Config) -> data.Task:
         held_out = [p for s in sets for p in s.problems]
         problems = data.drop_overlap(problems, held_out)
     problems = problems[:settings.limit]
-    graded = not gold or answered(problems, settings.train)
+    graded = not gold or all_have_answers(problems, settings.train)
     if graded and gold:
         name_unreadable(settings.train, {p.id: p.answer for p in problems})
-    custom_reward.try_out(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(
         problems,
         tokenizer,
@@ -231,12 +232,12 @@ def load(cfg: Config) -> data.Task:
     return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs)
 
 
-def due(every: int, step: int, last: int) -> bool:
+def is_due(every: int, step: int, last: int) -> bool:
     """Tell whether an action is due now that comes every so many steps (0: never) and after the last one."""
     return step == last or (every > 0 and step % every == 0)
 
 
-def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
+def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
     (memory.decide). Raises ConfigError."""
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
@@ -264,16 +265,16 @@ def set_up(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     return learner, start_engine(cfg.rollout.engine, spec)
 
 
-def write_down(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
+def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
                clock: Clock) -> None:
     """Log a step: its metrics, what is wrong with its rewards, what was kept, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
-    run.log.warn(step, custom_reward.remark(rolled.rewards, run.cfg.reward))
+    run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
     if step == 1:
         run.log.warn(step, critic.warn_too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    texts = tracking.samples(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
+    texts = tracking.sample_lines(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
     run.log.sampled(step, texts)
 
 
@@ -288,11 +289,11 @@ def main() -> int:
                         help="try all that a run needs, print it and stop; status 2 when something fails")
     parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
     fit.add_arguments(parser)
-    run_it = partial(command, parser.parse_args())
+    run_it = partial(run_command, parser.parse_args())
     return exit_status(run_it, "--resume auto goes on from the newest checkpoint, or begins without one")
 
 
-def command(args: argparse.Namespace) -> int | None:
+def run_command(args: argparse.Namespace) -> int | None:
     """Do what the command line asks for; returns the exit status."""
     cfg = config.load(args.config, args.set)
     if args.show:
@@ -300,9 +301,9 @@ def command(args: argparse.Namespace) -> int | None:
     if args.fit or args.memory or args.gpus or args.card:
         return fit.report(cfg, args)
     if args.check:
-        task = load(cfg)
-        decided = memory.decide(cfg, task.source)
-        learner, engine = set_up(decided, task)
+        task = load_task(cfg)
+        decided = memory.resolve_auto(cfg, task.source)
+        learner, engine = load_models(decided, task)
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         return preflight.print_checks(decided, learner, engine, task)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 
 from infra import dist
-from learner import Learner, NotFinite, descend, learning_rate, out_of_memory
+from learner import Learner, NotFinite, learning_rate, optimizer_step, out_of_memory
 from loss import (
     RowLoss,
     likelihood_weight,
-    needs_pass,
+    needs_extra_pass,
     residual_advantage,
     row_loss,
     token_weight,
@@ -22,7 +22,7 @@ from loss import (
 from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
-from prune import shortened
+from prune import cut_completions
 from records import Batch, PreparedRow, Pruned, Row, lengths
 
 
@@ -42,7 +42,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
         batches = [minibatch(learner, batch, members) for members in places]
         packed = [learner.rows(weighed) for weighed in batches]
     with clock.phase("score"):
-        extra = settings.minibatches > 1 and needs_pass(learner.loss)
+        extra = settings.minibatches > 1 and needs_extra_pass(learner.loss)
         prepared = [prepare_rows(learner, rows, extra) for rows in packed]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
     sums, norms, pairs = PassSums(learner.pack, learner.policy.quadratic), [], []
@@ -55,7 +55,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                 pairs += compared
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
-                norms.append(descend(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
+                norms.append(optimizer_step(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
                                      sums.sums["loss"], not_finite))
     measured = sums.metrics(len(norms))
     if pairs:
@@ -80,17 +80,18 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     groups, drawn, loss = [batch.groups[n] for n in members], batch.pruned, learner.loss
     pruned = Pruned(drawn.keep_NG[members], drawn.weight_NG[members], drawn.prob_NG[members])
     len_NG = lengths(groups, batch.adv_NG.shape[1]) * ~batch.reward_NG[members].isnan()
-    weight_NG = token_weight(len_NG, pruned, loss.per, loss.count, learner.max_new_tokens, len(places))
+    weight_NG = token_weight(
+        len_NG, pruned, loss.normalize, loss.denominator, learner.max_new_tokens, len(places))
     likelihood_NG = bonus_NG = tokens = None
     if loss.likelihood:
         correct_NG = batch.correct_NG[members]
-        likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.count)
+        likelihood_NG = likelihood_weight(len_NG, pruned, correct_NG, loss.likelihood, loss.denominator)
     if loss.entropy:
-        mean_NG = token_weight(len_NG, pruned, "token", loss.count, learner.max_new_tokens, len(places))
+        mean_NG = token_weight(len_NG, pruned, "token", loss.denominator, learner.max_new_tokens, len(places))
         bonus_NG = loss.entropy * mean_NG
     if batch.tokens:
         tokens = [batch.tokens[n] for n in members]
-        groups = shortened(groups, tokens)  # the denominators above are of whole completions
+        groups = cut_completions(groups, tokens)  # the denominators above are of whole completions
     return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, batch.reward_NG[members],
                      likelihood_NG, bonus_NG, tokens)
 
@@ -109,7 +110,7 @@ def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[Pr
         outputs = [learner.outputs(learner.policy, row) for row in rows]
         prepared = [replace(given, old_logp_C=logp_C)
                     for given, (logp_C, _) in zip(prepared, outputs, strict=True)]
-        if learner.weighs:
+        if learner.weighs_tokens:
             logp, entropy = [logp_C for logp_C, _ in outputs], [entropy_C for _, entropy_C in outputs]
             factors = weigh(rows, logp, entropy, learner.loss)
             prepared = [replace(given, factor_C=factor_C)
@@ -143,7 +144,7 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
     logp_C, entropy_C = learner.outputs(learner.policy, row)
     if prepared.old_logp_C is None and unmoved:
         prepared = replace(prepared, old_logp_C=logp_C.detach())
-        if learner.weighs:
+        if learner.weighs_tokens:
             factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)
             prepared = replace(prepared, factor_C=factor_C)
     adv_C, beta = prepared.adv_C, getattr(learner.advantage, "residual", None)

@@ -296,9 +296,9 @@ def check(bench: Bench) -> None:
     """Try all that a run needs, as train.py --check does."""
     cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
                                         f"device={bench.device.type}"])
-    task = train.load(cfg)
-    cfg = memory.decide(cfg, task.source)
-    for result in preflight.run_checks(cfg, *train.set_up(cfg, task), task):
+    task = train.load_task(cfg)
+    cfg = memory.resolve_auto(cfg, task.source)
+    for result in preflight.run_checks(cfg, *train.load_models(cfg, task), task):
         bench.add(result.name, passed=result.passed, figures=result.figures,
                   **failure({result.remedy: not result.passed}))
 
@@ -402,9 +402,9 @@ def step(bench: Bench) -> None:
                            f"rollout.prompts_per_step={size.groups}", f"rollout.slots={size.groups * G}",
                            f"rollout.max_new_tokens={size.new}", "data.max_prompt_tokens=128", name=name)
             for name in ("grpo_toy.yaml", "cppo_toy.yaml", "pps_toy.yaml", "lora_toy.yaml")]
-    task = train.load(cfgs[0])
+    task = train.load_task(cfgs[0])
     task.tokenizer.eos_ids = frozenset()
-    learner, engine = train.set_up(cfgs[0], task)
+    learner, engine = train.load_models(cfgs[0], task)
     engine.sync(learner.policy)
     for cfg in cfgs:
         if cfg.model.lora.rank is not None:
@@ -443,7 +443,7 @@ def rollout(bench: Bench) -> None:
         engine.generate(prompts, list(range(slots)), 2, 1.0)  # warm up
         seconds = repeated(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
         return {"sampled tokens/s": [slots * new / spent for spent in seconds],
-                "GiB in use": memory.in_use(bench.device) / GIB}
+                "GiB in use": memory.used_bytes(bench.device) / GIB}
 
     each(bench, {f"{slots} slots": partial(measure, slots) for slots in size.slots})
 

@@ -93,14 +93,14 @@ class Winnow:
     def __init__(self, regime: Regime, arm: str, task: data.Task):
         self.label, name, changes = ARMS[arm]
         self.cfg = cfg = toy(name, regime, *changes)
-        self.learner, engine = train.set_up(memory.decide(cfg, task.source), task)
+        self.learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
         engine.sync(self.learner.policy)
         self.sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         self.history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
 
     def step(self) -> dict[str, float]:
-        turns = self.history.draw(self.cfg.rollout.prompts_per_step)
-        measured, batch = take_step(self.learner, self.sampler, turns, self.cfg)
+        draws = self.history.draw(self.cfg.rollout.prompts_per_step)
+        measured, batch = take_step(self.learner, self.sampler, draws, self.cfg)
         generate, scored = measured["time/rollout"], measured["time/reward"]
         lengths = [sample.length for group in batch.groups for sample in group.samples]
         return {"generate": generate, "score": scored, "update": measured["time/step"] - generate - scored,
@@ -146,11 +146,11 @@ class Peer:
 
         cfg = toy("grpo_toy.yaml", regime)
         questions = {problem.id: problem.question for problem in task.problems}
-        turns = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(len(task.prompts))
+        draws = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(len(task.prompts))
         rows = []
-        for turn in turns:
-            message = {"role": "user", "content": questions[turn.prompt.id]}
-            rows.append({"prompt": [message], "gold": turn.prompt.answer})
+        for draw in draws:
+            message = {"role": "user", "content": questions[draw.prompt.id]}
+            rows.append({"prompt": [message], "gold": draw.prompt.answer})
         return Dataset.from_list(rows)
 
     def reward_function(self, regime: Regime):
@@ -248,7 +248,7 @@ def random_10m(folder: Path) -> Path:
 
 def compare(chosen: Regime, arms: list[str], rounds: int) -> list[dict]:
     """Take the steps of all arms in turns; returns a row for each, TRL first."""
-    task = train.load(toy("grpo_toy.yaml", chosen))
+    task = train.load_task(toy("grpo_toy.yaml", chosen))
     if chosen.fixed:
         task.tokenizer.eos_ids = frozenset()  # nothing ends Winnow's completions but their limit
     taking = [Peer(chosen, task), *(Winnow(chosen, arm, task) for arm in arms)]

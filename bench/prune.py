@@ -37,8 +37,8 @@ from history import PromptHistory
 from infra import dist
 from learner import Learner
 from preflight import memory
-from prune import COMPLETIONS, PROMPTS, Memory, Offer, among_kept, kept_prob, max_variance, pps
-from records import Batch, Group, Pruned, Rewards, Turn, lengths
+from prune import COMPLETIONS, PROMPTS, Candidates, Memory, max_variance, pps, prefix_prob, rewards_of_kept
+from records import Batch, Group, PromptDraw, Pruned, Rewards, lengths
 from settings import kinds
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
@@ -55,7 +55,7 @@ EIGHTH = 8       # of the completions are those whose tokens are measured
 class Scene:
     """One rollout, and what the error of any weighting is computed from."""
 
-    offer: Offer
+    candidates: Candidates
     rewards: Rewards
     last_N: Tensor          # mean |A| of another rollout of each prompt
     product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
@@ -70,13 +70,13 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
     """Make a pruner of prune.py whose settings depend on k: how many are kept of 16, or 16 x a share."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
         settings = settings_of(k)
-        return COMPLETIONS[settings.kind](replace(scene.offer, seed=seed), settings).weight_NG
+        return COMPLETIONS[settings.kind](replace(scene.candidates, seed=seed), settings).weight_NG
 
     return draw
 
 
 def at_random(scene: Scene, seed: int, k: int) -> Tensor:
-    return pps(torch.ones_like(scene.offer.adv_NG), k, "batch", seed).weight_NG
+    return pps(torch.ones_like(scene.candidates.adv_NG), k, "batch", seed).weight_NG
 
 
 def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
@@ -87,22 +87,22 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
                         [{}] * len(none_N))
         prob_N = PROMPTS[settings.kind](memory, settings)
         point_N = torch.rand(prob_N.shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
-        return ((point_N < prob_N) / prob_N)[:, None].expand_as(scene.offer.adv_NG)
+        return ((point_N < prob_N) / prob_N)[:, None].expand_as(scene.candidates.adv_NG)
 
     return draw
 
 
 def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
     """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
-    keep_NG = max_variance(scene.offer.reward_NG, k)
+    keep_NG = max_variance(scene.candidates.reward_NG, k)
     groups = list(range(len(keep_NG)))
-    own_NG = advantage(among_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
-    ratio_NG = (own_NG / scene.offer.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group, whose terms are 0
+    own_NG = advantage(rewards_of_kept(scene.rewards, groups, keep_NG), kinds.GroupNorm())
+    ratio_NG = (own_NG / scene.candidates.adv_NG).nan_to_num(nan=1.0)  # 0 / 0 in a flat group
     return torch.where(keep_NG, ratio_NG, 0.0)
 
 
 def kept_mean(draw: Draw) -> Draw:
-    """Divide by the completions kept instead of by all, as loss.count=kept."""
+    """Divide by the completions kept instead of by all, as loss.denominator=kept."""
     def scaled(scene: Scene, seed: int, k: int) -> Tensor:
         weight_NG = draw(scene, seed, k)
         return weight_NG * weight_NG.numel() / weight_NG.count_nonzero().clamp(min=1)
@@ -125,9 +125,9 @@ ARMS = {
     "pps norm, batch": arm(lambda k: Pps(keep=k, scope="batch")),
     "pps norm, batch, by cost": BY_COST,
     "the same, cuts, whole 1/2": BY_COST,
-    "cuts alone": lambda scene, seed, k: torch.ones_like(scene.offer.adv_NG),
-    "prompts, bernoulli": by_prompt(lambda k: kinds.Thinned(drop_prob=k / 16)),
-    "prompts, pps": by_prompt(lambda k: kinds.InProportion(share=k / 16)),
+    "cuts alone": lambda scene, seed, k: torch.ones_like(scene.candidates.adv_NG),
+    "prompts, bernoulli": by_prompt(lambda k: kinds.BernoulliPrompts(drop_prob=k / 16)),
+    "prompts, pps": by_prompt(lambda k: kinds.ProportionalPrompts(share=k / 16)),
 }
 # arm -> prune.tokens.whole by k
 WHOLE = {"the same, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
@@ -145,7 +145,7 @@ def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Ten
     for row in learner.rows(minibatch(learner, single, list(range(N)))):
         row.weight_C[:start] = 0.0
         add_gradient(learner, prepare_rows(learner, [row], extra_pass=False)[0], unmoved=True)
-    gradient = torch.cat([dist.full(p.grad).flatten() for p in learner.policy.parameters()])
+    gradient = torch.cat([dist.gather_full(p.grad).flatten() for p in learner.policy.parameters()])
     learner.policy.zero_grad()
     return gradient
 
@@ -177,9 +177,9 @@ def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[
 
 def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
     """Compute how many tokens of each completion are kept on average, and V_i, 8 times of every eighth."""
-    mean, variance = [], torch.zeros(scene.offer.adv_NG.numel(), dtype=torch.float64)
-    for i, length in enumerate(scene.offer.len_NG.flatten().tolist()):
-        prob_L = kept_prob(length, whole, 1)
+    mean, variance = [], torch.zeros(scene.candidates.adv_NG.numel(), dtype=torch.float64)
+    for i, length in enumerate(scene.candidates.len_NG.flatten().tolist()):
+        prob_L = prefix_prob(length, whole, 1)
         mean.append(prob_L.sum())
         if i in scene.suffix:
             rises_L = (1 / prob_L).diff(prepend=torch.ones(1, dtype=torch.float64))
@@ -189,7 +189,7 @@ def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
 
 def errors(name: str, scene: Scene, k: int) -> tuple[float, float]:
     """Average (share of the tokens kept, relative squared error) over draws of the masks."""
-    lengths, product = scene.offer.len_NG.flatten().double(), scene.product
+    lengths, product = scene.candidates.len_NG.flatten().double(), scene.product
     tokens, variance = cut_errors(scene, WHOLE[name](k)) if name in WHOLE else (lengths, lengths * 0)
     seeds = range(1 if name.startswith(CERTAIN) else DRAWS)
     weight_DK = torch.stack([ARMS[name](scene, seed, k).flatten() for seed in seeds]).double()
@@ -217,15 +217,16 @@ def interval(errors: list[float | None]) -> str:
     return f"{mean(errors):.3f} +- {STUDENT * stdev(errors) / len(errors) ** 0.5:.3f}"
 
 
-def look(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Config) -> Scene:
+def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config) -> Scene:
     """Roll prompts out twice: the first time to prune them by, the second to measure."""
-    before = [replace(turn, epoch=turn.epoch + 1000) for turn in turns]
+    before = [replace(draw, epoch=draw.epoch + 1000) for draw in draws]
     last_N = advantage(sampler.score(sampler.rollout(before)), cfg.advantage).abs().mean(dim=1)
-    groups = sampler.rollout(turns)
+    groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
     adv_NG, len_NG = advantage(rewards, cfg.advantage), lengths(groups, cfg.rollout.group_size)
-    offer = Offer(adv_NG, len_NG, cfg.loss.per, inert=True, seed=0, reward_NG=rewards.total_NG)
-    return Scene(offer, rewards, last_N, inner_products(learner, groups, adv_NG),
+    candidates = Candidates(
+        adv_NG, len_NG, cfg.loss.normalize, inert=True, seed=0, reward_NG=rewards.total_NG)
+    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG),
                  suffix_norms(learner, groups, adv_NG))
 
 
@@ -233,8 +234,8 @@ def after_training(recipe: str, steps: int, out: Path) -> dict[str, dict[float, 
     """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept."""
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
-    task = replace(train.load(cfg), source=out / "hf")
-    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
+    task = replace(train.load_task(cfg), source=out / "hf")
+    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)

@@ -76,7 +76,7 @@ def draw_weights(model: Decoder, folder: Path | None = None) -> None:
     place it can take."""
     generator = torch.Generator(model.norm.weight.device).manual_seed(0)
     for name, parameter in model.named_parameters():
-        p = dist.local(parameter)
+        p = dist.local_shard(parameter)
         if p.ndim > 1:
             p.normal_(std=0.02, generator=generator)
         else:

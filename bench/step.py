@@ -46,7 +46,7 @@ from metrics import Clock
 from model import Decoder, empty_model, sdpa_padded
 from pack import Minibatch, layout, pack
 from preflight import memory
-from records import Batch, Group, Prompt, Rolled, Sample, Segments, Turn
+from records import Batch, Group, Prompt, PromptDraw, Rolled, Sample, Segments
 from rollout import start_engine
 from settings.kinds import AdamW
 from update import update
@@ -65,7 +65,7 @@ def drawn_rewards(prompts: int, completions: int) -> torch.Tensor:
     return torch.rand(prompts, completions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
 
 
-def take_step(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config.Config,
+def take_step(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config,
               ) -> tuple[dict, Batch]:
     """Take a step as train.train does, but for its log and checkpoint; returns metrics and seconds by phase.
 
@@ -73,12 +73,12 @@ def take_step(learner: Learner, sampler: Sampler, turns: list[Turn], cfg: config
     """
     clock = Clock()
     with clock.phase("rollout"):
-        groups = sampler.rollout(turns)
+        groups = sampler.rollout(draws)
     with clock.phase("reward"):
         rewards = sampler.score(groups)
     drawn = {"accuracy": drawn_rewards(len(groups), cfg.rollout.group_size)}
     rewards = replace(rewards, components=rewards.components | drawn)
-    rolled = Rolled() + Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
+    rolled = Rolled() + Rolled(draws, groups, rewards, advantage(rewards, cfg.advantage))
     batch = choose(rolled, Selection.of(cfg), seed=0)
     with clock.phase("sync"):
         sampler.engine.sleep()
@@ -101,15 +101,15 @@ def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
         changes = [f"prune.completions.keep={keep}", "optim.lr=1e-12"]
         of_keep.append(config.load("cppo_toy.yaml", changes))
     cfg = of_keep[0]
-    task = train.load(cfg)
-    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
+    task = train.load_task(cfg)
+    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
-    turns = history.draw(cfg.rollout.prompts_per_step)
+    draws = history.draw(cfg.rollout.prompts_per_step)
     taken = []
     for _ in range(rounds + 1):
-        taken.append([take_step(learner, sampler, turns, changed)[0] for changed in of_keep])
+        taken.append([take_step(learner, sampler, draws, changed)[0] for changed in of_keep])
     rows = []
     for i, keep in enumerate(keeps):
         measured = [of_round[i] for of_round in taken[1:]]  # the first warms up
@@ -186,8 +186,8 @@ def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
         for lengths in ("fixed", "tailed"):
             prompts, limits = requests(slots, lengths)
             rates = []
-            for turn in range(rounds + 1):
-                seeds = [turn * len(prompts) + i for i in range(len(prompts))]
+            for draw in range(rounds + 1):
+                seeds = [draw * len(prompts) + i for i in range(len(prompts))]
                 start = perf_counter()
                 tokens = sum(len(s.ids) for s in engine.generate(prompts, seeds, limits, 1.0))
                 rates.append(tokens / (perf_counter() - start))
@@ -216,7 +216,7 @@ def in_training(folder: str) -> Role:
     model.to_empty(device=CPU)
     with torch.no_grad():
         for p in model.parameters():
-            dist.local(p).fill_(1.0) if p.ndim == 1 else dist.local(p).normal_(std=0.02)
+            dist.local_shard(p).fill_(1.0) if p.ndim == 1 else dist.local_shard(p).normal_(std=0.02)
     optimizer, = make_optimizers(model, AdamW(lr=1e-4))
     return model, optimizer
 

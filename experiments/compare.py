@@ -36,7 +36,7 @@ from kept_runs import (
 from tqdm import tqdm
 
 import config
-from page.runs import SPENT, format_value
+from page.runs import COSTS, format_value
 from page.summary import phase_seconds
 
 sys.path.append(str(ROOT / "toy"))
@@ -48,7 +48,7 @@ COMPLETIONS = "prune.completions={kind: bernoulli, drop_prob: 0.5}"
 # Methods on the testbed: the settings that make GRPO another method.
 SIX = {
     "grpo": (),
-    "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.count=kept"),
+    "cppo": ("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept"),
     "greso": ("prune.prompts={kind: greso}", "rollout.until=informative"),
     "dynamic-sampling": ("rollout.until=informative",),
     "dppo": (PROMPTS, COMPLETIONS),
@@ -56,17 +56,17 @@ SIX = {
 }
 # Their relatives: the one whose learning rate they have, and settings.
 OTHERS = {
-    "cppo-released": ("cppo", ("prune.completions={kind: topk, keep: 2, scope: batch}", "loss.per=token",
-                               "loss.count=kept")),
+    "cppo-released": ("cppo", ("prune.completions={kind: topk, keep: 2, scope: batch}",
+                               "loss.normalize=token", "loss.denominator=kept")),
     # 3,400 tokens are half of what GRPO trains on in its first steps, each completion with its prompt
     "dppo-listed": ("dppo", ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
-                             "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.count=kept",
+                             "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.denominator=kept",
                              "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
     "pps-cost": ("pps", ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
     "pps-prompts": ("pps", ("prune.prompts={kind: pps, share: 0.5}",)),
-    "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.count=kept")),
+    "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }
 EVALUATED = "eval.every=15"
@@ -74,7 +74,7 @@ GRID, TUNING_SEEDS = ("2.5e-5", "5e-5", "1e-4", "2e-4"), (100, 101)
 VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, always the same
 SEEDS, SOME_SEEDS = range(5), range(3)
 PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
-TOKENS = list(SPENT)[:3]
+TOKENS = list(COSTS)[:3]
 Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
 Areas = dict[str, list[float]]       # learning rate -> the area of each run
 
@@ -164,7 +164,7 @@ def compared(arms: Arms) -> dict:
     curves, numbers = {}, {}
     for name, by_seed in arms.items():
         curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
-    for cost in SPENT:
+    for cost in COSTS:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
         figures: dict[str, dict] = {name: {} for name in arms}
         for place, figure in enumerate(("area", "end")):

@@ -32,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
-from page.runs import SPENT, LoggedRun  # noqa: E402
+from page.runs import COSTS, LoggedRun  # noqa: E402
 from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
@@ -214,7 +214,7 @@ def curve(record: Record) -> Curve:
     settings = record.about["settings"]
     run = LoggedRun(RESULTS, settings["seed"], settings["steps"], settings, {}, record.lines)
     step_E = [line["step"] for line in run.evals]
-    spent = {cost: run.spent(cost, step_E) for cost in SPENT}
+    spent = {cost: run.spent(cost, step_E) for cost in COSTS}
     spent["seconds"] = spent["seconds"] * cpu_share(record)
     accuracies = [value for line in run.evals for key, value in line.items() if key.startswith("eval/")]
     return Curve(spent, 100 * np.array(accuracies))

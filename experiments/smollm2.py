@@ -30,7 +30,7 @@ from verify.statistics import mcnemar, mean, paired_interval, wilson
 
 CONFIG = "experiments/smollm2.yaml"
 METHODS = {
-    "CPPO": ["prune.completions={kind: topk, keep: 2, scope: batch}", "loss.count=kept"],
+    "CPPO": ["prune.completions={kind: topk, keep: 2, scope: batch}", "loss.denominator=kept"],
     "PPS, LoRA": ["prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",
                   "model.lora.rank=16", "optim.lr=1e-4"],
     "GRPO": [],

@@ -187,7 +187,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     wrong = []
-    for path in dist.gather(newest_first(folder) if dist.rank() == 0 else []):
+    for path in dist.gather(newest_checkpoints(folder) if dist.rank() == 0 else []):
         if not (damage := find_damage(path)):
             return path, torch.load(path / "extra.pt", weights_only=True)
         wrong.append(damage)
@@ -253,7 +253,7 @@ def step_folders(folder: Path) -> list[Path]:
     return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
 
 
-def replayable(run: Path, last: int) -> list[int]:
+def replayable_steps(run: Path, last: int) -> list[int]:
     """List the steps of a run up to `last` whose policy is at hand: the first, and each after a whole
     checkpoint."""
     steps = [1]
@@ -263,7 +263,7 @@ def replayable(run: Path, last: int) -> list[int]:
     return [step for step in steps if step <= last]
 
 
-def newest_first(folder: Path) -> list[Path]:
+def newest_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint that `latest` names and those before it; all of them if it names none."""
     pointer = folder / "latest"
     named = pointer.read_text(errors="replace") if pointer.is_file() else ""
@@ -287,7 +287,7 @@ def is_checkpoint(path: Path) -> bool:
     return (path / "policy").is_dir()
 
 
-def beside_tensors(path: str | Path) -> dict:
+def read_extra(path: str | Path) -> dict:
     """Read what a checkpoint holds beside tensors; {} for any other path. Raises ConfigError."""
     step = user_path(path)
     if is_checkpoint(step):
@@ -303,9 +303,9 @@ def beside_tensors(path: str | Path) -> dict:
     return {}
 
 
-def origin(path: str | Path) -> str:
+def original_model(path: str | Path) -> str:
     """Return model.path of the run that made a checkpoint; any other path as it is. Raises ConfigError."""
-    saved = beside_tensors(path)
+    saved = read_extra(path)
     return saved["config"]["model.path"] if saved else path
 
 
@@ -316,7 +316,7 @@ def policy_files(path: str) -> list[Path]:
 
 
 @torch.no_grad()
-def with_policy(path: str, model: nn.Module) -> nn.Module:
+def load_policy_into(path: str, model: nn.Module) -> nn.Module:
     """Fill a model, which keeps its dtype, with the policy of a checkpoint; for any other path leave it.
     Collective. Raises ConfigError."""
     step, dtype = user_path(path), next(model.parameters()).dtype
@@ -351,7 +351,7 @@ def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
 # ---- files.json: {"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}
 # A file that is not listed does not count: file managers and NFS leave some.
 
-def writer_of(name: str) -> int:
+def writing_rank(name: str) -> int:
     """Return the rank that writes a file; rank 0 writes those without a rank in their name."""
     match = re.search(r"__(\d+)_\d+\.distcp$", name)
     return int(match[1]) if match else 0
@@ -361,7 +361,7 @@ def list_files(step: Path, rank: int) -> Files:
     """Return size and digest of the files that a rank has written."""
     names = [str(path.relative_to(step)) for path in sorted(step.rglob("*")) if path.is_file()]
     return {name: [(step / name).stat().st_size, hash_file(step / name)]
-            for name in names if writer_of(name) == rank}
+            for name in names if writing_rank(name) == rank}
 
 
 def format_list(files: Files) -> str:
@@ -408,7 +408,7 @@ def find_damage(step: Path, part: str = "") -> str:
     """
     missing, = dist.gather([find_missing(step)] if dist.rank() == 0 else [])
     mine = [name for name in read_list(step)
-            if name.startswith(part) and writer_of(name) % dist.world_size() == dist.rank()]
+            if name.startswith(part) and writing_rank(name) % dist.world_size() == dist.rank()]
     return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")
 
 

@@ -19,7 +19,7 @@ from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimi
 
 
 @dataclass(frozen=True, slots=True)
-class OwnFile:
+class RewardFile:
     """A file of reward functions, as it was when the run began, and how its functions are called."""
 
     path: str
@@ -29,8 +29,8 @@ class OwnFile:
     ended: float  # the value of a function whose call was ended
 
     @staticmethod
-    def of(cfg: Reward) -> "OwnFile":
-        return OwnFile(
+    def of(cfg: Reward) -> "RewardFile":
+        return RewardFile(
             path=cfg.custom_file,
             source=read_source(cfg),
             functions=tuple(cfg.functions.values()),
@@ -61,11 +61,11 @@ def read_once(path: str) -> str:
         raise ConfigError(f"reward.custom_file={path} cannot be read: {error}") from None
 
 
-SAID: set[tuple[OwnFile, str]] = set()  # files and reasons that `say_once` has reported
+REPORTED: set[tuple[RewardFile, str]] = set()  # files and reasons that `report_once` has reported
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
+class RewardCall:
     """The arguments of a completion's reward. Rows are compared by identity and not by content: two sets may
     ask the same question of different rows."""
 
@@ -76,13 +76,13 @@ class Judged:
     row_id: int  # id(row); the row lives as long as this
 
 
-def start_call(own: OwnFile, problem: Problem | Prompt, text: str, tokens: int) -> Call:
+def start_call(own: RewardFile, problem: Problem | Prompt, text: str, tokens: int) -> Call:
     """Start all functions on one completion, in one call. An equal completion is not judged again."""
-    return start_once(own, Judged(text, problem.answer, tokens, problem.row, id(problem.row)))
+    return start_once(own, RewardCall(text, problem.answer, tokens, problem.row, id(problem.row)))
 
 
 @functools.lru_cache(maxsize=20_000)
-def start_once(own: OwnFile, judged: Judged) -> Call:
+def start_once(own: RewardFile, judged: RewardCall) -> Call:
     values = judged.text, judged.gold, judged.tokens, judged.row
     return Call(
         call_functions,
@@ -95,7 +95,7 @@ def start_once(own: OwnFile, judged: Judged) -> Call:
     )
 
 
-def read_values(own: OwnFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
+def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out: bool) -> dict[str, float]:
     """Wait for a call: a value of each function, nan for None, and whether the call was ended.
 
     All functions of a call that was ended have the value own.ended. Raises ConfigError for anything else that
@@ -106,7 +106,7 @@ def read_values(own: OwnFile, cfg: Reward, call: Call, row_id: str, timed_out: b
         returned = await_call(own, call, row_id)
     except OverLimit as error:
         reason = str(error)
-        say_once(own, reason, row_id)
+        report_once(own, reason, row_id)
         returned = [own.ended] * len(own.functions)
         timed_out = timed_out or reason == TIME
         died = reason != TIME
@@ -114,7 +114,7 @@ def read_values(own: OwnFile, cfg: Reward, call: Call, row_id: str, timed_out: b
     return values | {"timed_out": timed_out, "died": died}
 
 
-def await_call(own: OwnFile, call: Call, row_id: str) -> list[float]:
+def await_call(own: RewardFile, call: Call, row_id: str) -> list[float]:
     """Wait for a call: a value of each function, nan for None. Raises OverLimit and ConfigError."""
     values = call.result()
     if isinstance(values, str):
@@ -122,17 +122,17 @@ def await_call(own: OwnFile, call: Call, row_id: str) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def say_once(own: OwnFile, reason: str, row_id: str) -> None:
+def report_once(own: RewardFile, reason: str, row_id: str) -> None:
     """Say on stderr that a call was ended, the first time for each reason."""
-    if (own, reason) not in SAID:
-        SAID.add((own, reason))
+    if (own, reason) not in REPORTED:
+        REPORTED.add((own, reason))
         print(
             f"reward.custom_file={own.path}: a call {describe_end(own, reason)} (row {row_id}); its value is "
             f"{own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, reward/died)",
             file=sys.stderr, flush=True)
 
 
-def describe_end(own: OwnFile, reason: str) -> str:
+def describe_end(own: RewardFile, reason: str) -> str:
     """Say how a call was ended, and which setting allows it more."""
     if reason == TIME:
         return (
@@ -147,12 +147,12 @@ def require_lives(rewards: Rewards, cfg: Reward) -> None:
     """Raise ConfigError if the process of every completion of a step or of a round has died."""
     count = rewards.total_NG.numel()
     if count and rewards.components["died"].all():
-        raise OwnFile.of(cfg).error(
+        raise RewardFile.of(cfg).error(
             f"the process of each of {count} completions died or ran out of memory (reward.custom_gib): "
             "there is no reward to learn from")
 
 
-def remark(rewards: Rewards, cfg: Reward) -> str:
+def describe_missing(rewards: Rewards, cfg: Reward) -> str:
     """Say which functions are None for every completion of a step; empty if none is."""
     count = rewards.total_NG.numel()
     if not count:
@@ -165,7 +165,7 @@ def remark(rewards: Rewards, cfg: Reward) -> str:
     return f"{', '.join(absent)}: None for all of {count} completions"
 
 
-def try_out(cfg: Reward, *sets: Sequence[Problem]) -> None:
+def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     """Load the file and call its functions on the first and the last row of each set, the solution or the
     gold answer as the completion.
 
@@ -175,7 +175,7 @@ def try_out(cfg: Reward, *sets: Sequence[Problem]) -> None:
     if not cfg.functions or not sets:
         return
     read_once.cache_clear()
-    own = OwnFile.of(cfg)
+    own = RewardFile.of(cfg)
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
     calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]
     for problem, call in zip(rows, calls, strict=True):

@@ -113,17 +113,21 @@ def dtype_of_trained(model: nn.Module) -> torch.dtype:
     return next(p.dtype for p in model.parameters() if p.requires_grad)
 
 
-def full(tensor: Tensor, device: torch.device | None = None, dtype: torch.dtype | None = None) -> Tensor:
+def gather_full(
+    tensor: Tensor,
+    device: torch.device | None = None,
+    dtype: torch.dtype | None = None,
+) -> Tensor:
     """Gather a sharded tensor from all ranks, which must all call this; return a plain one as it is. Shards
     are moved and cast before they travel: halves are half the bytes, and from GPU to GPU is faster."""
     if not isinstance(tensor, DTensor):
         return tensor
     if dtype is not None:
-        tensor = laid_out_as(tensor, tensor.to_local().to(device=device, dtype=dtype))
+        tensor = shard_like(tensor, tensor.to_local().to(device=device, dtype=dtype))
     return tensor.full_tensor()
 
 
-def laid_out_as(tensor: Tensor, mine: Tensor) -> Tensor:
+def shard_like(tensor: Tensor, mine: Tensor) -> Tensor:
     """Make a sharded tensor of every rank's shard, `mine` on this one, laid out as `tensor` is."""
     if not isinstance(tensor, DTensor):
         return mine
@@ -131,7 +135,7 @@ def laid_out_as(tensor: Tensor, mine: Tensor) -> Tensor:
                               shape=tensor.shape, stride=tensor.stride())
 
 
-def local(tensor: Tensor) -> Tensor:
+def local_shard(tensor: Tensor) -> Tensor:
     """Return this rank's shard of a sharded tensor; a plain tensor as it is."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 

@@ -24,7 +24,7 @@ class LogLine(dict):
 
 
 @contextmanager
-def reading(place: Path | str) -> Iterator[None]:
+def blame_file(place: Path | str) -> Iterator[None]:
     """Make one clear error of whatever the content of a damaged or hand-edited file causes."""
     try:
         yield
@@ -94,7 +94,7 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
-def rewrite(path: Path, lines: list[dict]) -> None:
+def rewrite_log(path: Path, lines: list[dict]) -> None:
     """Replace a log at once."""
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
@@ -102,5 +102,5 @@ def rewrite(path: Path, lines: list[dict]) -> None:
 def mend_log(path: Path) -> list[LogLine]:
     """Read a log, and cut off a torn last line so that it can be appended to."""
     lines = read_log(path)
-    rewrite(path, lines)
+    rewrite_log(path, lines)
     return lines

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
-from infra.lines import DAMAGED, append, read_log, reading, replace, rewrite
+from infra.lines import DAMAGED, append, blame_file, read_log, replace, rewrite_log
 from settings.loader import parse_json
 from settings.paths import matching, short_names
 
@@ -30,7 +30,7 @@ class Store:
         (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
         require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
-        with reading(self.path):
+        with blame_file(self.path):
             for line in lines:
                 response = line["response"]
                 self.responses_of(line["set"])[response["id"], response["k"]] = response
@@ -38,7 +38,7 @@ class Store:
     def open(self, head: dict) -> list[dict]:
         """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
         lines = read_log(self.path) or [head]
-        rewrite(self.path, lines)
+        rewrite_log(self.path, lines)
         return lines
 
     def responses_of(self, name: str) -> dict[tuple[str, int], dict]:
@@ -103,7 +103,7 @@ def read_result(path: Path) -> dict:
     if not path.is_file():
         raise ConfigError(f"result file {path} not found")
     result = parse_json(path.read_bytes(), path, DAMAGED)
-    with reading(path):
+    with blame_file(path):
         if not isinstance(result, dict) or "sets" not in (result.get("head") or ()):
             raise ConfigError(f"{path} is not a result of eval.py --out; {DAMAGED}")
         if not result["results"].keys() <= result["head"]["sets"].keys():

@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
 
-from verify.grade import allow
+from verify.grade import set_alarm
 
 ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
 # Parameters of other trainers' functions: called by position, they would get the wrong values.
-FOREIGN = ("completions", "prompts", "solution_str", "ground_truth", "data_source")
+OTHER_FRAMEWORKS = ("completions", "prompts", "solution_str", "ground_truth", "data_source")
 HERE = Path(__file__).parent.parent
 
 
@@ -35,7 +35,7 @@ def call_functions(
     process = os.getpid()
     try:
         scope = load_once(path, source)
-        allow(seconds)  # else a worker that has just loaded the file would have less than others
+        set_alarm(seconds)  # else a worker that has just loaded the file would have less than others
         return [call_one(scope, name, values) for name in names]
     except MemoryError:
         raise
@@ -125,7 +125,7 @@ def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
         elif p.default is p.empty:
             required.append(key)
     by_position = not takes_all and not parameters.keys() & known.keys() and len(required) <= len(ARGUMENTS)
-    if by_position and not set(FOREIGN) & set(required):
+    if by_position and not set(OTHER_FRAMEWORKS) & set(required):
         return dict(zip(required, values, strict=False))
     if unknown := [key for key in required if key not in known]:
         raise WrongReward(

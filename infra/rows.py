@@ -28,7 +28,7 @@ NAMED_SETS = {
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
 # Other names of columns, those of GSM8K, MATH and their like.
-OTHERS = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
+OTHER_NAMES = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
 ROLES = ("system", "user", "assistant")
 
 
@@ -98,7 +98,7 @@ CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
-def file_of(name: str, folder: str | None) -> Path | None:
+def find_file(name: str, folder: str | None) -> Path | None:
     """Find the file of a data set; None for a set on the hub. Raises ConfigError if it is neither."""
     path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
     if path.suffix in READERS and not path.is_file():
@@ -137,7 +137,7 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     It is in the column that `columns` maps the name to, else in the column of that name, or of OTHERS. "a.b"
     is b inside column a, unless a column is called "a.b".
     """
-    places = (columns[name],) if name in columns else (name, *OTHERS.get(name, ()))
+    places = (columns[name],) if name in columns else (name, *OTHER_NAMES.get(name, ()))
     for place in filter(None, places):
         value: object = row.get(place)
         if place not in row:
@@ -150,7 +150,7 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     return None
 
 
-def no_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
+def missing_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
     """Write the error for a row that has no value for our `name`."""
     chosen = columns.get(name, name)
     if chosen is None:
@@ -192,7 +192,7 @@ def messages_of(question: object, place: str) -> tuple[dict, ...]:
     return tuple(messages)
 
 
-def answered(problems: list[Problem], name: str) -> bool:
+def all_have_answers(problems: list[Problem], name: str) -> bool:
     """Tell whether all problems have a gold answer, and print it if only some do."""
     without = sum(not p.answer for p in problems)
     if 0 < without < len(problems):

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, read_log, reading, replace, rewrite
+from infra.lines import append, blame_file, read_log, replace, rewrite_log
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -40,17 +40,17 @@ LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
-FREE = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
+NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
 # Settings that save memory; they change the last bits of a step only.
-ROOM = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload", "rollout.slots",
-        "rollout.cache_gib")
+MEMORY_SETTINGS = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload",
+                   "rollout.slots", "rollout.cache_gib")
 SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 
 
 # ---- may this run use the folder?
 
-def claim(cfg: Config, resume: Resume) -> Path:
+def require_free_folder(cfg: Config, resume: Resume) -> Path:
     """Check, before anything is written, that this run may use its folder. Raises ConfigError."""
     folder = Path(cfg.out)
     stored = folder / "config.yaml"
@@ -75,7 +75,8 @@ def claim(cfg: Config, resume: Resume) -> Path:
     if resume != "never" and refused:
         raise ConfigError(f"--resume: {folder} was started with other settings: {', '.join(refused)}; resume "
                           "with the same ones, or start a new run with --set out=... (a constant rate lets "
-                          f"steps grow; eval.*, checkpoint.*, log.* and {', '.join(ROOM)} may change)")
+                          f"steps grow; eval.*, checkpoint.*, log.* and {', '.join(MEMORY_SETTINGS)} may "
+                          "change)")
     if resume == "never":
         what = f"another config: {', '.join(differing.values())}" if differing else "this config"
         remedy = "continue it with --resume, or start a new one" if not refused else "start this one"
@@ -88,7 +89,7 @@ def claim(cfg: Config, resume: Resume) -> Path:
 def has_a_step(folder: Path) -> bool:
     """Tell whether a run has finished a step, which would be lost if the folder were taken over."""
     path = folder / "metrics.jsonl"
-    with reading(path):
+    with blame_file(path):
         logged = any(line["step"] > 0 for line in read_log(path))
     return logged or any((folder / "checkpoints").glob("step_*"))
 
@@ -111,12 +112,14 @@ def refused_changes(there: Config, now: Config) -> list[str]:
         grows = key == "steps" and now.steps > there.steps
         if grows and there.optim.schedule == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
-        elif not grows and not key.startswith(FREE + ROOM) and not is_moved(there, now, key):
+        elif grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS):
+            continue
+        elif not is_same_file_elsewhere(there, now, key):
             refused.append(change)
     return refused
 
 
-def is_moved(there: Config, now: Config, key: str) -> bool:
+def is_same_file_elsewhere(there: Config, now: Config, key: str) -> bool:
     """Tell whether a setting names at another path a file whose content is compared elsewhere."""
     paths = config.flatten(there)[key], config.flatten(now)[key]
     return key in (*COPIES, "model.lora.path") and None not in paths
@@ -142,7 +145,7 @@ def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
 
 def is_done(cfg: Config, resume: Resume) -> bool:
     """Tell whether a run has finished all its steps and its export. Raises ConfigError as `claim` does."""
-    folder = claim(cfg, resume)
+    folder = require_free_folder(cfg, resume)
     ended = resume != "never" and state_of(folder)["state"] == "finished" and (folder / "hf").is_dir()
     return ended and config.load(folder / "config.yaml").steps == cfg.steps
 
@@ -271,7 +274,7 @@ class RunLog:
         if self.folder is None:
             return
         self.lock()
-        stored = claim(cfg, resume) / "config.yaml"
+        stored = require_free_folder(cfg, resume) / "config.yaml"
         self.forget_later(evaluated_after=-1)
         for name in LOGS:  # of a run that was restarted before its first checkpoint
             (self.folder / name).unlink(missing_ok=True)
@@ -302,8 +305,8 @@ class RunLog:
             replace(stored, config.dump(cfg))
         for name in LOGS:
             path = self.folder / name
-            with reading(path):
-                rewrite(path, [line for line in read_log(path) if line["step"] <= step])
+            with blame_file(path):
+                rewrite_log(path, [line for line in read_log(path) if line["step"] <= step])
 
     def forget_later(self, evaluated_after: int) -> None:
         """Remove state.json, and the evaluations after a step."""
@@ -347,7 +350,7 @@ class RunLog:
         if self.tracker is not None:
             self.tracker.finish(exit_code=int("error" in state))
         if self.folder is not None:
-            rewrite(self.folder / "state.json", [state])
+            rewrite_log(self.folder / "state.json", [state])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
         """Yield the remaining steps, and show a progress bar at a terminal."""
@@ -389,7 +392,7 @@ class RunLog:
         self.measure(line)
         if self.folder is not None:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
-            rewrite(self.folder / f"eval_{step:06d}.jsonl", problems)
+            rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
             scores = ", ".join(score_text(result, kind) for kind in SCORES if kind in result)
             self.say(f"step {step}: {name} {scores or 'no reward'}, {result['length']:.1f} tokens")
@@ -405,7 +408,7 @@ class RunLog:
             total, seconds = self.outer.total, (perf_counter() - self.start) / (step - self.first)
             values = ", ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds * (total - step)))
-            note(f"step {step}/{total}: {values}, {metrics['time/step']:.1f} s, {left} left")
+            print_progress(f"step {step}/{total}: {values}, {metrics['time/step']:.1f} s, {left} left")
 
     def sampled(self, step: int, lines: list[dict]) -> None:
         """Keep groups of the step, and show one completion of the first now and then."""
@@ -439,7 +442,7 @@ def score_text(figures: dict, kind: str) -> str:
     return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"
 
 
-def note(text: str) -> None:
+def print_progress(text: str) -> None:
     """Print a line of progress unless stderr is a terminal, which shows a bar."""
     if not sys.stderr.isatty():
         print(text, file=sys.stderr, flush=True)

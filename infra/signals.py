@@ -16,7 +16,7 @@ from config import ConfigError
 from infra import dist
 from verify.errors import VerifyError
 
-LESS_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
+SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
                "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
                "rollout lower rollout.slots or rollout.cache_gib; train.py --fit tells what helps")
 NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
@@ -98,7 +98,7 @@ def exit_status(program: Callable[[], int | None], remedy: str = "start it again
         return 2
     except torch.OutOfMemoryError as error:
         why = str(error).partition("\n")[0]
-        print(f"error: out of memory ({why}); {LESS_MEMORY}; {remedy}", file=sys.stderr)
+        print(f"error: out of memory ({why}); {SAVE_MEMORY}; {remedy}", file=sys.stderr)
         return 2
     except OSError as error:
         if error.errno not in NOT_WRITABLE:

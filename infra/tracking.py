@@ -19,7 +19,7 @@ COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
-def samples(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
+def sample_lines(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
     """Write the first groups whose completions have all ended as lines of samples.jsonl."""
     trained = {id(group): n for n, group in enumerate(batch.groups)}
     lines = []

@@ -100,7 +100,7 @@ class Llama3:
     original_max_position_embeddings: Count
 
 
-def build_section(section: type, raw: dict, path: Path) -> Any:
+def read_section(section: type, raw: dict, path: Path) -> Any:
     """Take the fields of a section from a model's json. Raises ConfigError for a value of another type."""
     known = {f.name: raw[f.name] for f in fields(section) if f.name in raw}
     try:
@@ -122,7 +122,7 @@ def read_shape(folder: Path) -> Shape:
     rope = raw.get("rope_parameters")
     if isinstance(rope, dict) and "rope_theta" in rope:
         raw["rope_theta"] = rope["rope_theta"]
-    said = build_section(ConfigFile, raw, path)
+    said = read_section(ConfigFile, raw, path)
     scaling = said.rope_scaling or said.rope_parameters or {}
     rope_type = scaling.get("rope_type", scaling.get("type", "default"))
     heads = said.num_attention_heads
@@ -139,7 +139,7 @@ def read_shape(folder: Path) -> Shape:
     for name, present in unsupported.items():
         if present:
             raise ConfigError(f"{path}: {name} is not supported; use a checkpoint without it")
-    llama3 = asdict(build_section(Llama3, scaling, path)) if rope_type == "llama3" else None
+    llama3 = asdict(read_section(Llama3, scaling, path)) if rope_type == "llama3" else None
     return Shape(
         vocab_size=said.vocab_size,
         hidden_size=said.hidden_size,
@@ -234,7 +234,7 @@ def weight_files(folder: Path) -> list[Path]:
     folder = Path(folder)
     index, single = (folder / name for name in WEIGHT_FILES)
     if index.is_file():
-        weight_map = build_section(Index, read_json(index), index).weight_map
+        weight_map = read_section(Index, read_json(index), index).weight_map
         shards = sorted(set(weight_map.values()))
     elif single.is_file():
         shards = [single.name]
@@ -322,7 +322,7 @@ def save_weights(model: nn.Module, folder: Path) -> None:
     """Write safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
     tensors = {}
     for name, t in model.named_hf_tensors():
-        tensor = dist.full(t)
+        tensor = dist.gather_full(t)
         if dist.rank() == 0:
             # A gathered tensor may be a view of padded memory, hence the copy.
             tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)

@@ -18,13 +18,21 @@ import lora
 from config import Config
 from infra import dist
 from infra.weights import read_shape
-from learner import Learner, NotFinite, descend, learning_rate, make_optimizers, out_of_memory, spread
+from learner import (
+    Learner,
+    NotFinite,
+    learning_rate,
+    make_optimizers,
+    optimizer_step,
+    out_of_memory,
+    shard_empty,
+)
 from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
 from records import Batch, Group, Rolled, Row, lengths, pending
-from reward import span
+from reward import reward_range
 from settings.kinds import Gae, Optim
 
 
@@ -72,14 +80,14 @@ class CriticLearner:
 
 def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
-    low, high = span(cfg.reward.weights)
+    low, high = reward_range(cfg.reward.weights)
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
         model = ValueModel(backbone, low, high, cfg.critic.bounded).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
-    spread(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
-    lora.fill(backbone, cfg, source)
+    shard_empty(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
+    lora.load_with_adapters(backbone, cfg, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)
     settings = cfg.critic
@@ -137,7 +145,7 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
         minibatches = split_minibatches(learner, rolled, step)
         batches = [learner.rows(minibatch) for minibatch in minibatches]
     with clock.phase("score"):
-        targets = [[target(learner, row) for row in rows] for rows in batches]
+        targets = [[critic_target(learner, row) for row in rows] for rows in batches]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
             for rows, row_targets in zip(batches, targets, strict=True):
@@ -149,7 +157,7 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dic
                             add_errors(sums, row, value_C)
                 except torch.OutOfMemoryError as error:
                     raise out_of_memory(rows, learner.sequence, error) from None
-                norms.append(descend(
+                norms.append(optimizer_step(
                     critic.model,
                     critic.optimizers,
                     rate,
@@ -173,7 +181,7 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
     G = reward_NG.shape[1]
     ended_NG = ~pending(groups, G) & ~reward_NG.isnan()
     len_NG = lengths(groups, G)
-    weights = [turn.weight for turn in rolled.kept]
+    weights = [draw.weight for draw in rolled.kept]
     weight_N1 = torch.tensor(weights, dtype=torch.float64)[:, None]
     ended_K = ended_NG.flatten().nonzero()[:, 0]
     seed = dist.seed_for(learner.seed, step, "critic")
@@ -192,7 +200,7 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
 
 
 @torch.no_grad()
-def target(learner: Learner, row: Row) -> Tensor:
+def critic_target(learner: Learner, row: Row) -> Tensor:
     """Compute the lambda-return of each token, [C]: the reward at advantage.lam_critic=1 (Monte Carlo)."""
     lam = learner.critic.advantage.lam_critic
     if lam == 1:

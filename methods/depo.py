@@ -26,16 +26,16 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 from history import PromptHistory
 from infra import dist
 from infra.weights import hf_name, weight_files
-from records import Prompt, Rolled, Turn
+from records import Prompt, PromptDraw, Rolled
 
 EMBEDDING = hf_name("embed_tokens.weight")
 HIDDEN = 64        # H
-INITIAL = 1e-3     # deviation of the output weights at first, as released
-DISTIL = 0.5       # weight of the second loss, as released
-RANKING = 3.0      # weight of the third loss, as released
-FAR_APART = 0.05   # prompts whose targets lie further apart are ranked
+INITIAL_STD = 1e-3     # deviation of the output weights at first, as released
+DISTIL_WEIGHT = 0.5       # weight of the second loss, as released
+RANKING_WEIGHT = 3.0      # weight of the third loss, as released
+RANKED_GAP = 0.05   # prompts whose targets lie further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
-CONFIDENT = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
+CONFIDENCE_FLOOR = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
 
 
 def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:
@@ -58,14 +58,14 @@ def estimator_loss(logit_M2: Tensor, right_M: Tensor, confidence_M: Tensor) -> T
     Returns: cross entropies with both, and a hinge on the scores of prompts with different shares.
     """
     score_M, distilled_M = logit_M2.unbind(dim=1)
-    confidence_M = confidence_M.clamp(CONFIDENT, 1 - CONFIDENT)
-    loss = cross_entropy(score_M, right_M) + DISTIL * cross_entropy(distilled_M, confidence_M)
-    above_MM = right_M[:, None] > right_M[None, :] + FAR_APART
+    confidence_M = confidence_M.clamp(CONFIDENCE_FLOOR, 1 - CONFIDENCE_FLOOR)
+    loss = cross_entropy(score_M, right_M) + DISTIL_WEIGHT * cross_entropy(distilled_M, confidence_M)
+    above_MM = right_M[:, None] > right_M[None, :] + RANKED_GAP
     if not above_MM.any():
         return loss
     ahead_MM = score_M[:, None] - score_M[None, :]
     hinge_MM = (MARGIN - ahead_MM).relu()
-    return loss + RANKING * hinge_MM[above_MM].mean()
+    return loss + RANKING_WEIGHT * hinge_MM[above_MM].mean()
 
 
 def make_head(features: int, seed: int) -> nn.Sequential:
@@ -73,7 +73,7 @@ def make_head(features: int, seed: int) -> nn.Sequential:
     head = nn.Sequential(nn.Linear(features, HIDDEN), nn.GELU(), nn.Linear(HIDDEN, 2)).double()
     generator = torch.Generator().manual_seed(dist.seed_for(seed, "depo"))
     with torch.no_grad():
-        for layer, deviation in ((head[0], features ** -0.5), (head[2], INITIAL)):
+        for layer, deviation in ((head[0], features ** -0.5), (head[2], INITIAL_STD)):
             layer.weight.normal_(0.0, deviation, generator=generator)
             layer.bias.zero_()
     return head
@@ -96,20 +96,20 @@ class FilteredHistory(PromptHistory):
             self.head = make_head(self.feature_KD.shape[1], self.seed)
             self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.pruning.lr)
 
-    def draw(self, count: int) -> list[Turn]:
+    def draw(self, count: int) -> list[PromptDraw]:
         """Take turns until `count` prompts are kept.
 
         Once as many prompts in a row as there are were outside the band, others are taken as they come, so
         that a run goes on when its problems have become easy.
         """
         self.outside = 0
-        turns = super().draw(count)
+        draws = super().draw(count)
         if self.outside >= len(self.prompts) and dist.rank() == 0:
             print(
                 f"step {self.steps + 1}: the estimates of {self.outside} prompts in a row lie outside "
                 f"prune.prompts.low={self.pruning.low} to high={self.pruning.high}; others are taken as they "
                 "come", file=sys.stderr)
-        return turns
+        return draws
 
     def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
         """Compute each prompt's probability of a rollout, [K]: 1 within the band, and `explore` outside."""

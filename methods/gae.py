@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 
-def discounted(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
+def discounted_sum(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
     """Add up lam^k delta_{t+k} over the rest of each segment, in log2(C) vector steps.
 
     The sum of the next m terms, plus lam^m times the sum that begins m later, is the sum of the next 2m. With
@@ -39,7 +39,7 @@ def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Ten
     changes_C = segment_C[1:] != segment_C[:-1]
     last_C = torch.cat([changes_C, changes_C.new_ones(1)])
     next_C = torch.where(last_C, end_S[segment_C], value_C.roll(-1))
-    return discounted(next_C - value_C, lam_S[segment_C], segment_C)
+    return discounted_sum(next_C - value_C, lam_S[segment_C], segment_C)
 
 
 def adaptive_lambda(length_S: Tensor, alpha: float) -> Tensor:

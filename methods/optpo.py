@@ -24,13 +24,13 @@ from itertools import islice
 from collect import Sampler
 from history import sample_seed
 from infra import dist
-from records import Group, Rewards, Sample, Turn
+from records import Group, PromptDraw, Rewards, Sample
 from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
 from verify.statistics import reduce_spelling
 
-CLASSES = 4  # a new spelling is compared with the 4 leading answers only: one comparison can take seconds
+COMPARED_CLASSES = 4  # compare a new answer with the 4 leading ones only: one comparison can take seconds
 
 Ballot = list[str | None]  # the vote of each completion: the first answer of its class; None: no vote
 
@@ -60,7 +60,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
     for answer in answers:
         key = reduce_spelling(answer)
         if key and key not in class_of:
-            leaders = [known for known, _ in Counter(filter(None, ballot)).most_common(CLASSES)]
+            leaders = [known for known, _ in Counter(filter(None, ballot)).most_common(COMPARED_CLASSES)]
             class_of[key] = equal(leaders, answer) or answer
         ballot.append(class_of[key] if key else None)
     return ballot
@@ -85,10 +85,10 @@ class VotingSampler:
     sampler: Sampler
     settings: Votes
 
-    def rollout(self, turns: list[Turn]) -> list[Group]:
+    def rollout(self, draws: list[PromptDraw]) -> list[Group]:
         """Sample groups, and more completions for prompts whose leader is not far enough ahead."""
-        groups = self.sampler.rollout(turns)
-        kept = [turn for turn in turns if turn.kept]
+        groups = self.sampler.rollout(draws)
+        kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
         ballots: list[Ballot] = [[] for _ in groups]
         needed = count_needed(self.settings)
@@ -106,15 +106,15 @@ class VotingSampler:
             for n, new in zip(undecided, added, strict=True):
                 samples[n] += new
 
-    def sample_more(self, turns: list[Turn], so_far: list[int]) -> list[list[Sample]]:
+    def sample_more(self, draws: list[PromptDraw], so_far: list[int]) -> list[list[Sample]]:
         """Sample up to `chunk` more completions of each prompt, as a larger group would have."""
         prompts, seeds, counts = [], [], []
-        for turn, first in zip(turns, so_far, strict=True):
+        for draw, first in zip(draws, so_far, strict=True):
             count = min(self.settings.chunk, self.settings.most - first)
             counts.append(count)
             for g in range(first, first + count):
-                prompts.append(turn.prompt.ids)
-                seeds.append(sample_seed(self.sampler.seed, turn.epoch, turn.prompt.id, g))
+                prompts.append(draw.prompt.ids)
+                seeds.append(sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g))
         limits = [self.sampler.sampling.max_new_tokens] * len(prompts)
         samples = iter(self.sampler.complete(prompts, seeds, limits))
         return [list(islice(samples, count)) for count in counts]

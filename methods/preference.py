@@ -3,12 +3,12 @@
 A completion counts by its log-ratio, log(pi / pi_ref) of all its tokens together. The losses below are means
 over the groups offered, and their gradient is -sum_i A_i grad log pi(o_i) with an A_i that depends on all
 log-ratios of the group. So `compare_pairs` finds these by a pass without gradient before each optimizer step;
-the loss is the usual weighted sum, with f = 1 and loss.per=sum.
+the loss is the usual weighted sum, with f = 1 and loss.normalize=sum.
 
     preference        mean over pairs of  -w log sigma(beta margin) - eta log pi(chosen); the margin is the
                       difference of the log-ratios: DPO (arXiv:2305.18290) with w = 1 and eta = 0, RPO
                       (arXiv:2405.16436) with eta = advantage.likelihood, MADPO (arXiv:2510.05342) with
-                      w = `adaptive_weight`
+                      w = `madpo_weight`
     group_preference  -log sigma(beta / G sum_i A_i log-ratio_i) / beta, A_i the reward minus the mean of
                       the group: DGPO (arXiv:2510.08425), made for diffusion models and carried over by us
 
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from advantage import chosen_of, group_weight, of_pairs
+from advantage import group_weight, mark_pairs, preference_advantage
 from infra import dist
 from loss import segment_sum
 from records import PreparedRow
@@ -42,11 +42,11 @@ def compare_pairs(
     reward_NG = minibatch.reward_NG
     ratio_NG = log_ratios(learner, prepared, reward_NG)
     if settings.kind == "preference":
-        adv_NG = of_pairs(ratio_NG, reward_NG, settings)
-        chosen_NGG = chosen_of(reward_NG, settings.pairs)
+        adv_NG = preference_advantage(ratio_NG, reward_NG, settings)
+        chosen_NGG = mark_pairs(reward_NG, settings.pairs)
     else:
         adv_NG = group_weight(ratio_NG, minibatch.adv_NG, settings.beta) * minibatch.adv_NG
-        chosen_NGG = chosen_of(reward_NG, "all")
+        chosen_NGG = mark_pairs(reward_NG, "all")
     compared = []
     for given in prepared:
         adv_S = torch.stack([adv_NG[n, g] for n, g in given.row.members]).to(given.adv_C)

@@ -75,7 +75,7 @@ def estimate_table(
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         asked = missing[start:start + chunk]
         if dist.rank() == 0:
-            runfolder.note(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
+            runfolder.print_progress(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
         sampled_rewards = sample_rewards(sampler, asked, settings.samples)
         for prompt, rewards in zip(asked, sampled_rewards, strict=True):
             rewards_by_id[prompt.id] = rewards

@@ -15,7 +15,7 @@ from torch import Tensor
 from collect import Sampler
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, Prompt, Rewards, Rolled, Sample, Turn
+from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample
 from settings.kinds import Prompts
 
 
@@ -30,33 +30,33 @@ class Pool(PromptHistory):
         group_size: int,
     ):
         super().__init__(prompts, pruning, seed, middle=0.0)
-        self.records = True
+        self.remembers = True
         self.group_size = group_size
-        self.unfinished: list[tuple[Turn, Sample]] = []
+        self.unfinished: list[tuple[PromptDraw, Sample]] = []
 
-    def draw(self, count: int) -> list[Turn]:
+    def draw(self, count: int) -> list[PromptDraw]:
         """Take the turns of single completions: all that go on, then new prompts while there is room."""
         room = count * self.group_size - len(self.unfinished)
         new = []
-        for turn in super().draw(room // self.group_size):
-            new += [replace(turn, copy=copy) for copy in range(self.group_size)]
-        going_on = [turn for turn, _ in self.unfinished]
+        for draw in super().draw(room // self.group_size):
+            new += [replace(draw, copy=copy) for copy in range(self.group_size)]
+        going_on = [draw for draw, _ in self.unfinished]
         return interleave(going_on, new)
 
     def record(self, rolled: Rolled) -> None:
         """Keep the completions that go on."""
         self.unfinished = []
-        for turn, group in zip(rolled.turns, rolled.groups, strict=True):
+        for draw, group in zip(rolled.draws, rolled.groups, strict=True):
             sample, = group.samples
             if sample.pending:
-                self.unfinished.append((turn, sample))
+                self.unfinished.append((draw, sample))
 
     def state(self) -> dict:
         pool = []
-        for turn, sample in self.unfinished:
+        for draw, sample in self.unfinished:
             ids = torch.frombuffer(sample.ids, dtype=torch.int32)
             logp = torch.frombuffer(sample.logp, dtype=torch.float64)
-            pool.append((*completion_key(turn), ids, logp))
+            pool.append((*completion_key(draw), ids, logp))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
@@ -64,9 +64,9 @@ class Pool(PromptHistory):
         by_id = {prompt.id: prompt for prompt in self.prompts}
         self.unfinished = []
         for epoch, prompt_id, copy, ids, logp in state["pool"]:
-            turn = Turn(by_id[prompt_id], epoch, copy=copy)
+            draw = PromptDraw(by_id[prompt_id], epoch, copy=copy)
             sample = Sample(ids.tolist(), logp.tolist(), finished=False, pending=True)
-            self.unfinished.append((turn, sample))
+            self.unfinished.append((draw, sample))
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,27 +76,27 @@ class WindowSampler:
     sampler: Sampler
     pool: Pool
 
-    def rollout(self, turns: list[Turn]) -> list[Group]:
+    def rollout(self, draws: list[PromptDraw]) -> list[Group]:
         """Go on with the completions of the pool, and begin one for each new turn."""
         settings = self.sampler.sampling
-        unfinished = {completion_key(turn): sample for turn, sample in self.pool.unfinished}
-        so_far = [unfinished.get(completion_key(turn)) for turn in turns]
+        unfinished = {completion_key(draw): sample for draw, sample in self.pool.unfinished}
+        so_far = [unfinished.get(completion_key(draw)) for draw in draws]
         prompts, seeds, limits = [], [], []
-        for turn, sample in zip(turns, so_far, strict=True):
-            ids = turn.prompt.ids
+        for draw, sample in zip(draws, so_far, strict=True):
+            ids = draw.prompt.ids
             room = settings.max_new_tokens
             if sample:
                 ids = (*ids, *sample.ids)
                 room -= sample.length
             prompts.append(ids)
-            seeds.append(window_seed(self.sampler.seed, turn, sample))
+            seeds.append(window_seed(self.sampler.seed, draw, sample))
             limits.append(min(settings.window, room))
         pieces = self.sampler.complete(prompts, seeds, limits)
         groups = []
-        for turn, sample, piece in zip(turns, so_far, pieces, strict=True):
+        for draw, sample, piece in zip(draws, so_far, pieces, strict=True):
             whole = append_piece(sample, piece)
             pending = not whole.finished and whole.length < settings.max_new_tokens
-            groups.append(Group(turn.prompt, (replace(whole, pending=pending),)))
+            groups.append(Group(draw.prompt, (replace(whole, pending=pending),)))
         return groups
 
     def score(self, groups: list[Group]) -> Rewards:
@@ -115,14 +115,14 @@ class WindowSampler:
         return replace(rewards, components=components, tokens_NG=tokens_NG)
 
 
-def completion_key(turn: Turn) -> tuple[int, str, int]:
+def completion_key(draw: PromptDraw) -> tuple[int, str, int]:
     """Identify the completion of a turn."""
-    return turn.epoch, turn.prompt.id, turn.copy
+    return draw.epoch, draw.prompt.id, draw.copy
 
 
-def window_seed(seed: int, turn: Turn, so_far: Sample | None) -> int:
+def window_seed(seed: int, draw: PromptDraw, so_far: Sample | None) -> int:
     """Derive the next window's seed; engines always start at the beginning of a seed's stream."""
-    first = sample_seed(seed, *completion_key(turn))
+    first = sample_seed(seed, *completion_key(draw))
     if so_far is None:
         return first
     return seed_for(first, so_far.length)

@@ -18,8 +18,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from page.compare import LEAST, format_amount
-from page.runs import SPENT, Groups, LoggedRun
+from page.compare import LEAST_RUNS, format_amount
+from page.runs import COSTS, Groups, LoggedRun
 from page.summary import Score
 from verify.statistics import half_width
 
@@ -65,7 +65,7 @@ CHARTS = {
     ],
     "All others": [("", ["*"], "")],
 }
-APART = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
+SEPARATE_CHARTS = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
 COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
 INK, GRID = "#c0ff01", "#c0fe01"
 PAGE_POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps
@@ -87,7 +87,7 @@ def draw_curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
     """Draw the metrics of all steps, section by section, and say what is not drawn as it was logged."""
     runs = sum(groups.values(), [])
     keys = sorted({key for run in runs for line in run.lines for key in line})
-    keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in APART)]
+    keys = [key for key in keys if not any(fnmatch(key, pattern) for pattern in SEPARATE_CHARTS)]
     zero = [key for key in keys if not any(line.get(key) for run in runs for line in run.lines)]
     left = [key for key in keys if key not in zero]
     most = max(30, PAGE_POINTS // max(1, len(left) * len(runs)))
@@ -152,7 +152,7 @@ def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
 
 def score_charts(groups: Groups, score: Score) -> list[Chart]:
     """Draw a score against what was spent of each kind; that of one run with its intervals."""
-    kinds = SPENT if len(sum(groups.values(), [])) > 1 else ["steps"]
+    kinds = COSTS if len(sum(groups.values(), [])) > 1 else ["steps"]
     return [Chart(f"{score.kind.capitalize()} against {kind}", "in %" if score.percent else "", [],
                   draw_svg(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
 
@@ -160,7 +160,7 @@ def score_charts(groups: Groups, score: Score) -> list[Chart]:
 def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
     """Draw each evaluation as a point, and lines and intervals of rows."""
     runs = sum(groups.values(), [])
-    most = max(20, EVALUATIONS // (len(SPENT) * len(runs)))
+    most = max(20, EVALUATIONS // (len(COSTS) * len(runs)))
     bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     for i, group in enumerate(groups.values()):
         lines = []
@@ -189,7 +189,7 @@ def plot_own_interval(axes: Axes, run: LoggedRun, score: Score, most: int) -> No
 
 def plot_interval(axes: Axes, lines: list[Curve], i: int, bounds: tuple[float, float]) -> None:
     """Shade the 95% interval of the mean over 3 and more runs, cut to what is possible."""
-    if len(lines) >= LEAST and len({len(x) for x, _ in lines}) == 1:
+    if len(lines) >= LEAST_RUNS and len({len(x) for x, _ in lines}) == 1:
         value_RE = np.array([y for _, y in lines])
         middle, half = value_RE.mean(axis=0), half_width(value_RE)
         low, high = np.clip(middle - half, *bounds), np.clip(middle + half, *bounds)

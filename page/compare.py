@@ -12,7 +12,7 @@ import numpy as np
 
 from page.runs import (
     ABSENT,
-    SPENT,
+    COSTS,
     Groups,
     LoggedRun,
     Reading,
@@ -25,9 +25,9 @@ from page.runs import (
 from page.summary import Score, phase_seconds
 from verify.statistics import half_width
 
-LEAST = 3         # runs from which on an interval is told
+LEAST_RUNS = 3         # runs from which on an interval is told
 UNKNOWN, NEVER = "not known", "not reached"
-OUTSIDE = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
+OUTSIDE_STEP = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ def read_at_budgets(groups: Groups, score: Score, share: float) -> tuple[list[st
     runs = sum(groups.values(), [])
     columns, cells = [], {label: [] for label in groups}
     bounds = (0, 100) if score.percent else (-np.inf, np.inf)
-    for kind in SPENT:
+    for kind in COSTS:
         budget = share * min(run.spent(kind, run.held_out(score)[0])[-1] for run in runs)
         columns.append(f"{format_amount(budget)} {kind}")
         for label, group in groups.items():
@@ -112,7 +112,7 @@ def reach_table(groups: Groups, score: Score, level: float | None) -> ReportTabl
     best = max(mean(run.held_out(score)[1][-1] for run in group) for group in groups.values())
     asked = before + 0.9 * (best - before) if level is None else level
     goal = f"{asked:.1f}%" if score.percent else f"a reward of {asked:.3f}"
-    title, head = f"{score.name}: cost to reach {goal}", ["run", *SPENT]
+    title, head = f"{score.name}: cost to reach {goal}", ["run", *COSTS]
     chance, points = first_interval(groups, score), " points" * score.percent
     if level is None and asked < before + chance:
         return ReportTable(title, head, [], f"The best row gains {score.text(best - before)}{points}, and "
@@ -121,12 +121,12 @@ def reach_table(groups: Groups, score: Score, level: float | None) -> ReportTabl
     rows = []
     for label, group in groups.items():
         able = [run for run in group if reaches(run, score, asked)]
-        cells = [NEVER] * len(SPENT)
+        cells = [NEVER] * len(COSTS)
         if 0 < len(able) < len(group):
-            cells = [f"reached by {len(able)} of {len(group)}"] * len(SPENT)
+            cells = [f"reached by {len(able)} of {len(group)}"] * len(COSTS)
         elif able:
             cells = []
-            for kind in SPENT:
+            for kind in COSTS:
                 costs = [cost_to_reach(run, score, kind, asked) for run in able]
                 cells.append(format_reading(costs, format_amount))
         rows.append([label, *cells])
@@ -162,7 +162,7 @@ def cost_table(groups: Groups) -> ReportTable:
 def seconds_by_phase(run: LoggedRun) -> dict[str, float]:
     """Add up the seconds of each phase; `other` is the time of a step outside its phases."""
     spent = phase_seconds(run.lines)
-    inside = sum(s for phase, s in spent.items() if phase not in OUTSIDE)
+    inside = sum(s for phase, s in spent.items() if phase not in OUTSIDE_STEP)
     phases = spent | {"other": spent.get("step", 0.0) - inside}
     return {phase: s for phase, s in phases.items() if s >= 0.05}  # a phase that shows as 0.0 gets no column
 
@@ -181,7 +181,7 @@ def format_mean(values: list[float], low: float = -np.inf, high: float = np.inf,
                 form: Callable[[float], str] = "{:.1f}".format) -> str:
     """Write a mean; from 3 runs on with its 95% interval by Student's t, within [low, high]."""
     middle = mean(values)
-    if len(values) < LEAST:
+    if len(values) < LEAST_RUNS:
         return form(middle)
     half = float(half_width(np.array(values)))
     return f"{form(middle)} [{form(max(low, middle - half))}, {form(min(high, middle + half))}]"

@@ -3,7 +3,7 @@
 import numpy as np
 from matplotlib.axes import Axes
 
-from infra.lines import read_log, reading
+from infra.lines import blame_file, read_log
 from page.charts import COLOURS, Chart, draw_svg, thin_points
 from page.compare import format_amount
 from page.runs import LoggedRun
@@ -19,7 +19,7 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     decided = read_log(path)
     if not decided:
         return [], []
-    with reading(path):
+    with blame_file(path):
         right, wrong = kept_by_difficulty(decided)
         weights = kept_weights(decided)
         by_reward = any("reward" in prompt for line in decided for prompt in line["prompts"])

@@ -22,7 +22,7 @@ from page.summary import Score, is_evaluation
 from settings.loader import read
 
 # A kind of cost -> the metric of a step that adds to it; a step itself counts 1.
-SPENT = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
+COSTS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps
 LONGEST_LABEL = 60     # characters; the name of the folder stands for more settings than that
@@ -84,12 +84,12 @@ class LoggedRun:
 
 
 def add_up_cost(steps: list[dict], kind: str, until_E: np.ndarray) -> np.ndarray:
-    """Add up a cost, one of SPENT, over the lines of a run's steps until each of these steps was done.
+    """Add up a cost, one of COSTS, over the lines of a run's steps until each of these steps was done.
 
     A step without the metric costs nothing. add_up_cost([{"step": 1, "train/tokens": 5},
     {"step": 2, "train/tokens": 7}], "trained tokens", [0, 1, 2]) = [0, 5, 12].
     """
-    key = SPENT[kind]
+    key = COSTS[kind]
     done, costs = [0], [0.0]
     for line in steps:
         done.append(line["step"])

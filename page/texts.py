@@ -10,7 +10,7 @@ from statistics import mean
 from typing import Any
 
 from infra import runfolder
-from infra.lines import read_log, reading
+from infra.lines import blame_file, read_log
 from page.evaluations import mean_reward
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
@@ -83,7 +83,7 @@ def compare_evaluations(files: dict[int, Path]) -> list[dict]:
     pairs: list[dict] = []
     first = last = None
     for step, path in files.items():
-        with reading(path):
+        with blame_file(path):
             answers = {(line["set"], line["id"]): line for line in read_log(path)}
             if last:
                 pairs = compare_pair(*last, step, answers) + pairs

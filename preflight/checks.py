@@ -17,8 +17,8 @@ from config import Config, ConfigError, Rollout
 from data import Task, Tokenizer
 from history import sample_seed
 from infra import dist
-from infra.signals import LESS_MEMORY
-from learner import Learner, roles
+from infra.signals import SAVE_MEMORY
+from learner import Learner, checkpoint_roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
 from preflight import counts, memory
@@ -45,7 +45,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     policy, capacity = learner.policy, learner.pack.capacity
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
-    scale(policy, 0.5)
+    scale_weights(policy, 0.5)
     nothing = stir_adapters(policy)
     engine.sync(policy)
     rows = pack_in_order(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, capacity)
@@ -54,7 +54,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     update_peak = memory.fullest(peak_of_update(cfg, learner), learner.device)
     for p, before in nothing:
         p.data.copy_(before)
-    scale(policy, 2.0)
+    scale_weights(policy, 2.0)
     stale_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sync(policy)
     groups = sample_probes(engine, probes, cfg.rollout, cfg.seed)
@@ -148,7 +148,7 @@ def pass_rows(learner: Learner, rows: list[Row]) -> Tensor:
 
 
 @torch.no_grad()
-def scale(policy: Decoder, factor: float) -> None:
+def scale_weights(policy: Decoder, factor: float) -> None:
     for p in policy.parameters():
         p.mul_(factor)
 
@@ -290,7 +290,7 @@ def check_memory(update: float, rollout: float, total: float, counted_update: fl
     GiB = 2**30
     figures = (f"update {update / GiB:.1f} (counted {counted_update / GiB:.1f} a rank), "
                f"rollout {rollout / GiB:.1f} of {total / GiB:.1f} GiB at their peaks")
-    return Check("memory", max(update, rollout) <= total, figures, LESS_MEMORY)
+    return Check("memory", max(update, rollout) <= total, figures, SAVE_MEMORY)
 
 
 # ---- memory
@@ -300,7 +300,7 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
 
     Raises ConfigError if memory runs out: the other ranks would wait in vain for this one.
     """
-    models = [model for model, _ in roles(learner).values()]
+    models = [model for model, _ in checkpoint_roles(learner).values()]
     row = full_row(cfg, learner)
     try:
         (learner.log_probs(learner.policy, row) * 0).sum().backward()
@@ -309,15 +309,15 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
             (learner.critic.values(learner, row)[0] * 0).sum().backward()
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"out of memory on a full row of {learner.pack.capacity} tokens; "
-                          f"{LESS_MEMORY}") from error
+                          f"{SAVE_MEMORY}") from error
     finally:
         for model in models:
             model.zero_grad()
-    in_use = memory.in_use(learner.device)
+    in_use = memory.used_bytes(learner.device)
     if learner.device.type != "cuda":
         # A checkpoint is written from a copy, on the CPU in the same memory: weights and two moments.
         trained = [p for model in models for p in model.parameters() if p.requires_grad]
-        in_use += 3 * sum(dist.local(p).nbytes for p in trained)
+        in_use += 3 * sum(dist.local_shard(p).nbytes for p in trained)
     return in_use
 
 
@@ -341,7 +341,7 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
     if asked.pack.capacity != "auto" or device.type != "cuda":
         return cfg, learner
     torch.cuda.empty_cache()  # what models were loaded with, rows could take as well
-    held = memory.fullest(memory.in_use(device), device)
+    held = memory.fullest(memory.used_bytes(device), device)
 
     def counted(tokens: int) -> float:
         longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
@@ -349,8 +349,8 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
 
     first, (_, most) = cfg.pack.capacity, counts.row_range(cfg, ranks)
     real = memory.fullest(peak_of_update(cfg, learner), device) - held
-    real = max(real, counted(first) / memory.OVERCOUNTED)  # less has never been seen
-    room = memory.FILLED * memory.total_bytes(device) - held
+    real = max(real, counted(first) / memory.OVERCOUNT)  # less has never been seen
+    room = memory.USABLE_SHARE * memory.total_bytes(device) - held
     capacity = memory.longest_row(first, most, room * counted(first) / real, counted) or first
     torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
     longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, capacity)
@@ -368,4 +368,4 @@ def peak_of_rollout(cfg: Config, learner: Learner) -> float:
         needed = sum(parts.values()) - parts["engine's weights"]
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
-    return memory.in_use(learner.device) + needed
+    return memory.used_bytes(learner.device) + needed

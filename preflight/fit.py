@@ -21,7 +21,7 @@ from config import Config, ConfigError
 from infra import dist
 from infra.weights import Shape, read_shape
 from preflight import counts
-from preflight.memory import FILLED, Machine, choose_settings, find_device, list_choices
+from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
 from settings import loader as settings
 from settings.paths import find_path
 from settings.rules import all_rules
@@ -55,7 +55,7 @@ def try_on(cfg: Config, shape: Shape, machine: Machine) -> Fit:
               "sync": counts.sync_parts(decided, shape, machine.ranks),
               "rollout": counts.rollout_parts(decided, shape, machine.ranks, decided.rollout.slots)}
     found = Fit(decided, remarks, phases, False)
-    return replace(found, fits=found.peak <= FILLED * machine.free)
+    return replace(found, fits=found.peak <= USABLE_SHARE * machine.free)
 
 
 # A change -> what it costs.
@@ -128,7 +128,7 @@ def count(text: str) -> int:
     return number
 
 
-def described(cfg: Config, args: argparse.Namespace) -> tuple[Machine, str | None]:
+def described_machine(cfg: Config, args: argparse.Namespace) -> tuple[Machine, str | None]:
     """Return the machine that the arguments name, or this one, and its card. Raises ConfigError."""
     if int(os.environ.get("WORLD_SIZE", 1)) > 1:
         raise ConfigError("--fit needs no torchrun: --gpus says on how many")
@@ -167,7 +167,7 @@ def find_shape(path: str) -> Shape:
 def report(cfg: Config, args: argparse.Namespace) -> int:
     """Print whether a config fits, and what would make it fit; returns the exit status, 2 if it does not."""
     shape = find_shape(cfg.model.path)
-    machine, card = described(cfg, args)
+    machine, card = described_machine(cfg, args)
     if machine.ranks % cfg.rollout.tensor_parallel:
         raise ConfigError(f"rollout.tensor_parallel={cfg.rollout.tensor_parallel} must be a divisor of the "
                           f"number of GPUs, {machine.ranks}; set --gpus or it")
@@ -177,13 +177,13 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     kind = "CPU" if machine.device.type == "cpu" else "GPU"
     where = f"{machine.ranks} x {card}" if card else f"{machine.ranks} {kind}{'s' * (machine.ranks > 1)}"
     print(f"{cfg.model.path}, {counts.parameters(shape) / 1e9:.2f} billion weights, on {where}: {free:.1f} "
-          f"GiB are free on each, of which {FILLED * free:.1f} are planned with\n")
+          f"GiB are free on each, of which {USABLE_SHARE * free:.1f} are planned with\n")
     named = [f"{key}={value}" for key, value in list_choices(cfg, found.cfg).items() if key != "device"]
     said = [f"auto takes {', '.join(named)}"] * bool(named) + found.remarks
     print("".join(f"{textwrap.fill(line, WIDTH, subsequent_indent='  ')}\n" for line in said))
     print(parts_table(found))
     needed = found.peak / GIB
-    print(f"\nIt {'fits' if found.fits else 'does not fit'}: {needed:.1f} of {FILLED * free:.1f} GiB\n")
+    print(f"\nIt {'fits' if found.fits else 'does not fit'}: {needed:.1f} of {USABLE_SHARE * free:.1f} GiB\n")
     if not found.fits:
         helping = [f"  {name:<36} {tried.peak / GIB:>6.1f} GiB  {cost}"
                    for name, tried, cost in changes(cfg, shape, machine)]

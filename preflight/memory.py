@@ -17,7 +17,7 @@ import torch
 from config import Config, ConfigError, flatten
 from infra import dist
 from infra.weights import Shape, read_shape
-from model import CALLS
+from model import BLOCK_CALLS
 from preflight.counts import engine_parts, rollout_bytes, row_range, update_bytes
 from records import EngineSpec
 from rollout_vllm import VLLM_VERSION
@@ -26,11 +26,11 @@ DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements-gpu.txt"
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
-FILLED = 0.9  # share used of the memory free when a run begins; the CUDA context and odd sizes take some
-OVERCOUNTED = 1.3  # the count is at most so many times what an update takes (tests/test_fake_gpu.py)
-ENOUGH = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
-GRAIN = 256    # tokens by which a row may grow
-ASKED = "asked for"  # in a checkpoint: the slots of the config, beside those that were chosen
+USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
+OVERCOUNT = 1.3  # the count is at most so many times what an update takes (tests/test_fake_gpu.py)
+ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
+ROW_STEP = 256    # tokens by which a row may grow
+REQUESTED = "asked for"  # in a checkpoint: the slots of the config, beside those that were chosen
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,7 +117,7 @@ def why_no_cuda() -> str:
 
 # ---- what `auto` chooses
 
-def decide(cfg: Config, source: Path, saved: dict | None = None) -> Config:
+def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config:
     """Choose on this machine what a config leaves to `auto`, and print it. Collective.
 
     Args:    source  folder of the model
@@ -162,14 +162,15 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
                    rollout=replace(cfg.rollout, engine=engine))
     here = choose_rows(here, shape, machine, saved)
     wanted = slots = cfg.rollout.slots
-    if saved.get(ASKED, {}).get("rollout.slots", wanted) == wanted:
+    if saved.get(REQUESTED, {}).get("rollout.slots", wanted) == wanted:
         slots = saved.get("rollout.slots", wanted)
-    most = slots_that_fit(wanted, FILLED * machine.free, partial(rollout_bytes, here, shape, machine.ranks))
+    room = USABLE_SHARE * machine.free
+    most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
     here = replace(here, rollout=replace(here.rollout, slots=min(most, slots)))
-    return here, list(remark_on(cfg, here, shape, machine, saved))
+    return here, list(explain_choice(cfg, here, shape, machine, saved))
 
 
-def remark_on(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
+def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
     """Say why a choice is not the expected one."""
     slots, free = here.rollout.slots, machine.free / 2**30
     if slots < cfg.rollout.slots:
@@ -208,7 +209,7 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
         parts = engine_parts(shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib)
         return sum(parts.values())
 
-    slots = slots_that_fit(spec.slots, FILLED * machine.free, needed)
+    slots = slots_that_fit(spec.slots, USABLE_SHARE * machine.free, needed)
     if dist.rank() == 0:
         if (wanted, spec.slots) != (kind, slots):
             print(f"chosen here: rollout.engine={kind}, rollout.slots={slots}", flush=True)
@@ -217,9 +218,9 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     return kind, replace(spec, slots=slots)
 
 
-def to_save(cfg: Config, asked: Config) -> dict:
+def settings_to_save(cfg: Config, asked: Config) -> dict:
     """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
-    return flatten(cfg) | {ASKED: {"rollout.slots": asked.rollout.slots}}
+    return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:
@@ -233,8 +234,8 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     Rows are as long as memory has room for, and blocks recomputed as little as leaves rows that are long
     enough. A run that goes on takes both again.
     """
-    room, capacity, before = FILLED * machine.free, cfg.pack.capacity, saved.get("pack.capacity")
-    ways, how_before = list(CALLS), saved.get("model.checkpoint_blocks")
+    room, capacity, before = USABLE_SHARE * machine.free, cfg.pack.capacity, saved.get("pack.capacity")
+    ways, how_before = list(BLOCK_CALLS), saved.get("model.checkpoint_blocks")
     if cfg.model.checkpoint_blocks != "auto":
         ways = [cfg.model.checkpoint_blocks]
 
@@ -245,15 +246,15 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
         fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
         return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)
     # What was measured may be more than what is counted to fit.
-    if before and how_before in ways and needed(how_before, before) <= OVERCOUNTED * room:
+    if before and how_before in ways and needed(how_before, before) <= OVERCOUNT * room:
         return with_rows(cfg, how_before, before)
     least, most = row_range(cfg, machine.ranks)
     if machine.device.type == "cpu":  # longer rows gain nothing there, and memory is not ours alone
-        most = max(least, min(most, ENOUGH))
+        most = max(least, min(most, ENOUGH_TOKENS))
     chosen, longest = ways[-1], 0
     for how in ways:  # from no recomputation to all
         tokens = longest_row(least, most, room, partial(needed, how))
-        if tokens >= min(ENOUGH, most):
+        if tokens >= min(ENOUGH_TOKENS, most):
             return with_rows(cfg, how, tokens)
         if tokens >= longest:
             chosen, longest = how, tokens
@@ -262,7 +263,7 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
 
 def longest_row(least: int, most: int, room: float, needed: Callable[[int], float]) -> int:
     """Return the longest capacity that there is room for, in bytes; 0 if there is none."""
-    sizes = [*range(least, most, GRAIN), most]
+    sizes = [*range(least, most, ROW_STEP), most]
     fitting = bisect_right(sizes, room, key=needed)
     return sizes[fitting - 1] if fitting else 0
 
@@ -270,7 +271,7 @@ def longest_row(least: int, most: int, room: float, needed: Callable[[int], floa
 def require_room_for_row(cfg: Config, shape: Shape, machine: Machine) -> None:
     """Raise ConfigError if not even a row of one sequence can fit, by far."""
     needed = update_bytes(cfg, shape, machine.ranks)
-    if needed > OVERCOUNTED * machine.free:
+    if needed > OVERCOUNT * machine.free:
         raise ConfigError(
             f"pack.capacity=auto has no room for a row of one sequence ({cfg.pack.capacity} tokens): an "
             f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
@@ -310,15 +311,15 @@ def slots_that_fit(wanted: int, room: float, needed: Callable[[int], float]) -> 
 
 # ---- measured
 
-def in_use(device: torch.device) -> float:
+def used_bytes(device: torch.device) -> float:
     """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return most_resident()
+    return peak_resident_bytes()
 
 
-def most_resident() -> int:
+def peak_resident_bytes() -> int:
     """Return the most bytes of the machine's memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -326,7 +327,7 @@ def most_resident() -> int:
 
 def metrics(device: torch.device) -> dict[str, float]:
     """Measure the most that a rank has held so far: tensors on a GPU, else all of its memory. Collective."""
-    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else most_resident()
+    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
 
 

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 from settings import loader as settings
 from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
 
-Kept = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
+KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                   "prune.completions.kind=none")]
 DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for what is always dropped")]
 
@@ -120,7 +120,7 @@ class KeepAll:
 class TopK:
     """CPPO (arXiv:2503.22342): train on the completions of the largest |advantage|. Biased."""
     kind: Literal["topk"] = "topk"
-    keep: Kept                     # per group, of rollout.group_size
+    keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
 
 
@@ -142,7 +142,7 @@ class Bernoulli:
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     kind: Literal["pps"] = "pps"
-    keep: Kept                     # per group, of rollout.group_size
+    keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
     size: Literal["adv", "norm"] = "norm"  # |advantage|, or a guess at the gradient's norm
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
@@ -152,7 +152,7 @@ class Pps:
 class Pods:
     """PODS (arXiv:2504.13818): train on those of a group whose rewards vary most. Biased."""
     kind: Literal["pods"] = "pods"
-    keep: Kept                     # per group, of rollout.group_size
+    keep: KeepCount                     # per group, of rollout.group_size
     compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
 
 
@@ -174,7 +174,7 @@ class AllPrompts:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Thinned:
+class BernoulliPrompts:
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small ones at random, weigh up others. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a prompt whose mean |advantage| was below that of all seen
@@ -198,7 +198,7 @@ class Greso:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class InProportion:
+class ProportionalPrompts:
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
     kind: Literal["pps"] = "pps"
     # of the prompts rolled out before, how many are expected to be again
@@ -219,7 +219,7 @@ class Depo:
     lr: Positive = 2e-4            # of the network's AdamW
 
 
-Prompts = AllPrompts | Thinned | LowestRank | Greso | InProportion | Depo
+Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPrompts | Depo
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

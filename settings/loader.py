@@ -20,8 +20,8 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import yaml
 
 UNIONS = (Union, types.UnionType)
-MISFIT = object()  # stands for a value that a type does not allow
-PLAIN = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
+NOT_ALLOWED = object()  # stands for a value that a type does not allow
+TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
          types.NoneType: "null", Any: "anything"}
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
@@ -124,7 +124,7 @@ def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Pa
     return path
 
 
-def layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, dict[str, Any]]:
+def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, dict[str, Any]]:
     """Read a config file and the files that it names as `base:`, one or a list; the lowest layer comes first.
 
     Later bases lie over earlier ones. A file that several bases name is a layer once, where it first comes.
@@ -137,7 +137,7 @@ def layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path
     chain: dict[Path, dict[str, Any]] = {}
     for base in bases if isinstance(bases, list) else [bases]:
         found = locate(str(base), path.parent, shipped, f" (base of {path})")
-        chain |= layers(found, shipped, (*above, file))
+        chain |= read_layers(found, shipped, (*above, file))
     return chain | {file: raw}
 
 
@@ -234,8 +234,14 @@ def misplaced(key: str, value: Any, owners: list[str], kind: str) -> str:
             f"or set {section}.kind")
 
 
+# Settings that had another name -> the name now.
+RENAMED = {"loss.per": "loss.normalize", "loss.count": "loss.denominator"}
+
+
 def unknown(key: str, valid: Iterable[str], path: str) -> str:
     """Word the error for a key that is not among the valid ones."""
+    if path + str(key) in RENAMED:
+        return f"unknown key '{path}{key}': it is called '{RENAMED[path + key]}' now"
     near = difflib.get_close_matches(str(key), valid, n=1)
     listed = ", ".join(path + name for name in valid)
     advice = f"Did you mean '{path}{near[0]}'?" if near else f"Valid keys: {listed}."
@@ -247,7 +253,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
     union = get_origin(kind) in UNIONS and not choices(kind)
     for option in get_args(kind) if union else [kind]:
         result = fit(value, option, path)
-        if result is not MISFIT:
+        if result is not NOT_ALLOWED:
             return result
     raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value)}")
 
@@ -261,10 +267,10 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if origin is Annotated:
         plain, (allows, _) = inner
         number = fit(value, plain, path)
-        return number if number is not MISFIT and allows(number) else MISFIT
+        return number if number is not NOT_ALLOWED and allows(number) else NOT_ALLOWED
     if origin is Literal:
         word = str(value).lower() if isinstance(value, bool) else value  # yaml reads the word true as a bool
-        return word if word in inner else MISFIT
+        return word if word in inner else NOT_ALLOWED
     if isinstance(value, dict):
         if is_dataclass(kind) or choices(kind):
             return build(kind, value, path + ".")
@@ -276,11 +282,11 @@ def fit(value: Any, kind: Any, path: str) -> Any:
         try:
             number = float(value)  # yaml reads 1e-6 as a text
         except (ValueError, OverflowError):
-            return MISFIT
-        return number if math.isfinite(number) else MISFIT
+            return NOT_ALLOWED
+        return number if math.isfinite(number) else NOT_ALLOWED
     if kind is int and type(value) is int and abs(value) >= 2**63:
         raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
-    return value if type(value) is kind or kind is Any else MISFIT
+    return value if type(value) is kind or kind is Any else NOT_ALLOWED
 
 
 def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any]:
@@ -301,7 +307,7 @@ def describe(kind: Any, value: Any = None) -> str:
     origin, inner = get_origin(kind), get_args(kind)
     if origin is Annotated:
         plain, (_, bounds) = inner
-        return f"{describe(plain)}, {bounds}" if fit(value, plain, "") is MISFIT else bounds
+        return f"{describe(plain)}, {bounds}" if fit(value, plain, "") is NOT_ALLOWED else bounds
     if origin is Literal:
         return ("one of " if len(inner) > 1 else "") + ", ".join(map(str, inner))
     if origin in UNIONS:
@@ -310,7 +316,7 @@ def describe(kind: Any, value: Any = None) -> str:
         return f"a mapping {{{', '.join(get_args(inner[0])) or 'name'}: {describe(inner[1])}}}"
     if origin is list:
         return f"a list, each item {describe(inner[0])}"
-    return PLAIN[kind]
+    return TYPE_NAMES[kind]
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Rules across settings. The bounds of a single setting stand beside it.
 
 A rule has the name of a setting, whether its value is allowed, and which values are; config.load raises an
-error for the first rule that is broken. A choice is written as in a config, "loss.per=token or sum", or is
+error for the first broken rule. A choice is written as in a config, "loss.normalize=token or sum", or is
 the name of a setting that is not null, "loss.tis_cap".
 """
 
@@ -41,12 +41,12 @@ REQUIRES = {
     ],
     "advantage.residual": [
         ("loss.trust.kind", "none", "only then is its gradient the squared loss's"),
-        ("loss.per", "sum", "only then is its gradient the squared loss's"),
+        ("loss.normalize", "sum", "only then is its gradient the squared loss's"),
         ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
     ],
     "advantage.kind=preference or group_preference": [
         ("loss.trust.kind", "none", "only then is its gradient the preference loss's"),
-        ("loss.per", "sum", "only then is its gradient the preference loss's"),
+        ("loss.normalize", "sum", "only then is its gradient the preference loss's"),
         ("prune.completions.kind", "none", "no weight makes up for half of a pair"),
         ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
         ("loss.tis_cap", "null", "it is not a mean over the engine's samples"),
@@ -62,9 +62,9 @@ REQUIRES = {
         ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
     "rollout.until=full": [("prune.tokens.kind", "none", "pack.budget counts whole completions")],
     "prune.completions.kind=bernoulli or pps": [
-        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept")],
+        ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept")],
     "prune.prompts.kind=bernoulli or pps": [
-        ("loss.count", "all", "its weights restore the full batch, not a mean over the kept"),
+        ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept"),
         ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
     "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
     "loss.mask_ratio": [
@@ -75,13 +75,14 @@ REQUIRES = {
         ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
         ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
         ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
-        ("loss.per", "token, constant or sum", "a step has only a part of a sequence"),
+        ("loss.normalize", "token, constant or sum", "a step has only a part of a sequence"),
         ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
          "a step has parts of sequences"),
     ],
 }
 
-LOGGED = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}  # as reward/<name>, beside components
+# As reward/<name>, beside the components.
+LOGGED_NAMES = {"mean", "std", "unparsed", "timed_out", "died", "disagree"}
 
 
 PLAIN_PROMPT = "a text with {question} and nothing else in braces; a brace of the text itself is doubled"
@@ -89,7 +90,7 @@ PLAIN_PROMPT = "a text with {question} and nothing else in braces; a brace of th
 
 def prompt_rules(cfg: Any) -> Iterator[Rule]:
     data, own = cfg.data, cfg.data.prompt
-    yield "data.prompt", own is None or asks(own), PLAIN_PROMPT
+    yield "data.prompt", own is None or has_question_only(own), PLAIN_PROMPT
     yield ("data.prompt", own is None or "\\n" not in own,
            "in double quotes if it has a new line, and after --set in single quotes as well: "
            "'data.prompt=\"Question: {question}\\nAnswer:\"'; without them \\n is a backslash and an n")
@@ -100,7 +101,7 @@ def prompt_rules(cfg: Any) -> Iterator[Rule]:
            "null with rollout.window: a text that lies across two windows would be missed")
 
 
-def asks(text: str) -> bool:
+def has_question_only(text: str) -> bool:
     """Tell whether {question} is all that str.format fills in, and without a format of its own."""
     try:
         fields_of_text = {tuple(names) for _, *names in Formatter().parse(text) if names[0] is not None}
@@ -148,27 +149,27 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
         yield ("prune.completions.keep", 1 <= completions.keep <= G,
                f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
     if completions.kind == "bottom":
-        yield ("prune.completions.drop_prob", drops(completions.drop_prob, G),
+        yield ("prune.completions.drop_prob", drops_any(completions.drop_prob, G),
                f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
     if prompts.kind == "depo":
         yield "prune.prompts.high", prompts.low < prompts.high, f"above prune.prompts.low={prompts.low}"
         yield ("prune.prompts.kind", cfg.reward.accuracy != 0,
                "another kind unless reward.accuracy has a weight, which tells what is right")
     if prompts.kind == "rank":
-        yield ("prune.prompts.drop_prob", drops(prompts.drop_prob, N),
+        yield ("prune.prompts.drop_prob", drops_any(prompts.drop_prob, N),
                f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
-    counted = cfg.loss.count == "kept" or cfg.rollout.until == "informative"
+    counted = cfg.loss.denominator == "kept" or cfg.rollout.until == "informative"
     if prompts.kind in ("bernoulli", "pps", "rank") and not counted:
-        why = (f"with prune.prompts.kind={prompts.kind} and loss.count=all: a mean over all tokens needs the "
-               "lengths of completions that a skipped prompt never got")
-        yield "loss.per", cfg.loss.per != "token", f"sequence, constant or sum {why}"
+        why = (f"with prune.prompts.kind={prompts.kind} and loss.denominator=all: a mean over all tokens "
+               "needs the lengths of completions that a skipped prompt never got")
+        yield "loss.normalize", cfg.loss.normalize != "token", f"sequence, constant or sum {why}"
         for name in ("likelihood", "entropy"):
             yield f"loss.{name}", getattr(cfg.loss, name) == 0, f"0 {why}"
         yield ("prune.truncated", not cfg.prune.truncated, f"false with prune.prompts.kind={prompts.kind}: "
                "nobody knows how many answers of a skipped prompt would have been cut")
 
 
-def drops(share: float, count: int) -> bool:
+def drops_any(share: float, count: int) -> bool:
     """Tell whether a share of `count` items, rounded down, is at least one item, or the share is 0."""
     return share == 0 or int(share * count + 1e-9) >= 1
 
@@ -196,7 +197,7 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
                f"set with reward.{name}, and null without")
     yield ("reward.overlong_tokens", reward.overlong_tokens is None or 1 <= reward.overlong_tokens <= most,
            f"in 1..{most} (rollout.max_new_tokens)")
-    taken = {f.name for f in fields(reward)} | LOGGED
+    taken = {f.name for f in fields(reward)} | LOGGED_NAMES
     own = reward.custom if isinstance(reward.custom, dict) else {}
     yield ("reward.custom", not own.keys() & taken, "weights of functions whose names are none of "
            f"{', '.join(sorted(taken))}: a component or a metric is called so")
@@ -216,7 +217,7 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
         yield "loss.trust.dual", dual > 1 + loss.trust.high, "above 1 + loss.trust.high, or null"
 
 
-def made(flat: dict[str, Any], choice: str) -> bool:
+def is_chosen(flat: dict[str, Any], choice: str) -> bool:
     """Tell whether a flat config makes a choice."""
     key, named, values = choice.partition("=")
     value = "null" if flat.get(key) is None else str(flat[key])
@@ -227,7 +228,7 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
     """Yield the rules of the tables ONLY_WITH and REQUIRES."""
     flat = flatten(cfg)
     for choice, entries in ONLY_WITH.items():
-        for entry in entries if not made(flat, choice) else ():
+        for entry in entries if not is_chosen(flat, choice) else ():
             key, _, why = entry.partition(": ")
             if key in flat:
                 *sections, name = key.split(".")
@@ -236,8 +237,8 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
                 yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
     for choice, requirements in REQUIRES.items():
         chosen = choice.partition("=")[0]
-        for key, allowed, why in requirements if made(flat, choice) else ():
-            yield key, made(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
+        for key, allowed, why in requirements if is_chosen(flat, choice) else ():
+            yield key, is_chosen(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
 
 
 def all_rules(cfg: Any) -> Iterator[Rule]:

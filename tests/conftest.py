@@ -19,7 +19,7 @@ import train
 from infra import dist
 from infra.weights import save_weights
 from preflight import checks as preflight
-from records import Batch, Group, Prompt, Pruned, Rewards, Rolled, Sample, Segments, Turn
+from records import Batch, Group, Prompt, PromptDraw, Pruned, Rewards, Rolled, Sample, Segments
 from settings import loader
 from settings.loader import ConfigError
 from verify import grade as grading
@@ -119,11 +119,11 @@ def load(folder: Path, dtype: torch.dtype = torch.float32) -> decoder.Decoder:
 
 def weights(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     """Of a whole or a sharded model."""
-    return {name: dist.full(p.detach()).clone() for name, p in model.named_parameters()}
+    return {name: dist.gather_full(p.detach()).clone() for name, p in model.named_parameters()}
 
 
 def gradients(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    return {name: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else dist.full(p.grad)
+    return {name: torch.zeros(p.shape, dtype=p.dtype) if p.grad is None else dist.gather_full(p.grad)
             for name, p in model.named_parameters()}
 
 
@@ -186,8 +186,8 @@ def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int =
 
 def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch:
     """A step in which every prompt offered was rolled out."""
-    turns = [Turn(group.prompt, 0) for group in groups]
-    return Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
+    draws = [PromptDraw(group.prompt, 0) for group in groups]
+    return Batch(draws, groups, adv_NG, adv_NG > 0, adv_NG, pruned, list(range(len(groups))), len(groups), seed=0)
 
 
 def as_rewards(components: dict[str, torch.Tensor], weights: dict[str, float]) -> Rewards:
@@ -198,8 +198,8 @@ def as_rewards(components: dict[str, torch.Tensor], weights: dict[str, float]) -
 def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor | None = None) -> Rolled:
     """One round in which every prompt offered was rolled out, scored by accuracy alone."""
     rewards = as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
-    turns = [Turn(group.prompt, 0) for group in groups]
-    return Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
+    draws = [PromptDraw(group.prompt, 0) for group in groups]
+    return Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
 
 
 def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:

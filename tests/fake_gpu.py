@@ -67,7 +67,7 @@ OURS = {str(path): path.name for pattern in ("*.py", "*/*.py") for path in ROOT.
 # The first of these that is being called names the phase of an op; backward is one of its own.
 PHASES = {inspect.unwrap(function).__code__: name for function, name in (
     (learner.Learner.rows, "pack"), (update.prepare_rows, "reference"), (learner.Learner.outputs, "forward"),
-    (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.descend, "descend"),
+    (update.add_gradient, "loss"), (PassSums.add, "metrics"), (learner.optimizer_step, "descend"),
     (PassSums.metrics, "metrics of the step"))}
 PART_OF = {Block.forward.__code__: "layers", ChunkedLogProb.forward.__code__: "head"}
 FUSED = ("_fused_rms_norm", "_fused_rms_norm_backward", "silu_backward")  # one op on CUDA, elsewhere many
@@ -221,13 +221,16 @@ class Trace:
 
 
 def traits(x: Tensor | None) -> tuple | None:
-    return None if x is None else (isinstance(x, DTensor), x.shape, x.dtype, dist.local(x).shape, dist.local(x).device)
+    if x is None:
+        return None
+    mine = dist.local_shard(x)
+    return isinstance(x, DTensor), x.shape, x.dtype, mine.shape, mine.device
 
 
 def require_sync(policy: Decoder) -> None:
     """An engine gets every weight whole and in halves, adapters merged. What that takes is no part of an update."""
     whole = {name: tuple(p.shape) for name, p in named_weights(policy)}
-    synced = ((name, dist.full(t, None, torch.bfloat16)) for name, t in policy.named_hf_tensors())
+    synced = ((name, dist.gather_full(t, None, torch.bfloat16)) for name, t in policy.named_hf_tensors())
     assert all((t.dtype, tuple(t.shape)) == (torch.bfloat16, whole.pop(name)) for name, t in synced) and not whole
 
 
@@ -246,13 +249,13 @@ def trace_update(folder: Path, cfg: config.Config, spoil: bool) -> Trace:
     def descend(model, *given):
         trace.unlike += [name for name, p in model.named_parameters()
                          if traits(p.grad) != (traits(p) if p.requires_grad else None)]
-        return learner.descend(model, *given)
+        return learner.optimizer_step(model, *given)
 
     def offloaded(module, **given):  # dist.shard offloads from CUDA only, and here no memory can be pinned
         return fully_shard(module, **given | {"offload_policy": CPUOffloadPolicy(pin_memory=False)})
 
-    with (trace.device, patch.object(lora, "fill"), patch.object(update, "row_loss", row_loss),
-          patch.object(update, "descend", descend),
+    with (trace.device, patch.object(lora, "load_with_adapters"), patch.object(update, "row_loss", row_loss),
+          patch.object(update, "optimizer_step", descend),
           patch.object(dist, "fully_shard", offloaded if cfg.optim.offload else fully_shard)):
         built = learner.build_learner(cfg, folder, torch.device(DEVICE, 0))
         trace.policy = built.policy

@@ -184,7 +184,7 @@ def use_config(path: Path, rng: random.Random) -> int:
 def use_rows(path: Path, rng: random.Random) -> int:
     def load() -> None:
         few = path.parent / "few.jsonl"
-        task = train.load(config.load("grpo_toy.yaml", [f"data.train={path}", f"data.eval={few}"]))
+        task = train.load_task(config.load("grpo_toy.yaml", [f"data.train={path}", f"data.eval={few}"]))
         rows = [json.loads(line) for line in path.read_text(encoding="utf-8-sig").split("\n") if line.strip()]
         assert [p.question for p in task.problems] == [row["question"] for row in rows], "other rows than the file has"
     return exit_status(load)

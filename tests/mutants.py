@@ -85,9 +85,11 @@ BUGS = {
         ("factors = weigh(rows, logp, entropy, learner.loss)", "factors = [None] * len(rows)", "objectives"),
         ("factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)", "factor_C = None", "objectives"),
         ("if prepared.old_logp_C is None and unmoved:", "if True:", "invariance"),
-        ("len_NG = lengths(groups,", "len_NG = lengths(shortened(groups, [batch.tokens[n] for n in members]),", "nat"),
+        ("len_NG = lengths(groups,",
+         "len_NG = lengths(cut_completions(groups, [batch.tokens[n] for n in members]),", "nat"),
         ("learner.seed, step, batch.offered,", "learner.seed, step, len(batch.groups),", "loop"),
-        ('pruned, "token", loss.count, learner', "pruned, loss.per, loss.count, learner", "objectives"),
+        ('pruned, "token", loss.denominator, learner',
+         "pruned, loss.normalize, loss.denominator, learner", "objectives"),
         (" * ~batch.reward_NG[members].isnan()", "", "unbiased"),
     ],
     "collect": [

@@ -26,7 +26,7 @@ CPU = torch.device("cpu")
 
 
 def moments(model, optimizers) -> dict[str, torch.Tensor]:
-    return {f"{name}.{key}": dist.full(t).clone() for name, p in model.named_parameters()
+    return {f"{name}.{key}": dist.gather_full(t).clone() for name, p in model.named_parameters()
             if p.requires_grad for key, t in optimizers[0].state[p].items()}
 
 
@@ -74,7 +74,7 @@ def save_on_ranks(folder, *settings: str) -> list:
     learn(model, optimizer)
     saved(folder, (model, optimizer), 7)
     export(model, TOY, folder / "hf")
-    whole = {name: dist.full(p).clone() for name, p in model.named_hf_tensors()}
+    whole = {name: dist.gather_full(p).clone() for name, p in model.named_hf_tensors()}
     return [weights(model), moments(model, optimizer), whole]
 
 
@@ -87,7 +87,8 @@ def load_on_ranks(folder, *settings: str) -> list:
 def gathered_on_ranks() -> list:
     """Of every weight: is it gathered in halves what it is as a whole, in halves?"""
     model, _ = sharded()
-    pairs = [(dist.full(p.detach(), CPU, torch.bfloat16), dist.full(p.detach())) for p in model.parameters()]
+    weights = [p.detach() for p in model.parameters()]
+    pairs = [(dist.gather_full(p, CPU, torch.bfloat16), dist.gather_full(p)) for p in weights]
     return [(half.dtype == torch.bfloat16 and torch.equal(half, p.bfloat16()), p.dtype) for half, p in pairs]
 
 

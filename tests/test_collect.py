@@ -25,8 +25,8 @@ from infra.signals import Stopped
 from methods import soft_value
 from metrics import Clock
 from preflight import memory
-from prune import adapt_p, kept_prob
-from records import Batch, Prompt, Pruned, Rolled, Sample, Turn
+from prune import adapt_p, prefix_prob
+from records import Batch, Prompt, PromptDraw, Pruned, Rolled, Sample
 
 TOKENIZER = data.Tokenizer(TOY)
 
@@ -59,22 +59,22 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
     script, selection = Script(prompts), Selection.of(cfg)
     sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
     memory = history.PromptHistory(prompts, cfg.prune.prompts, cfg.seed,
-                                   collect.middle(cfg.reward, cfg.rollout.differ_in))
+                                   collect.reward_midpoint(cfg.reward, cfg.rollout.differ_in))
     out = []
     for step in range(count):
         script.rounds, rolled, seed = [], Rolled(), dist.seed_for(cfg.seed, step, "prune")
         while asked := lacks(rolled, selection, seed):
-            turns = memory.draw(asked)
-            groups = sampler.rollout(turns)
+            draws = memory.draw(asked)
+            groups = sampler.rollout(draws)
             rewards = sampler.score(groups)
-            newest = Rolled(turns, groups, rewards, advantage(rewards, cfg.advantage))
-            if memory.records:
+            newest = Rolled(draws, groups, rewards, advantage(rewards, cfg.advantage))
+            if memory.remembers:
                 memory.record(newest)
             rolled += newest
         batch = choose(rolled, selection, seed)
         if memory.adapts:
             memory.adapt(rolled)
-        assert [turn.prompt for turn in rolled.turns if turn.kept] == [group.prompt for group in rolled.groups]
+        assert [draw.prompt for draw in rolled.draws if draw.kept] == [group.prompt for group in rolled.groups]
         out.append((["".join(kinds) for kinds in script.rounds], rolled, batch,
                     collect.shortage(rolled, batch, selection)))
     return out
@@ -82,7 +82,7 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
 
 @pytest.fixture
 def in_order(monkeypatch):
-    monkeypatch.setattr(history, "order", lambda count, seed, epoch: range(count))
+    monkeypatch.setattr(history, "epoch_order", lambda count, seed, epoch: range(count))
 
 
 def test_offered_is_one_round_of_all_and_the_first_of_several_offers_what_oversample_says(in_order, tmp_path):
@@ -161,7 +161,7 @@ def twelve() -> list[Sample]:
 
 def gathered(at_once: int) -> list[Sample]:
     """Every rank's completions at every rank; the first has five of them, the second seven, the third none."""
-    collect.AT_ONCE = at_once
+    collect.GATHER_BLOCK = at_once
     bounds = [0, 5, 12, 12]
     return collect.gather_samples(twelve()[bounds[dist.rank()]:bounds[dist.rank() + 1]])
 
@@ -178,8 +178,8 @@ def test_probabilities_and_weights_of_both_levels_multiply(tmp_path):
     adv_NG = torch.tensor([[3.0, -1, -1, -1], [1, 1, -1, -1], [1, 1, 1, -3]], dtype=torch.float64)
     alone = as_rolled(make_groups([[3, 2, 4, 1]] * 3, [2] * 3), adv_NG, adv_NG)
     prob_N = [0.25, 0.5, 1.0]
-    turns = [replace(turn, prob=p, weight=1 / p) for turn, p in zip(alone.turns, prob_N, strict=True)]
-    one, both = (choose(rolled, Selection.of(cfg), seed=0).pruned for rolled in (alone, replace(alone, turns=turns)))
+    draws = [replace(draw, prob=p, weight=1 / p) for draw, p in zip(alone.draws, prob_N, strict=True)]
+    one, both = (choose(rolled, Selection.of(cfg), seed=0).pruned for rolled in (alone, replace(alone, draws=draws)))
     assert one.prob_NG.unique().tolist() == [0.5, 1] and torch.equal(one.keep_NG, both.keep_NG)
     prob_N1 = torch.tensor(prob_N, dtype=torch.float64)[:, None]
     assert torch.equal(both.prob_NG, one.prob_NG * prob_N1)
@@ -188,7 +188,7 @@ def test_probabilities_and_weights_of_both_levels_multiply(tmp_path):
 
 def test_easy_and_hard_meet_in_the_middle_of_what_groups_are_compared_by():
     reward = config.Reward(accuracy=4, wrong=-1, overlong=1, overlong_tokens=8)
-    assert (collect.middle(reward, "reward"), collect.middle(reward, "accuracy")) == (1.5, 0.5)
+    assert (collect.reward_midpoint(reward, "reward"), collect.reward_midpoint(reward, "accuracy")) == (1.5, 0.5)
 
 
 def finite(folder) -> list[dict]:
@@ -223,7 +223,7 @@ def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(setti
 @pytest.mark.slow
 @pytest.mark.parametrize("count", ["all", "kept"])
 def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
-    base = ["data.limit=6", "steps=3", "loss.kl=0.1", "update.minibatches=2", f"loss.count={count}"]
+    base = ["data.limit=6", "steps=3", "loss.kl=0.1", "update.minibatches=2", f"loss.denominator={count}"]
     plain = train.train(toy_config(tmp_path / "plain", *base, name="grpo_toy.yaml"))
     nothing = {
         "dppo": ["prune.prompts={kind: bernoulli, drop_prob: 0}", "prune.completions={kind: bernoulli, drop_prob: 0}"],
@@ -251,8 +251,8 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     trained = train.train(cfg)
     line = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
-    task = train.load(cfg)
-    learner, engine = train.set_up(memory.decide(cfg, task.source), task)
+    task = train.load_task(cfg)
+    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
     folder = tmp_path / "run" / "checkpoints"
     (folder / "latest").write_text("step_000002")
     checkpoints = Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizers)}, learner.device)
@@ -261,9 +261,9 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     used = [p for p in line["prompts"] if "place" in p]
     assert len(used) < len(line["prompts"])
     by_id = {prompt.id: prompt for prompt in task.prompts}
-    turns = [Turn(by_id[p["id"]], p["epoch"]) for p in used]
+    draws = [PromptDraw(by_id[p["id"]], p["epoch"]) for p in used]
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    groups = sampler.rollout(turns)
+    groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
     assert [p["right"] for p in used] == rewards.components["accuracy"].int().tolist()
     assert all(("right" in p) == (p["weight"] > 0) for p in line["prompts"])
@@ -271,9 +271,9 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     weight_NG, prob_NG = (torch.tensor([p[f"completion_{key}"] for p in used], dtype=torch.float64)
                           for key in ("weight", "prob"))
     pruned = Pruned(weight_NG > 0, weight_NG, prob_NG)
-    tokens = [[1 / kept_prob(s.length, 0.2, 1)[:cut] for s, cut in zip(group.samples, p["completion_tokens"],
+    tokens = [[1 / prefix_prob(s.length, 0.2, 1)[:cut] for s, cut in zip(group.samples, p["completion_tokens"],
               strict=True)] for group, p in zip(groups, used, strict=True)] if "completion_tokens" in used[0] else None
-    batch = Batch(turns, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["place"] for p in used], line["offered"],
+    batch = Batch(draws, groups, adv_NG, adv_NG > 0, adv_NG, pruned, [p["place"] for p in used], line["offered"],
                   line["seed"], tokens)
     update.update(learner, batch, 2, Clock())
     expected, again = weights(trained), weights(learner.policy)
@@ -296,8 +296,8 @@ def test_differences_in_length_alone_are_no_information_for_dapo(in_order, tmp_p
         if what == "accuracy":  # the fixture's answers are of one length; make the solved groups differ in it
             rolled.rewards.components["overlong"][1, 0] -= 0.25
             other = replace(rolled, rewards=replace(rolled.rewards, differ_in="reward"))
-            assert collect.informative(rolled).tolist() == [k == "i" for k in "ieiieiee"]
-            assert collect.informative(other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
+            assert collect.informative_groups(rolled).tolist() == [k == "i" for k in "ieiieiee"]
+            assert collect.informative_groups(other).tolist() == [k == "i" or n == 1 for n, k in enumerate("ieiieiee")]
     assert found["accuracy"] == list("iiii")
 
 

@@ -45,7 +45,7 @@ MUST_BE = [(override, allowed) for allowed, overrides in {
     "a finite number, above 0": ["optim.lr=fast", "optim.lr=1:30.5"],
     "a finite number, or null": ["loss.trust.dual=x"],
     "true or false": ["optim.offload=1"],
-    "one of token, sequence, constant, sum": ["loss.per=word"],
+    "one of token, sequence, constant, sum": ["loss.normalize=word"],
     "one of all, attention, mlp": ["model.lora.targets=head"],
     "a section with rank, alpha, targets, path": ["model.lora=8"],
     "a section with path, dtype, attention, checkpoint_blocks, compile, logp_chunk, lora": ["model=m"],
@@ -97,6 +97,8 @@ NAMED = {
 
 @pytest.mark.parametrize(("overrides", "message"), [
     ("HUGE", "0...0"), ("HUGE", " must be below 2**63"), ("DEEP", "[[[...[[["),
+    ("loss.per=token", "unknown key 'loss.per': it is called 'loss.normalize' now"),
+    ("loss={count: kept}", "unknown key 'loss.count': it is called 'loss.denominator' now"),
     ("prune.completions.kep=4", "unknown key 'prune.completions.kep'. Did you mean 'prune.completions.keep'?"),
     ("qqq=4", "unknown key 'qqq'. Valid keys: out, steps, model"),
     ("prune.kind=topk", "unknown key 'prune.kind'. Valid keys: prune.completions"),
@@ -127,10 +129,12 @@ NAMED = {
     ("VLLM & eval.temperature=0.005", "eval.temperature=0.005 must be 0 or at least 0.01 unless"),
     ("loss.old_logp=engine & loss.tis_cap=2", "loss.old_logp=engine must be recompute with loss.tis_cap=2.0: a ratio"),
     ("loss.old_logp=engine & loss.mask_ratio=2", "loss.old_logp=engine must be recompute with loss.mask_ratio=2.0"),
-    ("PPS & loss.count=kept", "loss.count=kept must be all with prune.completions.kind=pps: its weights restore the"),
-    ("THINNED & loss.count=kept", "loss.count=kept must be all with"),
-    ("THINNED & loss.per=token", "loss.per=token must be sequence, constant or sum with prune.prompts.kind=bernoulli"),
-    ("RANKED & loss.per=token", "loss.per=token must be sequence, constant or sum with prune.prompts.kind=rank and"),
+    ("PPS & loss.denominator=kept", "loss.denominator=kept must be all with prune.completions.kind=pps: its weights"),
+    ("THINNED & loss.denominator=kept", "loss.denominator=kept must be all with"),
+    ("THINNED & loss.normalize=token",
+     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=bernoulli"),
+    ("RANKED & loss.normalize=token",
+     "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=rank and"),
     ("prune.prompts={kind: rank, drop_prob: 0.1, max_skips: 2}", "=0.1 must be 0 or enough to skip one of 6 (rollout."),
     ("prune.completions={kind: bottom, drop_prob: 0.2}", "=0.2 must be 0 or enough to drop one of 4 (rollout.group"),
     ("THINNED & INFORMATIVE", "rollout.until=informative must be offered or full with prune.prompts.kind=bernoulli"),
@@ -152,10 +156,11 @@ NAMED = {
     ("loss.kl_corrected=true", "loss.kl_corrected=True must be false, or left out, unless loss.kl > 0"),
     ("loss.likelihood=0.1 & reward={accuracy: 0, tag_exact: 1}", "=0.1 must be 0 unless reward.accuracy has a weight"),
     ("loss.likelihood=0.1 & THINNED", "loss.likelihood=0.1 must be 0 with prune.prompts.kind=bernoulli and"),
-    ("loss.entropy=0.1 & THINNED", "loss.entropy=0.1 must be 0 with prune.prompts.kind=bernoulli and loss.count=all:"),
+    ("loss.entropy=0.1 & THINNED",
+     "loss.entropy=0.1 must be 0 with prune.prompts.kind=bernoulli and loss.denominator=all:"),
     ("prune={truncated: true, prompts: {kind: bernoulli, drop_prob: 0.5}}", "=True must be false with prune."),
     ("RESIDUAL", "loss.trust.kind=clip must be none with advantage.residual=0.001: only then is its gradient"),
-    ("RESIDUAL & loss.trust.kind=none", "loss.per=sequence must be sum with advantage.residual=0.001"),
+    ("RESIDUAL & loss.trust.kind=none", "loss.normalize=sequence must be sum with advantage.residual=0.001"),
     ("reward.overlong=1", "reward.overlong_tokens=None must be set with reward.overlong, and null without"),
     ("reward.overlong_tokens=4", "reward.overlong_tokens=4 must be set with reward.overlong"),
     ("reward={overlong: 1, overlong_tokens: 0}", "reward.overlong_tokens=0 must be in 1..8"),
@@ -176,9 +181,10 @@ NAMED = {
     ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless rollout.window: nothing"),
     ("GAE & critic.lr=1 & rollout.window=9", "rollout.window=9 must be in 1..8 (rollout.max_new"),
     ("rollout.window=4", "advantage.kind=group_norm must be gae with rollout.window=4: completions of one"),
-    ("WINDOW", "loss.per=sequence must be token, constant or sum"),
-    ("WINDOW & loss={per: token, likelihood: 0.1}", "loss.likelihood=0.1 must be 0 with rollout.window: a step has"),
-    ("WINDOW & loss={trust: {kind: clip_sequence}, per: token}",
+    ("WINDOW", "loss.normalize=sequence must be token, constant or sum"),
+    ("WINDOW & loss={normalize: token, likelihood: 0.1}",
+     "loss.likelihood=0.1 must be 0 with rollout.window: a step has"),
+    ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}",
      "must be clip, clamp, total_variation, binary_kl or none"),
     ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with rollout.window=4: an unfinished"),
     ("WINDOW & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with rollout.window=4: a prompt's"),
@@ -373,11 +379,11 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     assert {entry.partition(":")[0] for used in rules.ONLY_WITH.values() for entry in used} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(config.Critic)}
     assert set(rules.ONLY_WITH["advantage.kind=gae"]) == critic
-    assert rules.made({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
-    assert not rules.made({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
-    assert rules.made({"rollout.window": 4}, "rollout.window") and not rules.made({}, "rollout.window")
-    assert rules.made({"loss.tis_cap": None}, "loss.tis_cap=null")
-    assert not rules.made({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
+    assert rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
+    assert not rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
+    assert rules.is_chosen({"rollout.window": 4}, "rollout.window") and not rules.is_chosen({}, "rollout.window")
+    assert rules.is_chosen({"loss.tis_cap": None}, "loss.tis_cap=null")
+    assert not rules.is_chosen({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
 
 
 def test_settings_imports_nothing_of_the_project():

@@ -17,7 +17,7 @@ from config import ConfigError, Reward
 from data import load_problems
 from infra import custom_reward, reward_worker, runfolder
 from records import Problem, Prompt
-from reward import list_components, score, span
+from reward import list_components, reward_range, score
 from verify.grade import workers
 
 ROW = {"question": "q", "tests": [1, 2], "deep": {"a": [3]}}
@@ -73,7 +73,7 @@ def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing
     assert none["tested"] != none["tested"] and (one["timed_out"], one["died"]) == (0, 0)
     components = {name: torch.tensor([[one[name], none[name]]], dtype=torch.float64) for name in list_components(cfg)}
     assert as_rewards(components, cfg.weights).total_NG.tolist() == [[0.15 + 2.0, 0.15]]
-    assert span(cfg.weights) == (-2.5, 2.5)
+    assert reward_range(cfg.weights) == (-2.5, 2.5)
     assert parts(own(path, {"brief": 0.5, "tested": 0}), "a")[0].keys() >= {"brief"}
     nothing, = as_rewards(components, {"tested": 1.0}).total_NG.tolist()
     assert nothing[0] == 1 and nothing[1] != nothing[1]
@@ -160,7 +160,7 @@ def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
     cfg = own(path, custom_seconds=0.2, custom_workers=1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
-    limits = custom_reward.OwnFile.of(cfg).limits
+    limits = custom_reward.RewardFile.of(cfg).limits
     assert workers(limits) is workers(replace(limits, seconds=9.0)) is not workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
         (0, 1, 0), (0, 0, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0)]
@@ -182,13 +182,13 @@ def test_a_step_of_which_every_process_dies_is_an_error(tmp_path):
 def test_a_step_that_some_process_outlives_is_none_and_one_reward_is_enough():
     some = {"custom": torch.tensor([[0.0, torch.nan]]), "died": torch.tensor([[1.0, 0.0]])}
     custom_reward.require_lives(as_rewards(some, {"custom": 1.0}), own("x.py"))
-    assert custom_reward.remark(as_rewards(some, {"custom": 1.0}), own("x.py")) == ""
+    assert custom_reward.describe_missing(as_rewards(some, {"custom": 1.0}), own("x.py")) == ""
     none = {"custom": torch.full((1, 2), torch.nan), "died": torch.zeros(1, 2)}
-    said = custom_reward.remark(as_rewards(none, {"custom": 1.0}), own("x.py"))
+    said = custom_reward.describe_missing(as_rewards(none, {"custom": 1.0}), own("x.py"))
     assert said.startswith("none of 2 completions has a reward: every component is None")
     one = as_rewards(none | {"accuracy": torch.zeros(1, 2)}, {"custom": 1.0, "accuracy": 1.0})
-    assert custom_reward.remark(one, own("x.py")) == "custom: None for all of 2 completions"
-    assert custom_reward.remark(one, Reward()) == ""
+    assert custom_reward.describe_missing(one, own("x.py")) == "custom: None for all of 2 completions"
+    assert custom_reward.describe_missing(one, Reward()) == ""
 
 
 def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
@@ -227,7 +227,7 @@ def test_an_evaluation_tries_the_file_before_it_samples(tmp_path, monkeypatch, c
     (tmp_path / "one.jsonl").write_text('{"question": "1 + 1?", "worth": 0.5}\n')
     cfg = small(tmp_path, path, f"data.train={tmp_path}/one.jsonl")
     (tmp_path / "own.yaml").write_text(config.dump(cfg))
-    monkeypatch.setattr(evaluation, "respond", None)
+    monkeypatch.setattr(evaluation, "sample_responses", None)
     (tmp_path / "two.jsonl").write_text('{"question": "1 + 1?"}\n')
     assert command(evaluation, "--config", tmp_path / "own.yaml", "--model", TOY, "--data", tmp_path / "two.jsonl") == 2
     assert f"reward.custom_file={path}: it raises KeyError in line 2: 'worth'" in capsys.readouterr().err
@@ -239,7 +239,7 @@ def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_p
     def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
         messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
         problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)
-        return evaluation.identify(evaluation.Set("one", [problem], [Prompt("0", (1,), "")], reward))
+        return evaluation.identify_set(evaluation.EvalSet("one", [problem], [Prompt("0", (1,), "")], reward))
 
     reward = own(file_of(tmp_path, "def reward(text):\n    return 0"))
     assert identified(0.5, reward) != identified(0.25, reward) == identified(0.25, reward)
@@ -265,17 +265,17 @@ def test_what_a_call_that_is_ended_is_worth_is_the_users_to_say(tmp_path, capfd)
 def test_a_change_while_a_run_is_under_way_is_not_seen(tmp_path):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = own(path)
-    custom_reward.try_out(cfg, [PROBLEM])
+    custom_reward.try_functions(cfg, [PROBLEM])
     file_of(tmp_path, "def reward(text):\n    return 0.5")
     assert parts(cfg, "new")[0]["custom"] == 0.25
-    custom_reward.try_out(cfg, [PROBLEM])
+    custom_reward.try_functions(cfg, [PROBLEM])
     assert parts(cfg, "new")[0]["custom"] == 0.5
 
 
 def test_check_and_a_run_say_what_is_wrong_with_a_file_before_a_model_is_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "set_up", None)
+    monkeypatch.setattr(train, "load_models", None)
     path = file_of(tmp_path, "def score(text):\n    return 1")
-    for run in (train.load, lambda cfg: train.train(cfg)):
+    for run in (train.load_task, lambda cfg: train.train(cfg)):
         with pytest.raises(ConfigError, match=r"it has no function 'reward' \(reward.custom\); it has score"):
             run(small(tmp_path, path))
 
@@ -349,7 +349,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     if message is not None:
         problems = load_problems(cfg.data.train, training=True)[:2]
         with pytest.raises(ConfigError, match=f"^reward.custom_file={path}: [^\n]*{message}"):
-            custom_reward.try_out(cfg.reward, problems)
+            custom_reward.try_functions(cfg.reward, problems)
         return
     train.train(cfg)
     line, = (x for x in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)

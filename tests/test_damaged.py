@@ -139,7 +139,7 @@ def spoil(path: Path, keys: tuple, value: object) -> None:
         del inner[keys[-1]]
     else:
         inner[keys[-1]] = value
-    lines.rewrite(path, log)
+    lines.rewrite_log(path, log)
 
 
 COMPLETION = {"text": "a", "tokens": 1, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
@@ -151,12 +151,12 @@ PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4", "responses": [
 def logged(tmp_path_factory) -> Path:
     """A run folder with a line or two in each of its logs."""
     folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
-    lines.rewrite(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
+    lines.rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
                                               "completions": [COMPLETION]}])
-    lines.rewrite(folder / "decisions.jsonl", [{"step": 1, "prompts": [{"right": [1, 0],
+    lines.rewrite_log(folder / "decisions.jsonl", [{"step": 1, "prompts": [{"right": [1, 0],
                                                                         "completion_weight": [1.0, 0]}]}])
     for step in (0, 1):
-        lines.rewrite(folder / f"eval_{step:06d}.jsonl", [PROBLEM])
+        lines.rewrite_log(folder / f"eval_{step:06d}.jsonl", [PROBLEM])
     report.write_report([folder], folder.parent / "page")  # as it is, it has a page
     return folder
 
@@ -249,7 +249,7 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path):
 def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
     path = Path(written(tmp_path / "result.json", "right", "wrong"))
     assert evaluation.summarise_file(path)["results"]["few"]["accuracy"] == 0.5
-    lines.rewrite(path, [json.loads(path.read_text())])
+    lines.rewrite_log(path, [json.loads(path.read_text())])
     spoil(path, keys, value)
     said = said_by(evaluation.summarise_file, path)
     assert message in said and str(path) in said and "bring it back" in said, said

@@ -14,10 +14,10 @@ from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
 
 import data
 from config import ConfigError
-from history import PromptHistory, order
+from history import PromptHistory, epoch_order
 from methods.window import Pool
-from records import Problem, Prompt, Rolled, Sample, Turn
-from settings.kinds import AllPrompts, Greso, LowestRank, Prompts, Thinned
+from records import Problem, Prompt, PromptDraw, Rolled, Sample
+from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
 from verify.grade import name_unreadable
 
 QUESTION = "Natalia sold 48/2 = 24 clips — in May; 50% off: €3.50?\n\tHow many, 𝟜 or ½?"
@@ -168,13 +168,13 @@ def test_the_closing_token_is_the_first_special_one_behind_the_answer(tmp_path):
 def test_every_epoch_is_a_permutation_and_no_prompt_is_skipped_at_its_end():
     history = PromptHistory(list(range(7)), AllPrompts(), seed=0, middle=0.5)
     drawn = [pair for _ in range(10) for pair in history.coming(3)]
-    turns = PromptHistory(list(range(7)), AllPrompts(), seed=0, middle=0.5).draw(30)
-    assert [(turn.epoch, turn.prompt) for turn in turns] == drawn
+    draws = PromptHistory(list(range(7)), AllPrompts(), seed=0, middle=0.5).draw(30)
+    assert [(draw.epoch, draw.prompt) for draw in draws] == drawn
     for epoch in range(4):
         assert sorted(i for e, i in drawn if e == epoch) == list(range(7))
     assert drawn == sorted(drawn, key=lambda place: place[0])
-    assert len({tuple(order(7, 0, epoch)) for epoch in range(4)}) == 4
-    assert tuple(order(7, 1, 0)) != tuple(order(7, 0, 0))
+    assert len({tuple(epoch_order(7, 0, epoch)) for epoch in range(4)}) == 4
+    assert tuple(epoch_order(7, 1, 0)) != tuple(epoch_order(7, 0, 0))
 
 
 PROMPTS = [Prompt(f"q{i}", (1,), "1") for i in range(6)]
@@ -187,9 +187,9 @@ def history_of(pruning: Prompts, seed: int = 0) -> PromptHistory:
 def rolled(*rewards: list[float], prompts: list[Prompt] = PROMPTS, epoch: int = 0) -> Rolled:
     """One rollout of the first prompts with these rewards, 0 to 1; |A| stands for itself here."""
     reward_NG = torch.tensor(rewards, dtype=torch.float64)
-    turns = [Turn(prompt, epoch) for prompt in prompts[:len(rewards)]]
+    draws = [PromptDraw(prompt, epoch) for prompt in prompts[:len(rewards)]]
     adv_NG = reward_NG - reward_NG.mean(dim=1, keepdim=True)
-    return Rolled() + Rolled(turns, [], as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), adv_NG)
+    return Rolled() + Rolled(draws, [], as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), adv_NG)
 
 
 def remember(history: PromptHistory, *rewards: list[float], **given) -> None:
@@ -201,11 +201,12 @@ def test_the_history_counts_rollouts_in_a_row_without_difference():
     remember(history, [1, 1], [0, 0], [0, 1])
     remember(history, [1, 1], [0.1, 0.1], [1, 1], epoch=1)
     remember(history, [0, 0], [0, 1], [1, 1], epoch=2)
-    easy, hard, size = ([getattr(history.visits[f"q{i}"], name) for i in range(3)] for name in ("easy", "hard", "size"))
+    of = [history.records[f"q{i}"] for i in range(3)]
+    easy, hard, size = ([getattr(record, name) for record in of] for name in ("easy", "hard", "size"))
     assert (easy, hard, size) == ([0, 0, 2], [1, 0, 0], [0, 0.5, 0])
     recall = history.remembered([Prompt("q1", (1,), ""), Prompt("new", (1,), "")])
     assert recall.mean == pytest.approx(0.5 / 3) and recall.size_K[0] == 0.5 and recall.size_K[1].isnan()
-    assert not history_of(AllPrompts()).records  # nobody asks, so checkpoints stay small
+    assert not history_of(AllPrompts()).remembers  # nobody asks, so checkpoints stay small
 
 
 def test_a_rollout_that_shows_nothing_is_as_if_it_had_not_come_up():
@@ -215,13 +216,13 @@ def test_a_rollout_that_shows_nothing_is_as_if_it_had_not_come_up():
     nothing = rolled([nan, nan], [1, nan], epoch=1)
     history.record(nothing)
     history.adapt(nothing)
-    assert not history.visits and history.explore == pytest.approx((0.51, 0.51))
+    assert not history.records and history.explore == pytest.approx((0.51, 0.51))
     told, alike = rolled([nan, nan], [1, nan], [1, 1], [0, 0], epoch=1), history_of(Greso())
     history.explore = (0.5, 0.5)
     for each, seen in ((history, told), (alike, rolled([1, 1], [0, 0], epoch=1))):
         each.record(seen)
         each.adapt(seen)
-    assert history.explore == alike.explore and [*history.visits] == ["q2", "q3"]
+    assert history.explore == alike.explore and [*history.records] == ["q2", "q3"]
 
 
 def test_a_turn_skipped_leaves_the_trace_and_is_counted():
@@ -229,24 +230,24 @@ def test_a_turn_skipped_leaves_the_trace_and_is_counted():
     remember(history, [1, 1], [0, 1], [0, 1], [0, 1], [0, 1], [0, 1])
     passed = []
     for _ in range(3):
-        turns = history.draw(6)
-        passed += [turn.prompt.id for turn in turns if not turn.kept]
-        assert len(turns) == 6 and {turn.weight for turn in turns} == {0.0, 1.0}
+        draws = history.draw(6)
+        passed += [draw.prompt.id for draw in draws if not draw.kept]
+        assert len(draws) == 6 and {draw.weight for draw in draws} == {0.0, 1.0}
     assert passed[:2] == ["q0", "q0"] and len(passed) == 3 and passed[2] != "q0"
-    visit = history.visits["q0"]
-    assert (visit.easy, visit.skipped) == (1, 2)
+    record = history.records["q0"]
+    assert (record.easy, record.skipped) == (1, 2)
     remember(history, [0, 1])
-    assert (history.visits["q0"].skipped, history.visits["q0"].easy) == (0, 0)
+    assert (history.records["q0"].skipped, history.records["q0"].easy) == (0, 0)
 
 
 def test_prompts_are_kept_with_their_probability_and_the_weights_make_up_for_it():
     """z-tests over 3,000 epochs of 6 prompts, two of them below the mean; q5 was never rolled out."""
-    history = history_of(Thinned(drop_prob=0.7), seed=3)
+    history = history_of(BernoulliPrompts(drop_prob=0.7), seed=3)
     remember(history, [1, 1], [0, 1], [0, 1], [0, 0.2], [0, 1])
-    turns = history.draw(18_000)
-    weight = {prompt.id: [t.weight for t in turns if t.prompt is prompt] for prompt in PROMPTS}
+    draws = history.draw(18_000)
+    weight = {prompt.id: [t.weight for t in draws if t.prompt is prompt] for prompt in PROMPTS}
     for i, expected in (("q0", 0.3), ("q1", 1), ("q2", 1), ("q3", 0.3), ("q4", 1), ("q5", 1)):
-        assert {round(t.prob, 12) for t in turns if t.prompt.id == i} == {expected}
+        assert {round(t.prob, 12) for t in draws if t.prompt.id == i} == {expected}
         share = sum(w > 0 for w in weight[i]) / 3000
         assert abs(share - expected) <= 4 * (expected * (1 - expected) / 3000) ** 0.5
         assert max(weight[i]) == pytest.approx(1 / expected)
@@ -262,20 +263,20 @@ def test_greso_replaces_what_it_passes_over():
     for i, prompt in enumerate(PROMPTS):
         for _ in range(2 * i):
             remember(history, [1, 1], prompts=[prompt])
-    turns = history.draw(6000)
-    assert sum(t.kept for t in turns) == 6000 and {t.weight for t in turns} == {0.0, 1.0}
+    draws = history.draw(6000)
+    assert sum(t.kept for t in draws) == 6000 and {t.weight for t in draws} == {0.0, 1.0}
     for i, prompt in enumerate(PROMPTS):
-        mine, expected = [t for t in turns if t.prompt is prompt], max(0.5 ** (2 * i), 0.01)
+        mine, expected = [t for t in draws if t.prompt is prompt], max(0.5 ** (2 * i), 0.01)
         assert len(mine) > 3000 and abs(sum(t.kept for t in mine) / len(mine) - expected) <= (
             4 * (expected * (1 - expected) / len(mine)) ** 0.5)
-    assert history.place == len(turns) and turns[-1].kept
+    assert history.place == len(draws) and draws[-1].kept
 
 
 def test_greso_adapts_to_the_shares_of_easy_and_hard_groups():
     """Of 16 groups two are easy, 12.5% (target 8.3%), and one hard, 6.3% (target 16.7%). In the first epoch nothing
     has been seen twice, so p stays."""
     rewards, prompts = [[1.0, 1.0]] * 2 + [[0.1, 0.1]] + [[0.0, 1.0]] * 13, PROMPTS * 3
-    assert not history_of(Thinned(drop_prob=0.5)).adapts
+    assert not history_of(BernoulliPrompts(drop_prob=0.5)).adapts
     for pruning, epoch, expected in ((Greso(), 0, (0.5, 0.5)), (Greso(), 1, (0.49, 0.51))):
         history = history_of(pruning)
         history.adapt(rolled(*rewards, prompts=prompts, epoch=epoch))
@@ -289,7 +290,7 @@ def test_a_history_survives_a_checkpoint():
     history.explore = (0.3, 0.4)
     pool, other_pool = (Pool(PROMPTS, AllPrompts(), seed=0, group_size=4) for _ in range(2))
     pool.draw(1)
-    pool.unfinished = [(Turn(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
+    pool.unfinished = [(PromptDraw(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
     for saved, loaded in ((history, other), (pool, other_pool)):
         assert vars(loaded) != vars(saved)
         file = io.BytesIO()

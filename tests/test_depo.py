@@ -30,14 +30,14 @@ def filtered(count: int = 12, seed: int = 0, **settings) -> depo.FilteredHistory
 
 def rolled(history, share: dict[str, float], count: int = 4, G: int = 4) -> Rolled:
     """The next `count` prompts, answered right as often as `share` says of their id."""
-    turns = history.draw(count)
-    kept = [turn for turn in turns if turn.kept]
-    groups = [type(group)(turn.prompt, group.samples) for turn, group in
+    draws = history.draw(count)
+    kept = [draw for draw in draws if draw.kept]
+    groups = [type(group)(draw.prompt, group.samples) for draw, group in
               zip(kept, make_groups([[3] * G] * len(kept), [2] * len(kept)), strict=True)]
-    reward_NG = torch.tensor([[float(g < share[turn.prompt.id] * G) for g in range(G)] for turn in kept],
+    reward_NG = torch.tensor([[float(g < share[draw.prompt.id] * G) for g in range(G)] for draw in kept],
                              dtype=torch.float64)
     one = as_rolled(groups, reward_NG)
-    return Rolled() + Rolled(turns, groups, one.rewards, one.adv_NG)
+    return Rolled() + Rolled(draws, groups, one.rewards, one.adv_NG)
 
 
 def step(history, share: dict[str, float]) -> Rolled:
@@ -83,23 +83,23 @@ def test_prompts_within_the_band_come_up_and_others_are_refilled(monkeypatch):
     guess = dict(zip(order, [0.1, 0.2, 0.7, 0.71, 0.5, 0.9, 0.3, 0.0, 0.4, 1.0, 0.6, 0.5], strict=True))
     monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, prompts: torch.tensor(
         [guess[p.id] for p in prompts], dtype=torch.float64))
-    turns = history.draw(4)
-    kept = [turn.prompt.id for turn in turns if turn.kept]
+    draws = history.draw(4)
+    kept = [draw.prompt.id for draw in draws if draw.kept]
     assert kept == [order[i] for i in (1, 2, 4, 6)]
-    assert [turn.prob for turn in turns] == [0, 1, 1, 0, 1, 0, 1][:len(turns)]
-    assert all(turn.weight in (0, 1) for turn in turns)
+    assert [draw.prob for draw in draws] == [0, 1, 1, 0, 1, 0, 1][:len(draws)]
+    assert all(draw.weight in (0, 1) for draw in draws)
     history.steps = -1  # one more step of warm-up
-    assert all(turn.prob == 1 for turn in history.draw(4))
+    assert all(draw.prob == 1 for draw in history.draw(4))
 
 
 def test_the_share_to_explore_is_the_chance_outside(monkeypatch):
     history = filtered(count=400, explore=0.25)
     monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, prompts: torch.zeros(len(prompts)))
-    turns = history.draw(60)
-    assert history.outside < 400 and {turn.prob for turn in turns} == {0.25}
-    tried = [turn for turn in turns if turn.prob == 0.25]
-    assert 0.15 < sum(turn.kept for turn in tried) / len(tried) < 0.35
-    assert all(turn.weight == 1 for turn in turns if turn.kept)
+    draws = history.draw(60)
+    assert history.outside < 400 and {draw.prob for draw in draws} == {0.25}
+    tried = [draw for draw in draws if draw.prob == 0.25]
+    assert 0.15 < sum(draw.kept for draw in tried) / len(tried) < 0.35
+    assert all(draw.weight == 1 for draw in draws if draw.kept)
 
 
 @pytest.mark.parametrize("estimate", ["head", "history"])
@@ -112,8 +112,8 @@ def test_where_everything_is_outside_a_run_goes_on_and_says_so(estimate, capsys)
     else:
         history.head[2].bias.data.fill_(9.0)
     capsys.readouterr()
-    turns = history.draw(4)
-    assert sum(turn.kept for turn in turns) == 4 and len(turns) >= 12
+    draws = history.draw(4)
+    assert sum(draw.kept for draw in draws) == 4 and len(draws) >= 12
     said = "the estimates of 12 prompts in a row lie outside prune.prompts.low=0.15 to high=0.85"
     assert said in capsys.readouterr().err
 
@@ -136,10 +136,10 @@ def test_history_filters_by_the_newest_group_and_what_was_never_seen_comes_up():
     history = filtered(estimate="history")
     share = {prompt.id: (0.0, 0.5, 1.0)[i % 3] for i, prompt in enumerate(history.prompts)}
     for _ in range(3):
-        assert all(turn.prob == 1 for turn in step(history, share).turns)
+        assert all(draw.prob == 1 for draw in step(history, share).draws)
     again = step(history, share)
-    assert {turn.prob for turn in again.turns} == {0.0, 1.0}
-    assert all((turn.prob == 1) == (share[turn.prompt.id] == 0.5) for turn in again.turns)
+    assert {draw.prob for draw in again.draws} == {0.0, 1.0}
+    assert all((draw.prob == 1) == (share[draw.prompt.id] == 0.5) for draw in again.draws)
 
 
 @pytest.mark.parametrize("estimate", ["head", "history"])
@@ -153,7 +153,7 @@ def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
     resumed.restore(torch.load(tmp_path / "state.pt", weights_only=True))
     for _ in range(5):
         one, other = step(history, share), step(resumed, share)
-        assert [(t.prompt.id, t.prob) for t in one.turns] == [(t.prompt.id, t.prob) for t in other.turns]
+        assert [(t.prompt.id, t.prob) for t in one.draws] == [(t.prompt.id, t.prob) for t in other.draws]
     assert history.estimates(history.prompts).nan_to_num(-1).equal(resumed.estimates(resumed.prompts).nan_to_num(-1))
     assert history.steps == resumed.steps == 8
 

@@ -241,7 +241,7 @@ def test_scores_count_what_the_engine_wrote():
             return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(tokenizer.encode(texts))]
 
     problems = [Problem(str(i), "q", "1") for i in range(3)]
-    few = evaluation.Set("few", problems, [Prompt(p.id, (5,), p.answer) for p in problems])
+    few = evaluation.EvalSet("few", problems, [Prompt(p.id, (5,), p.answer) for p in problems])
     result = evaluation.evaluate(Scribe(), tokenizer, few, evaluation.Sampling(7))
     lengths = [len(x) for x in tokenizer.encode(texts)]
     scores = [result[key] for key in ("accuracy", "truncated", "length")]

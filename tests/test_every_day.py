@@ -93,7 +93,7 @@ def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
 def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, monkeypatch, capsys):
     """Said before any model is loaded."""
     cfg = toy_config(tmp_path / "run", *SHORT)
-    monkeypatch.setattr(train, "set_up", None)
+    monkeypatch.setattr(train, "load_models", None)
     with (begun(tmp_path / "run", cfg, 0) / "lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         assert command(train, "--config", written(cfg)) == 2
@@ -102,13 +102,13 @@ def test_a_run_that_has_only_just_begun_is_not_taken_over(tmp_path, command, mon
 
 
 def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(tmp_path, monkeypatch):
-    cfg, true = toy_config(tmp_path / "run", *SHORT), train.set_up
+    cfg, true = toy_config(tmp_path / "run", *SHORT), train.load_models
 
     def meanwhile(*given):
         begun(tmp_path / "run", cfg, 0, 1)
         return true(*given)
 
-    monkeypatch.setattr(train, "set_up", meanwhile)
+    monkeypatch.setattr(train, "load_models", meanwhile)
     with pytest.raises(ConfigError, match="already holds a run with this config"):
         train.train(cfg)
     assert len(runfolder.read_log(tmp_path / "run" / "metrics.jsonl")) == 2
@@ -155,7 +155,7 @@ def test_what_the_steps_done_depend_on_may_not_change(there, now, message, tmp_p
     folder = begun(tmp_path / "run", toy_config(tmp_path / "run", *there), 0, 1)
     for resume in ("always", "auto"):
         with pytest.raises(ConfigError, match=message):
-            runfolder.claim(toy_config(folder, *now), resume)
+            runfolder.require_free_folder(toy_config(folder, *now), resume)
 
 
 def test_the_remedy_that_is_named_works(tmp_path):
@@ -163,22 +163,22 @@ def test_the_remedy_that_is_named_works(tmp_path):
     cfg = toy_config(tmp_path / "run")
     folder = begun(tmp_path / "run", cfg, 0, 1)
     with pytest.raises(ConfigError, match="this config; it has no checkpoint, so --resume auto begins it again; or"):
-        runfolder.claim(cfg, "never")
-    assert runfolder.claim(cfg, "auto") == folder
+        runfolder.require_free_folder(cfg, "never")
+    assert runfolder.require_free_folder(cfg, "auto") == folder
     (folder / "checkpoints" / "step_000001").mkdir(parents=True)
     with pytest.raises(ConfigError, match="this config; continue it with --resume, or start a new one with --set out"):
-        runfolder.claim(cfg, "never")
+        runfolder.require_free_folder(cfg, "never")
     longer = replace(cfg, steps=3)
     with pytest.raises(ConfigError, match=r"another config: steps \(2 there, 3 now\); continue it with --resume, or"):
-        runfolder.claim(longer, "never")
-    assert runfolder.claim(longer, "always") == folder
+        runfolder.require_free_folder(longer, "never")
+    assert runfolder.require_free_folder(longer, "always") == folder
 
 
 def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command, monkeypatch, capsys):
     cfg = toy_config(tmp_path / "run", "steps=1", *SHORT)
     train.train(cfg)
     before = (tmp_path / "run" / "metrics.jsonl").read_text()
-    monkeypatch.setattr(train, "load", None)
+    monkeypatch.setattr(train, "load_task", None)
     for resume in (["--resume"], ["--resume", "auto"]):
         capsys.readouterr()
         assert command(train, "--config", written(cfg), *resume) == 0
@@ -321,13 +321,13 @@ def test_shipped_configs_work_from_any_folder(tmp_path, monkeypatch):
     """A path is looked for from the current folder, then from the repository; `out` is of the current folder."""
     monkeypatch.chdir(tmp_path)
     cfg = config.load("cppo_toy.yaml", ["data.limit=4"])
-    task = train.load(cfg)
+    task = train.load_task(cfg)
     assert task.source == TOY and len(task.problems) == 4 and len(task.sets[0].problems) == 500
-    assert runfolder.claim(cfg, "never").absolute() == tmp_path / "runs" / "cppo_toy"
+    assert runfolder.require_free_folder(cfg, "never").absolute() == tmp_path / "runs" / "cppo_toy"
     assert config.load(ROOT / "configs" / "cppo_toy.yaml") == config.load("cppo_toy.yaml")
     Path("toy").mkdir()
     Path("toy/train.jsonl").write_text('{"question": "q", "answer": "1"}\n')
-    assert [problem.question for problem in train.load(cfg).problems] == ["q"]
+    assert [problem.question for problem in train.load_task(cfg).problems] == ["q"]
     with pytest.raises(ConfigError, match="data file toy/nothing.jsonl not found"):
         data.load_problems("toy/nothing.jsonl")
 
@@ -414,7 +414,7 @@ def test_a_limit_evaluates_on_the_first_problems_and_leaves_all_out_of_training(
     eval_rows = (ROOT / "toy" / "test.jsonl").read_text().splitlines(True)[:6]
     (tmp_path / "held_out.jsonl").write_text("".join(eval_rows))
     cfg = replace(cfg, data=replace(cfg.data, eval=str(tmp_path / "held_out.jsonl")))
-    task = train.load(cfg)
+    task = train.load_task(cfg)
     assert [problem.question for problem in task.problems] == [json.loads(rows[0])["question"]]
     held_out, = task.sets
     assert [p.question for p in held_out.problems] == [json.loads(row)["question"] for row in eval_rows[:2]]

@@ -84,7 +84,7 @@ def test_rows_to_evaluate_on_are_tried_before_the_run_too(monkeypatch):
     """Those of the toy have no column of the name that the reward reads."""
     monkeypatch.chdir(ROOT)
     with pytest.raises(config.ConfigError, match="it raises KeyError in line 13: 'tests'"):
-        train.load(config.load("examples/expressions.yaml", ["data.eval=toy/test.jsonl"]))
+        train.load_task(config.load("examples/expressions.yaml", ["data.eval=toy/test.jsonl"]))
 
 
 def test_the_page_has_every_command():

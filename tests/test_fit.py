@@ -11,7 +11,7 @@ from test_train import main
 
 import config
 from preflight import counts, fit
-from preflight.memory import FILLED, Machine
+from preflight.memory import USABLE_SHARE, Machine
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
@@ -157,4 +157,4 @@ def test_a_rank_may_fill_so_much_of_what_is_free():
     shape, cfg = shapes.shape_of("0.5B"), config.load("cppo_gsm8k.yaml")
     large = fit.try_on(cfg, shape, gpu(999))
     for factor, fits in ((1.001, True), (0.999, False)):
-        assert fit.try_on(large.cfg, shape, gpu(large.peak / GIB / FILLED * factor)).fits == fits
+        assert fit.try_on(large.cfg, shape, gpu(large.peak / GIB / USABLE_SHARE * factor)).fits == fits

@@ -9,7 +9,7 @@ import config
 import train
 from infra import runfolder
 from infra.checkpoint import Checkpoints, tensors
-from learner import descend
+from learner import optimizer_step
 from reward import COMPONENTS
 
 
@@ -33,7 +33,7 @@ def test_a_weight_of_no_optimizer_keeps_no_gradient():
     """It would add up over the steps, and count in the norm that gradients are clipped by."""
     model = nn.Linear(3, 2)
     model(torch.ones(1, 3)).sum().backward()
-    descend(model, [torch.optim.SGD([model.weight])], 0.1, 1.0, 0.0, lambda what: AssertionError(what))
+    optimizer_step(model, [torch.optim.SGD([model.weight])], 0.1, 1.0, 0.0, lambda what: AssertionError(what))
     assert model.bias.grad is None
 
 
@@ -43,7 +43,7 @@ def test_every_group_of_parameters_of_every_optimizer_steps_at_the_rate():
     model(torch.ones(1, 3, dtype=torch.float64)).sum().backward()
     groups = [{"params": [model.weight], "lr_scale": 0.5}]
     optimizers = [torch.optim.SGD(groups, lr=9.0), torch.optim.SGD([model.bias], lr=9.0)]
-    descend(model, optimizers, 0.1, 100.0, 0.0, lambda what: AssertionError(what))
+    optimizer_step(model, optimizers, 0.1, 100.0, 0.0, lambda what: AssertionError(what))
     torch.testing.assert_close(before["weight"] - model.weight, torch.full((2, 3), 0.05, dtype=torch.float64))
     torch.testing.assert_close(before["bias"] - model.bias, torch.full((2,), 0.1, dtype=torch.float64))
 

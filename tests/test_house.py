@@ -120,9 +120,9 @@ def test_a_plain_step_enters_few_functions_in_few_files(tmp_path, monkeypatch):
             sys.setprofile(enter)
         return lacks(*given)
 
-    lacks, write_down = train.lacks, train.write_down
+    lacks, write_down = train.lacks, train.log_step
     monkeypatch.setattr(train, "lacks", begin)
-    monkeypatch.setattr(train, "write_down", lambda *given: sys.setprofile(None) or write_down(*given))
+    monkeypatch.setattr(train, "log_step", lambda *given: sys.setprofile(None) or write_down(*given))
     train.train(toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="grpo_toy.yaml"))
     functions = [(file, name) for file, name in entered if not re.search("<(gen|dict|set)", name)]
     files = Counter(file for file, _ in functions)
@@ -191,7 +191,7 @@ def test_configs_undo_few_settings_of_their_bases_and_their_heads_have_one_form(
     """The head says what the paper has, what its code has, what is inferred, and which GPUs it fits."""
     undone = []
     for path in (ROOT / "configs").glob("*.yaml"):
-        files = list(settings.layers(path, config.CONFIGS).values())
+        files = list(settings.read_layers(path, config.CONFIGS).values())
         below = reduce(settings.merge, files[:-1], {})
         inherited = flat(below)
         for key, value in flat(files[-1]).items():

@@ -12,9 +12,9 @@ import data
 import rollout
 import train
 import update
-from history import order
+from history import epoch_order
 from infra import dist, runfolder
-from learner import NotFinite, descend
+from learner import NotFinite, optimizer_step
 from metrics import Clock
 from preflight import memory
 from prune import COMPLETIONS, keep_all, keep_largest
@@ -80,7 +80,8 @@ HOW = {"recompute": (), "engine": ("loss.old_logp=engine",), "corrected": ("loss
 @pytest.mark.parametrize("how", HOW)
 def test_two_updates_are_those_of_a_plain_loop(how, tiny, tmp_path):
     """Two epochs of two mini-batches, twice: right groups, own denominators, old and reference policy kept apart."""
-    cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3", "loss.per=constant",
+    cfg = toy_config(tmp_path / "run", "update.epochs=2", "update.minibatches=2", "loss.kl=0.3",
+                     "loss.normalize=constant",
                      "loss.trust.dual=1.3", "loss.trust.high=0.25", "optim.lr=0.06", "optim.warmup_steps=2",
                      "optim.beta1=0.5", "optim.beta2=0.7", "optim.weight_decay=0.1", "rollout.temperature=0.8",
                      "pack.capacity=176", *HOW[how])
@@ -153,7 +154,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
     assert all("gsm8k_test" in text for text in before[0] + after[0])
     assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 0.7), (9, 0.0))
-    expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(order(8, 3, 0), rolled[0][::8], strict=False)]
+    expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(epoch_order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
     line, _ = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
     texts = [c["text"] for c in line["completions"]]
@@ -169,22 +170,24 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
 
 def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monkeypatch):
     """And the engine gives up its weights for the update."""
-    offers, set_up, true_update, engines, asleep = [], train.set_up, train.update, [], []
-    monkeypatch.setitem(COMPLETIONS, "none", lambda offer, settings: offers.append(offer) or keep_all(offer.adv_NG))
-    monkeypatch.setattr(train, "set_up", lambda *given: engines.append(set_up(*given)) or engines[0])
+    offers, set_up, true_update, engines, asleep = [], train.load_models, train.update, [], []
+    monkeypatch.setitem(COMPLETIONS, "none", lambda given, settings: offers.append(given) or keep_all(given.adv_NG))
+    monkeypatch.setattr(train, "load_models", lambda *given: engines.append(set_up(*given)) or engines[0])
     monkeypatch.setattr(train, "update", lambda *given: asleep.append(
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
-    train.train(toy_config(tmp_path / "run", "seed=1", "loss.kl=0.1", "loss.per=token", "data.limit=16",
+    train.train(toy_config(tmp_path / "run", "seed=1", "loss.kl=0.1", "loss.normalize=token", "data.limit=16",
                            "rollout.max_new_tokens=8", "data.eval=null", name="grpo_toy.yaml"))
-    assert [(o.per, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers] == [("token", False, 4, 8, 4, 8)] * 2
-    assert [offer.seed for offer in offers] == [dist.seed_for(1, step, "prune") for step in (0, 1)]
+    sizes = [(o.normalize, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers]
+    assert sizes == [("token", False, 4, 8, 4, 8)] * 2
+    assert [candidates.seed for candidates in offers] == [dist.seed_for(1, step, "prune") for step in (0, 1)]
     assert len({dist.seed_for(seed, step, "prune") for seed in (0, 1) for step in (0, 1)}) == 4
     assert asleep == [True, True]
 
 
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=all", "loss.kl=0.1")
-    learner, engine = train.set_up(memory.decide(cfg, tiny), data.Task(tiny, data.Tokenizer(tiny), [], [], []))
+    task = data.Task(tiny, data.Tokenizer(tiny), [], [], [])
+    learner, engine = train.load_models(memory.resolve_auto(cfg, tiny), task)
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy
@@ -206,7 +209,7 @@ def test_a_learning_rate_of_1e_6_moves_weights_that_compute_in_half_precision(ti
     update.update(learner, as_batch(make_groups([[30, 20]], [40]), one_NG, keep_all(one_NG)), 0, Clock())
     gradient_seen = {name: learner.optimizers[0].state[p]["exp_avg"] for name, p in learner.policy.named_parameters()}
     for name, p in weights(learner.policy).items():
-        moved = (p - before[name]).double().abs()[dist.full(gradient_seen[name]).abs() > 1e-6]
+        moved = (p - before[name]).double().abs()[dist.gather_full(gradient_seen[name]).abs() > 1e-6]
         torch.testing.assert_close(moved, torch.full_like(moved, 1e-6), rtol=0.1, atol=0, msg=name)
 
 
@@ -216,7 +219,7 @@ def test_a_loss_that_is_not_finite_stops_the_run_though_its_gradient_is():
     before = weights(model)
     with pytest.raises(NotFinite, match="the loss in step 1 is not finite"):
         optimizers = [torch.optim.SGD(model.parameters())]
-        descend(model, optimizers, 0.1, 1.0, float("inf"), lambda what: NotFinite(what, 1, None))
+        optimizer_step(model, optimizers, 0.1, 1.0, float("inf"), lambda what: NotFinite(what, 1, None))
     assert all(torch.equal(before[name], p) for name, p in model.named_parameters())
 
 
@@ -239,5 +242,5 @@ def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, t
 
 
 def test_due_on_the_way_and_after_the_last_step():
-    assert [step for step in range(1, 8) if train.due(3, step, 7)] == [3, 6, 7]
-    assert [step for step in range(1, 8) if train.due(0, step, 7)] == [7]
+    assert [step for step in range(1, 8) if train.is_due(3, step, 7)] == [3, 6, 7]
+    assert [step for step in range(1, 8) if train.is_due(0, step, 7)] == [7]

@@ -91,7 +91,7 @@ IDS = torch.tensor([5, 40, 7, 300, 12, 9, 44])
 def log_probs(model) -> torch.Tensor:
     """Of every token of IDS but the first, by ours or by theirs."""
     with torch.no_grad():
-        if isinstance(model, Decoder | lora.Initial):
+        if isinstance(model, Decoder | lora.InitialPolicy):
             return model(IDS, torch.arange(len(IDS)), attend_alone, torch.arange(len(IDS) - 1), IDS[1:], 1.0)
         return model(IDS[None]).logits[0, :-1].log_softmax(-1).gather(1, IDS[1:, None])[:, 0]
 
@@ -147,7 +147,7 @@ def test_a_run_exports_its_policy_and_so_does_its_checkpoint_also_in_halves_on_a
     exported, base = weights(load(run / "hf")), weights(load(TOY))
     for name, p in policy.named_hf_tensors():
         name = name.removeprefix("model.")
-        assert torch.equal(exported[name], dist.full(p).float()), name
+        assert torch.equal(exported[name], dist.gather_full(p).float()), name
         assert torch.equal(exported[name], base[name].bfloat16().float()) != name.endswith("proj.weight")
     learner.export_checkpoint(run / "checkpoints" / "step_000001", tmp_path / "hf")
     for name in ("hf/model.safetensors", "hf_adapter/adapter_config.json", "hf_adapter/adapter_model.safetensors"):
@@ -179,7 +179,7 @@ def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targ
                                        "model.lora.rank=2", f"model.lora.targets={targets}", name="ppo_toy.yaml"))
     named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"}
     heads = {"value.weight", "value.bias"}
-    for (model, optimizers), expected in zip(learner.roles(made).values(), (
+    for (model, optimizers), expected in zip(learner.checkpoint_roles(made).values(), (
             named, heads | {f"backbone.{name}" for name in named}), strict=True):
         trained = {name: p.dtype for name, p in model.named_parameters() if p.requires_grad}
         assert trained == dict.fromkeys(expected, torch.float32)
@@ -199,9 +199,9 @@ def test_an_engine_gets_what_is_rounded_once(tiny, tmp_path):
     made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=bfloat16",
                                        "model.lora.rank=2"))
     nudge(made.policy, 0.05)
-    got = {name: dist.full(p, None, torch.bfloat16) for name, p in made.policy.named_hf_tensors()}
+    got = {name: dist.gather_full(p, None, torch.bfloat16) for name, p in made.policy.named_hf_tensors()}
     for name, layer in lora.find_adapters(made.policy).items():
-        W, A, B = (dist.full(p.detach()).float() for p in (layer.weight, layer.lora_A, layer.lora_B))
+        W, A, B = (dist.gather_full(p.detach()).float() for p in (layer.weight, layer.lora_A, layer.lora_B))
         assert torch.equal(got[f"model.{name}.weight"], torch.addmm(W, B, A, alpha=16).bfloat16())
         assert not torch.equal(got[f"model.{name}.weight"], W.bfloat16())
 

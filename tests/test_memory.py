@@ -14,7 +14,7 @@ import lora
 from config import ConfigError, Lora
 from infra import dist
 from infra.weights import read_shape
-from model import CALLS, Decoder
+from model import BLOCK_CALLS, Decoder
 from preflight import counts, fit, memory
 from preflight.counts import Pass
 from preflight.memory import Machine, choose_settings
@@ -157,13 +157,14 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     """And what does not fit at all is tried with everything recomputed: the check before the run then says so."""
     cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS])
     halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
-    needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shapes.shape_of("1.5B"), 1) for how in CALLS]
+    shape = shapes.shape_of("1.5B")
+    needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
     assert needed[0] > needed[1] > needed[2]
-    for how, needs in zip(CALLS, needed, strict=True):
-        assert chosen(cfg, gpu(needs / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == how
+    for how, needs in zip(BLOCK_CALLS, needed, strict=True):
+        assert chosen(cfg, gpu(needs / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
     assert chosen(cfg, gpu(1))["model.checkpoint_blocks"] == "all"
     compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true", LONG_ROWS])
-    assert chosen(compiled, gpu(needed[1] / GIB / memory.FILLED * 1.001))["model.checkpoint_blocks"] == "none"
+    assert chosen(compiled, gpu(needed[1] / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == "none"
 
 
 def test_fewer_slots_are_said_with_the_memory_that_is_short():
@@ -171,7 +172,7 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     here, said = choose_settings(cfg, shape, gpu(ranks=8), {})
     slots = here.rollout.slots
     assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
-    fits = [counts.rollout_bytes(here, shape, 8, n) <= memory.FILLED * 79 * GIB for n in (slots, slots + 1)]
+    fits = [counts.rollout_bytes(here, shape, 8, n) <= memory.USABLE_SHARE * 79 * GIB for n in (slots, slots + 1)]
     assert fits == [True, False]
 
 
@@ -256,14 +257,15 @@ MANY = ["rollout.prompts_per_step=64", "loss.kl=0"]
 @pytest.mark.parametrize("gib", [31, 40, 60, 79, 139])
 def test_rows_are_the_longest_that_fit(gib):
     """One grain more would not, and blocks are recomputed no more than leaves rows of 4,096 tokens."""
-    cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), memory.FILLED * gib * GIB
+    cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), memory.USABLE_SHARE * gib * GIB
     here, _ = choose_settings(cfg, shape, gpu(gib), {})
     tokens, how = here.pack.capacity, here.model.checkpoint_blocks
-    assert tokens >= memory.ENOUGH and how in CALLS
+    assert tokens >= memory.ENOUGH_TOKENS and how in BLOCK_CALLS
     needed = [counts.update_bytes(memory.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
     assert needed[0] <= room < needed[1]
-    for less in list(CALLS)[:list(CALLS).index(how)]:
-        assert counts.update_bytes(memory.with_rows(here, less, memory.ENOUGH + memory.GRAIN), shape, 1) > room
+    for less in list(BLOCK_CALLS)[:list(BLOCK_CALLS).index(how)]:
+        longer = memory.with_rows(here, less, memory.ENOUGH_TOKENS + memory.ROW_STEP)
+        assert counts.update_bytes(longer, shape, 1) > room
     assert chosen(cfg, gpu(139))["model.checkpoint_blocks"] == "none"
     named = config.load("cppo_gsm8k.yaml", [*MANY, "model.checkpoint_blocks=all"])
     assert chosen(named, gpu(139))["pack.capacity"] > chosen(cfg, gpu(139))["pack.capacity"]
@@ -290,13 +292,13 @@ def test_where_not_even_one_sequence_fits_a_run_says_what_to_change(tmp_path, mo
     for gib, fits in ((60, False), (120, True), (400, True)):
         monkeypatch.setattr(Machine, "here", staticmethod(lambda device, gib=gib: gpu(gib)))
         if fits:
-            assert memory.decide(cfg, folder).pack.capacity >= 3072
+            assert memory.resolve_auto(cfg, folder).pack.capacity >= 3072
             continue
         with pytest.raises(ConfigError, match=r"pack.capacity=auto has no room for a row of one sequence \(3072 tokens"
                                               r"\): an update is counted to need \d+.\d GiB on a rank, and 60.0 are "
                                               r"free; train an adapter .* lower rollout.max_new_tokens"):
-            memory.decide(cfg, folder)
-        memory.decide(replace(cfg, pack=replace(cfg.pack, capacity=16384)), folder)  # as named, with a remark
+            memory.resolve_auto(cfg, folder)
+        memory.resolve_auto(replace(cfg, pack=replace(cfg.pack, capacity=16384)), folder)  # as named, with a remark
 
 
 def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
@@ -305,7 +307,7 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     first, _ = choose_settings(cfg, shape, gpu(60), {})
     assert first.model.checkpoint_blocks == "none"
     longer = first.pack.capacity + 1024
-    saved = memory.to_save(memory.with_rows(first, "none", longer), cfg)
+    saved = memory.settings_to_save(memory.with_rows(first, "none", longer), cfg)
     for gib in (60, 139):
         again, said = choose_settings(cfg, shape, gpu(gib), saved)
         assert again == memory.with_rows(first, "none", longer) and said == []
@@ -319,7 +321,7 @@ def test_a_run_that_goes_on_has_as_many_slots_as_before_unless_others_are_asked_
     asked, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
     few = choose_settings(asked, shape, gpu(10), {})[0]
     assert few.rollout.slots < asked.rollout.slots
-    saved = memory.to_save(few, asked)
+    saved = memory.settings_to_save(few, asked)
     again, said = choose_settings(asked, shape, gpu(79), saved)
     assert again.rollout.slots == few.rollout.slots
     assert said[0] == f"rollout.slots={few.rollout.slots}, not {asked.rollout.slots}: as before"

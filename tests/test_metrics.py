@@ -10,7 +10,7 @@ import metrics
 from config import Pack
 from infra import dist
 from page import summary
-from records import Batch, Group, Prompt, Pruned, Rolled, Sample, Turn
+from records import Batch, Group, Prompt, PromptDraw, Pruned, Rolled, Sample
 
 
 def test_rollout_metrics_by_hand():
@@ -21,10 +21,10 @@ def test_rollout_metrics_by_hand():
     reward_NG = torch.tensor([[1.0, 0.0], [0.0, 0.0]])
     pruned = Pruned(torch.tensor([[True, False], [True, True]]), torch.tensor([[2.0, 0.0], [1.0, 1.0]]),
                     torch.tensor([[0.5, 0.5], [1.0, 1.0]]))
-    turns = [Turn(prompt, 0), Turn(prompt, 0, 0.5, 0.0), Turn(prompt, 0, 0.5, 2.0)]
+    draws = [PromptDraw(prompt, 0), PromptDraw(prompt, 0, 0.5, 0.0), PromptDraw(prompt, 0, 0.5, 2.0)]
     for adv_NG in (torch.tensor([[1.0, -1.0], [0.0, 0.0]]), torch.tensor([[1.0, 0.0], [0.0, 0.0]])):
-        rolled = Rolled(turns, groups, as_rewards({"format": reward_NG * 2}, {"format": 0.5}), adv_NG, sizes=(1, 1))
-        batch = Batch([turns[0], turns[2]], groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
+        rolled = Rolled(draws, groups, as_rewards({"format": reward_NG * 2}, {"format": 0.5}), adv_NG, sizes=(1, 1))
+        batch = Batch([draws[0], draws[2]], groups, reward_NG, reward_NG == 1, adv_NG, pruned, [0, 2], 3, seed=0)
         assert metrics.rollout_metrics(rolled, batch) == pytest.approx({
             "rollout/rounds": 2, "rollout/prompts": 2, "rollout/pending": 0, "rollout/unscored": 0, "prune/skipped": 1,
             "reward/mean": 0.25, "reward/std": 0.1875 ** 0.5, "reward/format": 0.5, "rollout/tokens": 7,
@@ -67,9 +67,9 @@ def test_completions_without_a_reward_are_counted_and_in_no_mean():
     groups = [Group(prompt, (Sample((1,), (-1.0,), True), Sample((2,), (-1.0,), True)))] * 2
     part_NG, none_NG = torch.tensor([[1.0, 0.5], [nan, nan]]), torch.full((2, 2), nan)
     rewards = as_rewards({"mine": part_NG, "other": none_NG}, {"mine": 2.0, "other": 1.0})
-    rolled = Rolled() + Rolled([Turn(prompt, 0)] * 2, groups, rewards, part_NG)
+    rolled = Rolled() + Rolled([PromptDraw(prompt, 0)] * 2, groups, rewards, part_NG)
     pruned = Pruned(~part_NG.isnan(), (~part_NG.isnan()).double(), (~part_NG.isnan()).double())
-    batch = Batch(rolled.turns, groups, part_NG, part_NG == 1, part_NG, pruned, [0, 1], 2, seed=0)
+    batch = Batch(rolled.draws, groups, part_NG, part_NG == 1, part_NG, pruned, [0, 1], 2, seed=0)
     logged = metrics.rollout_metrics(rolled, batch)
     assert (logged["reward/mean"], logged["reward/std"], logged["reward/mine"]) == (1.5, 0.5, 0.75)
     assert (logged["rollout/unscored"], logged["advantage/flat_groups"]) == (2, 0.0) and "reward/other" not in logged

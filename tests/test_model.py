@@ -220,11 +220,11 @@ def test_a_product_of_halves_is_not_rounded_to_halves(dtype):
     left, right = (torch.randn(n, m, generator=generator).to(dtype) for n, m in ((40, 200), (200, 30)))
     exact = left.double() @ right.double()
     assert exact.abs().max() > 30
-    made = decoder.product(left, right)
+    made = decoder.matmul_float32(left, right)
     assert made.dtype == torch.float32
     torch.testing.assert_close(made.double(), exact, rtol=0, atol=1e-4)
     onto = torch.ones(40, 30)
-    decoder.product(left, right, onto=onto)  # in place, as gradients of chunks add up
+    decoder.matmul_float32(left, right, onto=onto)  # in place, as gradients of chunks add up
     torch.testing.assert_close(onto.double(), exact + 1, rtol=0, atol=1e-4)
 
 
@@ -258,7 +258,7 @@ def test_recomputed_blocks_have_the_same_gradient_and_selective_ones_no_product_
     """Of every block 7 products forward and 14 backward; "all" computes those again that something needs: not the last,
     whose result backward does not ask for."""
     gradients, counted = {}, {}
-    for how in decoder.CALLS:
+    for how in decoder.BLOCK_CALLS:
         model = load(tiny).requires_grad_(True)
         model.checkpoint_blocks = how
         with Products() as count:

@@ -94,13 +94,13 @@ def sampled(tmp_path_factory):
                      "rollout.group_size=5", name="optpo_toy.yaml")
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.set_up(memory.decide(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
+    learner, engine = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    turns = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)
+    draws = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)
     voting = optpo.VotingSampler(sampler, cfg.labels)
-    most = replace(sampler, sampling=replace(cfg.rollout, group_size=16)).rollout(turns)
-    return voting, voting.rollout(turns), most
+    most = replace(sampler, sampling=replace(cfg.rollout, group_size=16)).rollout(draws)
+    return voting, voting.rollout(draws), most
 
 
 def test_sampling_stops_where_brute_force_does(sampled):
@@ -132,9 +132,9 @@ def test_a_model_may_learn_from_what_it_is_evaluated_on(tmp_path):
     """Test-time training: with labels that would be an error."""
     cfg = toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml")
     same = [f"data.train={cfg.data.eval}", "labels.most=8"]
-    assert len(train.load(toy_config(tmp_path / "run", *same, name="optpo_toy.yaml")).prompts) == 6
+    assert len(train.load_task(toy_config(tmp_path / "run", *same, name="optpo_toy.yaml")).prompts) == 6
     with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
-        train.load(toy_config(tmp_path / "run", same[0], name="grpo_toy.yaml"))
+        train.load_task(toy_config(tmp_path / "run", same[0], name="grpo_toy.yaml"))
 
 
 def test_rewards_are_agreement_with_the_label(sampled):
@@ -189,7 +189,8 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
     (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold if no component"),
     (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another kind with labels"),
-    (["rollout.window=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.per=token"], "rollout.window=8 must be null"),
+    (["rollout.window=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.normalize=token"],
+     "rollout.window=8 must be null"),
     (["labels.kind=gold", "labels.most=8"], "labels.most belongs to votes; this is gold"),
 ])
 def test_what_votes_cannot_go_with_is_refused(changes, said):

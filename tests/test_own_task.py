@@ -25,7 +25,7 @@ import report
 import train
 from config import ConfigError, Data
 from infra import dist, runfolder
-from infra.rows import answered
+from infra.rows import all_have_answers
 from infra.weights import export
 from page import evaluations
 from page.pruning import kept_by_difficulty
@@ -145,7 +145,8 @@ def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
         data.load_problems(path)
     problems = data.load_problems(path, answers=False)
     assert [p.answer for p in problems] == ["", "1"]
-    assert not answered(problems, "own") and answered(problems[1:], "own") and not answered(problems[:1], "own")
+    assert not all_have_answers(problems, "own") and not all_have_answers(problems[:1], "own")
+    assert all_have_answers(problems[1:], "own")
     said = capsys.readouterr().err
     assert said == "own: 1 of 2 problems have no answer, so accuracy is not measured\n"
     write(tmp_path / "own.jsonl", rows[2])
@@ -170,8 +171,8 @@ def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(ca
     problem = Problem("a", "2 + 3?", "5", messages=tuple(SHOTS))
     others = [Problem("b", "2 + 3?", "5"), Problem("c", "2 + 3?", "5", messages=tuple(SHOTS[1:]))]
     assert data.drop_overlap([problem, *others], [problem]) == others
-    sets = [evaluation.Set("few", [p], []) for p in (problem, *others)]
-    assert len({evaluation.identify(s)["data"] for s in sets}) == 3
+    sets = [evaluation.EvalSet("few", [p], []) for p in (problem, *others)]
+    assert len({evaluation.identify_set(s)["data"] for s in sets}) == 3
 
 
 # ---- models

@@ -25,7 +25,7 @@ from infra import dist
 from infra.weights import hf_name, read_tensors, weight_files
 from learner import Learner
 from pack import Minibatch
-from records import Group, Rolled, Sample, Turn
+from records import Group, PromptDraw, Rolled, Sample
 
 pytestmark = [
     pytest.mark.peers, pytest.mark.filterwarnings("ignore::FutureWarning"),
@@ -126,8 +126,8 @@ def with_engine(step: Step, learner: Learner) -> list[Group]:
 
 def by_winnow(step: Step, learner: Learner, cfg: Config) -> dict[str, Tensor]:
     rewards = as_rewards({"accuracy": step.reward_NG, "overlong": step.brief_NG}, cfg.reward.weights)
-    turns = [Turn(group.prompt, 0) for group in step.groups]
-    rolled = Rolled() + Rolled(turns, step.groups, rewards, advantage(rewards, cfg.advantage))
+    draws = [PromptDraw(group.prompt, 0) for group in step.groups]
+    rolled = Rolled() + Rolled(draws, step.groups, rewards, advantage(rewards, cfg.advantage))
     batch = choose(rolled, Selection.of(cfg), seed=0)
     put(learner.policy, step.before)
     if learner.reference:
@@ -195,24 +195,25 @@ TOKEN_RATIO = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importan
 OBJECTIVES = {
     "grpo": ({"loss_type": "grpo"}, []),
     "temperature": ({"loss_type": "grpo", "temperature": 0.7}, ["rollout.temperature=0.7"]),
-    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ["loss.per=token", "loss.trust.high=0.28"]),
-    "bnpo": ({"loss_type": "bnpo"}, ["loss.per=token"]),
-    "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"}, ["loss.per=constant", "advantage.kind=centred"]),
+    "dapo": ({"loss_type": "dapo", "epsilon_high": 0.28}, ["loss.normalize=token", "loss.trust.high=0.28"]),
+    "bnpo": ({"loss_type": "bnpo"}, ["loss.normalize=token"]),
+    "dr_grpo": ({"loss_type": "dr_grpo", "scale_rewards": "none"},
+                ["loss.normalize=constant", "advantage.kind=centred"]),
     "gspo": ({"loss_type": "grpo", **SEQUENCE}, OF_SEQUENCE),
-    "luspo": ({"loss_type": "luspo", **SEQUENCE}, [*OF_SEQUENCE, "loss.per=sum"]),
+    "luspo": ({"loss_type": "luspo", **SEQUENCE}, [*OF_SEQUENCE, "loss.normalize=sum"]),
     "cispo": ({"loss_type": "cispo", "epsilon_high": 1.2},
-              ["loss.per=token", "loss.trust.kind=clamp", "loss.trust.low=1", "loss.trust.high=0.2"]),
+              ["loss.normalize=token", "loss.trust.kind=clamp", "loss.trust.low=1", "loss.trust.high=0.2"]),
     "two-sided": ({"loss_type": "grpo", "delta": 1.5}, ["loss.trust.dual=1.5"]),
     "grpo-kl": ({"loss_type": "grpo", **PLAIN_KL}, ["loss.kl=0.04"]),
-    "dapo-kl": ({"loss_type": "dapo", **PLAIN_KL}, ["loss.per=token", "loss.kl=0.04"]),
+    "dapo-kl": ({"loss_type": "dapo", **PLAIN_KL}, ["loss.normalize=token", "loss.kl=0.04"]),
     "grpo-kl-corrected": ({"loss_type": "grpo", "beta": 0.04}, ["loss.kl=0.04", "loss.kl_corrected=true"]),
     "dapo-kl-corrected": ({"loss_type": "dapo", "beta": 0.04},
-                          ["loss.per=token", "loss.kl=0.04", "loss.kl_corrected=true"]),
+                          ["loss.normalize=token", "loss.kl=0.04", "loss.kl_corrected=true"]),
     "entropy": ({"loss_type": "grpo", "entropy_coef": 0.05}, ["loss.entropy=0.05"]),
     "gdpo": ({"loss_type": "grpo", "multi_objective_aggregation": "normalize_then_sum", "reward_weights": [1.0, 0.5]},
              ["advantage.kind=decoupled", "reward={overlong: 0.5, overlong_tokens: 8}"]),
     "grpo-truncated": ({"loss_type": "grpo", **CUT}, ["prune.truncated=true"]),
-    "dapo-truncated": ({"loss_type": "dapo", **CUT}, ["loss.per=token", "prune.truncated=true"]),
+    "dapo-truncated": ({"loss_type": "dapo", **CUT}, ["loss.normalize=token", "prune.truncated=true"]),
     "engine-ratio": ({"loss_type": "grpo", **TOKEN_RATIO}, ["loss.tis_cap=2"]),
 }
 

@@ -29,9 +29,9 @@ SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 
 def failing(cfg) -> list[str]:
-    task = train.load(cfg)
-    cfg = memory.decide(cfg, task.source)
-    checks = preflight.run_checks(cfg, *train.set_up(cfg, task), task)
+    task = train.load_task(cfg)
+    cfg = memory.resolve_auto(cfg, task.source)
+    checks = preflight.run_checks(cfg, *train.load_models(cfg, task), task)
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
 
@@ -49,9 +49,9 @@ def cfg(tmp_path):
 @pytest.mark.parametrize(("kind", "settings"), [("qwen2", []), ("qwen3", []), ("llama", []),
                                                 ("qwen2", ["model.lora.rank=2"])])
 def test_all_is_well_with_a_right_model_and_the_policy_is_left_as_it_was(kind, settings, tmp_path, monkeypatch):
-    folder, set_up, seen = write_tiny(tmp_path / "model", model_type=kind), train.set_up, []
+    folder, set_up, seen = write_tiny(tmp_path / "model", model_type=kind), train.load_models, []
     cfg = toy_config(tmp_path / "run", f"model.path={folder}", "model.dtype=float32", *settings)
-    monkeypatch.setattr(train, "set_up", lambda *given: seen.append(set_up(*given)) or seen[-1])
+    monkeypatch.setattr(train, "load_models", lambda *given: seen.append(set_up(*given)) or seen[-1])
     assert failing(cfg) == []
     (trainer, engine), = seen
     policy, engines = weights(trainer.policy), weights(engine.model)
@@ -194,9 +194,9 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
 
 
 def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tiny, tmp_path, monkeypatch):
-    cfg = memory.decide(toy_config(tmp_path / "run"), tiny)
+    cfg = memory.resolve_auto(toy_config(tmp_path / "run"), tiny)
     trainer, held = learner_on(tiny, cfg), {"cpu": 100.0, "cuda": 100.0}
-    monkeypatch.setattr(memory, "in_use", lambda device: held[device.type])
+    monkeypatch.setattr(memory, "used_bytes", lambda device: held[device.type])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(cuda=10.0))
     on_cpu, on_cuda = (preflight.peak_of_rollout(cfg, replace(trainer, device=torch.device(kind)))
                        for kind in ("cpu", "cuda"))
@@ -207,7 +207,7 @@ def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tin
 def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_path, monkeypatch, capsys):
     """And by no more than it ever was. A row of the counted capacity is measured; those that are named stay."""
     asked = toy_config(tmp_path / "run", "pack.capacity=auto", "rollout.prompts_per_step=64")
-    cfg = memory.decide(asked, tiny)
+    cfg = memory.resolve_auto(asked, tiny)
     trainer, first = replace(learner_on(tiny, cfg), device=torch.device("cuda")), cfg.pack.capacity
 
     def counted(tokens: int) -> float:
@@ -215,15 +215,15 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
         return counts.update_bytes(longer, trainer.policy.shape, 1) - counts.held_bytes(longer, trainer.policy.shape, 1)
 
     room = 2 * counted(first)
-    monkeypatch.setattr(memory, "in_use", lambda device: 1000)
-    monkeypatch.setattr(memory, "total_bytes", lambda device: (room + 1000) / memory.FILLED)
+    monkeypatch.setattr(memory, "used_bytes", lambda device: 1000)
+    monkeypatch.setattr(memory, "total_bytes", lambda device: (room + 1000) / memory.USABLE_SHARE)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNTED)):
+    for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNT)):
         monkeypatch.setattr(preflight, "peak_of_update", lambda *given, over=over: 1000 + counted(first) / over)
         again, grown = preflight.lengthen_rows(asked, cfg, trainer)
         longer = again.pack.capacity
         assert grown.pack.capacity == longer > first == trainer.pack.capacity
-        assert counted(longer) <= room * allowed < counted(longer + memory.GRAIN)
+        assert counted(longer) <= room * allowed < counted(longer + memory.ROW_STEP)
         assert f"measured here: pack.capacity={longer}\n" in capsys.readouterr().out
     assert preflight.lengthen_rows(cfg, cfg, trainer)[0] is cfg
     assert preflight.lengthen_rows(asked, cfg, replace(trainer, device=torch.device("cpu")))[0] is cfg

@@ -30,7 +30,7 @@ RUNS = {
                                "update.epochs=2"]),
     "lora": ("pps_toy.yaml", ["model.lora.rank=2", "loss.kl=0.1", "prune.completions.keep=2"]),
     "rounds": ("greso_toy.yaml", ["rollout.max_rounds=3", "rollout.oversample=1", "rollout.group_size=4",
-                                  "prune.completions={kind: topk, keep: 3}", "loss.count=kept"]),
+                                  "prune.completions={kind: topk, keep: 3}", "loss.denominator=kept"]),
     "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
     "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
@@ -108,8 +108,8 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
 def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, capsys):
     """The first step of a run with that pruning: the same rollouts, so its logged norm is the one told here. And of
     the full batch."""
-    settings = {"pps": ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all"],
-                "none": ["prune.completions.kind=none", "loss.count=all"]}
+    settings = {"pps": ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.denominator=all"],
+                "none": ["prune.completions.kind=none", "loss.denominator=all"]}
     for name, changes in settings.items():
         other = tmp_path / name
         train.train(run_config("cppo", other, "steps=1", *changes))
@@ -130,7 +130,8 @@ def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, c
     seen, compare_gradients = [], replay.compare_gradients
     monkeypatch.setattr(replay, "compare_gradients",
                         lambda *given: seen.append(compare_gradients(*given)) or seen[-1])
-    text = shown(capsys, run_of(name), 3, "prune.completions={kind: pps, keep: 2, scope: batch}", "loss.count=all",
+    text = shown(capsys, run_of(name), 3, "prune.completions={kind: pps, keep: 2, scope: batch}",
+                 "loss.denominator=all",
                  draws=5)
     drawn = 2 if name == "dppo" else 1  # its own pruning draws too, that of cppo does not
     assert text.count("mean of 5 draws") == drawn and len(seen) == 3 + drawn * 5
@@ -157,8 +158,8 @@ def test_the_expected_error_of_independent_draws_is_known(run_of):
     """Bernoulli's squared error is the sum of (1/p - 1) |g_i|^2 over the full batch's squared norm: the mean over all
     outcomes of a group, each by its probability. The gradient of a draw is the sum of w_i g_i over its completions."""
     folder = run_of("cppo")
-    cfg = replay.step_config(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.count=all"])
-    keep_all = replay.step_config(folder, 3, ["prune.completions.kind=none", "loss.count=all"])
+    cfg = replay.step_config(folder, 3, ["prune.completions={kind: bernoulli, drop_prob: 0.7}", "loss.denominator=all"])
+    keep_all = replay.step_config(folder, 3, ["prune.completions.kind=none", "loss.denominator=all"])
     own, (line, _) = replay.step_config(folder, 3, []), replay.read_step(folder, 3)
     with replay.run_before(folder, 3, own) as run:
         rolled = replay.roll_again(run, line)
@@ -188,7 +189,7 @@ def changed(folder: Path, to: Path, edit) -> Path:
     shutil.copytree(folder, to)
     lines = runfolder.read_log(to / "decisions.jsonl")
     edit(lines[1])
-    runfolder.rewrite(to / "decisions.jsonl", lines)
+    runfolder.rewrite_log(to / "decisions.jsonl", lines)
     return to
 
 
@@ -234,8 +235,8 @@ def test_another_initial_model_is_seen_by_the_tokens(run_of, tiny, tmp_path):
     (4, [], r"--step 4: .* has done 3 steps"),
     (0, [], r"--step 0: .* has done 3 steps"),
     (1, ["rollout.temperature=0.5"], r"--set rollout.temperature \(1.0 there, 0.5 now\): the step has been rolled out"),
-    (1, ["prune.completions={kind: pps, keep: 2}"], "loss.count=kept must be all"),
-    (1, ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "loss.count=all"], "--set prune.prompts.kind"),
+    (1, ["prune.completions={kind: pps, keep: 2}"], "loss.denominator=kept must be all"),
+    (1, ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "loss.denominator=all"], "--set prune.prompts.kind"),
 ])
 def test_what_cannot_be_done_is_one_line(step, changes, said, run_of, tmp_path):
     folder = shutil.copytree(run_of("cppo"), tmp_path / "run")

@@ -12,7 +12,7 @@ from conftest import ROOT
 import reward
 from config import Reward
 from records import Prompt
-from reward import COMPONENTS, Completion, score, span
+from reward import COMPONENTS, Completion, reward_range, score
 from verify import grade as grading
 
 FULL = "<think>6*7</think>\n<answer>42</answer>"
@@ -77,15 +77,15 @@ def test_the_soft_punishment_of_length():
 
 
 def test_the_span_of_rewards_holds_every_component():
-    assert span({"accuracy": 2.0, "overlong": 1.0}) == (-1, 2)
-    assert span({"accuracy": 1.0, "wrong": -1.0}) == (-1, 1)
-    assert span({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
+    assert reward_range({"accuracy": 2.0, "overlong": 1.0}) == (-1, 2)
+    assert reward_range({"accuracy": 1.0, "wrong": -1.0}) == (-1, 1)
+    assert reward_range({"accuracy": 1.0, "format": -0.5, "overlong": -3.0}) == (-0.5, 4)
     texts = ["", FULL, r"\boxed{42} a b c a b c", "<think>\na\n</think>\n<answer>\n42\n</answer>"]
     for name, (_, low, high) in COMPONENTS.items():
         settings = {name: 1.0} | ({"overlong_tokens": 5} if name == "overlong" else {})
         for text, tokens in itertools.product(texts, (1, 7, 99)):
             assert low <= parts_of(text, tokens=tokens, **settings)[name] <= high
-    assert span({"custom": 0.5, "mine": -2.0}) == (-2.5, 2.5)
+    assert reward_range({"custom": 0.5, "mine": -2.0}) == (-2.5, 2.5)
 
 
 def test_what_is_written_behind_the_end_does_not_count():
@@ -104,7 +104,7 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
     grading.begin_verdict.cache_clear()
     parts = parts_of(text, gold, accuracy=1.0)
-    assert tuple(parts[name] for name in reward.NOTES) == notes
+    assert tuple(parts[name] for name in reward.REPORTED_RATES) == notes
 
 
 def cases(path, *rows):

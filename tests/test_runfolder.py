@@ -117,7 +117,7 @@ def test_a_full_disk_is_told_by_its_own_error_also_where_the_end_cannot_be_writt
     def full(*given):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(runfolder, "rewrite", full)
+    monkeypatch.setattr(runfolder, "rewrite_log", full)
     log = runfolder.RunLog(tmp_path)
     log.lock()
     with pytest.raises(ConfigError, match="no room"), log.running(toy_config(tmp_path / "run")):
@@ -164,12 +164,12 @@ def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
 
 
 def test_a_terminal_gets_a_bar_and_no_lines():
-    """Through a pseudo-terminal, since tqdm and `note` ask the stream itself."""
+    """Through a pseudo-terminal, since tqdm and `print_progress` ask the stream itself."""
     code = """
-from infra.runfolder import RunLog, note
+from infra.runfolder import RunLog, print_progress
 from pathlib import Path
 for step in RunLog(Path(".")).steps(0, 2):
-    note("a line")
+    print_progress("a line")
 """
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))

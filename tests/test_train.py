@@ -72,7 +72,7 @@ def run_and_copy(cfg: config.Config, copy: Path, last: int, monkeypatch) -> dict
 
 RESUMED = {
     "cppo": ["optim.schedule=cosine", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"],
-    "dppo": ["data.limit=6", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+    "dppo": ["data.limit=6", "loss.denominator=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: bernoulli, drop_prob: 0.7}"],
     "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}"],
     "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
@@ -238,7 +238,8 @@ def test_an_exported_policy_is_the_policy_in_transformers(finished):
         theirs_C = theirs(ids[None]).logits[0, :-1].log_softmax(-1).gather(1, ids[1:, None])[:, 0]
     torch.testing.assert_close(ours_C.float(), theirs_C.float(), rtol=0, atol=1e-4)
     before = load(TOY, torch.float64)  # else an export of what was loaded would pass
-    assert all(not torch.equal(p, dist.full(q)) for p, q in zip(before.parameters(), policy.parameters(), strict=True))
+    pairs = zip(before.parameters(), policy.parameters(), strict=True)
+    assert all(not torch.equal(p, dist.gather_full(q)) for p, q in pairs)
 
 
 GSM8K = [

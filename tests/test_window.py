@@ -16,7 +16,7 @@ from methods import critic
 from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
 from preflight import memory
-from records import EngineSpec, Group, Prompt, Rolled, Sample, Turn
+from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "rollout.window=10", "critic.pretrain_steps=0"]
 
@@ -80,10 +80,10 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
 
 
 def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
-    turns = pool.draw(count)
-    groups = sampler.rollout(turns)
+    draws = pool.draw(count)
+    groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
-    rolled = Rolled() + Rolled(turns, groups, rewards, torch.zeros_like(rewards.total_NG))
+    rolled = Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(rewards.total_NG))
     pool.record(rolled)
     return rolled
 
@@ -93,8 +93,8 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     """Greedy, with one policy. Those done are replaced by new prompts, in order, and nobody is lost."""
     cfg = windowed(tmp_path / "run", f"rollout.window={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
-    task = train.load(cfg)
-    _, engine = train.set_up(memory.decide(cfg, task.source), task)
+    task = train.load_task(cfg)
+    _, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
     engine.sync(load(TOY, torch.float64))
     pool = Pool(task.prompts, cfg.prune.prompts, cfg.seed, group_size=1)
     sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0
@@ -106,7 +106,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
         ended |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
     assert steps >= 3
     order = [prompt for _, prompt in Pool(task.prompts, cfg.prune.prompts, cfg.seed, 1).coming(pool.place)]
-    assert ended.keys() | {turn.prompt.id for turn, _ in pool.unfinished} == {prompt.id for prompt in order}
+    assert ended.keys() | {draw.prompt.id for draw, _ in pool.unfinished} == {prompt.id for prompt in order}
     alone = engine.generate([p.ids for p in order], [0] * len(order), 48, 0.0)
     for prompt, sample in zip(order, alone, strict=True):
         if prompt.id in ended:
@@ -127,7 +127,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             return [Sample((9,) * limit, (-0.5,) * limit, False) for limit in limits]
 
     engine, pool, seeds = Endless(), Pool(prompts, cfg.prune.prompts, cfg.seed, group_size=3), []
-    pool.unfinished = [(Turn(prompts[30], 0, copy=1), Sample((9,) * 16, (-1.0,) * 16, False, pending=True))]
+    pool.unfinished = [(PromptDraw(prompts[30], 0, copy=1), Sample((9,) * 16, (-1.0,) * 16, False, pending=True))]
     sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):
@@ -148,7 +148,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
 
 
 def test_truncated_completions_can_be_dropped_and_those_that_go_on_are_not(tmp_path):
-    cfg = windowed(tmp_path / "run", "prune.truncated=true", "loss.count=kept")
+    cfg = windowed(tmp_path / "run", "prune.truncated=true", "loss.denominator=kept")
     samples = [Sample((1,), (-1.0,), True), Sample((1,), (-1.0,), False), Sample((1,), (-1.0,), False, pending=True)]
     groups = [Group(Prompt(str(n), (1,), ""), (s,)) for n, s in enumerate(samples)]
     rolled = as_rolled(groups, torch.zeros(3, 1, dtype=torch.float64))
@@ -163,7 +163,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
     model = load(TOY, torch.float64)
     prompts = [(5, 6, 7), (5, 6, 7), (8,) * 9, (4,) * 30, (3, 2)]
     placed = [((5, 6, 7), 4), ((8,) * 9, 2), ((4,) * 30, 1), ((3, 2), 0)]
-    assert rollout.cut_runs(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
+    assert rollout.group_by_length(placed) == [[placed[3], placed[0], placed[1], placed[2]]]
 
     def answers() -> list[Sample]:
         spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
@@ -173,7 +173,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
 
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)
-    assert rollout.cut_runs(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
+    assert rollout.group_by_length(placed) == [[placed[3], placed[0]], [placed[1]], [placed[2]]]
     parts = answers()
     assert [s.ids for s in whole] == [s.ids for s in parts]
     assert all(s.length == limit or s.finished for s, limit in zip(whole, [4, 9, 1, 12, 6], strict=True))

@@ -29,7 +29,7 @@ CALL = re.compile(rf"(\\?[A-Za-z]+{SUBSCRIPT}{INVERSE}?)\(([a-zA-Z](?:,[a-zA-Z])
 NAMED_FUNCTIONS = re.compile(r"\\(?:ln|log|lg|exp|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?)")
 # If the gold answer has no name, an answer may have one of these on its left too: f(-1), |z|, [ABC],
 # \overline{AB}, \cos\theta, m+n.
-LOOSE = re.compile(
+LOOSE_NAME = re.compile(
     r"[a-zA-Z](?:\^\{?-1\}?)?[(\[].*[)\]]|\|[a-zA-Z]+\||\[[^\]]*[A-Z]\]|"
     r"\\(?:overline|overrightarrow|vec|hat|bar)\{?[A-Za-z]+\}?|"
     r"\\(?:sin|cos|tan|angle|log|ln)[\\ a-zA-Z]+|[a-zA-Z](?:[+:][a-zA-Z])+|d?[a-z]/d?[a-z]")
@@ -222,7 +222,7 @@ def take_apart(x: str) -> tuple[str, list[str]]:
 
 # ---- equality
 
-def equal(gold: str, answer: str, compare: Compare) -> bool:
+def answers_equal(gold: str, answer: str, compare: Compare) -> bool:
     """Tell whether an answer is the gold one. `compare` decides on two expressions or relations."""
     if max(len(gold), len(answer)) <= LONGEST:
         spellings = normalise(gold), normalise(answer)
@@ -272,7 +272,7 @@ def units_differ(gold_unit: str, answer_unit: str) -> bool:
     return gold_unit in UNITS and answer_unit in UNITS or "modulo" in gold_unit + answer_unit
 
 
-def in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
+def same_in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
     """Compare two lists member by member."""
     if len(gold) != len(answer):
         return False
@@ -283,15 +283,15 @@ def same_lists(gold: list[str], answer: list[str], compare: Compare) -> bool:
     """Compare two lists as sets; if only one of them has names, compare them in order."""
     gold_names, answer_names = set(map(find_name, gold)) - {""}, set(map(find_name, answer)) - {""}
     if len(gold_names) > 1 and gold_names == answer_names and len(gold) == len(answer) == len(gold_names):
-        return in_order(sorted(gold, key=find_name), sorted(answer, key=find_name), compare)
+        return same_in_order(sorted(gold, key=find_name), sorted(answer, key=find_name), compare)
     unnamed_or_tuple = not (gold_names and answer_names) or min(len(gold), len(answer)) == 1
     named_tuple = any(name.startswith("(") for name in gold_names | answer_names)
     if (max(len(gold_names), len(answer_names)) > 1 or named_tuple) and unnamed_or_tuple:
-        return in_order(list_tuple_members(gold), list_tuple_members(answer), compare)
+        return same_in_order(list_tuple_members(gold), list_tuple_members(answer), compare)
     if max(len(gold), len(answer)) > LONGEST_LIST:
         return set(map(strip_spaces, gold)) == set(map(strip_spaces, answer))
     if any("ldots" in item for item in gold):
-        return in_order(gold, answer, compare)
+        return same_in_order(gold, answer, compare)
     if not all(any(same_answers(a, b, compare) for b in answer) for a in gold):
         return False
     return all(any(same_answers(a, b, compare) for a in gold) for b in answer)
@@ -341,7 +341,7 @@ def same_chains(gold: str, answer: str, compare: Compare) -> bool:
     """Compare chains of relations such as a < b ≤ c, read from either end."""
     a, gold_signs = turn_ascending(*split_relation(gold))
     b, answer_signs = turn_ascending(*split_relation(answer))
-    return gold_signs == answer_signs and in_order(a, b, compare)
+    return gold_signs == answer_signs and same_in_order(a, b, compare)
 
 
 def same_relations(gold: str, answer: str, compare: Compare) -> bool:
@@ -354,7 +354,7 @@ def same_relations(gold: str, answer: str, compare: Compare) -> bool:
         b = b[::-1]  # 5 = x
     gold_named = set(gold_signs) == {"="} and is_name(a[0])
     answer_named = set(answer_signs) == {"="} and is_name(b[0])
-    loose = set(answer_signs) == {"="} and bool(LOOSE.fullmatch(b[0]))
+    loose = set(answer_signs) == {"="} and bool(LOOSE_NAME.fullmatch(b[0]))
     if (gold_named and not answer_signs) or ((answer_named or loose) and not gold_signs):
         return same_answers(a[-1], b[-1], compare)
     if gold_named and answer_named:
@@ -381,7 +381,7 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return read_words(gold) is not None and read_words(gold) == read_words(answer)
     (gold_kind, gold_members), (answer_kind, answer_members) = take_apart(gold), take_apart(answer)
     if gold_kind == answer_kind != "":
-        return in_order(gold_members, answer_members, compare)
+        return same_in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:
         return compare(gold, answer)
     if gold_kind.startswith("base") and not answer_kind:  # the question has named the base

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
 
-from verify.answer import equal, is_readable
+from verify.answer import answers_equal, is_readable
 from verify.errors import VerifyError
 from verify.extract import extract, last_number, last_tag, until_end
 from verify.number import number, same_numbers
@@ -31,11 +31,11 @@ VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
 PATIENCE = 10            # a call may take so many times its seconds by the clock, if it waits
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
-ENDING = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
+STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
-LOOK = 1.0               # seconds between two checks that the workers of a call live
+LIVENESS_SECONDS = 1.0               # seconds between two checks that the workers of a call live
 RESTARTS = 10            # of a call, if workers die and it is not known which call they had
-SHOWN = 10               # ids that a warning names
+SHOWN_IDS = 10               # ids that a warning names
 
 
 # ---- calls in workers that may be killed
@@ -73,10 +73,10 @@ def workers(limits: Limits) -> ProcessPool:
     # A killed worker is replaced by a fork of a process that has done the slow imports.
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["verify.algebra", *({"torch"} & sys.modules.keys())])
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:  # so that a signal to the process group does not end the process that starts the workers
         started = context.Event()
-        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # the event's helper process has lifted it
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # the event's helper process has lifted it
         forkserver.ensure_running()
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -93,9 +93,9 @@ def prepare_worker(started: Event, size: int) -> None:
     else its call would count as dead, and the program decides by itself when to stop.
     """
     started.set()
-    for ending in ENDING:
+    for ending in STOP_SIGNALS:
         signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not handed on to what a function starts
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
     os.dup2(2, 1)
@@ -109,14 +109,14 @@ def call_with_alarm(function: Callable, seconds: float, *args: object) -> object
     An alarm without a handler ends the process at once, even in the middle of a power of integers, and even
     if the trainer has died and cannot kill its workers.
     """
-    allow(seconds)
+    set_alarm(seconds)
     try:
         return function(*args)
     finally:
-        allow(0)
+        set_alarm(0)
 
 
-def allow(seconds: float) -> None:
+def set_alarm(seconds: float) -> None:
     """Allow this worker so many more seconds of computing; 0: no limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
@@ -154,7 +154,7 @@ class Call:
     def awaited(self) -> object:
         for _ in range(RESTARTS):
             try:
-                while not wait([self.future], LOOK).done:
+                while not wait([self.future], LIVENESS_SECONDS).done:
                     if not self.pool.active:  # it has forgotten this call
                         raise BrokenProcessPool
                 return self.future.result()
@@ -189,7 +189,7 @@ def begin_verdict(gold: str, answer: str | None) -> str | Call:
     if answer is None or not answer.strip():
         return "unparsed"
     try:
-        return "right" if equal(gold, answer, leave_to_algebra) else "wrong"
+        return "right" if answers_equal(gold, answer, leave_to_algebra) else "wrong"
     except NeedsAlgebra:
         return Call(compare_by_algebra, gold, answer)
     except Exception:  # an unforeseen text must not end a run of days
@@ -211,7 +211,7 @@ def compare_by_algebra(gold: str, answer: str) -> str:
             failures.append(error)
             return False
 
-    if equal(gold, answer, compare_or_note):
+    if answers_equal(gold, answer, compare_or_note):
         return "right"
     return "unparsed" if failures else "wrong"
 
@@ -301,7 +301,7 @@ def name_unreadable(name: str, golds: dict[str, str]) -> None:
     unread = unreadable(golds.values())
     ids = [i for i, gold in golds.items() if gold in unread]
     if ids:
-        shown = ", ".join(ids[:SHOWN]) + (" ..." if len(ids) > SHOWN else "")
+        shown = ", ".join(ids[:SHOWN_IDS]) + (" ..." if len(ids) > SHOWN_IDS else "")
         print(f"{name}: {len(ids)} of {len(golds)} gold answers cannot be read, and only the same spelling "
               f"counts as right: {shown}", file=sys.stderr)
 

@@ -18,8 +18,8 @@ from advantage import group_norm
 from collect import Selection, choose
 from methods import preference
 from metrics import PassSums
-from prune import COMPLETIONS, Offer, below_mean, gradient_size, inclusion, keep_all, systematic, thin
-from records import Batch, Pruned, Rewards, Rolled, Turn
+from prune import COMPLETIONS, Candidates, below_mean, gradient_size, inclusion, keep_all, systematic, thin
+from records import Batch, PromptDraw, Pruned, Rewards, Rolled
 from settings import kinds
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
@@ -34,7 +34,7 @@ class Step:
 
     def __init__(self, folder, out, *settings: str):
         self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "loss.kl=0.2",
-                              "loss.count=all", *settings)
+                              "loss.denominator=all", *settings)
         self.learner = learner_on(folder, self.cfg)
         self.groups = make_groups(LENGTHS, [5, 3])
         nudge(self.learner.policy, 0.03)
@@ -83,21 +83,21 @@ def masks(prob_NG: Tensor) -> Iterator[tuple[float, Tensor]]:
 def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
     """Every outcome of systematic sampling: between the starts at which it changes."""
     ends = prob_K[order_K][prob_K[order_K] < 1].cumsum(0)
-    turns = sorted({0.0, 1.0, *(ends % 1).tolist()})
-    for a, b in itertools.pairwise(turns):
+    draws = sorted({0.0, 1.0, *(ends % 1).tolist()})
+    for a, b in itertools.pairwise(draws):
         yield b - a, systematic(prob_K, order_K, (a + b) / 2)
 
 
-def outcomes(offer: Offer, settings: Any, order: int = 0) -> Outcomes:
+def outcomes(candidates: Candidates, settings: Any, order: int = 0) -> Outcomes:
     """Every outcome of the unbiased pruner of these settings; `order` seeds the order that `pps` goes through."""
     if settings.kind == "bernoulli":
-        prob_NG = below_mean(offer.adv_NG, settings.drop_prob)
+        prob_NG = below_mean(candidates.adv_NG, settings.drop_prob)
         yield from ((chance, thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
         return
     if settings.kind == "none":
-        yield 1.0, keep_all(offer.adv_NG)
+        yield 1.0, keep_all(candidates.adv_NG)
         return
-    size_NG = gradient_size(offer, settings.size, settings.by_cost)
+    size_NG = gradient_size(candidates, settings.size, settings.by_cost)
     rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
     count = settings.keep * len(size_NG) // len(rows)
     prob = torch.stack([inclusion(row, count) for row in rows])
@@ -118,20 +118,20 @@ def by_both(step: Step, prob_N: list[float], compare: Callable, monkeypatch) -> 
     """
     selection, kind = Selection.of(step.cfg), step.cfg.prune.completions.kind
     for bits in itertools.product([True, False], repeat=len(prob_N)):
-        turns = [Turn(group.prompt, 3, prob, kept / prob)
+        draws = [PromptDraw(group.prompt, 3, prob, kept / prob)
                  for group, prob, kept in zip(step.groups, prob_N, bits, strict=True)]
-        chance = math.prod(turn.prob if turn.kept else 1 - turn.prob for turn in turns)
+        chance = math.prod(draw.prob if draw.kept else 1 - draw.prob for draw in draws)
         rewards, adv_NG = compare(step, REWARD_NG, bits)
-        rolled = Rolled() + Rolled(turns, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
+        rolled = Rolled() + Rolled(draws, list(itertools.compress(step.groups, bits)), rewards, adv_NG)
         offers = []
         with monkeypatch.context() as patch:
-            patch.setitem(COMPLETIONS, kind, lambda offer, _, seen=offers: seen.append(offer) or keep_all(offer.adv_NG))
+            patch.setitem(COMPLETIONS, kind, lambda given, _, seen=offers: seen.append(given) or keep_all(given.adv_NG))
             nothing = choose(rolled, selection, seed=0)
         if not any(bits):
             yield chance, nothing
             continue
         for part, pruned in outcomes(offers[0], step.cfg.prune.completions):
-            monkeypatch.setitem(COMPLETIONS, kind, lambda offer, _, pruned=pruned: pruned)
+            monkeypatch.setitem(COMPLETIONS, kind, lambda candidates, _, pruned=pruned: pruned)
             yield chance * part, choose(rolled, selection, seed=0)
 
 

@@ -14,7 +14,7 @@ from methods import critic
 from metrics import Clock
 from preflight import memory
 from prune import keep_all
-from records import Rolled, Row, Turn
+from records import PromptDraw, Rolled, Row
 
 LENGTHS, PROMPTS = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 3]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=torch.float64)
@@ -23,7 +23,7 @@ REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=tor
 def set_up(folder, out, *settings: str):
     cfg = toy_config(out, f"model.path={folder}", "steps=50", "rollout.group_size=4", "rollout.prompts_per_step=2",
                      "critic.minibatches=1", *settings, name="vapo_toy.yaml")
-    return train.set_up(memory.decide(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.load_models(memory.resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def rolled_out() -> Rolled:
@@ -107,15 +107,15 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
     norm = torch.cat([g.flatten() for g in grads.values()]).norm().item()
     error_C = (target_C - value_C).detach()
     explained = 1 - (error_C.var(correction=0) / target_C.var(correction=0)).item()
-    before = {name: dist.full(p).clone() for name, p in learner.critic.model.named_parameters()}
+    before = {name: dist.gather_full(p).clone() for name, p in learner.critic.model.named_parameters()}
     measured = fit(learner, rolled)
     assert measured == pytest.approx({"critic/tokens": 39, "critic/lr": 3e-4, "critic/loss": expected.item(),
                                       "critic/grad_norm": norm, "critic/value": value_C.mean().item(),
                                       "critic/explained_variance": explained})
-    assert any((dist.full(p) != before[name]).any() for name, p in learner.critic.model.named_parameters())
+    assert any((dist.gather_full(p) != before[name]).any() for name, p in learner.critic.model.named_parameters())
     policy = load(tiny, torch.float64)
     for mine, theirs in zip(learner.policy.parameters(), policy.parameters(), strict=True):
-        assert torch.equal(dist.full(mine), theirs)
+        assert torch.equal(dist.gather_full(mine), theirs)
 
 
 @pytest.mark.parametrize("settings", [["critic.minibatches=3", "critic.epochs=2"], ["advantage.lam_critic=0.9"]])
@@ -150,7 +150,7 @@ def test_targets_are_lambda_returns(tiny, tmp_path):
     learner = set_up(tiny, tmp_path / "run", "advantage.lam_critic=0.7")
     nudge(learner.critic.model, 0.3)
     row = row_of(learner, rolled_out())
-    value_C, target_C = learner.critic.values(learner, row)[0].detach(), critic.target(learner, row)
+    value_C, target_C = learner.critic.values(learner, row)[0].detach(), critic.critic_target(learner, row)
     for segment, reward in enumerate(row.reward_S.tolist()):
         value_T, target_T = (x[row.segment_C == segment] for x in (value_C, target_C))
         later = reward
@@ -160,7 +160,7 @@ def test_targets_are_lambda_returns(tiny, tmp_path):
             assert target_T[t].item() == pytest.approx(later)
     settings = replace(learner.critic.advantage, lam_critic=1.0)
     one = replace(learner, critic=replace(learner.critic, advantage=settings))
-    assert torch.equal(critic.target(one, row), row.reward_S[row.segment_C])
+    assert torch.equal(critic.critic_target(one, row), row.reward_S[row.segment_C])
 
 
 @pytest.mark.parametrize("settings", [[], ["advantage.lam_critic=0.7"]])
@@ -173,13 +173,13 @@ def test_a_prompt_that_makes_up_for_skipped_ones_counts_as_often(settings, tiny,
         minibatch, = critic.split_minibatches(learner, rolled, 0)
         learner.critic.model.zero_grad()
         for row in learner.rows(minibatch):
-            critic.add_value_gradient(learner, row, critic.target(learner, row))
+            critic.add_value_gradient(learner, row, critic.critic_target(learner, row))
         return list(gradients(learner.critic.model).values())
 
     plain, thrice_NG = rolled_out(), REWARD_NG[[0, 0, 0, 1]]
-    skipped = Turn(replace(one.prompt, id="q2"), 0, prob=0.5, weight=0.0)
-    turns = [Turn(one.prompt, 0, prob=1 / 3, weight=3.0), skipped, Turn(two.prompt, 0)]
-    weighed = gradient(replace(plain, turns=turns))
+    skipped = PromptDraw(replace(one.prompt, id="q2"), 0, prob=0.5, weight=0.0)
+    draws = [PromptDraw(one.prompt, 0, prob=1 / 3, weight=3.0), skipped, PromptDraw(two.prompt, 0)]
+    weighed = gradient(replace(plain, draws=draws))
     often = gradient(as_rolled([one, one, one, two], thrice_NG))
     torch.testing.assert_close(weighed, often)
     assert all((a - b).abs().max() > 1e-6 for a, b in zip(weighed, gradient(plain), strict=True))

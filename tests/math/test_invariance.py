@@ -28,14 +28,14 @@ from methods import critic
 from methods.critic import value_loss
 from preflight import checks as preflight
 from preflight import memory
-from prune import COMPLETIONS, Offer
+from prune import COMPLETIONS, Candidates
 from records import lengths
 from settings import loader as settings
 
 CONFIGS = {
     "cppo": [],
-    "cppo-kl-batch": ["loss.kl=0.1", "loss.kl_corrected=true", "loss.per=token", "prune.completions.scope=batch"],
-    "grpo": ["prune.completions.kind=none", "loss.count=all", "loss.per=constant"],
+    "cppo-kl-batch": ["loss.kl=0.1", "loss.kl_corrected=true", "loss.normalize=token", "prune.completions.scope=batch"],
+    "grpo": ["prune.completions.kind=none", "loss.denominator=all", "loss.normalize=constant"],
     "lora": ["model.lora.rank=2", "loss.kl=0.1"],
 }
 # Every objective, each on the same rollouts of the toy model.
@@ -62,7 +62,7 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.set_up(memory.decide(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
+    learner, engine = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
@@ -83,8 +83,8 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
         nudge(learner.critic.model, 0.1)
     if cfg.rollout.window:
         groups = windowed(groups)
-    offer = Offer(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.per, cfg.loss.kl == 0, seed=0)
-    pruned = COMPLETIONS[cfg.prune.completions.kind](offer, cfg.prune.completions)
+    candidates = Candidates(adv_NG, lengths(groups, adv_NG.shape[1]), cfg.loss.normalize, cfg.loss.kl == 0, seed=0)
+    pruned = COMPLETIONS[cfg.prune.completions.kind](candidates, cfg.prune.completions)
     grad, measured = gradient_of(learner, as_batch(groups, adv_NG, pruned), moved=0.02)
     free = cfg.loss.trust.kind in ("clamp", "none")
     assert cfg.model.dtype != "float64" or 0 < measured["train/clipped"] < 1 or free
@@ -97,7 +97,7 @@ def critics_gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> 
     nudge(learner.critic.model, 0.1)
     minibatch, = critic.split_minibatches(learner, as_rolled(groups, adv_NG), step=0)
     for row in learner.rows(minibatch):
-        loss = value_loss(learner.critic.values(learner, row)[0], critic.target(learner, row), row.weight_C)
+        loss = value_loss(learner.critic.values(learner, row)[0], critic.critic_target(learner, row), row.weight_C)
         loss.backward()
         total += loss.item()
     return dist.sum_over_ranks({"loss": total})["loss"], gradients(learner.critic.model)
@@ -164,7 +164,8 @@ def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.
     """The layers of a LoRA policy that has moved, and in `plain` what an engine would get of it."""
     policy = learner_on(TOY, cfg).policy
     nudge(policy, 0.02)
-    plain.load_state_dict({name: dist.full(p) for (_, p), name in zip(policy.named_hf_tensors(), plain.state_dict(),
+    tensors = policy.named_hf_tensors()
+    plain.load_state_dict({name: dist.gather_full(p) for (_, p), name in zip(tensors, plain.state_dict(),
                                                                       strict=True)})
     return lora.find_adapters(policy)
 
@@ -173,7 +174,7 @@ def by_chain_rule(layers: dict[str, lora.Adapted], grad: Gradient) -> Gradient:
     """The gradient of the factors of W + alpha / rank B A from that of the whole, and none of what is frozen."""
     of_factors = {name: torch.zeros_like(g) for name, g in grad.items()}
     for name, layer in layers.items():
-        A, B = dist.full(layer.lora_A.detach()), dist.full(layer.lora_B.detach())
+        A, B = dist.gather_full(layer.lora_A.detach()), dist.gather_full(layer.lora_B.detach())
         of_factors[f"{name}.lora_A"] = 16 * B.T @ grad[f"{name}.weight"]
         of_factors[f"{name}.lora_B"] = 16 * grad[f"{name}.weight"] @ A.T
     return of_factors
@@ -257,7 +258,7 @@ def step_metrics(folder) -> dict[str, float]:
 PRUNED = {
     "cppo": ["steps=5", "prune.completions.scope=batch", "prune.completions.keep=1"],
     # At most 4 completions for 3 ranks and 2 mini-batches, so ranks run empty; later steps pass prompts over.
-    "dppo": ["seed=3", "data.limit=4", "loss.count=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
+    "dppo": ["seed=3", "data.limit=4", "loss.denominator=all", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
              "prune.completions={kind: pps, keep: 1, scope: batch}", "pack.window=2",
              "prune.tokens={kind: prefix, whole: 0.5}"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
@@ -265,7 +266,7 @@ PRUNED = {
     "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
              "optim.warmup_steps=4", "data.limit=64"],
     # On 3 ranks one has no row of an A.
-    "lora": ["steps=2", "data.limit=8", "loss.count=all", "model.lora.rank=2",
+    "lora": ["steps=2", "data.limit=8", "loss.denominator=all", "model.lora.rank=2",
              "prune.completions={kind: pps, keep: 3}"],
 }
 # A group's completions lie on several ranks, and prompts are skipped.

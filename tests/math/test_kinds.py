@@ -13,8 +13,8 @@ from conftest import as_rewards, example
 import prune
 from advantage import ESTIMATORS, advantage
 from loss import TRUST
-from prune import COMPLETIONS, Memory, Offer
-from records import Move
+from prune import COMPLETIONS, Candidates, Memory
+from records import LogProbs
 from settings import kinds
 from settings.loader import choices
 
@@ -53,12 +53,12 @@ def is_unbiased(section: type) -> bool:
     return "Unbiased" in section.__doc__
 
 
-def offer_of(seed: int, inert: bool) -> Offer:
+def offer_of(seed: int, inert: bool) -> Candidates:
     """Advantages of the sizes 0 to 3, some equal, and lengths of 1 to 60."""
     generator = torch.Generator().manual_seed(seed)
     adv_NG = torch.randn(6, 4, dtype=torch.float64, generator=generator).masked_fill(REWARD_NG.isnan(), NAN)
     adv_NG[2], len_NG = 0.0, torch.randint(1, 60, (6, 4), generator=generator)
-    return Offer(adv_NG, len_NG, "sequence", inert, seed, reward_NG=REWARD_NG)
+    return Candidates(adv_NG, len_NG, "sequence", inert, seed, reward_NG=REWARD_NG)
 
 
 @pytest.mark.parametrize("kind", COMPLETIONS)
@@ -67,17 +67,17 @@ def test_a_pruner_keeps_candidates_alone_and_weighs_what_it_keeps(kind):
     candidate for ever, and elsewhere none that has an advantage."""
     settings = example(PRUNERS[kind])
     for seed, inert in product(range(10), (True, False)):
-        offer = offer_of(seed, inert)
-        pruned, again = (COMPLETIONS[kind](offer, settings) for _ in range(2))
+        candidates = offer_of(seed, inert)
+        pruned, again = (COMPLETIONS[kind](candidates, settings) for _ in range(2))
         keep_NG, weight_NG, prob_NG = pruned.keep_NG, pruned.weight_NG, pruned.prob_NG
         assert {keep_NG.shape, weight_NG.shape, prob_NG.shape} == {REWARD_NG.shape} and keep_NG.dtype == torch.bool
-        assert not (keep_NG | (prob_NG != 0))[offer.adv_NG.isnan()].any()
+        assert not (keep_NG | (prob_NG != 0))[candidates.adv_NG.isnan()].any()
         assert torch.equal(weight_NG > 0, keep_NG) and weight_NG.isfinite().all()
         assert ((prob_NG >= 0) & (prob_NG <= 1)).all() and (prob_NG[keep_NG] > 0).all()
         assert torch.equal(keep_NG, again.keep_NG) and torch.equal(weight_NG, again.weight_NG)
         if is_unbiased(PRUNERS[kind]):
             torch.testing.assert_close(weight_NG[keep_NG], 1 / prob_NG[keep_NG])
-            assert (prob_NG > 0)[(offer.adv_NG.nan_to_num() != 0) | ~(inert | offer.adv_NG.isnan())].all()
+            assert (prob_NG > 0)[(candidates.adv_NG.nan_to_num() != 0) | ~(inert | candidates.adv_NG.isnan())].all()
 
 
 UNBIASED = [example(section) for section in PRUNERS.values() if is_unbiased(section)]
@@ -89,7 +89,7 @@ def test_what_the_seed_draws_has_the_probabilities_that_it_is_weighed_by(setting
     generator = torch.Generator().manual_seed(0)
     adv_NG, value_NG = torch.randn(2, 2, 16, dtype=torch.float64, generator=generator)
     len_NG = torch.randint(1, 60, (2, 16), generator=generator)
-    drawn = [COMPLETIONS[settings.kind](Offer(adv_NG, len_NG, "sequence", True, seed, reward_NG=adv_NG), settings)
+    drawn = [COMPLETIONS[settings.kind](Candidates(adv_NG, len_NG, "sequence", True, seed, reward_NG=adv_NG), settings)
              for seed in range(2000)]
     prob_NG = drawn[0].prob_NG
     share_NG = torch.stack([d.keep_NG.double() for d in drawn]).mean(dim=0)
@@ -120,7 +120,7 @@ def test_a_trust_region_is_a_factor_for_each_token_without_gradient(kind):
     adv_C = torch.tensor([1, 1, 1, 1, -2, -2, -2, -2], dtype=torch.float64)
     logp_C = (old_C + 0.3 * torch.randn(8, dtype=torch.float64, generator=generator)).clamp(max=-0.01).requires_grad_()
     segment_C, settings = torch.tensor([0] * 3 + [1] * 5), example(BOUNDS[kind])
-    f_C = TRUST[kind](Move(logp_C, old_C, adv_C, segment_C), settings)
+    f_C = TRUST[kind](LogProbs(logp_C, old_C, adv_C, segment_C), settings)
     assert f_C.shape == (8,) and f_C.isfinite().all() and not f_C.requires_grad
-    other_C = TRUST[kind](Move(logp_C * (1 + segment_C), old_C, adv_C, segment_C), settings)
+    other_C = TRUST[kind](LogProbs(logp_C * (1 + segment_C), old_C, adv_C, segment_C), settings)
     assert torch.equal(f_C[:3], other_C[:3])

@@ -22,7 +22,7 @@ from loss import (
 )
 from methods.critic import value_loss
 from prune import keep_all, keep_largest
-from records import Move, PreparedRow, Pruned
+from records import LogProbs, PreparedRow, Pruned
 from settings.kinds import BinaryKl, Clamp, Clip, ClipSequence, TotalVariation
 
 LEN_NG = torch.tensor([[10, 300, 20, 5], [7, 7, 1, 64]])
@@ -32,8 +32,8 @@ ADV_NG = torch.tensor([[1.5, -0.2, 0.1, -1.0], [0.0, 0.0, 0.0, 0.0]], dtype=torc
 def test_weights_times_lengths_sum_to_one():
     """per=token and per=sequence are means, over all or over the kept; per=constant is not a mean."""
     prunings = keep_all(ADV_NG), *(keep_largest(ADV_NG, keep, "group") for keep in (1, 2))
-    for pruned, per in itertools.product(prunings, ("token", "sequence")):
-        total = (token_weight(LEN_NG, pruned, per, "kept", 64, 2) * LEN_NG).sum()
+    for pruned, normalize in itertools.product(prunings, ("token", "sequence")):
+        total = (token_weight(LEN_NG, pruned, normalize, "kept", 64, 2) * LEN_NG).sum()
         torch.testing.assert_close(total.item(), 1.0)
     whole = token_weight(LEN_NG, keep_all(ADV_NG), "sequence", "all", 64, 2)
     torch.testing.assert_close((whole * LEN_NG).sum(dim=1), torch.full((2,), 0.5, dtype=torch.float64))
@@ -47,16 +47,16 @@ def test_weights_by_hand():
              ("sequence", "all"): [1 / (8 * n) for n in (10, 5, 7, 7)],
              ("constant", "kept"): [1 / (4 * 64)] * 4, ("constant", "all"): [1 / (8 * 64)] * 4,
              ("sum", "kept"): [1 / 4] * 4, ("sum", "all"): [1 / 8] * 4}
-    for (per, count), expected in cases.items():
-        weight_NG = token_weight(LEN_NG, pruned, per, count, max_len=64, offered=2)
+    for (normalize, count), expected in cases.items():
+        weight_NG = token_weight(LEN_NG, pruned, normalize, count, max_len=64, offered=2)
         torch.testing.assert_close(weight_NG[pruned.keep_NG], torch.tensor(expected, dtype=torch.float64))
         assert not weight_NG[~pruned.keep_NG].any()
 
 
 def test_a_minibatch_that_keeps_nothing_weighs_nothing():
     nothing = Pruned(torch.zeros(2, 4, dtype=torch.bool), torch.zeros(2, 4), torch.zeros(2, 4))
-    for per, count in itertools.product(("token", "sequence", "constant"), ("all", "kept")):
-        assert token_weight(LEN_NG, nothing, per, count, 64, 2).tolist() == [[0.0] * 4] * 2
+    for normalize, count in itertools.product(("token", "sequence", "constant"), ("all", "kept")):
+        assert token_weight(LEN_NG, nothing, normalize, count, 64, 2).tolist() == [[0.0] * 4] * 2
 
 
 @pytest.mark.parametrize(("low", "high", "dual"), [(0.2, 0.2, None), (0.2, 0.28, None), (0.2, 0.28, 3.0)])
@@ -73,7 +73,7 @@ def test_clip_has_the_gradient_of_the_textbook_surrogate(low, high, dual):
         textbook_C = torch.where(adv_C < 0, torch.maximum(textbook_C, dual * adv_C), textbook_C)
     expected, = torch.autograd.grad(-textbook_C.sum(), logp_C)
 
-    f_C = clip(Move(logp_C, old_C, adv_C, torch.arange(30)), Clip(low=low, high=high, dual=dual))
+    f_C = clip(LogProbs(logp_C, old_C, adv_C, torch.arange(30)), Clip(low=low, high=high, dual=dual))
     assert not f_C.requires_grad
     ours, = torch.autograd.grad(-(f_C * adv_C * logp_C).sum(), logp_C)
     torch.testing.assert_close(ours, expected)
@@ -143,30 +143,31 @@ def test_the_likelihood_of_what_is_correct_is_a_mean_over_its_tokens():
     assert not likelihood_weight(LEN_NG, pruned, none_NG, 0.1, "all").any()
 
 
-def move(ratios: list[float], old: list[float], adv: list[float], lengths: list[int]) -> Move:
+def logps(ratios: list[float], old: list[float], adv: list[float], lengths: list[int]) -> LogProbs:
     """Tokens of these ratios and old probabilities."""
     old_C = torch.tensor(old, dtype=torch.float64).log()
-    return Move(old_C + torch.tensor(ratios, dtype=torch.float64).log(), old_C, torch.tensor(adv, dtype=torch.float64),
+    logp_C = old_C + torch.tensor(ratios, dtype=torch.float64).log()
+    return LogProbs(logp_C, old_C, torch.tensor(adv, dtype=torch.float64),
                 torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
 
 
 def test_the_sequence_ratio_of_one_token_is_the_tokens():
     ratios = [0.5, 0.9, 1.0, 1.1, 1.5, 0.5, 1.5]
-    one = move(ratios, [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
+    one = logps(ratios, [0.3] * 7, [1, 1, 1, 1, 1, -1, -1], [1] * 7)
     by_token = clip(one, Clip(low=0.2, high=0.3))
     torch.testing.assert_close(clip_sequence(one, ClipSequence(low=0.2, high=0.3)), by_token)
 
 
 def test_the_sequence_ratio_is_the_geometric_mean_and_stops_all_or_none():
     """2 and 0.5 make 1; 1.2 and 1.8 make 1.47, which is stopped for A > 0 alone."""
-    three = move([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
+    three = logps([2, 0.5, 1.2, 1.8, 1.2, 1.8], [0.1] * 6, [1, 1, 1, 1, -1, -1], [2, 2, 2])
     root = (1.2 * 1.8) ** 0.5
     assert clip_sequence(three, ClipSequence(low=0.2, high=0.3)).tolist() == pytest.approx([1, 1, 0, 0, root, root])
 
 
 def test_clamp_stops_no_token_and_without_a_bound_is_the_ratio():
     ratios = [0.1, 0.9, 1.1, 5.0]
-    moved = move(ratios, [0.15] * 4, [1, -1, 1, -1], [4])
+    moved = logps(ratios, [0.15] * 4, [1, -1, 1, -1], [4])
     assert clamp(moved, Clamp(low=0.2, high=0.2)).tolist() == pytest.approx([0.8, 0.9, 1.1, 1.2])
     assert clamp(moved, Clamp(low=1.0, high=1e9)).tolist() == pytest.approx(ratios)
 
@@ -176,15 +177,15 @@ def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_on
     a move against the advantage is never stopped, and the ratio is held at the cap."""
     ratios, old = [2, 1.2, 1.2, 0.75, 0.75, 30], [0.01, 0.8, 0.8, 0.8, 0.8, 1e-4]
     adv = [1, 1, -1, -1, 1, 1]
-    f_C = total_variation(move(ratios, old, adv, [6]), TotalVariation(divergence=0.15))
+    f_C = total_variation(logps(ratios, old, adv, [6]), TotalVariation(divergence=0.15))
     assert f_C.tolist() == pytest.approx([2, 0, 1.2, 0, 0.75, 20])
-    assert clip(move(ratios, old, adv, [6]), Clip(low=0.2, high=0.21))[1] > 0
+    assert clip(logps(ratios, old, adv, [6]), Clip(low=0.2, high=0.21))[1] > 0
 
 
 def test_binary_kl_by_hand():
     """0.5 -> 0.6 has 0.0204 nats, 0.8 -> 0.96 has 0.1731; a certain token stays certain, and one that was not and now
     is has moved by infinitely many."""
-    m = move([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
+    m = logps([1.2, 1.2, 1.2, 1.0, 2.0, 1.2], [0.5, 0.8, 0.8, 1.0, 0.5, 0.5], [1, 1, -1, 1, 1, 1], [6])
     assert binary_kl(m, BinaryKl(divergence=0.05)).tolist() == pytest.approx([1.2, 0, 1.2, 1, 0, 1.2])
     assert binary_kl(m, BinaryKl(divergence=0.0203))[0] == 0 and binary_kl(m, BinaryKl(divergence=0.0205))[0] > 0
 
@@ -198,7 +199,7 @@ def test_binary_kl_stops_no_token_for_its_rounding():
     old_C = logits_CV.log_softmax(dim=1).gather(1, top_C1)[:, 0]
     logp_C = logits_CV.gather(1, top_C1)[:, 0] - logits_CV.logsumexp(dim=1)
     assert ((logp_C.exp() == 1) & (old_C.exp() < 1)).any()
-    same = Move(logp_C, old_C, torch.ones_like(old_C), torch.zeros(len(old_C), dtype=torch.long))
+    same = LogProbs(logp_C, old_C, torch.ones_like(old_C), torch.zeros(len(old_C), dtype=torch.long))
     assert (binary_kl(same, BinaryKl(divergence=0.05)) > 0).all()
 
 

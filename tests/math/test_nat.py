@@ -19,7 +19,7 @@ from advantage import group_norm
 from collect import Selection, choose
 from config import ConfigError
 from infra import runfolder
-from prune import COMPLETIONS, CutWeights, Offer, cut_weights, keep_all, keep_largest, kept_prob
+from prune import COMPLETIONS, Candidates, CutWeights, cut_weights, keep_all, keep_largest, prefix_prob
 from records import Batch, Pruned
 from settings import kinds
 from train import train
@@ -27,14 +27,14 @@ from train import train
 LENGTHS = [[3, 1, 4], [2, 5, 1]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
-OFFER = Offer(ADV_NG, torch.tensor(LENGTHS), "sequence", False, 0)
+CANDIDATES = Candidates(ADV_NG, torch.tensor(LENGTHS), "sequence", False, 0)
 WHOLE, LEAST = 0.3, 2
 
 
 def cuts(length: int) -> list[tuple[float, Tensor]]:
     """Every cut of a completion with its probability: `WHOLE` for none, else behind one of the tokens from the least
     on, each as likely. The point between the probabilities of two tokens cuts between them."""
-    prob_L, least = kept_prob(length, WHOLE, LEAST), min(LEAST, length)
+    prob_L, least = prefix_prob(length, WHOLE, LEAST), min(LEAST, length)
     ends = [*prob_L.tolist(), 0.0]
     drawn = []
     for tokens in range(least, length + 1):
@@ -56,7 +56,7 @@ class Short(Step):
 
     def choose(self, pruned: Pruned, tokens: CutWeights | None, monkeypatch) -> Batch:
         """What a step chooses when the draws come out so."""
-        monkeypatch.setitem(COMPLETIONS, self.cfg.prune.completions.kind, lambda offer, settings: pruned)
+        monkeypatch.setitem(COMPLETIONS, self.cfg.prune.completions.kind, lambda candidates, settings: pruned)
         monkeypatch.setattr(collect, "draw_cuts", lambda groups, settings, seed: tokens)
         return choose(as_rolled(self.groups, REWARD_NG, ADV_NG), Selection.of(self.cfg), seed=0)
 
@@ -80,13 +80,13 @@ def bias(step: Short, draws, monkeypatch, places=(0, 1), full=None, change=lambd
 ALL, PPS = kinds.KeepAll(), kinds.Pps(keep=2, size="adv")
 
 
-@pytest.mark.parametrize(("draw", "per"), [
+@pytest.mark.parametrize(("draw", "normalize"), [
     (ALL, "sequence"), (ALL, "constant"), (ALL, "token"), (PPS, "token"),
     (replace(PPS, keep=1, scope="batch"), "sequence")])
-def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, per, tiny, tmp_path, monkeypatch):
+def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, normalize, tiny, tmp_path, monkeypatch):
     """The denominators are those of whole completions."""
-    step = Short(tiny, tmp_path / "run", f"loss.per={per}", f"prune.completions={asdict(draw)}")
-    assert bias(step, outcomes(OFFER, draw), monkeypatch) < EXACT
+    step = Short(tiny, tmp_path / "run", f"loss.normalize={normalize}", f"prune.completions={asdict(draw)}")
+    assert bias(step, outcomes(CANDIDATES, draw), monkeypatch) < EXACT
 
 
 @pytest.mark.parametrize("settings", [
@@ -96,14 +96,14 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, per, ti
 ], ids=["cispo", "divergence"])
 def test_so_it_is_with_other_losses_of_single_tokens_and_in_a_mini_batch(settings, tiny, tmp_path, monkeypatch):
     step = Short(tiny, tmp_path / "run", "prune.completions={kind: pps, keep: 2, size: adv}", *settings)
-    assert bias(step, outcomes(OFFER, PPS), monkeypatch, places=[0]) < EXACT
+    assert bias(step, outcomes(CANDIDATES, PPS), monkeypatch, places=[0]) < EXACT
 
 
-@pytest.mark.parametrize("per", ["sequence", "token"])
-def test_under_a_biased_pruner_the_mean_is_that_pruners_gradient(per, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize("normalize", ["sequence", "token"])
+def test_under_a_biased_pruner_the_mean_is_that_pruners_gradient(normalize, tiny, tmp_path, monkeypatch):
     """CPPO's: what is kept is counted whole."""
     kept, pruning = keep_largest(ADV_NG, 2, "group"), "prune.completions={kind: topk, keep: 2}"
-    step = Short(tiny, tmp_path / "run", f"loss.per={per}", "loss.count=kept", pruning)
+    step = Short(tiny, tmp_path / "run", f"loss.normalize={normalize}", "loss.denominator=kept", pruning)
     assert bias(step, iter([(1.0, kept)]), monkeypatch, full=kept) < EXACT
 
 
@@ -136,16 +136,16 @@ def test_what_is_cut_off_is_in_no_row(tiny, tmp_path, monkeypatch):
 
 def test_the_probabilities_by_hand():
     """Of 4 tokens a cut may take the last two: whole with 0.4, else behind the second, third or fourth."""
-    assert kept_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
-    assert kept_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
-    assert kept_prob(3, 0.1, 9).tolist() == kept_prob(3, 1.0, 1).tolist() == [1, 1, 1]
+    assert prefix_prob(4, 0.4, 2).tolist() == pytest.approx([1, 1, 0.8, 0.6])
+    assert prefix_prob(3, 0.1, 1).tolist() == pytest.approx([1, 0.7, 0.4])
+    assert prefix_prob(3, 0.1, 9).tolist() == prefix_prob(3, 1.0, 1).tolist() == [1, 1, 1]
     assert cut_weights(4, 0.4, 2, 0.7).tolist() == pytest.approx([1, 1, 1.25])
 
 
 def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     """z-tests over 1,000 steps: how often each token of a kept completion is before the cut, and a projection of the
     weights of tokens and completions together, for which the two draws must not go together."""
-    cfg = toy_config(tmp_path / "run", "prune.tokens={kind: prefix, whole: 0.2}", "loss.count=all",
+    cfg = toy_config(tmp_path / "run", "prune.tokens={kind: prefix, whole: 0.2}", "loss.denominator=all",
                      "prune.completions={kind: bernoulli, drop_prob: 0.7}")
     groups = make_groups([[6] * 8, [3] * 8], [1, 1])
     reward_NG = torch.tensor([[1.0] + [0.0] * 7, [0.0] * 6 + [1.0] * 2], dtype=torch.float64)
@@ -159,7 +159,7 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
             tokens_C[:len(batch.tokens[0][g])] += 1
         thinned_NG = torch.tensor([[weight_C.sum() for weight_C in row] for row in batch.tokens])
         estimates.append((batch.pruned.weight_NG * value_NG * thinned_NG).sum())
-    prob_C = kept_prob(6, 0.2, 1)
+    prob_C = prefix_prob(6, 0.2, 1)
     assert ((tokens_C / kept - prob_C).abs() <= 4.5 * (prob_C * (1 - prob_C) / kept).sqrt() + 1e-12).all()
     estimate = torch.stack(estimates)
     z = (estimate.mean() - (value_NG * torch.tensor([[6.0], [3.0]])).sum()) / (estimate.std() / 1000 ** 0.5)
@@ -170,7 +170,7 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
     (["loss.trust.kind=clip_sequence"], "none with loss.trust.kind=clip_sequence: its ratio is over all tokens"),
     (["advantage.kind=gae", "critic.lr=1e-4"], "none with advantage.kind=gae: a critic's advantages need all tokens"),
     (["loss.mask_ratio=2"], "none with loss.mask_ratio=2.0: its mean ratio is over all tokens"),
-    (["advantage={kind: soft_value, residual: 1e-3}", "loss.per=sum", "loss.trust.kind=none"],
+    (["advantage={kind: soft_value, residual: 1e-3}", "loss.normalize=sum", "loss.trust.kind=none"],
      "none with advantage.residual=0.001: its log-ratio is over all tokens"),
     (["rollout.until=full", "pack.budget=4096"], "none with rollout.until=full: pack.budget counts whole completions"),
 ])

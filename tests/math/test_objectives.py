@@ -231,7 +231,7 @@ OBJECTIVES = {
     "entropy": (with_entropy, "grpo_toy", ["loss.entropy=0.1"]),
     "weights": (with_weights, "grpo_toy", ["loss.tis_cap=1.05", "loss.mask_ratio=1.03", "loss.kl=0.5",
                                            "loss.entropy=0.1", "loss.likelihood=0.2"]),
-    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust.kind=none", "loss.per=sum"]),
+    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust.kind=none", "loss.normalize=sum"]),
     "odpo": (by_pairs, "odpo_toy", []), "odpo-graded": (by_pairs, "odpo_toy", GRADED),
     "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_toy", [*GRADED, "advantage.pairs=extremes"]),
     "rpo": (by_pairs, "rpo_toy", []), "madpo": (by_pairs, "madpo_toy", []),
@@ -250,7 +250,7 @@ def windowed(groups: list[Group]) -> list[Group]:
 
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
-    return train.set_up(memory.decide(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.load_models(memory.resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:

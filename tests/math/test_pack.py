@@ -12,7 +12,19 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from metrics import PassSums
-from pack import KeptGroup, Minibatch, Plan, best_fit, build_row, cost, cut, deal, layout, pack, within_window
+from pack import (
+    KeptGroup,
+    Minibatch,
+    Plan,
+    best_fit,
+    build_row,
+    cut_rows,
+    deal_rows,
+    layout,
+    pack,
+    row_cost,
+    within_window,
+)
 from records import Group, PreparedRow, Prompt, Sample
 
 
@@ -123,7 +135,7 @@ def test_rows_are_dealt_in_equal_numbers_and_nearly_equal_sums(count, ranks):
     """No two ranks differ by more than the most expensive row, and far less over many rounds."""
     rng = random.Random(count)
     costs = [rng.lognormvariate(0, 1) for _ in range(count)]
-    hands = deal(costs, ranks)
+    hands = deal_rows(costs, ranks)
     assert sorted(row for hand in hands for row in hand) == list(range(count))
     assert max(map(len, hands)) - min(map(len, hands)) <= 1
     sums = [sum(costs[row] for row in hand) for hand in hands]
@@ -132,15 +144,15 @@ def test_rows_are_dealt_in_equal_numbers_and_nearly_equal_sums(count, ranks):
 
 def test_dealing_by_hand():
     """9 8 | 5 4 | 3 1: the second round gives the 5 to the 8, and at 13 to 13 the first rank gets the 3."""
-    assert deal([1, 9, 5, 8, 4, 3], 2) == [[1, 4, 5], [3, 2, 0]]
+    assert deal_rows([1, 9, 5, 8, 4, 3], 2) == [[1, 4, 5], [3, 2, 0]]
 
 
 def test_cost_by_hand():
     """Of 10 and 20 tokens alone the half of each square is met, twice which `quadratic` counts. Of 4 behind a prefix
     of 6: 7, 8, 9 and 10 keys, and half a key less each, as in all counts."""
-    assert cost([10, 20], [10, 20], 0.5) == 10 + 50 + 20 + 200
-    assert cost([4], [10], 0.5) == 4 + (6.5 + 7.5 + 8.5 + 9.5)
-    assert cost([6 + 4, 4], [10, 10], 0.5) == cost([10, 4], [10, 10], 0.5) == 10 + 50 + 4 + 32
+    assert row_cost([10, 20], [10, 20], 0.5) == 10 + 50 + 20 + 200
+    assert row_cost([4], [10], 0.5) == 4 + (6.5 + 7.5 + 8.5 + 9.5)
+    assert row_cost([6 + 4, 4], [10, 10], 0.5) == row_cost([10, 4], [10, 10], 0.5) == 10 + 50 + 4 + 32
 
 
 def test_attention_costs_as_much_as_a_count_of_operations_says():
@@ -149,7 +161,7 @@ def test_attention_costs_as_much_as_a_count_of_operations_says():
     model = decoder.Decoder(decoder.read_shape(TOY))
     operations = 2 * sum(p.numel() for p in model.parameters())
     attention = model.shape.layers * 4 * model.shape.heads * model.shape.head_dim * 100 / 2
-    assert cost([100], [100], model.quadratic) == pytest.approx(100 * (operations + attention) / operations)
+    assert row_cost([100], [100], model.quadratic) == pytest.approx(100 * (operations + attention) / operations)
 
 
 def test_a_row_by_hand():
@@ -210,7 +222,7 @@ def test_a_prompt_is_in_a_row_once_and_a_group_is_split_only_where_it_is_longer(
         minibatch = drawn_minibatch(rng)
         groups = kept_groups(minibatch)
         capacity = max(group.prompt + max(group.lengths) for group in groups) + rng.randint(0, 40)
-        rows = cut(groups, capacity, window)
+        rows = cut_rows(groups, capacity, window)
         kept = [tuple(member) for member in minibatch.keep_NG.nonzero().tolist()]
         assert sorted(member for row in rows for member in row) == kept
         for row in rows:
@@ -239,17 +251,17 @@ def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
         groups = kept_groups(minibatch)
         least = max(group.prompt + max(group.lengths) for group in groups)
         capacity = rng.randint(least, 150)
-        count = {size: len(cut(groups, size, window)) for size in range(least, capacity + 1)}
+        count = {size: len(cut_rows(groups, size, window)) for size in range(least, capacity + 1)}
         rounds = -(-count[capacity] // ranks)
         keeps = [size for size in count if count[size] <= rounds * ranks]
         plans = packed_rows(minibatch, Pack(capacity, window), ranks)
         rows = sorted(plan.members for plan in plans if plan.counts)
         assert len(plans) == rounds * ranks and len(rows) <= len(plans)
         if keeps == list(range(keeps[0], capacity + 1)):
-            assert rows == sorted(cut(groups, keeps[0], window))
+            assert rows == sorted(cut_rows(groups, keeps[0], window))
             smaller += keeps[0] < capacity
         else:
-            assert any(rows == sorted(cut(groups, size, window)) for size in keeps)
+            assert any(rows == sorted(cut_rows(groups, size, window)) for size in keeps)
             anomalies += 1
     assert smaller > 75 and anomalies < 5
 

@@ -12,7 +12,7 @@ from test_objectives import gradient_of, learner_on
 
 import config
 import train
-from advantage import adaptive_weight, advantage, chosen_of, group_weight, of_pairs
+from advantage import advantage, group_weight, madpo_weight, mark_pairs, preference_advantage
 from config import ConfigError
 from infra import runfolder
 from learner import has_reference
@@ -27,7 +27,7 @@ RATIO_NG = torch.tensor([[0.3, -2.0, 1.0, 4.0], [9.0, 0.5, -1.0, 2.0], [0.2, 0.1
 
 
 def pairs_of(reward_NG: torch.Tensor, pairs: str) -> set[tuple[int, int, int]]:
-    return set(map(tuple, chosen_of(reward_NG, pairs).nonzero().tolist()))
+    return set(map(tuple, mark_pairs(reward_NG, pairs).nonzero().tolist()))
 
 
 def test_pairs_are_all_of_different_rewards_or_the_best_with_the_worst():
@@ -52,36 +52,36 @@ def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward
         chosen = sorted((w, r) for k, w, r in pairs_of(reward_NG, settings.pairs) if k == n)
         for w, r in chosen:
             h = float(reward_NG[n, w] - reward_NG[n, r])
-            weight = float(adaptive_weight(torch.tensor(h), settings)) if settings.gap else 1.0
+            weight = float(madpo_weight(torch.tensor(h), settings)) if settings.gap else 1.0
             loss = -weight * (settings.beta * (ratio_NG[n, w] - ratio_NG[n, r])).sigmoid().log()
             scored = int((~reward_NG[n].isnan()).sum())
             total = total + scored * (loss - settings.likelihood * ratio_NG[n, w]) / len(chosen)
     total.backward()
-    adv_NG = of_pairs(RATIO_NG, reward_NG, settings)
+    adv_NG = preference_advantage(RATIO_NG, reward_NG, settings)
     assert adv_NG.isnan().equal(reward_NG.isnan())
     torch.testing.assert_close(adv_NG.nan_to_num(), -ratio_NG.grad, rtol=0, atol=1e-7)
     assert not adv_NG[1 if reward_NG is REWARD_NG else 2].nan_to_num().any()
 
 
 def test_rpo_without_its_likelihood_is_dpo_and_with_it_adds_the_chosen():
-    plain, more = (of_pairs(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
+    plain, more = (preference_advantage(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
     chosen_NG = torch.tensor([[0.5, 0, 0, 0.5], [0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)  # share of the pairs
     torch.testing.assert_close(more - plain, 4 * 0.3 * chosen_NG)
 
 
 def test_madpo_with_rewards_of_0_and_1_is_dpo_times_a_constant_and_with_graded_ones_is_not():
     for gap in (0.5, 2.0):
-        adaptive, plain = (of_pairs(RATIO_NG, REWARD_NG, Preference(gap=g)) for g in (gap, None))
+        adaptive, plain = (preference_advantage(RATIO_NG, REWARD_NG, Preference(gap=g)) for g in (gap, None))
         c = 0.5 + 1.5 / (1 + 2 * math.exp(1 - gap))
         torch.testing.assert_close(adaptive, plain * (1 + math.exp(-1)) / (1 + math.exp(-c)))
-    adaptive, plain = (of_pairs(RATIO_NG, GRADED_NG, Preference(gap=g)) for g in (2.0, None))
+    adaptive, plain = (preference_advantage(RATIO_NG, GRADED_NG, Preference(gap=g)) for g in (2.0, None))
     factor = (adaptive / plain)[0]
     assert factor.max() > factor.min() * 1.05
 
 
 def test_madpos_weight_is_one_at_the_gap_and_above_it_for_smaller_differences():
     settings = Preference(gap=2.0, c_max=4.0, c_min=0.25, steepness=3.0)
-    weight = adaptive_weight(torch.tensor([0.0, 1.0, 2.0, 3.0, 60.0], dtype=torch.float64), settings)
+    weight = madpo_weight(torch.tensor([0.0, 1.0, 2.0, 3.0, 60.0], dtype=torch.float64), settings)
     assert weight[[0, 2, 4]].tolist() == pytest.approx([1, 1, 1]) and weight[1] > 1 > weight[3]
 
 
@@ -104,7 +104,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
     monkeypatch.setattr(preference, "group_weight", lambda ratio_NG, adv_NG, beta: torch.ones_like(adv_NG[:, :1]))
     for kind in ("group_preference", "centred"):
         cfg = toy_config(tmp_path / kind, f"model.path={tiny}", "rollout.group_size=4", "loss.trust.kind=none",
-                         "loss.per=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
+                         "loss.normalize=sum", f"advantage.kind={kind}", name="grpo_toy.yaml")
         learner = learner_on(tiny, cfg)
         nudge(learner.policy, 0.02)
         adv_NG = advantage(as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0}), cfg.advantage)
@@ -147,7 +147,7 @@ def test_metrics_are_left_out_where_there_are_no_pairs():
     (["prune.completions={kind: pps, keep: 2}"], "prune.completions.kind=pps must be none"),
     (["prune.tokens.kind=prefix"], "prune.tokens.kind=prefix must be none"),
     (["loss.trust.kind=clip"], "loss.trust.kind=clip must be none"),
-    (["loss.per=token"], "loss.per=token must be sum"),
+    (["loss.normalize=token"], "loss.normalize=token must be sum"),
     (["loss.tis_cap=2"], "loss.tis_cap=2.0 must be null with advantage.kind=preference"),
     (["loss.mask_ratio=2"], "loss.mask_ratio=2.0 must be null"),
     (["rollout.group_size=1"], "rollout.group_size=1 must be at least 2"),

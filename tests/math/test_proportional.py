@@ -12,8 +12,8 @@ import config
 from advantage import group_norm
 from config import ConfigError
 from history import PromptHistory
-from prune import inclusion, keep_all, rollout_prob
-from settings.kinds import InProportion
+from prune import inclusion, keep_all, proportional_prob
+from settings.kinds import ProportionalPrompts
 
 NAN = math.nan
 
@@ -22,23 +22,23 @@ def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
     """1, 4, 0 and 2 right of 8, by the population's deviation; a fifth prompt has not come up yet."""
     reward_NG = torch.tensor([[float(g < right) for g in range(8)] for right in (1, 4, 0, 2)], dtype=torch.float64)
     groups = make_groups([[2] * 8] * 5, [1] * 5)
-    history = PromptHistory([group.prompt for group in groups], InProportion(share=0.5), 0, middle=0.5)
+    history = PromptHistory([group.prompt for group in groups], ProportionalPrompts(share=0.5), 0, middle=0.5)
     history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
     size_K = history.remembered([group.prompt for group in groups]).size_K
     assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
-    assert rollout_prob(size_K, 0.5, 0.1).tolist()[4] == 1
+    assert proportional_prob(size_K, 0.5, 0.1).tolist()[4] == 1
 
 
 def test_probabilities_by_hand():
     """Sizes 1 1 2 0 and 4 of a new one: the mean of the four is 1, so the fourth counts as 0.1, and 2 of them are
     expected: 2 x 2 / 4.1 is below 1."""
-    assert rollout_prob(torch.tensor([1.0, 1, NAN, 2, 0]).double(), 0.5, 0.1).tolist() == pytest.approx(
+    assert proportional_prob(torch.tensor([1.0, 1, NAN, 2, 0]).double(), 0.5, 0.1).tolist() == pytest.approx(
         [2 / 4.1, 2 / 4.1, 1, 4 / 4.1, 0.2 / 4.1])
-    assert rollout_prob(torch.tensor([NAN, NAN]), 0.5, 0.1).tolist() == [1, 1]
-    assert rollout_prob(torch.zeros(4), 0.5, 0.1).tolist() == [0.5] * 4   # nothing tells them apart
-    assert rollout_prob(torch.tensor([3.0]), 0.25, 0.1).tolist() == [0.25]
+    assert proportional_prob(torch.tensor([NAN, NAN]), 0.5, 0.1).tolist() == [1, 1]
+    assert proportional_prob(torch.zeros(4), 0.5, 0.1).tolist() == [0.5] * 4   # nothing tells them apart
+    assert proportional_prob(torch.tensor([3.0]), 0.25, 0.1).tolist() == [0.25]
     # All sizes below the mean, 11/3, count as it: 9 + 22/3 in all.
-    assert rollout_prob(torch.tensor([9.0, 1, 1]).double(), 0.5, 1.0).tolist() == pytest.approx(
+    assert proportional_prob(torch.tensor([9.0, 1, 1]).double(), 0.5, 1.0).tolist() == pytest.approx(
         [1.5 * 9 / (49 / 3), *[1.5 * (11 / 3) / (49 / 3)] * 2])
 
 
@@ -48,7 +48,7 @@ def test_as_many_are_expected_as_the_share_says_and_no_weight_is_too_large():
         K, share, floor = 1 + trial % 9, 0.1 + 0.9 * (trial % 7) / 7, (0.05, 0.3, 1.0)[trial % 3]
         size_K = torch.rand(K, generator=generator).double() ** 6 * (torch.rand(K, generator=generator) > 0.4)
         size_K[torch.rand(K, generator=generator) < 0.2] = NAN
-        prob_K, seen_K = rollout_prob(size_K, share, floor), ~size_K.isnan()
+        prob_K, seen_K = proportional_prob(size_K, share, floor), ~size_K.isnan()
         assert (prob_K[~seen_K] == 1).all() and (prob_K <= 1).all()
         assert prob_K[seen_K].sum().item() == pytest.approx(share * int(seen_K.sum()), abs=1e-9)
         assert (1 / prob_K).max() <= (1 + floor) / (share * floor) * (1 + 1e-9) or not seen_K.any()
@@ -61,13 +61,14 @@ def test_a_fractional_count_is_divided_in_proportion_too():
     assert inclusion(torch.tensor([1.0, 8, 1]), 1.5).tolist() == pytest.approx([0.25, 1, 0.25])
 
 
-@pytest.mark.parametrize(("per", "places"), [("sequence", [0, 1]), ("sequence", [0]), ("constant", [1])])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("normalize", "places"), [("sequence", [0, 1]), ("sequence", [0]), ("constant", [1])])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, tiny, tmp_path, monkeypatch):
     """Prompts of the sizes 0.3 and 0.9, and then `pps` among their completions, whose sizes know the prompts' weights;
     of a step or of a mini-batch."""
-    step = Step(tiny, tmp_path / "run", f"loss.per={per}", "prune.completions={kind: pps, keep: 2, scope: batch}",
+    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}",
+                "prune.completions={kind: pps, keep: 2, scope: batch}",
                 "prune.prompts={kind: pps, share: 0.5}")
-    prob_N = rollout_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1).tolist()
+    prob_N = proportional_prob(torch.tensor([0.3, 0.9]).double(), 0.5, 0.1).tolist()
     assert prob_N == pytest.approx([0.25, 0.75])
     full = as_batch(step.groups, ADV_NG, keep_all(ADV_NG))
     assert bias_of_both(step, by_both(step, prob_N, by_accuracy, monkeypatch), full, places) < EXACT
@@ -78,24 +79,24 @@ def test_what_the_seed_draws_has_these_probabilities_and_weights():
     groups = make_groups([[2, 3]] * 4, [1] * 4)
     adv_NG = torch.tensor([[0.1, -0.1], [1.0, -1.0], [0.0, 0.0], [0.5, -0.5]], dtype=torch.float64)
     prompts, value_N = [group.prompt for group in groups], torch.tensor([3.0, -1.0, 2.0, 0.7])
-    history = PromptHistory(prompts, InProportion(share=0.5), seed=7, middle=0.0)
-    assert all(turn.kept and turn.prob == 1 for turn in history.draw(4))
+    history = PromptHistory(prompts, ProportionalPrompts(share=0.5), seed=7, middle=0.0)
+    assert all(draw.kept and draw.prob == 1 for draw in history.draw(4))
     history.record(as_rolled(groups, adv_NG, adv_NG))
-    prob_K = rollout_prob(adv_NG.abs().mean(dim=1), 0.5, 0.1)
+    prob_K = proportional_prob(adv_NG.abs().mean(dim=1), 0.5, 0.1)
     places, estimates, counts = {prompt.id: n for n, prompt in enumerate(prompts)}, [], []
     for _ in range(2000):
-        turns = history.draw(4)
-        assert all(turn.prob == pytest.approx(prob_K[places[turn.prompt.id]].item()) for turn in turns)
-        estimates.append(sum(turn.weight * value_N[places[turn.prompt.id]] for turn in turns))
-        counts.append(sum(turn.kept for turn in turns))
+        draws = history.draw(4)
+        assert all(draw.prob == pytest.approx(prob_K[places[draw.prompt.id]].item()) for draw in draws)
+        estimates.append(sum(draw.weight * value_N[places[draw.prompt.id]] for draw in draws))
+        counts.append(sum(draw.kept for draw in draws))
     estimate = torch.tensor(estimates)
     assert abs((estimate.mean() - value_N.sum()) / (estimate.std() / 2000 ** 0.5)) < 4
     assert sum(counts) / 2000 == pytest.approx(2, abs=0.1)
 
 
 @pytest.mark.parametrize(("settings", "why"), [
-    (["loss.per=token"], "loss.per=token must be sequence, constant or sum with prune.prompts.kind=pps"),
-    (["loss.count=kept"], "loss.count=kept must be all with prune.prompts.kind=pps"),
+    (["loss.normalize=token"], "loss.normalize=token must be sequence, constant or sum with prune.prompts.kind=pps"),
+    (["loss.denominator=kept"], "loss.denominator=kept must be all with prune.prompts.kind=pps"),
     (["rollout.until=informative"], "rollout.until=informative must be offered or full with prune.prompts.kind=pps")])
 def test_what_would_make_it_biased_is_an_error(settings, why):
     with pytest.raises(ConfigError, match=why):

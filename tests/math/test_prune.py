@@ -5,22 +5,22 @@ import torch
 
 from loss import token_weight
 from prune import (
-    FLOOR,
+    SIZE_FLOOR,
+    Candidates,
     Memory,
-    Offer,
     adapt_p,
-    all_but_lowest,
     below_mean,
     bernoulli,
+    bernoulli_prompts,
     drop_bottom,
-    explored,
     gradient_size,
+    greso_prob,
     inclusion,
     keep_all,
     keep_largest,
-    next_round,
+    next_round_size,
     pps,
-    rarely_below_mean,
+    skip_lowest,
     systematic,
 )
 
@@ -139,18 +139,18 @@ def test_inclusion_and_the_comb_at_random():
 def test_sizes_by_hand():
     adv_NG, len_NG = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[4, 16, 9]])
 
-    def size(per: str, size: str, by_cost: bool = False, inert: bool = True) -> list[float]:
-        return pytest.approx(gradient_size(Offer(adv_NG, len_NG, per, inert, 0), size, by_cost)[0].tolist())
+    def size(normalize: str, size: str, by_cost: bool = False, inert: bool = True) -> list[float]:
+        return pytest.approx(gradient_size(Candidates(adv_NG, len_NG, normalize, inert, 0), size, by_cost)[0].tolist())
 
     assert size("sequence", "adv") == [2, 1, 0]
     assert size("sequence", "norm") == [1, 0.25, 0]
-    assert all(size(per, "norm") == [4, 4, 0] for per in ("token", "constant"))
+    assert all(size(normalize, "norm") == [4, 4, 0] for normalize in ("token", "constant"))
     assert size("token", "norm", by_cost=True) == [2, 1, 0]
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
-    weighed = Offer(adv_NG, len_NG, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
+    weighed = Candidates(adv_NG, len_NG, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
     assert gradient_size(weighed, "norm", False).tolist() == [[12, 12, 0]]
-    assert size("sequence", "adv", inert=False) == [2, 1, FLOOR]
-    flat = Offer(torch.zeros(1, 3), len_NG, "token", False, 0)
+    assert size("sequence", "adv", inert=False) == [2, 1, SIZE_FLOOR]
+    flat = Candidates(torch.zeros(1, 3), len_NG, "token", False, 0)
     assert gradient_size(flat, "norm", False).tolist() == [[1, 1, 1]]
 
 
@@ -177,26 +177,26 @@ NAN = float("nan")
 
 
 def test_prompts_below_the_mean_of_those_seen_are_rare_and_new_ones_certain():
-    assert rarely_below_mean(recall([0.0, 0.49, 0.5, 0.9, NAN]), 0.7).tolist() == pytest.approx([0.3, 0.3, 1, 1, 1])
-    assert rarely_below_mean(recall([0.0, 0.0], mean=0.0), 0.7).tolist() == [1, 1]   # of equal sizes none is below
-    assert rarely_below_mean(recall([NAN], mean=NAN), 0.7).tolist() == [1]           # the first step of all
+    assert bernoulli_prompts(recall([0.0, 0.49, 0.5, 0.9, NAN]), 0.7).tolist() == pytest.approx([0.3, 0.3, 1, 1, 1])
+    assert bernoulli_prompts(recall([0.0, 0.0], mean=0.0), 0.7).tolist() == [1, 1]   # of equal sizes none is below
+    assert bernoulli_prompts(recall([NAN], mean=NAN), 0.7).tolist() == [1]           # the first step of all
 
 
 def test_the_lowest_share_of_prompts_is_skipped_but_none_forever():
     sizes = [0.5, 0.1, NAN, 0.3, 0.2]
     for drop_prob, expected in ((0.0, [1, 1, 1, 1, 1]), (0.5, [1, 0, 1, 1, 0]), (0.9, [0, 0, 1, 0, 0])):
-        assert all_but_lowest(recall(sizes), drop_prob, 2).tolist() == expected
-    assert all_but_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
-    assert all_but_lowest(recall([NAN, NAN]), 0.5, 2).tolist() == [1, 1]
-    assert all_but_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
+        assert skip_lowest(recall(sizes), drop_prob, 2).tolist() == expected
+    assert skip_lowest(recall(sizes, passed=[1, 2, 0, 1, 0]), 0.4, 2).tolist() == [1, 1, 1, 0, 0]
+    assert skip_lowest(recall([NAN, NAN]), 0.5, 2).tolist() == [1, 1]
+    assert skip_lowest(recall([0.2, 0.2, 0.2, 0.2]), 0.5, 2).tolist() == [0, 0, 1, 1]
 
 
 def test_greso_skips_with_one_minus_p_to_the_streak_but_at_most_99_of_100():
     """arXiv:2506.02177: 1 - max(p^z, 0.01) for z = 0..8, with p of their own for easy and hard prompts."""
     streak, none = torch.arange(9), torch.zeros(9, dtype=torch.long)
-    easy = explored(streak, none, (0.5, 0.9))
+    easy = greso_prob(streak, none, (0.5, 0.9))
     assert (1 - easy).tolist() == pytest.approx([0, 0.5, 0.75, 0.875, 0.9375, 0.96875, 0.984375, 0.99, 0.99])
-    hard = explored(none, streak, (0.5, 0.9))
+    hard = greso_prob(none, streak, (0.5, 0.9))
     assert (1 - hard).tolist() == pytest.approx([1 - 0.9 ** z for z in range(9)])
 
 
@@ -210,11 +210,11 @@ def test_greso_explores_less_where_too_many_gave_nothing():
 
 def test_gresos_rounds_as_released():
     """256 wanted, 384 at most, 64 at least: 1.25 x missing / informative share; the last if that is below 384."""
-    assert next_round(103, 0.6, 384) == (321, True)    # 1.25 x 103 / 0.4 = 321.9
-    assert next_round(200, 0.9, 384) == (384, False)   # 2,500
-    assert next_round(10, 0.5, 384) == (64, True)      # 25
-    assert next_round(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
-    assert next_round(1, 0.5, 1) == (1, False)
+    assert next_round_size(103, 0.6, 384) == (321, True)    # 1.25 x 103 / 0.4 = 321.9
+    assert next_round_size(200, 0.9, 384) == (384, False)   # 2,500
+    assert next_round_size(10, 0.5, 384) == (64, True)      # 25
+    assert next_round_size(256, 1.0, 384) == (384, False)   # nothing informative: no estimate
+    assert next_round_size(1, 0.5, 1) == (1, False)
 
 
 def test_what_has_no_reward_is_no_candidate():
@@ -229,5 +229,5 @@ def test_what_has_no_reward_is_no_candidate():
     assert below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
     assert below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
     for inert in (True, False):
-        size_NG = gradient_size(Offer(adv_NG, torch.ones(3, 6), "sequence", inert, 0), "adv", False)
+        size_NG = gradient_size(Candidates(adv_NG, torch.ones(3, 6), "sequence", inert, 0), "adv", False)
         assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not inert)

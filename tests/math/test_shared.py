@@ -83,7 +83,7 @@ def test_gradients_with_shared_prompts_are_those_without(name, tiny, tmp_path, m
 
 @pytest.mark.parametrize(("name", "settings"), [
     ("grpo", "loss.kl=0.1"), ("dapo", "loss.kl=0.1 model.checkpoint_blocks=all"),
-    ("grpo", "model.logp_chunk=3 rollout.temperature=0.7"), ("tppo", "loss.kl=0.1 loss.count=kept"),
+    ("grpo", "model.logp_chunk=3 rollout.temperature=0.7"), ("tppo", "loss.kl=0.1 loss.denominator=kept"),
     ("vapo", "loss.kl=0.1 loss.likelihood=0.2 loss.tis_cap=1.05"), ("gspo", "loss.mask_ratio=1.1")])
 def test_so_are_they_with_a_kl_and_where_completions_were_pruned(name, settings, tiny, tmp_path, monkeypatch):
     case = pruned_case(name, tiny, tmp_path / "run", *settings.split())
@@ -116,7 +116,7 @@ def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
     minibatch, = critic.split_minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
     for row in trained.rows(minibatch):
         value_C, _ = trained.critic.values(trained, row)
-        critic.value_loss(value_C, critic.target(trained, row), row.weight_C).backward()
+        critic.value_loss(value_C, critic.critic_target(trained, row), row.weight_C).backward()
     return gradients(trained.critic.model)
 
 

@@ -20,7 +20,7 @@ from config import ConfigError
 from history import PromptHistory
 from methods import critic
 from methods.soft_value import SoftValues, soft_value
-from prune import COMPLETIONS, Offer, below_mean, drop_bottom, keep_all, keep_largest, thin
+from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds
 from settings.kinds import Bernoulli, Pps
@@ -29,29 +29,29 @@ from settings.loader import choices
 HALF = Bernoulli(drop_prob=0.7)
 
 
-def offer(per: str) -> Offer:
-    return Offer(ADV_NG, torch.tensor(LENGTHS), per, False, 0)
+def candidates(normalize: str) -> Candidates:
+    return Candidates(ADV_NG, torch.tensor(LENGTHS), normalize, False, 0)
 
 
-@pytest.mark.parametrize(("per", "settings"), [
+@pytest.mark.parametrize(("normalize", "settings"), [
     ("token", ["advantage={kind: gae, alpha: 1}", "critic.lr=1e-4", "loss.likelihood=0.1", "loss.trust.high=0.28"]),
     ("sequence", ["loss={trust: {kind: clip_sequence, low: 0.01, high: 0.01}}"]),
     ("constant", ["loss={kl_corrected: true, entropy: 0.3}"]),
 ], ids=["vapo", "gspo", "corrected KL and entropy"])
-def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(per, settings, tiny, tmp_path):
+def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_region(normalize, settings, tiny, tmp_path):
     """Probabilities may come from rewards alone, before a critic's values are known."""
-    step = Step(tiny, tmp_path / "run", f"loss.per={per}", *settings)
-    mean = mean_of(list(outcomes(offer(per), HALF)), step.gradient)
+    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", *settings)
+    mean = mean_of(list(outcomes(candidates(normalize), HALF)), step.gradient)
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
 
 
-@pytest.mark.parametrize(("settings", "per", "order"), [
+@pytest.mark.parametrize(("settings", "normalize", "order"), [
     (HALF, "sequence", 0), (Pps(keep=2), "sequence", 0), (Pps(keep=2), "token", 1),
     (Pps(keep=2, scope="batch"), "sequence", 0),
     (Pps(keep=2, scope="batch", size="adv"), "constant", 0), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
-def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, per, order, tiny, tmp_path):
-    step = Step(tiny, tmp_path / "run", f"loss.per={per}")
-    mean = mean_of(list(outcomes(offer(per), settings, order)), step.gradient)
+def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, normalize, order, tiny, tmp_path):
+    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}")
+    mean = mean_of(list(outcomes(candidates(normalize), settings, order)), step.gradient)
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
 
 
@@ -84,7 +84,7 @@ def is_paired(kind: str) -> bool:
 
 def by_kind(kind: str) -> list[str]:
     """Settings that compare completions by this kind."""
-    alone = ["loss.trust.kind=none", "loss.per=sum"] if is_paired(kind) else []
+    alone = ["loss.trust.kind=none", "loss.normalize=sum"] if is_paired(kind) else []
     return [f"advantage={needed(choices(kinds.Advantage)[kind])}", *alone, *MORE.get(kind, [])]
 
 
@@ -101,11 +101,11 @@ def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True
     return rewards, advantage(rewards, step.cfg.advantage)
 
 
-@pytest.mark.parametrize(("kind", "per"), [*((kind, "sequence") for kind in KINDS),
+@pytest.mark.parametrize(("kind", "normalize"), [*((kind, "sequence") for kind in KINDS),
                                            ("group_norm", "constant"), ("group_norm", "token")])
-def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, per, tiny, tmp_path):
+def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, normalize, tiny, tmp_path):
     """Its group's advantages, the denominators, and the gradient are those of a group without it."""
-    settings = [f"loss.per={per}", *by_kind(kind)]
+    settings = [f"loss.normalize={normalize}", *by_kind(kind)]
     without, step = Step(tiny, tmp_path / "a", *settings), Padded(tiny, tmp_path / "b", *settings)
     (_, adv_NG), (_, wide_NG) = compared(without, REWARD_NG), compared(step, padded(REWARD_NG))
     torch.testing.assert_close(wide_NG, padded(adv_NG), equal_nan=True, rtol=1e-12, atol=1e-12)
@@ -113,13 +113,13 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, per, tin
     assert distance(wide, full) < EXACT
 
 
-@pytest.mark.parametrize(("settings", "per"), [
+@pytest.mark.parametrize(("settings", "normalize"), [
     (HALF, "token"), (Pps(keep=2), "sequence"), (Pps(keep=2, scope="batch"), "constant")])
-def test_over_all_outcomes_the_mean_is_the_full_gradient_of_those_with_a_reward(settings, per, tiny, tmp_path):
-    step, wide_NG = Padded(tiny, tmp_path / "b", f"loss.per={per}"), padded(ADV_NG)
-    drawn = list(outcomes(Offer(wide_NG, lengths(step.groups, 6), per, False, 0), settings))
+def test_over_all_outcomes_the_mean_is_the_full_gradient_of_those_with_a_reward(settings, normalize, tiny, tmp_path):
+    step, wide_NG = Padded(tiny, tmp_path / "b", f"loss.normalize={normalize}"), padded(ADV_NG)
+    drawn = list(outcomes(Candidates(wide_NG, lengths(step.groups, 6), normalize, False, 0), settings))
     assert not any((pruned.keep_NG | (pruned.prob_NG > 0))[wide_NG.isnan()].any() for _, pruned in drawn)
-    full = Step(tiny, tmp_path / "a", f"loss.per={per}").gradient(keep_all(ADV_NG))
+    full = Step(tiny, tmp_path / "a", f"loss.normalize={normalize}").gradient(keep_all(ADV_NG))
     assert distance(mean_of(drawn, lambda pruned: step.gradient(pruned, wide_NG)), full) < EXACT
 
 
@@ -127,7 +127,7 @@ def test_choosing_leaves_them_out_whatever_a_pruner_says(tiny, tmp_path, monkeyp
     step = Padded(tiny, tmp_path / "run", "prune.completions={kind: topk, keep: 2}")
     rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
     all_NG = torch.ones(2, 6, dtype=torch.float64)
-    monkeypatch.setitem(COMPLETIONS, "topk", lambda offer, settings: Pruned(all_NG.bool(), all_NG, all_NG))
+    monkeypatch.setitem(COMPLETIONS, "topk", lambda candidates, settings: Pruned(all_NG.bool(), all_NG, all_NG))
     pruned = choose(rolled, Selection.of(step.cfg), seed=0).pruned
     assert not (pruned.keep_NG & rolled.adv_NG.isnan()).any() and not pruned.weight_NG[~pruned.keep_NG].any()
 
@@ -146,14 +146,15 @@ class Cut(Padded):
         return choose(self.rolled, Selection.of(self.cfg), seed)
 
 
-@pytest.mark.parametrize("per", ["sequence", "constant", "token"])
-def test_truncated_completions_are_as_if_they_were_not_there(per, tiny, tmp_path):
+@pytest.mark.parametrize("normalize", ["sequence", "constant", "token"])
+def test_truncated_completions_are_as_if_they_were_not_there(normalize, tiny, tmp_path):
     """In no denominator either: the gradient is that of groups without them, and token weights add up to 1."""
-    without, step = Step(tiny, tmp_path / "a", f"loss.per={per}"), Cut(tiny, tmp_path / "b", f"loss.per={per}")
+    setting = f"loss.normalize={normalize}"
+    without, step = Step(tiny, tmp_path / "a", setting), Cut(tiny, tmp_path / "b", setting)
     assert distance(step.gradient_of(step.choose(), [0, 1]), without.gradient(keep_all(ADV_NG))) < EXACT
     weighed = update.minibatch(step.learner, step.choose(), [0, 1])
     total = (weighed.weight_NG * lengths(step.groups, 6)).sum().item()
-    assert per == "constant" or total == pytest.approx(1, abs=1e-12)
+    assert normalize == "constant" or total == pytest.approx(1, abs=1e-12)
 
 
 @pytest.mark.parametrize("pruning", ["{kind: pps, keep: 2}", "{kind: pps, keep: 2, scope: batch}",
@@ -202,11 +203,12 @@ def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch:
     return bias_of_both(step, by_both(step, [0.4, 0.7], compared, monkeypatch), full, places, change)
 
 
-@pytest.mark.parametrize(("per", "places"), [("constant", [0]), ("sequence", [1])])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(per, places, tiny, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("normalize", "places"), [("constant", [0]), ("sequence", [1])])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, tiny, tmp_path, monkeypatch):
     """Of a mini-batch; of a whole step below. Under token aggregation the number of tokens of a prompt skipped is
     unknown: a config error."""
-    assert both_levels(at_both(tiny, tmp_path / "run", f"loss.per={per}", PROMPTS), monkeypatch, places) < EXACT
+    step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", PROMPTS)
+    assert both_levels(step, monkeypatch, places) < EXACT
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -249,18 +251,18 @@ def test_the_same_sees_the_bias_of_prompts(change, tiny, tmp_path, monkeypatch):
 def test_the_same_sees_the_bias_of_a_scale_over_the_prompts_rolled_out(tiny, tmp_path, monkeypatch):
     """GDPO's deviation, had the config error not stopped it."""
     step = at_both(tiny, tmp_path / "run", *by_kind("decoupled"))
-    step.cfg = replace(step.cfg, prune=replace(step.cfg.prune, prompts=kinds.Thinned(drop_prob=0.6)))
+    step.cfg = replace(step.cfg, prune=replace(step.cfg.prune, prompts=kinds.BernoulliPrompts(drop_prob=0.6)))
     require_bias(both_levels(step, monkeypatch, [0, 1]), "a scale over the prompts rolled out")
 
 
 def without_weights() -> list[tuple]:
-    return [(chance, Pruned(p.keep_NG, p.keep_NG.double(), p.prob_NG)) for chance, p in outcomes(offer(""), HALF)]
+    return [(chance, Pruned(p.keep_NG, p.keep_NG.double(), p.prob_NG)) for chance, p in outcomes(candidates(""), HALF)]
 
 
 def renormalised() -> list[tuple]:
     """Advantages of what survives, computed anew from it: a single survivor has none."""
     arms = []
-    for chance, pruned in outcomes(offer(""), HALF):
+    for chance, pruned in outcomes(candidates(""), HALF):
         adv_NG = torch.zeros_like(ADV_NG)
         for n, keep_G in enumerate(pruned.keep_NG):
             if keep_G.sum() > 1:
@@ -275,24 +277,24 @@ BIASED = {
     "bottom fraction": (lambda: [(1.0, drop_bottom(ADV_NG, 0.5))], "sequence", "kept"),
     "no weights": (without_weights, "sequence", "all"),
     "no weights, mean over the kept": (without_weights, "sequence", "kept"),
-    "1/(1-P) over the kept mean": (lambda: list(outcomes(offer(""), HALF)), "sequence", "kept"),
+    "1/(1-P) over the kept mean": (lambda: list(outcomes(candidates(""), HALF)), "sequence", "kept"),
     "advantages normalised after pruning": (renormalised, "sequence", "all"),
-    "token mean over survivors": (lambda: list(outcomes(offer(""), HALF)), "token", "kept"),
+    "token mean over survivors": (lambda: list(outcomes(candidates(""), HALF)), "token", "kept"),
 }
 
 
 @pytest.mark.parametrize("arm", BIASED)
 def test_the_same_sees_the_bias_of_every_biased_arm(arm, tiny, tmp_path):
-    draws, per, count = BIASED[arm]
-    step = Step(tiny, tmp_path / "run", f"loss.per={per}", f"loss.count={count}")
-    full = Step(tiny, tmp_path / "run", f"loss.per={per}").gradient(keep_all(ADV_NG))
-    require_bias(distance(mean_of(draws(), step.gradient), full), f"{arm}, per {per}, count {count}")
+    draws, normalize, count = BIASED[arm]
+    step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", f"loss.denominator={count}")
+    full = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}").gradient(keep_all(ADV_NG))
+    require_bias(distance(mean_of(draws(), step.gradient), full), f"{arm}, {normalize}, count {count}")
 
 
 def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
     """z-test over 1,500 draws at G = 16 of a projection of the weights: prompts from their history, completions from
     the step's seed, both multiplied."""
-    cfg = toy_config(tmp_path / "run", PROMPTS, "loss.count=all", f"prune.completions={COMPLETIONS_TOO}")
+    cfg = toy_config(tmp_path / "run", PROMPTS, "loss.denominator=all", f"prune.completions={COMPLETIONS_TOO}")
     generator = torch.Generator().manual_seed(0)
     groups = make_groups([[2] * 16] * 4, [1] * 4)
     adv_NG, value_NG = (torch.randn(4, 16, dtype=torch.float64, generator=generator) for _ in range(2))
@@ -302,10 +304,10 @@ def test_weights_of_both_levels_make_up_for_what_is_dropped(tmp_path):
     history.record(as_rolled(groups, adv_NG, adv_NG))
     estimates, passed = [], 0
     for seed in range(1500):
-        turns = history.draw(4)
-        members = [places[turn.prompt.id] for turn in turns if turn.kept]
+        draws = history.draw(4)
+        members = [places[draw.prompt.id] for draw in draws if draw.kept]
         rewards = as_rewards({"accuracy": adv_NG[members]}, {"accuracy": 1.0})
-        rolled = Rolled() + Rolled(turns, [groups[n] for n in members], rewards, adv_NG[members])
+        rolled = Rolled() + Rolled(draws, [groups[n] for n in members], rewards, adv_NG[members])
         batch = choose(rolled, Selection.of(cfg), seed)
         passed += 4 - len(members)
         estimates.append((batch.pruned.weight_NG * value_NG[members]).sum())

@@ -12,7 +12,7 @@ import sympy
 
 from verify import algebra
 from verify import grade as grading
-from verify.answer import equal
+from verify.answer import answers_equal
 
 ROOT = Path(__file__).parents[2]
 LABELLED = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()]
@@ -167,7 +167,7 @@ def accepted(gold: str, answer: str) -> bool:
 def judged(gold: str, answer: str) -> bool | str:
     """Judge an answer in this process; the name of the exception if there is one."""
     try:
-        return equal(gold, answer, algebra.compare_expressions)
+        return answers_equal(gold, answer, algebra.compare_expressions)
     except Exception as error:  # as the workers do
         return type(error).__name__
 

@@ -11,7 +11,7 @@ from respelling import verdict
 
 from verify import answer
 from verify import grade as grading
-from verify.answer import equal
+from verify.answer import answers_equal
 from verify.extract import extract, last_number
 from verify.number import LONGEST, number
 
@@ -280,13 +280,13 @@ def test_a_decimal_is_a_root_only_with_many_digits(decimal, fits):
 
 def test_long_answers_are_compared_by_their_spelling():
     long = " + ".join(["x"] * 800)
-    assert equal(long, long.replace(" ", ""), lambda a, b: False)
-    assert not equal(long, long + "+y", lambda a, b: True)
+    assert answers_equal(long, long.replace(" ", ""), lambda a, b: False)
+    assert not answers_equal(long, long + "+y", lambda a, b: True)
 
 
 def test_relations_in_a_row_end():
-    assert not equal("x \\in 1 \\in 2", "y \\in 3 \\in 4 \\in 5", lambda a, b: False)
-    assert not equal("1", "a = b = c = d", lambda a, b: False)
+    assert not answers_equal("x \\in 1 \\in 2", "y \\in 3 \\in 4 \\in 5", lambda a, b: False)
+    assert not answers_equal("1", "a = b = c = d", lambda a, b: False)
 
 
 PIECES = ("{", "}", "(", ")", "[", "]", "\\boxed{", "\\frac", "\\sqrt{", "^", "_", "\\\\", "&", "$",
@@ -307,7 +307,7 @@ def test_no_text_makes_the_trainers_part_fail():
         text = "".join(rng.choices(PIECES, k=rng.choice((3, 10, 40, 300))))
         found = extract(text)
         for gold in ("1", r"\frac{1}{2}", "(1,2)", text[:60]):
-            assert equal(gold, text if found is None else found, other) in (True, False)
+            assert answers_equal(gold, text if found is None else found, other) in (True, False)
         answer.is_readable(text, lambda x: True)
 
 
@@ -321,7 +321,7 @@ def test_a_megabyte_is_read_once(text):
     extract(text)
     last_number(text)
     extract(f"{text} The answer is 7.")
-    equal("1", text, lambda a, b: False)
+    answers_equal("1", text, lambda a, b: False)
     grading.last_number_equal("1", text)
     for length in (300, LONGEST):
-        equal(text[:length], text[-length:], lambda a, b: False)
+        answers_equal(text[:length], text[-length:], lambda a, b: False)

@@ -8,7 +8,7 @@ from history import PromptHistory
 from methods import depo, optpo, window
 
 
-def put_in(
+def choose_sampler(
     cfg: Config,
     source: Path,
     history: PromptHistory,
