@@ -52,7 +52,7 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
     """Standardise rewards within their group, (r - mean) / (std + eps): GRPO (arXiv:2402.03300).
 
     correction 0 is the paper's population deviation, 1 the sample deviation of the released codes.
-    A group whose rewards are all equal carries no signal and gets exactly 0, and so does a group of one.
+    A flat group (all rewards equal) and a group of one carry no signal and get exactly 0.
     """
     centred_NG = centred(reward_NG)
     count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
@@ -65,7 +65,7 @@ def leave_one_out(reward_NG: Tensor) -> Tensor:
     """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). Unbiased, unlike a mean
     that includes r.
 
-    Not divided by a deviation: that of the other rewards may be 0 while the difference is not.
+    Not divided by a deviation: the other rewards may have deviation 0 while the difference is not 0.
     """
     count_N1 = (~reward_NG.isnan()).sum(dim=1, keepdim=True)
     factor_N1 = count_N1.to(reward_NG.dtype) / (count_N1 - 1).clamp(min=1)
@@ -77,7 +77,7 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     step: GDPO (arXiv:2601.05242). Rewards that are summed first map distinct combinations to one advantage.
 
     Every group's sum is 0, so the step's mean is 0 and only its scale is normalised: over completions, as the
-    authors do in TRL; verl does it over tokens, where long completions count more. A component that is nan
+    authors do in TRL. In verl it is over tokens, so long completions count more. A component that is nan
     for a completion adds nothing to it.
     """
     adv_NG = 0

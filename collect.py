@@ -1,4 +1,4 @@
-"""Collect a step: sample and score groups until there are enough, and choose what is trained on.
+"""Collect a step: sample and score groups until there are enough, and choose the completions to train on.
 
 Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  R completions,
 T tokens of all completions, laid end to end.
@@ -119,11 +119,11 @@ class Selection:
 
 
 def lacks(rolled: Rolled, selection: Selection, seed: int) -> int:
-    """Count the prompts that the next round draws; 0 where the step has enough, or has had its rounds.
+    """Count the prompts of the next round; 0 if the step has enough, or has had all its rounds.
 
     offered      N prompts, once
     informative  in rounds of oversample x N until N groups differ (DAPO); with GRESO as many as are estimated
-    full         N at a time until what `choose` keeps fills pack.budget
+    full         N at a time until the survivors of `choose` fill pack.budget
     Under the last two the number of prompts in a step depends on their rewards: the estimator is another one
     then, and the proof of unbiased pruning does not cover it.
     """
@@ -156,7 +156,7 @@ def refill_count(rolled: Rolled, settings: Rollout, estimated: bool) -> int:
 
 
 def informative_groups(rolled: Rolled) -> Tensor:
-    """Mark the groups whose completions differ in what rollout.differ_in names, bool [N]."""
+    """Mark the groups with different values of rollout.differ_in, bool [N]."""
     if rolled.rewards is None:
         return torch.empty(0, dtype=torch.bool)
     return ~flat_groups(rolled.rewards.compared_NG)
@@ -171,7 +171,7 @@ def missing_tokens(batch: Batch, budget: int) -> int:
 
 
 def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
-    """Say how far a step that has had its rounds is short of its target; empty where it is not."""
+    """Say how much a step without further rounds is short of its target; empty if nothing is missing."""
     groups = len(batch.groups)
     missing, unit = 0, "groups"
     if selection.rollout.until == "informative":
@@ -188,7 +188,7 @@ def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:
 def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     """Choose the groups to train on and prune their completions. The weights of both levels multiply.
 
-    Raises ConfigError where a completion has no reward though prompts were skipped: the denominator is then
+    Raises ConfigError if a completion has no reward though prompts were skipped: the denominator is then
     unknown.
     """
     chosen, places, offered = choose_groups(rolled, selection)
@@ -236,7 +236,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:
     """Choose groups by their numbers; returns too which of the prompts offered each is of, and how many were.
 
-    Where others have taken the place of those dropped, only those that stay count as offered.
+    If a step refills, dropped groups were replaced and only the chosen ones count as offered.
     """
     chosen = list(range(len(rolled.groups)))
     refilled = selection.prune.prompts.kind in REFILLING
@@ -251,7 +251,7 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
 
 
 def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> None:
-    """Raise ConfigError for a completion without a reward where prompts are skipped and not replaced."""
+    """Raise ConfigError for a completion without a reward if prompts are skipped and not replaced."""
     lacking = reward_NG.isnan().any(dim=1).nonzero()[:, 0].tolist()
     if lacking:
         raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "
@@ -266,8 +266,8 @@ def complete_or_pending(groups: list[Group], G: int) -> Tensor:
 
 
 def reward_midpoint(reward: Reward, differ_in: str) -> float:
-    """Compute the midpoint of the range that groups are compared in. A group whose values are all equal is
-    easy above it and hard below it. Length terms are left out."""
+    """Compute the midpoint of the range that groups are compared in. A group of equal values is easy above
+    it and hard below it. Length terms are left out."""
     weights = {"accuracy": 1.0}
     if differ_in == "reward":
         weights = {name: weight for name, weight in reward.weights.items() if name not in LENGTH_COMPONENTS}

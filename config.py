@@ -46,10 +46,10 @@ class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
     attention: Literal["auto", "flash", "varlen", "sdpa"] = "auto"     # the kernel; sdpa runs anywhere
-    # what backward computes again. selective: norms and SwiGLU; all: blocks; auto: as little as memory allows
+    # recomputed in backward. selective: norms and SwiGLU; all: blocks; auto: as little as memory allows
     checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"
     compile: bool = False          # fuse elementwise work by torch.compile
-    logp_chunk: Count = 1024       # positions whose logits over the vocabulary are in memory at once
+    logp_chunk: Count = 1024       # positions with logits in memory at once
     lora: Lora = Lora()
 
 
@@ -58,10 +58,10 @@ class Data:
     train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
     eval: str | None               # one or several of the same, separated by commas; null: train without
     dir: str | None = None         # folder that holds the named sets; null: from the hub
-    # our name -> the file's column, where that is another (reward_model.ground_truth: one inside a column);
+    # our name -> another name of the file's column (reward_model.ground_truth: one inside a column);
     # null: none. Named sets have their own.
     columns: dict[Column, str | None] | None = None
-    system_prompt: str | None = None  # put before every question; null: what the chat template has
+    system_prompt: str | None = None  # put before every question; null: the chat template's own
     chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
     template: dict[str, Any] | None = None  # arguments of the chat template: {enable_thinking: false}
     prompt: str | None = None      # in place of any template: "Question: {question}\nAnswer:"
@@ -75,13 +75,13 @@ class Rollout:
     group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
     max_new_tokens: Count          # tokens after which a completion is cut
-    # texts that end a completion, as an end-of-sequence token does; trained on up to where they are whole
+    # texts that end a completion, as an end-of-sequence token does; trained on, up to their last token
     stop: list[str] | None = None
-    # When a step has enough. offered: after N prompts. informative: after N groups whose rewards differ; the
-    # others are replaced (DAPO). full: when what is kept fills pack.budget, N prompts at a time.
+    # When a step has enough. offered: after N prompts. informative: after N groups of unequal rewards; the
+    # others are replaced (DAPO). full: when the survivors fill pack.budget, N prompts at a time.
     until: Literal["offered", "informative", "full"] = "offered"
-    max_rounds: Count = 10         # informative, full: rollouts after which a step goes on with what it has
-    # informative: what must differ within a group. accuracy: whatever the other components add (DAPO)
+    max_rounds: Count = 10         # informative, full: a step trains after so many rounds, short or not
+    # informative: the value that must differ within a group. accuracy: without other components (DAPO)
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
@@ -89,7 +89,7 @@ class Rollout:
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
-    slots: Count = 256             # sequences decoded at once, per engine; fewer where memory is short
+    slots: Count = 256             # sequences decoded at once, per engine; fewer if memory is short
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
     cache_gib: Positive | None = None  # vllm: KV cache per rank; null: room for every slot at full length
 
@@ -99,19 +99,19 @@ class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
     weight 0 is measured and logged alone; one of null is not measured."""
     accuracy: float = 1.0          # the marked answer is right
-    wrong: float | None = None  # 1 where it is not, so a punishment has a weight below 0
+    wrong: float | None = None  # 1 if the answer is wrong; a punishment has a weight below 0
     boxed: float | None = None  # an answer is in a box, right or not
     format: float | None = None  # think and answer tags as CPPO asks for them
     tag_exact: float | None = None  # the last answer tag holds the gold answer, commas aside (CPPO)
     tag_number: float | None = None  # the last answer tag holds the gold answer's one number (CPPO)
     overlong: float | None = None  # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
     overlong_tokens: int | None = None  # tokens over which `overlong` falls
-    # what reward(text, gold, tokens, row) of custom_file returns; {name: weight}: several functions of it
+    # weight of reward(text, gold, tokens, row) in custom_file; {name: weight}: of several functions
     custom: float | dict[str, float] | None = None
     custom_file: str | None = None  # a Python file of your own (docs/evaluation.md)
     custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
     custom_gib: Positive = 2.0     # memory for a completion
-    # what all functions count as for a completion whose call is ended
+    # value of all functions if the call of a completion is ended
     custom_ended: Annotated[float, settings.within("[-1, 1]")] = 0.0
     custom_workers: Count | None = None  # processes on each rank; null: half of its cores, at most 8
 
@@ -144,11 +144,11 @@ class Reward:
 class Critic:
     """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
     lr: float | None = None        # learning rate, constant after the warm-up
-    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
+    warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
     epochs: Count = 1              # passes over each rollout
     minibatches: Count = 1         # optimizer steps per pass
     bounded: bool = False          # values within the range of rewards, by a sigmoid
-    pretrain_steps: int = 0        # first steps of the run, in which the critic alone learns
+    pretrain_steps: int = 0        # first steps of the run: only the critic learns
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +162,7 @@ class Prune:
 
 @dataclass(frozen=True, slots=True)
 class Pack:
-    capacity: Count | Literal["auto"] = "auto"  # most tokens of a row, a prompt counted once; auto: what fits
+    capacity: Count | Literal["auto"] = "auto"  # most tokens of a row; auto: as memory allows
     window: Count | None = None    # groups to choose from, oldest first; null: all, longest first
     budget: int | None = None      # rollout.until=full: tokens of a step, each completion with its prompt
 
@@ -176,7 +176,7 @@ class Loss:
     kl_corrected: bool = False     # k3 times the ratio: its mean gradient is the KL's (TRL's default)
     entropy: PositiveOrZero = 0.0  # weight of a bonus, the mean entropy over all tokens
     likelihood: PositiveOrZero = 0.0  # weight of -log pi of correct completions; VAPO has 0.1
-    old_logp: Literal["recompute", "engine"] = "recompute"  # whose log-probs the ratio is taken against
+    old_logp: Literal["recompute", "engine"] = "recompute"  # source of the ratio's denominator
     tis_cap: Annotated[float, at_least(1)] | None = None  # weigh tokens by min(pi_old / pi_engine, cap)
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
     mask_ratio: Annotated[float, settings.above(1)] | None = None
@@ -220,7 +220,7 @@ class Config:
     optim: kinds.Optim
     eval: Eval
     seed: int = 0                  # of everything that is drawn
-    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA where there is a GPU
+    device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     labels: kinds.Labels = kinds.Gold()
     reward: Reward = Reward()
     advantage: kinds.Advantage = kinds.GroupNorm()

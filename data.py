@@ -135,8 +135,8 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
 
 
 def drop_overlap(problems: list[Problem], evaluated: list[Problem]) -> list[Problem]:
-    """Leave out problems whose question, or whose messages, are evaluated on, ignoring spaces and case, and
-    print how many."""
+    """Leave out problems of an evaluation set, by question or messages without spaces and case; print their
+    number."""
 
     def spelling(problem: Problem) -> str:
         texts = [message["content"] for message in problem.messages] or [problem.question]

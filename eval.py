@@ -9,7 +9,7 @@
 
 --set changes settings as in training: eval.n, eval.temperature, eval.max_new_tokens, rollout.slots, ...
 train.py calls the same functions. With --out the responses are kept as they come, and an interrupted
-evaluation goes on where it stopped.
+evaluation continues from them.
 
 Dimension key:  N problems.
 """
@@ -144,7 +144,7 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
 
 
 def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
-    """Grade answers (text, prompt, tokens) where the set has gold ones, and score them by its reward."""
+    """Grade answers (text, prompt, tokens) if the set has gold ones, and score them by its reward."""
     judged: list[dict] = [{} for _ in answers]
     if held_out.graded:
         judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
@@ -187,7 +187,7 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
 def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     """Summarise graded responses, for these sizes k, or the powers of 2 up to n, and for n.
 
-    last_number counts a response whose last number is right, lenient also one whose marked answer is. pass
+    last_number counts a response with a right last number, lenient also one with a right marked answer. pass
     and majority are {k: value}, majority over blocks of k responses.
     """
     n = len(problems[0]["responses"])
@@ -226,7 +226,7 @@ def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
 
 
 def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
-    """Compute figures by level and by subject, where the problems have them."""
+    """Compute figures by level and by subject, if the problems have them."""
     groups: dict[str, dict] = {}
     for kind in ("level", "subject"):
         labels = [problem.get(kind) for problem in problems]
@@ -450,7 +450,7 @@ def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
 
 
 def evaluate_or_compare(args: argparse.Namespace) -> None:
-    """Do what the command line asks for."""
+    """Run the command line."""
     if args.compare:
         results = [summarise_file(path) for path in args.compare]
         with blame_file(" or ".join(map(str, args.compare))):

@@ -29,12 +29,12 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
 
 
 class PromptRecord(NamedTuple):
-    """Numbers of a prompt's rollouts by which it is pruned; a rollout is of all of its completions."""
+    """Numbers of a prompt's rollouts, for pruning it; a rollout has all of its completions."""
 
     size: float       # mean |A| of the newest
-    easy: int         # newest rollouts in a row whose rewards were all equal and high
+    easy: int         # newest rollouts in a row with equal, high rewards
     hard: int         # ... all equal and low
-    skipped: int = 0  # turns at which it was skipped since the newest
+    skipped: int = 0  # times that it was skipped since the newest
 
 
 NO_RECORD = PromptRecord(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
@@ -67,10 +67,10 @@ class PromptHistory:
         self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
     def draw(self, count: int) -> list[PromptDraw]:
-        """Take the turns of the next `count` prompts, kept or skipped; a kind that refills (REFILLING) takes
-        turns until `count` are kept.
+        """Draw the next `count` prompts, kept or skipped; a kind that refills (REFILLING) draws until `count`
+        are kept.
 
-        Whether a prompt is kept is a function of the seed, the epoch and its id, and of the turns before this
+        Whether a prompt is kept is a function of the seed, the epoch and its id, and of the draws before this
         call.
         """
         if self.pruning.kind == "none":
@@ -132,7 +132,7 @@ class PromptHistory:
         counts as if its prompt had not come up."""
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
-        size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 where none has a reward
+        size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 without rewards
         shows_N = has_comparison(value_NG)
         for n, draw in enumerate(rolled.kept):
             if shows_N[n]:

@@ -46,24 +46,24 @@ class Learner:
 
     device: torch.device
     dtype: torch.dtype          # of the computation
-    trained_dtype: torch.dtype  # of the trained weights: float32, or float64 where asked for
+    trained_dtype: torch.dtype  # of the trained weights: float32, or float64 if asked for
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
-    reference: Decoder | lora.InitialPolicy | None  # the initial policy, where the loss needs one; frozen
+    reference: Decoder | lora.InitialPolicy | None  # the initial policy, if the loss needs it; frozen
     optimizers: tuple[torch.optim.Optimizer, ...]  # each of some weights; all are stepped together
     loss: Loss
     advantage: kinds.Advantage  # soft_value and preferences have advantages that depend on the policy
-    preference: bool            # the advantage is that of a preference loss (methods/preference.py)
+    preference: bool            # the loss is a preference loss (methods/preference.py)
     weighs_tokens: bool         # tokens are weighed by the policy before the update (loss.weigh)
     update: Update
     optim: kinds.Optim
     pack: Pack
     temperature: float          # rollout.temperature, which divides the logits in every pass
-    max_new_tokens: int         # rollout.max_new_tokens, by which loss.normalize=constant divides
+    max_new_tokens: int         # rollout.max_new_tokens, the divisor of loss.normalize=constant
     sequence: int               # tokens of the longest prompt and completion
     seed: int
     steps: int
-    first: int = 0              # the first step in which the policy learns
+    first: int = 0              # the policy learns from this step on
     critic: Any = None          # methods.critic.CriticLearner, with advantage.kind=gae
 
     def log_probs(self, model: Decoder, row: Row) -> Tensor:
@@ -83,7 +83,7 @@ class Learner:
 
 
 def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError) -> ConfigError:
-    """Make the error of passes of these rows in which memory ran out: it says what to go on with.
+    """Make the error for running out of memory in passes of these rows, with the remedy.
 
     A row must hold one whole sequence, so no smaller pack.capacity than `sequence` is named.
     """
@@ -98,7 +98,7 @@ def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError)
 
 
 def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
-    """Load the policy, and a reference where the loss needs one. Raises ConfigError."""
+    """Load the policy, and a reference if the loss needs one. Raises ConfigError."""
     dtype = getattr(torch, cfg.model.dtype)
     policy = load_sharded(cfg, source, device, dtype)
     if cfg.loss.entropy:
@@ -175,7 +175,7 @@ def optimizer_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer]
             loss: Tensor | float, not_finite: Callable[[str], NotFinite]) -> float:
     """Take one step of all optimizers on the accumulated gradient; returns its norm before clipping.
 
-    Every group of parameters steps at `rate`, times the factor "lr_scale" where an optimizer gives it one.
+    Every group of parameters steps at `rate`, times its factor "lr_scale", if an optimizer gives it one.
 
     Collective. Raises NotFinite on every rank before a step that would spoil the model. Without any gradient
     nothing changes: neither momentum nor weight decay is applied then.

@@ -53,7 +53,7 @@ PREFIX = "base_model.model."  # of every name in a PEFT file
 # init_lora_weights that leave the base as it is; others, such as PiSSA's, change it.
 KEEP_BASE_INIT = (True, False, None, "gaussian", "orthogonal")
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN_PEFT = {  # settings of PEFT that change what an adapter computes, and the values that leave it plain
+PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the values that do not
     "peft_type": "LORA",
     "bias": "none",
     "use_dora": False,
@@ -247,8 +247,8 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
 # ---- the weights that a run begins with, or that an adapter belongs to
 
 def hash_weights(files: list[Path]) -> str:
-    """Identify weights by their files, which rank 0 reads. Collective. No hash is kept on disk, where it
-    could become older than its file."""
+    """Identify weights by their files, which rank 0 reads. Collective. No hash is kept on disk: it could be
+    older than its file."""
     mine = [hash_files(files)[:16]] if dist.rank() == 0 else []
     digest, = dist.gather(mine)
     return f"weights of sha256 {digest}"

@@ -5,11 +5,11 @@ region f, advantage A. So a trust region returns f, as a constant. For the surro
 
     - sum_t w_t min(r_t A_t, clamp(r_t, 1 - low, 1 + high) A_t),    r_t = pi / pi_old,
 
-f is r where the minimum is r A, and 0 where the clamp has stopped the gradient: grad r = r grad logp. The
+f is r if the minimum is r A, and 0 if the clamp has stopped the gradient: grad r = r grad logp. The
 surrogates live in the tests that compare gradients. Pure functions.
 
-Dimension key:  N groups in one mini-batch,  G completions per group,  C completion tokens in one packed row,
-which are those of  S completions.
+Dimension key:  N groups in one mini-batch,  G completions per group,  S completions in one packed row,
+C tokens of these completions.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ def token_weight(len_NG: Tensor, pruned: Pruned, normalize: str, denominator: st
                  "constant" divide by max_len, not by real length   (Dr. GRPO, arXiv:2503.20783)
                  "sum"      a completion's tokens add up            (A*-PO, arXiv:2505.20686)
     denominator  "all"      count all candidates: unbiased pruning keeps the full-batch objective
-                 "kept"     count the survivors: CPPO (arXiv:2503.22342), whose 1/k is a mean over survivors
+                 "kept"     count the survivors: CPPO (arXiv:2503.22342), 1/k is a mean over survivors
     offered      prompts of this mini-batch, with the prompts skipped before rollout
     Weights are computed from the whole mini-batch, so cutting it into rows or ranks cannot change the
     gradient. Two prompts of two completions, of 1, 3, 2 and 2 tokens, all kept: "token" weighs each token
@@ -51,14 +51,14 @@ def token_weight(len_NG: Tensor, pruned: Pruned, normalize: str, denominator: st
 def likelihood_weight(len_NG: Tensor, pruned: Pruned, correct_NG: Tensor, mu: float,
                       denominator: str) -> Tensor:
     """Compute the token weight in VAPO's second term (arXiv:2504.05118, eq. 9-10), [N, G]: mu times the mean
-    of -log pi over the tokens of all correct completions; 0 where none is correct.
+    of -log pi over the tokens of all correct completions; 0 if none is correct.
     """
     counted_NG = correct_NG & pruned.keep_NG if denominator == "kept" else correct_NG
     return mu * pruned.weight_NG * correct_NG / (counted_NG * len_NG).sum().clamp(min=1)
 
 
 def clip(logps: LogProbs, settings: kinds.Clip | kinds.ClipSequence) -> Tensor:
-    """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 where it stops the gradient.
+    """Compute PPO's clip (arXiv:1707.06347) as the factor f: the ratio, or 0 if the clip stops the gradient.
 
     settings.low, high  region [1 - low, 1 + high]; equal in GRPO, high > low in DAPO (clip-higher)
     settings.dual       bound on the ratio of a negative advantage, or none (dual clip, arXiv:1912.09729)
@@ -74,7 +74,7 @@ def clip(logps: LogProbs, settings: kinds.Clip | kinds.ClipSequence) -> Tensor:
 def clip_sequence(logps: LogProbs, settings: kinds.ClipSequence) -> Tensor:
     """Clip by the geometric mean of a completion's token ratios: GSPO (arXiv:2507.18071).
 
-    With loss.normalize=sequence the gradient is that of mean_i min(s_i A_i, clamp(s_i) A_i).
+    With loss.normalize=sequence this is the gradient of mean_i min(s_i A_i, clamp(s_i) A_i).
     """
     gap_C = segment_mean(logps.logp_C - logps.old_logp_C, logps.segment_C)[logps.segment_C]
     return clip(replace(logps, logp_C=gap_C, old_logp_C=torch.zeros_like(gap_C)), settings)
@@ -93,7 +93,7 @@ def total_variation(logps: LogProbs, settings: kinds.TotalVariation) -> Tensor:
     """Bound how far a token's probability moves, as Divergence PPO (arXiv:2602.04879) does by binary masks.
 
     Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence` in the advantage's
-    direction. The probability of a rare token may double, that of a frequent one may not.
+    direction. A rare token's probability may double, a frequent token's may not.
     """
     new_C, old_C = logps.logp_C.detach().exp(), logps.old_logp_C.exp()
     return cap_ratio(logps, (new_C - old_C) * logps.adv_C.sign() > settings.divergence, settings.cap)
@@ -142,7 +142,7 @@ class RowLoss:
     """The loss of one row, and the terms that it was computed from."""
 
     loss: Tensor
-    factor_C: Tensor         # of each token's whole term (`weigh`); ones where nothing weighs them
+    factor_C: Tensor         # of each token's whole term (`weigh`); else ones
     f_C: Tensor              # the trust region's
     k3_C: Tensor | None      # None without a KL
 
@@ -150,7 +150,7 @@ class RowLoss:
 def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
              entropy_C: Tensor | None = None) -> RowLoss:
     """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t
-    - bonus_t H_t, with the entropies H where there is a bonus.
+    - bonus_t H_t, with the entropies H if there is a bonus.
 
     loss.kl_corrected: k3 times the ratio and its gradient, which is r (logp - ref) grad logp: over samples of
     the old policy its mean is the KL's gradient.
@@ -203,12 +203,12 @@ def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[Tensor 
 
 def engine_weight(old_logp_C: Tensor, engine_logp_C: Tensor, segment_C: Tensor, cap: float | None,
                   mask_ratio: float | None) -> Tensor:
-    """Compute importance weights for tokens whose engine samples from a slightly different policy.
+    """Compute importance weights for tokens from an engine that samples a slightly different policy.
 
     Args:    old_logp_C, engine_logp_C  log-probs in nats of the trainer before the update and of the engine
              segment_C   which completion each token belongs to: 0, 1, ...
              cap         truncated importance sampling: min(pi_old / pi_engine, cap) per token; none: 1
-             mask_ratio  0 for a completion whose geometric mean of pi_old / pi_engine is outside
+             mask_ratio  0 for a completion if its geometric mean of pi_old / pi_engine is outside
                          [1 / mask_ratio, mask_ratio]; none: no completion
     Returns: w_C, without gradient. A ratio per token does not correct for the tokens before it, and the cap
     cuts large ratios: less variance for some bias.

@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         super().__init__()
         self.shape = shape
         self.checkpoint_blocks = "none"  # a key of CALLS
-        self.logp_chunk = 1024           # positions whose [V] logits are in memory at once
+        self.logp_chunk = 1024           # positions with [V] logits in memory at once
         self.elementwise = log_prob, logits_gradient
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, i) for i in range(shape.layers))

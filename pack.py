@@ -63,7 +63,7 @@ def within_window(lengths: list[int], capacity: int, window: int) -> list[list[i
 def row_cost(queries: Sequence[int], keys: Sequence[int], quadratic: float) -> float:
     """Cost of a row in tokens without attention, by its segments; `quadratic` is Decoder.quadratic.
 
-    A query meets the keys up to its own, so q queries that end where k keys end meet q (2k - q) / 2 of them.
+    A query meets the keys up to its own, so q queries that end with k keys meet q (2k - q) / 2 of them.
     """
     return sum(q + quadratic * q * (2 * k - q) for q, k in zip(queries, keys, strict=True))
 
@@ -85,15 +85,15 @@ def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """The completions of one optimizer step, and what each of their tokens carries."""
+    """The completions of one optimizer step, with the weights of their tokens."""
 
     groups: list[Group]
-    keep_NG: Tensor        # bool: what is packed
+    keep_NG: Tensor        # bool: packed
     adv_NG: Tensor
     weight_NG: Tensor      # loss.token_weight
     reward_NG: Tensor      # for a critic
-    likelihood_NG: Tensor | None = None  # loss.likelihood_weight, where the loss has that term
-    bonus_NG: Tensor | None = None       # weight of each token's entropy, where the loss has a bonus
+    likelihood_NG: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
+    bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
 
     @staticmethod
@@ -104,7 +104,7 @@ class Minibatch:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """The completions (n, g) of one row, those of one group behind each other."""
+    """The completions (n, g) of one row; completions of a group are neighbours."""
 
     members: list[tuple[int, int]]
     counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
@@ -192,7 +192,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
     queries, keys = layout(minibatch, plan.members)
     ids, position, key, predict = [], [], [], []  # arrays that are laid end to end below
-    end, group = 0, None                          # of the row so far; the group whose prompt was laid last
+    end, group = 0, None                          # of the row so far; the group of the last prompt
     for (n, _), sample in zip(plan.members, samples, strict=True):
         prompt = minibatch.groups[n].prompt.ids
         if n != group:                            # its prompt, once, before all of its completions

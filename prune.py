@@ -1,11 +1,11 @@
-"""Pruning: which prompts are rolled out, which completions and tokens are trained on, and at what weight.
+"""Pruning: which prompts are rolled out, which completions and tokens are trained on, and their weights.
 
 A biased pruner says so. An unbiased one keeps an item with a known probability p and weighs it 1/p, on its
 whole term and under the full batch's denominator (Horvitz-Thompson), so the expected gradient is the full
 batch's. Probability and outcome are computed apart, so that a test can go through all outcomes. A completion
 without a reward has advantage nan, is no candidate and is never kept. Pure functions.
 
-Dimension key:  N groups in one step,  G completions per group,  K items of which some are drawn,
+Dimension key:  N groups in one step,  G completions per group,  K items to draw from,
 L tokens of one completion.
 """
 
@@ -19,7 +19,7 @@ from settings import kinds
 
 SIZE_FLOOR = 0.1  # smallest size over the mean size, for a completion of advantage 0 with a KL term
 SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
-RELATIVE_ZERO = 1e-12  # a size below so much of the largest is what rounding leaves, and counts as 0
+RELATIVE_ZERO = 1e-12  # a size below so much of the largest is a rounding error, and counts as 0
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
 
 
@@ -29,11 +29,11 @@ class Candidates:
 
     adv_NG: Tensor
     len_NG: Tensor   # completion tokens
-    normalize: str         # loss.normalize, which decides what a long completion's gradient weighs
+    normalize: str         # loss.normalize; it decides the weight of a long completion
     inert: bool      # advantage 0 means no gradient at all: the loss has no KL
     seed: int        # of this step, the same on all ranks
-    weight_N1: Tensor | float = 1.0  # of each group, where prompts were skipped before rollout
-    reward_NG: Tensor | None = None  # for the kinds that go by it; nan where there is none
+    weight_N1: Tensor | float = 1.0  # of each group, if prompts were skipped before rollout
+    reward_NG: Tensor | None = None  # for the kinds that read it; nan without a reward
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
@@ -51,8 +51,8 @@ def keep_largest(adv_NG: Tensor, keep: int, scope: str) -> Pruned:
     """Keep the completions with the largest |advantage|, as CPPO (arXiv:2503.22342).
 
     scope   "group"  `keep` of every group, as the paper's eq. 8-10 have it
-            "batch"  `keep` x N of the whole step, as the released code has it: groups whose rewards are all
-                     equal are dropped whole, and groups with a rare outcome keep more
+            "batch"  `keep` x N of the whole step, as the released code has it: flat groups are dropped whole,
+                     and groups with a rare outcome keep more
     Biased on purpose: survivors keep weight 1. Ties keep the earlier completion, on every device.
     """
     if not 1 <= keep <= adv_NG.shape[1]:
@@ -105,8 +105,8 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
              "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
     |A| in place of a norm, and a norm over sqrt(cost), are Cost-Aware GRPO's (arXiv:2604.28020).
-    A group's own weight is part of the norm. Without advantage the size is 0; where a KL remains it is at
-    least FLOOR of the mean: no weight could make up for a candidate that is never kept.
+    A group's own weight is part of the norm. An advantage of 0 has size 0; if the loss has a KL it is at
+    least SIZE_FLOOR of the mean: no weight could make up for a candidate that is never kept.
     """
     none_NG = candidates.adv_NG.isnan()
     size_NG, root_NG = candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1, candidates.len_NG.sqrt()
@@ -123,7 +123,7 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
 
 def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
     """Sample with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
-    of the step, and fewer only where fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
+    of the step, and fewer only if fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
     unbiasedness.
     """
     generator = torch.Generator().manual_seed(seed)
@@ -141,8 +141,8 @@ def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
 def inclusion(size_K: Tensor, count: float) -> Tensor:
     """Compute probabilities [K] in proportion to size, at most 1 each, that add up to `count`.
 
-    An item whose probability would pass 1 gets 1, largest first, and the others divide the places left in
-    proportion to their size. With at most `count` sizes above 0, each of those gets 1; DUST counts as 0. To
+    An item that would pass 1 gets 1, largest first, and the others divide the remaining places in proportion
+    to their size. At most `count` sizes above 0 get 1 each; a size below RELATIVE_ZERO counts as 0. To
     keep 2 of the sizes 4 2 1 1: the first would get 2 x 4/8 = 1 and is certain, the others divide 1 place:
     1 1/2 1/4 1/4.
     """
@@ -159,7 +159,7 @@ def inclusion(size_K: Tensor, count: float) -> Tensor:
 
 def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
     """Draw items by systematic sampling, bool [K]: they lie end to end in this order, each as long as its
-    probability, and those are kept in which one of the points start, start + 1, ... lies (start in [0, 1)).
+    probability, and an item is kept if one of the points start, start + 1, ... lies in it (start in [0, 1)).
 
     Over a uniform start each item is kept with exactly its probability, and always as many are kept as the
     probabilities add up to. Probabilities 1/2 1/2 3/4 1/4 in that order end at 1/2 1 7/4 2: start 0.6 has its
@@ -176,7 +176,7 @@ def systematic(prob_K: Tensor, order_K: Tensor, start: float) -> Tensor:
 
 
 def max_variance(reward_NG: Tensor, keep: int) -> Tensor:
-    """Mark the `keep` completions of each group whose rewards vary most, bool [N, G]: PODS
+    """Mark the `keep` completions of each group with the largest reward variance, bool [N, G]: PODS
     (arXiv:2504.13818). Biased.
 
     One such set is of the i highest and the keep - i lowest rewards, for some i, so keep + 1 are tried. As
@@ -210,13 +210,13 @@ def most_variance(reward_NG: Tensor, share: float, slack: float) -> Tensor:
 
     They are the fewest groups that hold `share` of the sum of all variances, less `slack`; of equal variances
     the earlier group comes first.
-    Variances are of samples (correction 1), over the completions that have a reward. A step whose sum is no
-    larger than slack / share keeps nothing, and a group without variance is never kept.
+    Variances are of samples (correction 1), over the completions that have a reward. A sum of at most
+    slack / share keeps nothing, and a flat group is never kept.
     """
     count_N = (~reward_NG.isnan()).sum(dim=1)
     apart_NG = reward_NG - reward_NG.nanmean(dim=1, keepdim=True)
     variance_N = apart_NG.square().nansum(dim=1) / (count_N - 1).clamp(min=1)
-    variance_N = variance_N.round(decimals=12)  # equal ones are equal, and those of equal rewards are 0
+    variance_N = variance_N.round(decimals=12)  # equal variances are equal, and a flat group has 0
     sorted_N, order_N = variance_N.sort(descending=True, stable=True)
     target = share * sorted_N.sum() - slack
     before_N = sorted_N.cumsum(0) - sorted_N  # of all larger ones: for a flat group of all there are
@@ -256,7 +256,7 @@ def prefix_prob(length: int, whole: float, least: int) -> Tensor:
 def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeights | None:
     """Draw a cut of every completion; returns the weights of the tokens before it, or None without cuts.
 
-    What lies behind the cut is in no row, so it saves the forward pass too. A token weighs the inverse of its
+    Tokens behind the cut are in no row, so the forward pass is saved too. A token weighs the inverse of its
     probability under the denominators of whole completions, so the mean over all cuts is the full gradient of
     every loss that is a sum over tokens. Unbiased.
     """
@@ -270,7 +270,7 @@ def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeig
 
 
 def cut_weights(length: int, whole: float, least: int, point: float) -> Tensor:
-    """Weigh the tokens whose probability is above a point of [0, 1). If that is uniform, this is the law."""
+    """Weigh the tokens with a probability above a point; a uniform point gives the law of `prefix_prob`."""
     prob_L = prefix_prob(length, whole, least)
     return 1 / prob_L[prob_L > point]
 
@@ -288,8 +288,8 @@ class Memory:
     """The history of K prompts that come up, before they are rolled out."""
 
     size_K: Tensor    # mean |A| of the newest rollout, from all G; nan for a prompt that never was rolled out
-    skipped_K: Tensor  # turns at which it was skipped since
-    easy_K: Tensor    # newest rollouts in a row whose rewards were all equal and high; 0 after any other
+    skipped_K: Tensor  # times that it was skipped since
+    easy_K: Tensor    # newest rollouts in a row with equal, high rewards; 0 after any other
     hard_K: Tensor    # ... all equal and low
     mean: float       # size of all prompts that were rolled out; nan before there is one
     explore: tuple[float, float]  # GRESO's p for easy and for hard prompts
@@ -299,7 +299,7 @@ class Memory:
 def bernoulli_prompts(memory: Memory, drop_prob: float) -> Tensor:
     """Compute each prompt's probability of a rollout, [K]: 1 - drop_prob for a size below the mean, else 1,
     also for a prompt never rolled out. Dynamic Pruning (arXiv:2603.04135) at the prompt level, reconstructed:
-    the sources say that prompts of low historical advantage are skipped, not where low begins.
+    the sources say that prompts of low historical advantage are skipped, but not the limit.
     """
     return 1 - drop_prob * (memory.size_K < memory.mean * SLACK).double()
 
@@ -345,7 +345,7 @@ def greso_prob(easy_K: Tensor, hard_K: Tensor, explore: tuple[float, float]) -> 
 
 def adapt_p(explore: tuple[float, float], easy: float, hard: float, target: float) -> tuple[float, float]:
     """Move GRESO's p for easy and for hard prompts by the fractions of a step's prompts that were easy and
-    hard: 0.01 down where a fraction has reached its limit, a third of `target` for easy prompts and two
+    hard: 0.01 down if a fraction has reached its limit, a third of `target` for easy prompts and two
     thirds for hard ones, else 0.01 up.
     """
     def moved(p: float, fraction: float, limit: float) -> float:

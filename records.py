@@ -25,7 +25,7 @@ class Stops:
 
     @property
     def tokens(self) -> int:
-        """Count the tokens that a text can lie in: one a byte, and one whose first space a decoder drops."""
+        """Count the tokens that a text can lie in: one a byte, and one since decoders drop a space."""
         return max(len(text.encode()) for text in self.texts) + 1
 
     def reached(self, tails: list[list[int]]) -> list[bool]:
@@ -39,8 +39,8 @@ class Problem:
 
     id: str
     question: str
-    answer: str          # the gold final answer alone; "" where the data has none
-    solution: str = ""   # worked gold solution where the data has one
+    answer: str          # the gold final answer alone; "" if the data has none
+    solution: str = ""   # worked gold solution, if the data has one
     level: str | None = None
     subject: str | None = None
     row: dict = field(default_factory=dict, compare=False)  # the whole line, as the data file has it
@@ -60,12 +60,12 @@ class Prompt:
 
 @dataclass(frozen=True, slots=True)
 class PromptDraw:
-    """A prompt that comes up in a step, to be rolled out or skipped."""
+    """A prompt drawn in a step, to be rolled out or skipped."""
 
     prompt: Prompt
     epoch: int
-    prob: float = 1.0     # with which it is rolled out
-    weight: float = 1.0   # of its whole group: 1 / prob where pruning is unbiased, else 1; 0 where skipped
+    prob: float = 1.0     # of being rolled out
+    weight: float = 1.0   # of its whole group: 1 / prob if pruning is unbiased, else 1; 0 if skipped
     copy: int = 0         # which of the prompt's completions; each is a group of its own with rollout.window
 
     @property
@@ -107,7 +107,7 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    vote: Any = None  # methods.optpo.Vote, where the prompt's answer was voted for
+    vote: Any = None  # methods.optpo.Vote, if completions voted for the prompt's answer
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
@@ -124,16 +124,16 @@ def pending(groups: list[Group], G: int) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Rewards:
-    """The rewards of the completions of N groups; nan where there is none."""
+    """The rewards of the completions of N groups; nan without a reward."""
 
     components: dict[str, Tensor]  # each that reward.list_components names, float64 [N, G]
     weights: dict[str, float]   # 0: of a component that is logged alone
-    tokens_NG: Tensor           # of each completion, for what compares lengths within a group
-    differ_in: str = "reward"   # what a group must differ in to be informative (rollout.differ_in)
+    tokens_NG: Tensor           # of each completion, to compare lengths within a group
+    differ_in: str = "reward"   # the value that differs in an informative group (rollout.differ_in)
 
     @property
     def total_NG(self) -> Tensor:
-        """Compute the reward: the weighted sum of the components that are there; nan where none is."""
+        """Compute the reward: the weighted sum of the components that are not nan; nan if all are."""
         parts_NG = [weight * self.components[name] for name, weight in self.weights.items() if weight]
         none_NG = torch.stack(parts_NG).isnan().all(dim=0)
         return sum(part_NG.nan_to_num() for part_NG in parts_NG).masked_fill(none_NG, torch.nan)
@@ -178,8 +178,8 @@ class Rolled:
 @dataclass(frozen=True, slots=True)
 class Pruned:
     keep_NG: Tensor     # bool
-    weight_NG: Tensor   # 0 where not kept
-    prob_NG: Tensor     # of being kept; 0 or 1 where nothing is left to chance
+    weight_NG: Tensor   # 0 if not kept
+    prob_NG: Tensor     # of being kept; 0 or 1 without chance
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +190,8 @@ class Batch:
     groups: list[Group]
     reward_NG: Tensor
     correct_NG: Tensor   # bool
-    adv_NG: Tensor       # with a critic that of the rewards alone, which pruning goes by
-    pruned: Pruned       # weight and probability are those of both levels together
+    adv_NG: Tensor       # from the rewards alone, also with a critic: pruning reads it
+    pruned: Pruned       # weight and probability of both levels together
     places: list[int]    # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions
@@ -200,16 +200,16 @@ class Batch:
 
 @dataclass(frozen=True, slots=True)
 class Segments:
-    """What attends to what in a row of T packed tokens: each segment's queries to its keys, causally.
+    """The attention of a row of T packed tokens: each segment's queries attend to its keys, causally.
 
     Both lie end to end. A segment's last query meets its last key, the query before it all keys but that one,
-    and so on. A segment may have more keys than queries: those of a prefix that it shares come first.
+    and so on. A segment may have more keys than queries: the keys of a shared prefix come first.
     """
 
     queries: tuple[int, ...]  # of each segment; they add up to T
     keys: tuple[int, ...]     # of each segment, at least as many
     key_K: Tensor             # which of the T tokens each key is of
-    start_2S: Tensor          # int32 [2, S + 1]: where each begins among queries and keys; last the totals
+    start_2S: Tensor          # int32 [2, S + 1]: first query and first key of each; last the totals
 
     @staticmethod
     def of(queries: Sequence[int], keys: Sequence[int], key_K: Tensor) -> "Segments":
@@ -231,20 +231,20 @@ class Row:
     ids_T: Tensor
     position_T: Tensor  # from 0 in each prompt, and on from its end in each of its completions
     segments: Segments  # S, one for each completion
-    predict_C: Tensor   # where in T the token before each completion token stands
+    predict_C: Tensor   # place in T of the token before each completion token
     target_C: Tensor    # the completion token itself, EOS included
     segment_C: Tensor   # which of the row's completions it belongs to
     sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
     adv_C: Tensor       # as completions were compared, before a critic's values
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
-    last_S: Tensor      # where in T the last token of each completion stands
-    reward_S: Tensor    # of each completion, for a critic; 0 where it goes on
+    last_S: Tensor      # place in T of the last token of each completion
+    reward_S: Tensor    # of each completion, for a critic; 0 if it goes on
     pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
     length_S: Tensor    # tokens of its completion so far
     members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step
-    likelihood_C: Tensor | None = None  # loss.likelihood_weight, where the loss has that term
-    bonus_C: Tensor | None = None       # weight of the entropy, where the loss has a bonus
+    likelihood_C: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
+    bonus_C: Tensor | None = None       # weight of the entropy, if the loss has a bonus
 
     def to(self, device: torch.device, dtype: torch.dtype) -> "Row":
         """Move the row to `device`, with the floating-point fields in `dtype`."""
@@ -258,11 +258,11 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class PreparedRow:
-    """A row, and what passes without gradient computed for it before the update."""
+    """A row with the values that passes without gradient have computed for it before the update."""
 
     row: Row
     adv_C: Tensor                      # the row's, or by a critic's values
-    ref_logp_C: Tensor | None = None   # log-probs under the reference, where the loss needs one
+    ref_logp_C: Tensor | None = None   # log-probs under the reference, if the loss needs them
     old_logp_C: Tensor | None = None   # under the policy before the update; None until a pass computes them
     factor_C: Tensor | None = None     # of each token's whole term (loss.weigh); None: 1
 

@@ -1,12 +1,12 @@
-"""Do one step of a run again, and show what another pruning would have done with it.
+"""Do one step of a run again, and show the effect of another pruning.
 
     [torchrun --nproc_per_node N] replay.py RUN_DIR --step K [--set prune.completions.kind=...] [--draws 200]
 
 The policy is the checkpoint before the step; before step 1 it is the initial policy. The prompts come from
 decisions.jsonl, and their completions are sampled again: tokens other than the logged ones are an error.
 Printed are the groups that were trained on: advantages, and which completions were kept, with probability and
-weight. Then the gradients before the policy moves: of the full batch, which keeps every completion, of what
-the run kept, and of what the pruning given by --set keeps. A random pruning is drawn again --draws times.
+weight. Then the gradients before the policy moves: of the full batch, of the run's
+survivors, and of the survivors of the pruning given by --set. A random pruning is drawn again --draws times.
 Last, the step's own update is done again, and its gradient norm compared with the logged one. Nothing is
 written into the run folder.
 
@@ -50,7 +50,7 @@ from settings.paths import user_path
 from train import Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 
-# --set may change the settings whose names begin so.
+# --set may change the settings with these beginnings.
 MAY_CHANGE = ("prune.completions.", "prune.tokens.", "prune.truncated", "loss.denominator")
 
 
@@ -74,7 +74,7 @@ def step_config(folder: Path, step: int, changes: list[str]) -> Config:
 
 
 def require_pruning_alone(own: Config, given: Config) -> None:
-    """Raise ConfigError if --set changes what happens before completions are pruned."""
+    """Raise ConfigError if --set changes a setting that acts before completions are pruned."""
     for key, change in runfolder.changed_settings(own, given).items():
         if not key.startswith(MAY_CHANGE):
             raise ConfigError(f"--set {change}: the step has been rolled out; here prune.completions.*, "
@@ -109,7 +109,7 @@ def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
             link_run(folder, there, cfg, step)
         dist.barrier()
         run = prepare(cfg, "always" if step > 1 else "never")
-        dist.barrier()  # every rank has read what it needs
+        dist.barrier()  # every rank has read its files
         yield run
         run.log.unlock()
     finally:
@@ -213,7 +213,7 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """A pruning, and what it makes of the step."""
+    """A pruning, and its result for the step."""
 
     name: str
     learner: Learner      # with its loss.denominator
@@ -227,7 +227,7 @@ class Arm:
         return Arm(name, learner, selection, choose(rolled, selection, seed))
 
 
-# ---- what is printed
+# ---- printing
 
 def say(text: str) -> None:
     if dist.rank() == 0:
@@ -260,7 +260,7 @@ def draw_again(arm: Arm, rolled: Rolled, draws: int) -> list[Batch]:
 
 
 def print_gradient(name: str, batches: list[Batch], figures: list[Tensor]) -> None:
-    """Print the means over batches of what is kept and of `compare_gradients`."""
+    """Print the means over batches of survivors, tokens and `compare_gradients`."""
     counts = [count_kept(batch) for batch in batches]
     kept, tokens = torch.tensor(counts, dtype=torch.float64).mean(dim=0)
     norm, cosine, error = torch.stack(figures).mean(dim=0)
@@ -291,7 +291,7 @@ def describe_pruning(cfg: Config) -> str:
 
 
 def print_groups(arms: list[Arm], rolled: Rolled) -> None:
-    """Print what became of each completion under each pruning."""
+    """Print the fate of each completion under each pruning."""
     count = len(arms[0].batch.groups)
     say(f"{len(rolled.draws)} prompts offered, {len(rolled.groups)} rolled out, {count} trained on; under "
         "each pruning the probability to be kept, and the weight of what was")

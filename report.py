@@ -2,7 +2,7 @@
 
     python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
 
-Runs whose configs differ in `seed` and `out` only are one row. Methods differ in cost, so scores are
+Runs that differ in `seed` and `out` only are one row. Methods differ in cost, so scores are
 compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
 evaluation): at the budget that every finished run reached and at half of it. Another table has the cost to
 reach a score: --level, or nine tenths of the way from the start to the best row's end. Runs that have not
@@ -55,7 +55,7 @@ class Comparison:
 def write_report(folders: list[Path], out: Path, level: float | None = None, refresh: int = 0) -> Path:
     """Write report.html and report.md into `out`, and return the page's path.
 
-    The page reads itself anew every `refresh` seconds, where these are not 0. Raises ConfigError.
+    The page reads itself anew every `refresh` seconds, unless it is 0. Raises ConfigError.
     """
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
@@ -106,7 +106,7 @@ def read_parts() -> dict[str, Any]:
 
 
 def page_texts(runs: list[LoggedRun]) -> Markup:
-    """Write the data of script.js as JSON in which no text can end the <script> or begin a comment."""
+    """Write the data of script.js as JSON; no text in it can end the <script> or begin a comment."""
     most = TEXTS // len(runs) // 2
     shown = []
     for run in runs:
@@ -120,7 +120,7 @@ def page_texts(runs: list[LoggedRun]) -> Markup:
 
 
 def describe_run(run: LoggedRun) -> dict[str, Any]:
-    """Collect what page.html shows of a run."""
+    """Collect the values that page.html shows of a run."""
     numbers, charts = pruning_charts(run)
     return {"name": str(run.folder), "state": run.state["state"], "error": run.state.get("error"),
             "steps_done": run.steps_done, "total": run.total,
@@ -198,15 +198,15 @@ def main() -> int:
 
 
 def check_level(level: float | None, scores: list[Score]) -> None:
-    """Raise ConfigError for a level that no accuracy can have, where there are accuracies."""
+    """Raise ConfigError for a level that no accuracy can have, if there are accuracies."""
     if level is not None and not 0 < level <= 100 and (not scores or any(score.percent for score in scores)):
         raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
 
 
 def make_report(args: argparse.Namespace) -> None:
-    """Do what the command line asks for."""
+    """Run the command line."""
     paths = [path for text in args.runs for path in matching(text, "RUN_DIR")]
-    # runs/* names the last page too, and whatever else lies there. A path that is not there is an error.
+    # runs/* names the last page and other files too. A path that is not there is an error.
     runs = [path for path in paths if (path / "config.yaml").is_file() or not path.exists()] or paths
     for path in paths:
         if path not in runs:

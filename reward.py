@@ -33,7 +33,7 @@ class Completion:
     gold: str
     tokens: int       # sampled, the EOS among them
     longest: int      # tokens that were allowed
-    right: bool       # the marked final answer equals the gold one; False where nothing is graded
+    right: bool       # the marked final answer equals the gold one; False if nothing is graded
     settings: Reward  # some components have settings
 
 

@@ -57,8 +57,8 @@ def sample_tokens(
 ) -> tuple[Tensor, Tensor]:
     """Draw one token per row; its log-prob is in nats, before top-p. Temperature 0 takes the likeliest.
 
-    The token is where the cumulative probability passes uniform_S in [0, 1), so the draw is a function of the
-    number alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
+    The token is the first with a cumulative probability above uniform_S in [0, 1): the draw is a function of
+    the number alone. Sums run in float64: in float32 the tail of a large vocabulary is lost.
     """
     if temperature not in (0, 1):
         logits_SV = logits_SV / temperature
@@ -78,7 +78,7 @@ def sample_tokens(
 
 
 def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
-    """Keep the fewest likeliest tokens whose probabilities reach top_p (arXiv:1904.09751); others get 0."""
+    """Keep the fewest likeliest tokens with a total probability of top_p (arXiv:1904.09751); others get 0."""
     sorted_SV, place_SV = prob_SV.sort(dim=-1, descending=True, stable=True)
     before_SV = sorted_SV.cumsum(dim=-1) - sorted_SV
     sorted_SV[before_SV >= top_p] = 0
@@ -187,7 +187,7 @@ class Cache:
         place_SH = first_S[:, None] + head_H * width_P[row_S, None]
         self.place = place_SH.flatten()
         places = int(width_P.sum()) * self.heads
-        self.slot = row_S.new_zeros(places)  # 0 where no slot is
+        self.slot = row_S.new_zeros(places)  # 0 without a slot
         self.slot[self.place] = torch.arange(len(self.place), device=self.device)
         self.cut = first_shared * self.heads
         self.alone = torch.equal(row_S, row_P)  # one slot a row, in order
@@ -229,7 +229,7 @@ class Cache:
             of_slots = at_least_float32(pair[..., :own, :])
             prompt_keys, prompt_values = of_prompts.flatten(1, 2)
             keys, values = of_slots.flatten(1, 2)
-            # The query heads of one key head stand where a longer query would: no copy for grouped attention.
+            # The query heads of one key head are laid out as one longer query: no copy for grouped attention.
             width = q.shape[-1]
             grouped = q.reshape(len(keys), -1, width)
             grouped = grouped.to(keys.dtype) * width ** -0.5
@@ -279,7 +279,7 @@ class Decoding:
         with torch.device(engine.device):
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
             self.token_S = torch.zeros(slots, dtype=torch.long)
-            self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 where the slot is idle
+            self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 if the slot is idle
             self.limit_N = torch.tensor([*limits, longest])
             self.uniform_SM = torch.zeros(slots, longest, dtype=torch.float64)
             # One row more than there are samples: idle slots decode on, and write there.
@@ -312,7 +312,7 @@ class Decoding:
         self.uniform_SM = self.uniform_SM[busy_S]
 
     def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
-        """Sample one token for every slot; slots whose sample has ended become idle."""
+        """Sample one token for every slot; a slot becomes idle when its sample ends."""
         logits_SV = self.cache.decode(self.token_S, self.step_S)
         uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
         uniform_S = uniform_S1[:, 0]
@@ -333,7 +333,7 @@ class Decoding:
         self.step_S *= self.owner_S < self.count
 
     def mark_stopped(self, stops: Stops) -> Tensor:
-        """Mark the slots whose newest token completes a stop text."""
+        """Mark the slots with a newest token that completes a stop text."""
         back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
         place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
         recent_ST = self.ids_NM[self.owner_S[:, None], place_ST]

@@ -170,7 +170,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
     }
     if spec.device.type == "cuda":
         return options | {"enable_sleep_mode": True}
-    # On the CPU a seeded sample whose prompt is split over two batches would rewind its generator, which
+    # On the CPU a seeded sample with a prompt split over two batches would rewind its generator, which
     # cannot be rewound.
     return options | {
         "enable_chunked_prefill": False,

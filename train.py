@@ -4,7 +4,7 @@
         [--check | --fit | --show]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
-update the policy, hand it to the engine. Where it departs from the papers (docs/methods.md has every method):
+update the policy, hand it to the engine. It departs from the papers in (docs/methods.md has every method):
 
 1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
    GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.
@@ -61,7 +61,7 @@ class Run:
     task: data.Task
     learner: Learner
     engine: Engine
-    sampler: Sampler                       # or what stands in for it (methods/samplers.py)
+    sampler: Sampler                       # or a method's own (methods/samplers.py)
     history: PromptHistory
     checkpoints: Checkpoints
     log: runfolder.RunLog
@@ -72,7 +72,7 @@ class Run:
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
     """Run a config to its end and return the trained model, sharded over the ranks.
 
-    Raises ConfigError for what the user can mend, Stopped after a `stop`, and NotFinite.
+    Raises ConfigError for a mistake that the user can mend, Stopped after a `stop`, and NotFinite.
     """
     run, selection = prepare(cfg, resume), Selection.of(cfg)
     stop_engine(run.engine, stop, alone=cfg.rollout.tensor_parallel == 1)
@@ -81,8 +81,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         table = before_steps(run)
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
-            while count := lacks(rolled, selection, seed):  # once; again where rollout.until refills
-                draws = history.draw(count)                 # which prompts, some skipped, at what weight
+            while count := lacks(rolled, selection, seed):  # once; again if rollout.until refills
+                draws = history.draw(count)                 # which prompts; some are skipped
                 with clock.phase("rollout"):
                     groups = sampler.rollout(draws)         # o_1 .. o_G ~ pi_old(. | q), with log-probs
                 with clock.phase("reward"):
@@ -93,7 +93,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 if history.remembers:
                     history.record(newest)
                 rolled += newest
-            batch = choose(rolled, selection, seed)         # who is kept, at what weight
+            batch = choose(rolled, selection, seed)         # survivors and their weights
             if history.adapts:
                 history.adapt(rolled)
             with clock.phase("sync"):
@@ -159,9 +159,9 @@ def prepare(cfg: Config, resume: Resume) -> Run:
 
 
 def before_steps(run: Run) -> soft_value.SoftValues | None:
-    """Evaluate where that is due and was not done, and estimate the table of advantage.kind=soft_value."""
+    """Evaluate if that is due and was not done, and estimate the table of advantage.kind=soft_value."""
     cfg = run.cfg
-    done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # not where a stop came in the midst of it
+    done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # unless a stop came in the middle
     if not done and (run.first == 0 or is_due(cfg.eval.every, run.first, cfg.steps)):
         evaluate_sets(run, cfg.eval, run.first)
     if cfg.advantage.kind != "soft_value":
@@ -188,7 +188,7 @@ def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
 
 
 def extra_state(run: Run, asked: Config) -> dict:
-    """Return what a checkpoint holds beside tensors."""
+    """Return the content of a checkpoint's extra.pt."""
     return {
         "config": memory.settings_to_save(run.cfg, asked),
         "history": run.history.state(),
@@ -227,7 +227,7 @@ def load_task(cfg: Config) -> data.Task:
         settings.drop_longer,
     )
     inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
-    # What is evaluated on by no longer than eval.limit is left out of training all the same.
+    # Problems beyond eval.limit are left out of training too.
     sets = [s.first(cfg.eval.limit) for s in sets]
     return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs)
 
@@ -267,7 +267,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
                clock: Clock) -> None:
-    """Log a step: its metrics, what is wrong with its rewards, what was kept, and some groups as text."""
+    """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
     run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
@@ -294,7 +294,7 @@ def main() -> int:
 
 
 def run_command(args: argparse.Namespace) -> int | None:
-    """Do what the command line asks for; returns the exit status."""
+    """Run the command line; returns the exit status."""
     cfg = config.load(args.config, args.set)
     if args.show:
         return print(resolved(cfg))
@@ -324,7 +324,7 @@ def run_command(args: argparse.Namespace) -> int | None:
         return 1
     except torch.OutOfMemoryError:
         raise
-    except RuntimeError:  # that of a rank whose peers are gone, among others
+    except RuntimeError:  # of a rank that has lost its peers, among others
         print(f"rank {os.environ.get('RANK', 0)} stopped; once what follows is fixed, --resume auto goes on "
               "from the newest checkpoint (checkpoint.every), or begins without one", file=sys.stderr)
         raise

@@ -29,8 +29,8 @@ from records import Batch, PreparedRow, Pruned, Row, lengths
 def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
     """Take all optimizer steps of the policy on one rollout, and none before step learner.first.
 
-    A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient, whose
-    mean over the draws stays the full batch's. Raises NotFinite.
+    A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient:
+    its mean over the draws stays the full batch's. Raises NotFinite.
     """
     first, settings = learner.first, learner.update
     if step < first:
@@ -99,7 +99,7 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 @torch.no_grad()
 def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
     """Run a mini-batch's rows through the reference, a critic and, in an `extra_pass`, the policy before the
-    update, by which tokens may then be weighed (`loss.weigh`)."""
+    update; `loss.weigh` may weigh tokens by its log-probs."""
     prepared = [PreparedRow(row, row.adv_C) for row in rows]
     if learner.critic:
         prepared = [replace(given, adv_C=critic.advantages(learner, given.row)) for given in prepared]
@@ -122,7 +122,7 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
                   ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[dict[str, float]]]:
     """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
 
-    Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError where
+    Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError if
     memory runs out.
     """
     pairs = []

@@ -4,7 +4,7 @@
 
 The numbers are computed, not sketched: rewards of two groups of eight, their standardised advantages, and one
 draw of prune.completions.kind=bernoulli at drop_prob 1/2: a small |A| is dropped with probability 1/2, and
-weighs 2 where it survives. The panel has its own background, so it reads on light and on dark pages.
+weighs 2 if it survives. The panel has its own background, so it reads on light and on dark pages.
 """
 
 from dataclasses import dataclass
@@ -31,7 +31,7 @@ CAPACITY = 31  # tokens of a packed row
 class Completion:
     length: int
     right: bool
-    survives: bool  # the draw, where its |A| is small
+    survives: bool  # the draw, for a small |A|
 
 
 def make_group(lengths: list[int], right: list[int], surviving: list[int]) -> list[Completion]:

@@ -1,7 +1,7 @@
 """The expressions of a completion, "27 + 38 = 65.", are computed and must pass the tests of the row.
 
-What a model writes is run in this process, a child of the trainer that may be killed: "9**9**9" ends it after
-reward.custom_seconds, and huge numbers meet reward.custom_gib. It has no names to call but those given here.
+The text of a model is run in this process, a child of the trainer that may be killed: "9**9**9" ends it after
+reward.custom_seconds, and huge numbers meet reward.custom_gib. It can call only the names given here.
 """
 
 import re
@@ -16,7 +16,7 @@ def reward(text: str, row: dict) -> float:
 def value(code: str) -> float | None:
     try:
         return eval(code, {"__builtins__": {}})
-    except (SyntaxError, ArithmeticError, TypeError):  # of what is no expression, or has no value
+    except (SyntaxError, ArithmeticError, TypeError):  # it is no expression, or has no value
         return None
 
 

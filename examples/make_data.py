@@ -18,7 +18,7 @@ ROWS = 384
 
 
 def expressions(problems: list[dict]) -> list[dict]:
-    """What the expressions in a completion must satisfy, as tests of `values`, the list of their values."""
+    """Return the conditions on the expressions of a completion: tests of `values`, a list."""
     rows = []
     for problem in problems:
         steps = [int(total) for total in re.findall(r"= (\d+)", problem["solution"])]
@@ -47,7 +47,7 @@ def dialogue(problems: list[dict]) -> list[dict]:
 
 
 def two_rewards(problems: list[dict]) -> list[dict]:
-    """Problems of which every second one has a known result."""
+    """Make problems; every second one has a known result."""
     return [{"question": problem["question"], "result": int(problem["answer"]) if i % 2 else None}
             for i, problem in enumerate(problems)]
 

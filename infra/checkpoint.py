@@ -1,7 +1,7 @@
 """Save checkpoints in the background by torch.distributed.checkpoint, and load them on any number of ranks.
 
     checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
-    checkpoints/step_000123/extra.pt    what does not depend on the ranks: step, config, history of prompts
+    checkpoints/step_000123/extra.pt    state that no rank owns: step, config, history of prompts
     checkpoints/step_000123/files.json  every file above with its size and its digest
     checkpoints/latest                  name of the newest
 
@@ -62,8 +62,7 @@ class Checkpoints:
         self.seconds = 0.0  # that training has waited for saves since `metrics` was last called
 
     def reach(self, step: int, extra: dict) -> None:
-        """Note that a step is done, and what its checkpoint holds beside tensors. `save` writes it, at the
-        latest when the run is stopped."""
+        """Note that a step is done, and its extra.pt. `save` writes it, at the latest at a stop."""
         self.unsaved = (step, extra)
 
     def save(self) -> None:
@@ -100,7 +99,7 @@ class Checkpoints:
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
             reason = next(iter(failures.values()))[0] if failures else error
-            free = shutil.disk_usage(self.folder).free / 2**20  # torch's writer may hide what it met
+            free = shutil.disk_usage(self.folder).free / 2**20  # torch may hide the cause
             before = "the checkpoint before it is whole: make room and go on with --resume"
             if not step_folders(self.folder):
                 before = "there is none before it: make room and begin again with --resume auto"
@@ -168,7 +167,7 @@ def save_plainly(records: Any, path: Path) -> None:
 
 
 def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
-    """Find the checkpoint to go on from and what it holds beside tensors; None and a step of 0 to begin."""
+    """Find the checkpoint to resume from and its extra.pt; None and step 0 to begin."""
     newest = None if resume == "never" else find(folder)
     if resume == "always" and newest is None:
         raise ConfigError(f"--resume: {folder} has no whole checkpoint, so no step of this run is left; "
@@ -177,7 +176,7 @@ def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
 
 
 def find(folder: Path) -> tuple[Path, dict] | None:
-    """Find the newest whole checkpoint and read what it holds beside tensors; None if there is none.
+    """Find the newest whole checkpoint and read its extra.pt; None if there is none.
 
     The newest is the one that `latest` names, or one before it if that is not whole: every rank reads its
     part of each that is tried. Collective. Raises ConfigError if none is whole: such a run must not silently
@@ -240,7 +239,7 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
     if keep != "all":
         so_far = [path for path in step_folders(folder) if path.name <= name]
         for old in so_far[:-keep]:
-            shutil.rmtree(old, ignore_errors=True)  # what is left is tried again next time
+            shutil.rmtree(old, ignore_errors=True)  # the next save tries the rest again
 
 
 def flush(path: Path) -> None:
@@ -254,8 +253,7 @@ def step_folders(folder: Path) -> list[Path]:
 
 
 def replayable_steps(run: Path, last: int) -> list[int]:
-    """List the steps of a run up to `last` whose policy is at hand: the first, and each after a whole
-    checkpoint."""
+    """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
     steps = [1]
     for path in step_folders(run / "checkpoints"):
         if not find_missing(path):
@@ -288,7 +286,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_extra(path: str | Path) -> dict:
-    """Read what a checkpoint holds beside tensors; {} for any other path. Raises ConfigError."""
+    """Read the extra.pt of a checkpoint; {} for any other path. Raises ConfigError."""
     step = user_path(path)
     if is_checkpoint(step):
         require_whole(step)
@@ -369,7 +367,7 @@ def format_list(files: Files) -> str:
 
 
 def read_list(step: Path) -> Files:
-    """Read files.json; {} where it is missing or not as it was written."""
+    """Read files.json; {} if it is missing or damaged."""
     path = step / "files.json"
     text = path.read_text(errors="replace") if path.is_file() else ""
     try:
@@ -380,7 +378,7 @@ def read_list(step: Path) -> Files:
 
 
 def find_missing(step: Path) -> str:
-    """Say which file of a checkpoint is missing or has another size, "" where none is. Nothing is hashed."""
+    """Name a file of a checkpoint that is missing or has another size, else "". Hashes nothing."""
     files = read_list(step)
     for name, (size, _) in files.items():
         found = (step / name).stat().st_size if (step / name).is_file() else "no"
@@ -390,7 +388,7 @@ def find_missing(step: Path) -> str:
 
 
 def find_changed(step: Path, names: Iterable[str]) -> str:
-    """Say which of these files is not as it was written, "" where none is."""
+    """Name a file that has changed since it was written; "" if none has."""
     files = read_list(step)
     for name in names:
         try:
@@ -402,7 +400,7 @@ def find_changed(step: Path, names: Iterable[str]) -> str:
 
 
 def find_damage(step: Path, part: str = "") -> str:
-    """Name a damaged file of a checkpoint, among those whose name begins with `part`; "" if all are whole.
+    """Name a damaged file of a checkpoint, among the names that begin with `part`; "" if all are whole.
 
     Collective. Each rank reads the files that it wrote itself, if there are as many ranks as there were then.
     """
@@ -412,10 +410,10 @@ def find_damage(step: Path, part: str = "") -> str:
     return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")
 
 
-# ---- hashes, and what a run began with
+# ---- hashes, and the inputs of a run
 
 def sha256(*values: object) -> str:
-    """Hash values as JSON; what JSON cannot write is hashed as its str()."""
+    """Hash values as JSON; other types are hashed as their str()."""
     return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
 
 
@@ -444,7 +442,7 @@ def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]])
 
 
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
-    """Raise ConfigError where a checkpoint was trained on other weights, data or tokenizers than these."""
+    """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these."""
     for setting, found in here.items():
         if began.get(setting) != found:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "

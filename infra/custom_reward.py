@@ -26,7 +26,7 @@ class RewardFile:
     source: str
     functions: tuple[str, ...]
     limits: Limits
-    ended: float  # the value of a function whose call was ended
+    ended: float  # the value of a function if its call was ended
 
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":

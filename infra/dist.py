@@ -48,7 +48,7 @@ def close() -> None:
 
 
 def background_group() -> td.ProcessGroup:
-    """Make a group of all ranks for a thread whose collectives must not mix with the main thread's."""
+    """Make a group of all ranks for a background thread, apart from the main thread's collectives."""
     return td.new_group(backend="gloo")
 
 

@@ -1,4 +1,4 @@
-"""Read and write the files of a run so that what was whole stays whole, whatever dies: JSON lines."""
+"""Read and write the JSON lines of a run. Complete lines survive a crash of process or machine."""
 
 import json
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ class LogLine(dict):
 
 @contextmanager
 def blame_file(place: Path | str) -> Iterator[None]:
-    """Make one clear error of whatever the content of a damaged or hand-edited file causes."""
+    """Turn any error from the content of a damaged or hand-edited file into one clear ConfigError."""
     try:
         yield
     except ConfigError:
@@ -36,7 +36,7 @@ def blame_file(place: Path | str) -> Iterator[None]:
 
 
 def parse_line(text: bytes, place: str) -> Any:
-    """Parse JSON whose objects are LogLines; None for what is no JSON."""
+    """Parse JSON with LogLines as objects; None if it is no JSON."""
     try:
         return json.loads(text, object_hook=lambda found: LogLine(found, place))
     except (ValueError, RecursionError):
@@ -44,10 +44,10 @@ def parse_line(text: bytes, place: str) -> Any:
 
 
 def read_log(path: Path) -> list[LogLine]:
-    """Read the lines of a log; [] where there is none.
+    """Read the lines of a log; [] if there is no log.
 
-    What a dying process or machine has torn at the end is left out: a last line without its end, and lines
-    behind the last whole one. Raises ConfigError for a broken line that whole ones follow.
+    Lines that a crash has torn at the end are left out: a last line without its end, and lines behind the
+    last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
     lines: list[LogLine] = []
     broken = 0
@@ -65,7 +65,7 @@ def read_log(path: Path) -> list[LogLine]:
 
 
 def read_metrics(path: Path) -> list[LogLine]:
-    """Read metrics.jsonl, whose values are numbers or null. Raises ConfigError for others."""
+    """Read metrics.jsonl. Raises ConfigError for a value that is neither a number nor null."""
     lines = read_log(path)
     for line in lines:
         for key, value in {"step": line["step"], **line}.items():
@@ -78,7 +78,7 @@ def read_metrics(path: Path) -> list[LogLine]:
 
 
 def append(path: Path, *lines: dict) -> None:
-    """Append lines to a log. Raises ConfigError where its folder is gone."""
+    """Append lines to a log. Raises ConfigError if its folder is gone."""
     try:
         with path.open("a") as file:
             file.write("".join(json.dumps(line) + "\n" for line in lines))

@@ -55,7 +55,7 @@ class Store:
 
 
 def require_place(out: Path | None) -> None:
-    """Raise ConfigError where no result can be written."""
+    """Raise ConfigError if no result can be written."""
     if out and not out.parent.is_dir():
         raise ConfigError(f"--out: folder {out.parent} not found; create it first")
     if out and out.is_dir():

@@ -84,7 +84,7 @@ def load_once(path: str, source: str) -> dict:
     sys.path.insert(0, str(folder))
     module = ModuleType(Path(path).stem)
     module.__file__ = path
-    sys.modules[module.__name__] = module  # where dataclasses look for it
+    sys.modules[module.__name__] = module  # dataclasses look for it there
     exec(compile(source, path, "exec"), module.__dict__)
     return module.__dict__
 

@@ -27,7 +27,7 @@ NAMED_SETS = {
     # 674 on the hub
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
-# Other names of columns, those of GSM8K, MATH and their like.
+# Other names of columns, as in GSM8K and MATH.
 OTHER_NAMES = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
 ROLES = ("system", "user", "assistant")
 
@@ -56,7 +56,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
 
 
 def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
-    """Yield "file:line" and the row of each line below the head, where an empty cell is None.
+    """Yield "file:line" and the row of each line below the head; an empty cell is None.
 
     Raises ConfigError.
     """

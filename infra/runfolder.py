@@ -120,13 +120,13 @@ def refused_changes(there: Config, now: Config) -> list[str]:
 
 
 def is_same_file_elsewhere(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names at another path a file whose content is compared elsewhere."""
+    """Tell whether a setting names a file at another path; `require_same_files` compares its content."""
     paths = config.flatten(there)[key], config.flatten(now)[key]
     return key in (*COPIES, "model.lora.path") and None not in paths
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
-    """Name the settings whose file has changed since the run in a folder began.
+    """Name each setting with a file that has changed since the run in a folder began.
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
     """
@@ -180,7 +180,7 @@ def is_locked(folder: Path) -> bool:
     with holder.open() as file:  # opened anew, so that a lock of this process is met too, and stays
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError as error:  # of another kind where files cannot be locked, by a run neither
+        except OSError as error:  # no file can be locked there, and no run has
             return isinstance(error, BlockingIOError)
     return False
 
@@ -211,7 +211,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def describe_environment(device: torch.device) -> dict:
-    """Describe what runs: command, code, machine, device and libraries."""
+    """Describe command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
     versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
@@ -335,7 +335,7 @@ class RunLog:
     def track(self, cfg: Config) -> None:
         """Begin to send metrics to wandb.
 
-        A resumed run sends all of its metrics again: those of its last seconds may not have got there.
+        A resumed run sends all of its metrics again: the last ones may not have arrived.
         """
         if self.folder is not None and cfg.log.wandb is not None:
             path = self.folder / "env.json"

@@ -60,7 +60,7 @@ def asked_to_stop(stop: Stop | None) -> bool:
 def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
     """Make `engine.generate` raise Stopped on all ranks once one of them is asked to stop.
 
-    What they have sampled is dropped. Ranks that sample in lock-step, not each `alone`, finish it first.
+    Samples under way are dropped. Ranks that sample in lock-step, not each `alone`, finish it first.
     """
     if stop is None:
         return

@@ -1,7 +1,7 @@
 """Show a run beside its folder: some groups of each step as text, and Weights & Biases.
 
 wandb is imported only if `log.wandb` asks for it. metrics.jsonl stays the source of truth: a failure of wandb
-is one line on stderr, apart from what wandb prints when its own process is gone, and training goes on.
+is one line on stderr (wandb may print more when its own process is gone), and training goes on.
 """
 
 import importlib
@@ -14,13 +14,13 @@ from typing import Any
 from config import Config, ConfigError, flatten
 from records import Batch, Rolled, plain
 
-LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send what is left
+LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
 COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "prob", "weight")
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
 def sample_lines(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
-    """Write the first groups whose completions have all ended as lines of samples.jsonl."""
+    """Write the first groups of ended completions as lines of samples.jsonl."""
     trained = {id(group): n for n, group in enumerate(batch.groups)}
     lines = []
     for n, group in enumerate(rolled.groups):
@@ -131,7 +131,7 @@ class Tracker:
             self.warn(error)
 
     def warn(self, error: Exception, what: str = "") -> None:
-        """Say once what failed, and what is recorded."""
+        """Report a failure once, and where metrics are recorded."""
         if not self.warned:
             self.warned = True
             kept = (f"its record of the run stays in {self.folder}/wandb, and `wandb sync` sends it later, "

@@ -43,7 +43,7 @@ def find_model(path: str) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The part of config.json that decides what is computed."""
+    """The numbers of config.json that the decoder computes with."""
 
     vocab_size: int
     hidden_size: int
@@ -92,7 +92,7 @@ class ConfigFile:
 
 @dataclass(frozen=True, slots=True)
 class Llama3:
-    """The numbers by which Llama 3 stretches its rotary angles."""
+    """The numbers of Llama 3's rotary scaling."""
 
     factor: Positive
     low_freq_factor: Positive

@@ -33,7 +33,7 @@ HIDDEN = 64        # H
 INITIAL_STD = 1e-3     # deviation of the output weights at first, as released
 DISTIL_WEIGHT = 0.5       # weight of the second loss, as released
 RANKING_WEIGHT = 3.0      # weight of the third loss, as released
-RANKED_GAP = 0.05   # prompts whose targets lie further apart are ranked
+RANKED_GAP = 0.05   # prompts with targets further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
 CONFIDENCE_FLOOR = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
 

@@ -25,7 +25,7 @@ def discounted_sum(delta_C: Tensor, lam_C: Tensor, segment_C: Tensor) -> Tensor:
 
 def gae(value_C: Tensor, end_S: Tensor, segment_C: Tensor, lam_S: Tensor) -> Tensor:
     """Estimate generalised advantages (arXiv:1506.02438) without discount for completions that may be cut,
-    [C]: sum_k lam^k (r_{t+k} + V(s_{t+k+1}) - V(s_{t+k})), where only a last token has a reward.
+    [C]: sum_k lam^k (r_{t+k} + V(s_{t+k+1}) - V(s_{t+k})), and only a last token has a reward.
 
     Args:    value_C    V(s_t), of the state before each token
              end_S      the reward of a completion that has ended, else the value of the state after its last

@@ -36,7 +36,7 @@ Ballot = list[str | None]  # the vote of each completion: the first answer of it
 
 
 def count_needed(settings: Votes) -> int:
-    """Count the votes by which the leader must be ahead, k = ceil(log threshold / log(p0 / p1)): with p0 0.6,
+    """Compute the lead in votes that ends sampling, k = ceil(log threshold / log(p0 / p1)): with p0 0.6,
     p1 0.1 and threshold 19 it is 2."""
     evidence = math.log(settings.right / settings.other)  # of one vote
     return math.ceil(math.log(settings.threshold) / evidence - 1e-9)
@@ -86,7 +86,7 @@ class VotingSampler:
     settings: Votes
 
     def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        """Sample groups, and more completions for prompts whose leader is not far enough ahead."""
+        """Sample groups, and more completions for prompts without a clear leader."""
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]

@@ -151,7 +151,7 @@ def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
 # ---- scores
 
 def score_charts(groups: Groups, score: Score) -> list[Chart]:
-    """Draw a score against what was spent of each kind; that of one run with its intervals."""
+    """Draw a score against each kind of cost; a single run has its intervals."""
     kinds = COSTS if len(sum(groups.values(), [])) > 1 else ["steps"]
     return [Chart(f"{score.kind.capitalize()} against {kind}", "in %" if score.percent else "", [],
                   draw_svg(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]

@@ -25,7 +25,7 @@ from page.runs import (
 from page.summary import Score, phase_seconds
 from verify.statistics import half_width
 
-LEAST_RUNS = 3         # runs from which on an interval is told
+LEAST_RUNS = 3         # an interval needs so many runs
 UNKNOWN, NEVER = "not known", "not reached"
 OUTSIDE_STEP = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
 
@@ -58,7 +58,7 @@ def keep_runs(groups: Groups, fits: Callable[[LoggedRun], bool]) -> Groups:
 
 
 def settings_table(groups: Groups) -> ReportTable:
-    """Tabulate the settings in which the rows differ."""
+    """Tabulate the settings that differ between rows."""
     keys = differing_settings([group[0] for group in groups.values()])
     rows = []
     for label, group in groups.items():

@@ -27,7 +27,7 @@ def results_table(results: dict[str, dict]) -> str:
 
 
 def list_disagreements(name: str, result: dict) -> list[str]:
-    """List the answers of a set on which math-verify and we differ, with both readings."""
+    """List the answers that math-verify and we read differently, with both readings."""
     lines = []
     for problem in result["problems"] if "math_verify" in result else []:
         for response in problem["responses"]:

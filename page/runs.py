@@ -27,7 +27,7 @@ COSTS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": 
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps
 LONGEST_LABEL = 60     # characters; the name of the folder stands for more settings than that
 ABSENT = "absent"      # a setting that this kind of a section does not have
-UNCOMPARED = ("seed", "out", "log.", "checkpoint.")  # beginnings of settings by which no row differs
+UNCOMPARED = ("seed", "out", "log.", "checkpoint.")  # beginnings of settings that make no row of their own
 
 
 @dataclass(frozen=True)
@@ -68,12 +68,12 @@ class LoggedRun:
         return tuple(np.array(points, dtype=float).reshape(-1, 2).T)
 
     def held_out(self, score: Score) -> tuple[np.ndarray, np.ndarray]:
-        """Return the steps at which a score was measured, and its values."""
+        """Return the steps of a score's evaluations, and its values."""
         step_E, value_E = self.series(score.keys[0])
         return step_E, np.round(score.scale * value_E, 9)  # 58, not 57.99999999999999, is a level reached
 
     def intervals(self, score: Score) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Return the steps at which a score was measured, and the ends of its intervals."""
+        """Return the steps of a score's evaluations, and the ends of its intervals."""
         _, low, high = score.keys
         points = [(line["step"], line[low], line[high]) for line in self.evals if score.keys[0] in line]
         step_E, low_E, high_E = np.array(points, dtype=float).reshape(-1, 3).T
@@ -134,7 +134,7 @@ def name_settings(settings: dict, path: str = "") -> dict[str, Any]:
 
 
 def group_runs(runs: list[LoggedRun]) -> Groups:
-    """Put runs of one config together, in the order given, labelled by the settings in which they differ.
+    """Put runs of one config together, in the order given, labelled by their different settings.
 
     Raises ConfigError for a folder given twice, and for two finished runs of one config and seed: they are
     one observation.
@@ -173,7 +173,7 @@ def label_of(group: list[LoggedRun], keys: list[str], taken: Iterable[str]) -> s
 
 
 def differing_settings(runs: list[LoggedRun]) -> list[str]:
-    """Name the settings in which runs differ."""
+    """Name the settings that differ between runs."""
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     return [key for key in keys if len({repr(run.settings.get(key, ABSENT)) for run in runs}) > 1]
 
@@ -218,7 +218,7 @@ def reaches(run: LoggedRun, score: Score, level: float) -> bool:
 
 
 def cost_to_reach(run: LoggedRun, score: Score, kind: str, level: float) -> Reading | None:
-    """Read the cost at which the score reached a level that it does reach."""
+    """Read the cost of a level that the score reaches."""
     step_E, value_E = run.held_out(score)
     spent_E = run.spent(kind, step_E)
     i = int((value_E >= level).argmax())

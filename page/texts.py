@@ -34,7 +34,7 @@ def shorten_texts(value: Any, limit: int | None) -> Any:
 
 
 def choose_completions(samples: list[dict], most: int) -> dict:
-    """Choose the steps whose groups are shown, from lines of samples.jsonl: all, or every k-th and the last.
+    """Choose the steps to show groups of, from lines of samples.jsonl: all, or every k-th and the last.
 
     {"every": k, "steps": [{"step", "groups": [line]}]}; at most so many bytes, but for one step.
     """

@@ -21,7 +21,7 @@ class Pass:
 
     shape: Shape
     tokens: int            # of the row
-    keys: int              # that its segments attend to; those of a prompt count once per completion
+    keys: int              # that its segments attend to; a prompt's keys count once per completion
     element: int           # bytes of a computed number
     recomputed: str = "none"  # model.checkpoint_blocks
     chunk: int = 1024      # model.logp_chunk
@@ -174,7 +174,7 @@ def adapter_bytes(given: Pass) -> int:
 
 
 def planned_lengths(cfg: Config) -> tuple[int, int]:
-    """Return the tokens of prompts and completions for which memory is planned: prompts as long as they may
+    """Return the tokens of prompts and completions to plan memory for: prompts as long as they may
     be, and completions a quarter as long as they may be."""
     return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
 
@@ -247,7 +247,7 @@ def update_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 
 
 def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
-    """Count the peak of an update on one rank of a config in which nothing is `auto`."""
+    """Count the peak of an update on one rank of a config without `auto`."""
     model, how = cfg.model, cfg.model.checkpoint_blocks
     if model.compile and how == "none":
         how = "selective"  # torch.compile recomputes cheap things: assumed, until a GPU has shown how much

@@ -1,5 +1,5 @@
-"""Decide what fits: measure the machine's memory, and choose the settings that a config leaves to `auto` by
-the bytes that preflight/counts.py counts."""
+"""Choose the settings that a config leaves to `auto`: measure the machine's memory, and compare it with the
+bytes that preflight/counts.py counts."""
 
 import importlib
 import importlib.metadata
@@ -27,15 +27,15 @@ WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
-OVERCOUNT = 1.3  # the count is at most so many times what an update takes (tests/test_fake_gpu.py)
+OVERCOUNT = 1.3  # the count is at most so many times an update's bytes (tests/test_fake_gpu.py)
 ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
-ROW_STEP = 256    # tokens by which a row may grow
+ROW_STEP = 256    # tokens; rows grow in steps of it
 REQUESTED = "asked for"  # in a checkpoint: the slots of the config, beside those that were chosen
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """What a rank has to run on."""
+    """The hardware of a rank."""
 
     device: torch.device
     free: float          # bytes before anything is loaded, on the rank with least; on a CPU a rank's share
@@ -115,10 +115,10 @@ def why_no_cuda() -> str:
     return f"there is a GPU, but {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}"
 
 
-# ---- what `auto` chooses
+# ---- choices of `auto`
 
 def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config:
-    """Choose on this machine what a config leaves to `auto`, and print it. Collective.
+    """Choose the settings that a config leaves to `auto` on this machine, and print them. Collective.
 
     Args:    source  folder of the model
              saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
@@ -145,7 +145,7 @@ def list_choices(cfg: Config, decided: Config) -> dict:
 def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
     """Replace every `auto` by a value, and slots by fewer if memory asks for it; returns remarks too.
 
-    What was `saved` is taken again if it can run here, so that a run that goes on stays the same run.
+    `saved` choices are taken again if they can run here, so that a resumed run stays the same run.
     """
     def pick(key: str, able: list) -> str:
         wanted = flatten(cfg)[key]
@@ -245,7 +245,7 @@ def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Con
     if capacity != "auto":
         fitting = [how for how in ways if needed(how, capacity) <= room] or ways[-1:]
         return with_rows(cfg, how_before if how_before in fitting else fitting[0], capacity)
-    # What was measured may be more than what is counted to fit.
+    # A measured row may be longer than the count allows.
     if before and how_before in ways and needed(how_before, before) <= OVERCOUNT * room:
         return with_rows(cfg, how_before, before)
     least, most = row_range(cfg, machine.ranks)

@@ -88,7 +88,7 @@ class Preference:
     beta: Positive = 0.1           # how far the margin counts: the weight of the KL that is implied
     pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
     likelihood: PositiveOrZero = 0.0  # eta, weight of -log pi of the chosen (RPO)
-    gap: Positive | None = None    # difference of rewards whose pairs weigh 1 (MADPO); null: all do
+    gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
     c_max: Annotated[float, settings.above(1)] = 2.0  # of the weight of pairs below `gap`
     c_min: Annotated[float, settings.within("[0, 1)")] = 0.5  # ... and above
     steepness: Positive = 1.0      # of the way from one to the other
@@ -96,7 +96,7 @@ class Preference:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GroupPreference:
-    """DGPO (arXiv:2510.08425) for language models: a weight per group, less where it is told apart."""
+    """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
     kind: Literal["group_preference"] = "group_preference"
     beta: Positive = 0.1           # how far the log-ratios count
 
@@ -106,7 +106,7 @@ Advantage = (GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
 
 
 def is_preference(advantage: Advantage) -> bool:
-    """Tell whether the advantage is that of a preference loss (methods/preference.py)."""
+    """Tell whether the loss is a preference loss (methods/preference.py)."""
     return isinstance(advantage, Preference | GroupPreference)
 
 
@@ -126,7 +126,7 @@ class TopK:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bottom:
-    """Dynamic Pruning as listed (arXiv:2603.04135): drop those of the smallest |advantage|. Biased."""
+    """Dynamic Pruning as listed (arXiv:2603.04135): drop completions of small |advantage|. Biased."""
     kind: Literal["bottom"] = "bottom"
     drop_prob: DropProb            # share of each group
 
@@ -135,7 +135,7 @@ class Bottom:
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small ones at random, weigh up others. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
-    drop_prob: DropProb            # of a completion whose |advantage| is below its group's mean
+    drop_prob: DropProb            # of a completion with an |advantage| below its group's mean
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,7 +150,7 @@ class Pps:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pods:
-    """PODS (arXiv:2504.13818): train on those of a group whose rewards vary most. Biased."""
+    """PODS (arXiv:2504.13818): train on the completions with the largest reward variance. Biased."""
     kind: Literal["pods"] = "pods"
     keep: KeepCount                     # per group, of rollout.group_size
     compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
@@ -177,15 +177,15 @@ class AllPrompts:
 class BernoulliPrompts:
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small ones at random, weigh up others. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
-    drop_prob: DropProb            # of a prompt whose mean |advantage| was below that of all seen
+    drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowestRank:
-    """Dynamic Pruning as listed (arXiv:2603.04135): skip those of the smallest mean |advantage|. Biased."""
+    """Dynamic Pruning as listed (arXiv:2603.04135): skip prompts of small mean |advantage|. Biased."""
     kind: Literal["rank"] = "rank"
     drop_prob: DropProb            # share of a step
-    # turns in a row at which a prompt may be skipped
+    # times in a row that a prompt may be skipped
     max_skips: Annotated[int, at_least(1, ": a prompt that is never rolled out is never measured again")]
 
 
@@ -214,7 +214,7 @@ class Depo:
     estimate: Literal["head", "history"] = "head"
     low: ZeroToOne = 0.15          # of the share of right answers that is estimated, from here ...
     high: ZeroToOne = 0.85         # ... up to here a prompt is rolled out
-    warmup_steps: CountOrZero = 100  # first steps, in which every prompt is
+    warmup_steps: CountOrZero = 100  # first steps: every prompt is rolled out
     explore: ZeroToOne = 0.0       # chance of a rollout outside; 0 as released: it may never come again
     lr: Positive = 2e-4            # of the network's AdamW
 
@@ -224,7 +224,7 @@ Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPromp
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WholeCompletions:
-    """Train on every token of what is kept."""
+    """Train on every token of the survivors."""
     kind: Literal["none"] = "none"
 
 
@@ -242,11 +242,11 @@ Tokens = WholeCompletions | Prefix
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Clip:
-    """PPO (arXiv:1707.06347), GRPO, DAPO: the ratio, or no gradient where the clip has stopped it."""
+    """PPO (arXiv:1707.06347), GRPO, DAPO: the ratio, or no gradient if the clip has stopped it."""
     kind: Literal["clip"] = "clip"
     low: ZeroToOne = 0.2           # the ratio counts from 1 - low
     high: PositiveOrZero = 0.2     # ... up to 1 + high; above low: DAPO's clip-higher
-    dual: float | None = None      # upper bound on the ratio where the advantage is negative; verl has 10
+    dual: float | None = None      # upper bound on the ratio of a negative advantage; verl has 10
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,7 +255,7 @@ class ClipSequence:
     kind: Literal["clip_sequence"] = "clip_sequence"
     low: ZeroToOne = 0.2           # the mean ratio counts from 1 - low
     high: PositiveOrZero = 0.2     # ... up to 1 + high
-    dual: float | None = None      # upper bound on it where the advantage is negative
+    dual: float | None = None      # upper bound on the ratio of a negative advantage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -297,7 +297,7 @@ class AdamW:
     kind: Literal["adamw"] = "adamw"
     lr: Positive                   # learning rate
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
-    warmup_steps: CountOrZero = 0  # steps in which the rate rises from 0
+    warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
     beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
     beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
     weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too

@@ -28,7 +28,7 @@ SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 20
 
 
 class ConfigError(ValueError):
-    """A mistake in a setting or a file that the user can mend; the message says what is allowed and how."""
+    """A mistake in a setting or a file; the message names the allowed values and the remedy."""
 
 
 # Whether a number is allowed, and which are. It stands beside the type: `Annotated[int, at_least(1)]`.
@@ -59,7 +59,7 @@ BelowOne = Annotated[float, within("[0, 1)")]
 
 
 class Loader(yaml.SafeLoader):
-    """yaml in which a key given twice is an error, and 010, 1:30 and 2024-01-01 are texts, not numbers.
+    """yaml: a key given twice is an error, and 010, 1:30 and 2024-01-01 are texts, not numbers.
 
     1e-6 is a text too, as in yaml 1.1, so that every tool reads and quotes a saved config in one way.
     """
@@ -127,7 +127,7 @@ def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Pa
 def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, dict[str, Any]]:
     """Read a config file and the files that it names as `base:`, one or a list; the lowest layer comes first.
 
-    Later bases lie over earlier ones. A file that several bases name is a layer once, where it first comes.
+    Later bases lie over earlier ones. A file that several bases name is a layer once, at its first place.
     """
     if (file := path.resolve()) in above:
         circle = " -> ".join(map(str, [*above, file]))
@@ -182,7 +182,7 @@ def choices(section: Any) -> dict[str, type]:
 
 @cache
 def hints(section: Any) -> dict[str, Any]:
-    """Map the settings of a section, those of all its kinds, to their types; empty for other types."""
+    """Map the settings of a section, of all its kinds, to their types; empty for other types."""
     types_by_name: dict[str, Any] = {}
     for option in choices(section).values() or [section]:
         if is_dataclass(option):
@@ -290,7 +290,7 @@ def fit(value: Any, kind: Any, path: str) -> Any:
 
 
 def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any]:
-    """Convert a mapping whose names are texts, or a few literal ones. Raises ConfigError."""
+    """Convert a mapping from texts, or from a few literal names. Raises ConfigError."""
     names, kind = get_args(inner[0]), inner[1]
     for name in mapping:
         if names and name not in names:

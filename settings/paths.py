@@ -15,7 +15,7 @@ def user_path(text: str | Path) -> Path:
 
 
 def find_path(text: str | Path) -> Path:
-    """Find a path from the current folder or, where nothing is there, from the repository.
+    """Find a path from the current folder or, if nothing is there, from the repository.
 
     So the shipped configs, which name toy/model, can be used from any folder.
     """
@@ -32,7 +32,7 @@ def require_new(folder: Path, option: str) -> None:
 def matching(text: str, option: str) -> list[Path]:
     """List the paths that a pattern matches, which a shell has not expanded; a path without one is itself.
 
-    Raises ConfigError where nothing matches.
+    Raises ConfigError if nothing matches.
     """
     path = user_path(text)
     if path.exists() or not glob.has_magic(text):
@@ -45,7 +45,7 @@ def matching(text: str, option: str) -> list[Path]:
 
 
 def short_names(paths: list[Path]) -> list[str]:
-    """Name paths by what tells them apart: runs/a/hf and runs/b/hf are "a" and "b"."""
+    """Name paths by their differing folders: runs/a/hf and runs/b/hf are "a" and "b"."""
     parts = [path.resolve().parts for path in paths]
     if len({len(own) for own in parts}) > 1:
         parts = [own[1:] for own in parts]  # all of a path but its root

@@ -47,7 +47,7 @@ BUGS = {
         ("before_N = sorted_N.cumsum(0) - sorted_N", "before_N = sorted_N.cumsum(0)", "by_reward"),
         ("1 / prob_L[prob_L > point]", "torch.ones_like(prob_L[prob_L > point])", "nat"),
         ("torch.arange(length, 0, -1", "torch.arange(length - 1, -1, -1", "nat"),
-        ("candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1", "candidates.adv_NG.nan_to_num().abs()", "prune"),
+        ("adv_NG.nan_to_num().abs() * candidates.weight_N1", "adv_NG.nan_to_num().abs()", "prune"),
         ("return floored_NG.masked_fill(none_NG, 0.0)", "return floored_NG", "unbiased"),
         (".masked_fill(adv_NG.isnan(), 0.0)", "", "unbiased"),
     ],

@@ -1,4 +1,4 @@
-"""The error that verify/ raises for what its user can mend."""
+"""The error that verify/ raises for a mistake that its user can mend."""
 
 
 class VerifyError(ValueError):

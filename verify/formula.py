@@ -18,7 +18,7 @@ from collections.abc import Callable
 import sympy
 
 TOKEN = re.compile(r" *(\\[a-zA-Z]+|\\[{}]|\d+\.?\d*|\.\d+|[a-zA-Z]|[-+*/^_!|(){}\[\],=])")
-LARGEST_COMPUTED = 10_000  # exponents, and numbers whose factorial is computed
+LARGEST_COMPUTED = 10_000  # largest exponent, and largest number with a computed factorial
 GREEK = {f"\\{name}" for name in (
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma "
     "tau upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell").split()}
@@ -40,7 +40,7 @@ class Unread(ValueError):
 
 
 def bounded_power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:
-    """Return a power, unevaluated if its value would fill the memory, as that of 9^{9^{9^9}}."""
+    """Return a power, unevaluated if its value would fill the memory, as in 9^{9^{9^9}}."""
     large = exponent.is_Rational and abs(exponent) > LARGEST_COMPUTED
     tower = exponent.is_number and exponent.is_Pow
     return sympy.Pow(base, exponent, evaluate=not (large or tower))
@@ -60,7 +60,7 @@ class Reader:
             end = match.end()
         self.place = 0
         self.bars = 0  # open |
-        self.indices: set[str] = set()  # of sums, where i is no constant
+        self.indices: set[str] = set()  # of sums: i is no constant there
 
     @property
     def token(self) -> str:

@@ -28,7 +28,7 @@ from verify.extract import extract, last_number, last_tag, until_end
 from verify.number import number, same_numbers
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
-VERIFY_BYTES = 2 << 30   # of memory beside what a worker starts with, for a number of billions of digits
+VERIFY_BYTES = 2 << 30   # of memory beyond a new worker's, for a number of billions of digits
 PATIENCE = 10            # a call may take so many times its seconds by the clock, if it waits
 WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
@@ -52,7 +52,7 @@ class Limits:
     """The time and memory of a call, and the number of workers for the calls of one purpose."""
 
     purpose: str
-    size: int     # bytes of memory beside what a worker starts with
+    size: int     # bytes of memory beyond a new worker's
     workers: int
     seconds: float = field(compare=False)  # of computing; calls of any length share the workers
 
@@ -94,7 +94,7 @@ def prepare_worker(started: Event, size: int) -> None:
     """
     started.set()
     for ending in STOP_SIGNALS:
-        signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not handed on to what a function starts
+        signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not inherited by a child process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
