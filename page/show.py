@@ -23,13 +23,13 @@ from settings.rules import ONLY_WITH, REQUIRES
 
 HEAD = """# Settings
 
-Written by `python -m page.show` from `config.py` and `settings/kinds.py`, where the same comments stand
+Written by `python -m page.show` from `config.py` and `settings/kinds.py`, with the comments there
 beside the fields.
 
-A config file holds what differs from the one that it names as `base:`, and `--set section.setting=value`
-comes on top. `train.py --config NAME.yaml --show` prints all settings of a run as yaml and marks what differs
+A config file holds its differences from the files that it names as `base:`; `--set section.setting=value`
+comes on top. `train.py --config NAME.yaml --show` prints all settings of a run as yaml and marks differences
 from the default. An unknown setting, a wrong type, a value out of bounds or a combination that cannot work is
-an error that says what is allowed.
+an error that names the allowed values.
 """
 
 REQUIRED = "required"
@@ -102,7 +102,7 @@ def page() -> str:
             because = why.replace("|", BAR)
             required.append(f"| `{choice}` | `{key}`: {allowed} | {because} |")
     return "\n".join([HEAD, "## The run", "", *table(Config, ""), *chapters(Config, "", "##"),
-                      "## What choices require of other settings", "", "| choice | requires | because |",
+                      "## Constraints between settings", "", "| choice | requires | because |",
                       "|---|---|---|", *required, ""])
 
 

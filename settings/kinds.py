@@ -11,7 +11,7 @@ from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroTo
 
 KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                   "prune.completions.kind=none")]
-DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for what is always dropped")]
+DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for a certain drop")]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,7 +193,7 @@ class LowestRank:
 class Greso:
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     kind: Literal["greso"] = "greso"
-    explore: Annotated[float, settings.within("[0.05, 0.95]", ", where it is kept")] = 0.5  # p at first
+    explore: Annotated[float, settings.within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
     target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
 
 

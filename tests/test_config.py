@@ -67,8 +67,8 @@ MUST_BE = [(override, allowed) for allowed, overrides in {
     "in (0, 1)": ["prune.prompts.kind=greso & prune.prompts.target=0",
                   "prune.prompts.kind=greso & prune.prompts.target=1"],
     "in [-1, 1]": ["reward.custom_ended=2"],
-    "in [0.05, 0.95], where it is kept": ["prune.prompts.kind=greso & prune.prompts.explore=1"],
-    "in [0, 1): no weight makes up for what is always dropped": [
+    "in [0.05, 0.95], as GRESO bounds it": ["prune.prompts.kind=greso & prune.prompts.explore=1"],
+    "in [0, 1): no weight makes up for a certain drop": [
         "prune.completions.kind=bottom & prune.completions.drop_prob=1",
         "prune.completions.kind=bernoulli & prune.completions.drop_prob=1",
         "prune.completions.kind=bernoulli & prune.completions.drop_prob=-0.1",

@@ -29,6 +29,13 @@ pytestmark = pytest.mark.house
 TOKENS = 114_500          # Python tokens of all code outside tests/, bench/ and experiments/; it may only fall
 FUNCTIONS, IN_FILES = 64, 16  # that one plain GRPO step enters outside model, engine and verify/
 DENSITY = 9.45            # tokens per line of code; 9.0 is the aim, nanoGPT has 8.4
+# Words that make a sentence hard to read -> at most so many per 1,000 words.
+HARD_WORDS = {
+    r"\bwhat(ever)?\b": 2.0,
+    r"\b(of|by|in|for|from|with|to|on|at|under) which\b|\bwhose\b": 0.5,
+    r"\b(those|that) of\b": 0.3,
+    r"\bwhere\b": 2.0,  # if it stands for "if"
+}
 UNSEEN = (tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER)
 
 
@@ -127,6 +134,26 @@ def test_a_plain_step_enters_few_functions_in_few_files(tmp_path, monkeypatch):
     functions = [(file, name) for file, name in entered if not re.search("<(gen|dict|set)", name)]
     files = Counter(file for file, _ in functions)
     assert len(functions) <= FUNCTIONS and len(files) <= IN_FILES, f"{len(functions)} functions in {files}"
+
+
+def prose_of_code(path: Path) -> str:
+    """Docstrings and comments."""
+    text = path.read_text()
+    nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.Module))]
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    return "\n".join([*(ast.get_docstring(n) or "" for n in nodes), *(t.string for t in tokens if t.type == tokenize.COMMENT)])
+
+
+def test_sentences_have_few_hard_words():
+    """In docstrings and comments of code and configs, and on the pages, each by itself."""
+    configs = "\n".join(re.findall("#.*", "\n".join(p.read_text() for p in (ROOT / "configs").rglob("*.yaml"))))
+    code = "\n".join(prose_of_code(path) for path in FILES.values())
+    pages = re.sub("```.*?```", "", "\n".join(TEXTS.values()), flags=re.DOTALL)
+    for name, text in {"code": code, "configs": configs, "pages": pages}.items():
+        count = len(re.findall("[A-Za-z']+", text))
+        for pattern, most in HARD_WORDS.items():
+            found = re.findall(pattern, text, re.IGNORECASE)
+            assert 1000 * len(found) / count <= most, f"{name}: {len(found)} of {pattern} in {count} words"
 
 
 def test_every_mutant_has_its_line():
