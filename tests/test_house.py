@@ -141,7 +141,8 @@ def prose_of_code(path: Path) -> str:
     text = path.read_text()
     nodes = [n for n in ast.walk(ast.parse(text)) if isinstance(n, (ast.FunctionDef, ast.ClassDef, ast.Module))]
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
-    return "\n".join([*(ast.get_docstring(n) or "" for n in nodes), *(t.string for t in tokens if t.type == tokenize.COMMENT)])
+    comments = [token.string for token in tokens if token.type == tokenize.COMMENT]
+    return "\n".join([*(ast.get_docstring(node) or "" for node in nodes), *comments])
 
 
 def test_sentences_have_few_hard_words():
