@@ -94,9 +94,9 @@ class Selection:
 
     rollout: Rollout
     prune: Prune
-    normalize: str            # loss.normalize
-    budget: int | None  # pack.budget
-    inert: bool         # advantage 0 means no gradient at all: nothing else in the loss has one
+    normalize: str        # loss.normalize
+    budget: int | None    # pack.budget
+    advantage_only: bool  # the loss has no other gradient: a completion of advantage 0 has none
     advantage: kinds.Advantage
 
     @staticmethod
@@ -107,6 +107,7 @@ class Selection:
             cfg.loss.entropy,
             cfg.advantage.kind == "gae",
             getattr(cfg.advantage, "residual", None),
+            kinds.is_preference(cfg.advantage),  # its advantages change with the policy
         )
         return Selection(
             cfg.rollout,
@@ -163,8 +164,8 @@ def informative_groups(rolled: Rolled) -> Tensor:
 
 
 def missing_tokens(batch: Batch, budget: int) -> int:
-    """Count the tokens that the kept completions, with their prompts, leave of the budget."""
-    for n, g in batch.pruned.keep_NG.nonzero().tolist():
+    """Count the tokens that the trained completions, with their prompts, leave of the budget."""
+    for n, g in batch.trained_NG.nonzero().tolist():
         group = batch.groups[n]
         budget -= len(group.prompt.ids) + group.samples[g].length
     return max(0, budget)
@@ -212,7 +213,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     # Level 2 chooses among their completions.
     settings = prune.completions
     candidates = Candidates(
-        adv_NG, lengths(groups, G), selection.normalize, selection.inert, seed, weight_N1, reward_NG)
+        adv_NG, lengths(groups, G), selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
     drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
     counts_NG = ~reward_NG.isnan()
     pruned = Pruned(
@@ -230,7 +231,8 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     if prune.tokens.kind != "none":
         tokens = draw_cuts(groups, prune.tokens, dist.seed_for(seed, "tokens"))
     correct_NG = graded_NG[chosen] == 1
-    return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens)
+    return Batch(draws, groups, reward_NG, correct_NG, adv_NG, pruned, places, offered, seed, tokens,
+                 selection.advantage_only)
 
 
 def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list[int], int]:

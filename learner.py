@@ -170,9 +170,14 @@ def learning_rate(step: int, optim: kinds.Optim, steps: int) -> float:
     return optim.lr * (1 + math.cos(math.pi * done)) / 2
 
 
-def optimizer_step(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer],
-                   rate: float, clip_norm: float,
-            loss: Tensor | float, not_finite: Callable[[str], NotFinite]) -> float:
+def optimizer_step(
+    model: nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    rate: float,
+    clip_norm: float,
+    loss: Tensor | float,
+    not_finite: Callable[[str], NotFinite],
+) -> float:
     """Take one step of all optimizers on the accumulated gradient; returns its norm before clipping.
 
     Every group of parameters steps at `rate`, times its factor "lr_scale", if an optimizer gives it one.

@@ -30,7 +30,7 @@ class Candidates:
     adv_NG: Tensor
     len_NG: Tensor   # completion tokens
     normalize: str         # loss.normalize; it decides the weight of a long completion
-    inert: bool      # advantage 0 means no gradient at all: the loss has no KL
+    advantage_only: bool  # the loss has no other gradient, such as a KL's
     seed: int        # of this step, the same on all ranks
     weight_N1: Tensor | float = 1.0  # of each group, if prompts were skipped before rollout
     reward_NG: Tensor | None = None  # for the kinds that read it; nan without a reward
@@ -114,7 +114,7 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
         size_NG = size_NG * root_NG / (candidates.len_NG if candidates.normalize == "sequence" else 1)
     if by_cost:
         size_NG = size_NG / root_NG
-    if candidates.inert:
+    if candidates.advantage_only:
         return size_NG
     mean = size_NG[~none_NG].mean()
     floored_NG = size_NG.clamp(min=SIZE_FLOOR * mean) if mean > 0 else torch.ones_like(size_NG)

@@ -196,6 +196,12 @@ class Batch:
     offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions
     tokens: list[list[Tensor]] | None = None  # weights of each one's tokens before its cut (prune.py)
+    advantage_only: bool = False  # the loss has no other gradient, so an advantage of 0 has none
+
+    @property
+    def trained_NG(self) -> Tensor:
+        """Mark the survivors that have a gradient, bool [N, G]: the rows hold them alone."""
+        return self.pruned.keep_NG & ((self.adv_NG != 0) | (not self.advantage_only))
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,8 +92,16 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
     if batch.tokens:
         tokens = [batch.tokens[n] for n in members]
         groups = cut_completions(groups, tokens)  # the denominators above are of whole completions
-    return Minibatch(groups, pruned.keep_NG, batch.adv_NG[members], weight_NG, batch.reward_NG[members],
-                     likelihood_NG, bonus_NG, tokens)
+    return Minibatch(
+        groups,
+        batch.trained_NG[members],
+        batch.adv_NG[members],
+        weight_NG,
+        batch.reward_NG[members],
+        likelihood_NG,
+        bonus_NG,
+        tokens,
+    )
 
 
 @torch.no_grad()

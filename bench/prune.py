@@ -225,7 +225,7 @@ def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: confi
     rewards = sampler.score(groups)
     adv_NG, len_NG = advantage(rewards, cfg.advantage), lengths(groups, cfg.rollout.group_size)
     candidates = Candidates(
-        adv_NG, len_NG, cfg.loss.normalize, inert=True, seed=0, reward_NG=rewards.total_NG)
+        adv_NG, len_NG, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
     return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG),
                  suffix_norms(learner, groups, adv_NG))
 

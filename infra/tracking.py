@@ -41,9 +41,9 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
     pruned, components = batch.pruned, rolled.rewards.components
     for g, sample in enumerate(rolled.groups[n].samples):
         kept = place is not None and bool(pruned.keep_NG[place, g])
-        trained = sample.fresh if kept else 0
-        if kept and batch.tokens:
-            trained = len(batch.tokens[place][g])
+        trained = 0
+        if kept and batch.trained_NG[place, g]:
+            trained = len(batch.tokens[place][g]) if batch.tokens else sample.fresh
         yield {
             "text": decode(sample.ids, True),
             "tokens": sample.length,

@@ -350,10 +350,14 @@ def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
     assert all(torch.equal(whole[name], again[name]) for name in whole)
 
 
-def test_nothing_is_inert_where_something_but_the_advantage_has_a_gradient(in_order, tmp_path):
-    """A flat group's completions have probability 0 under PPS only where their advantage is all there is."""
-    keep = "prune.completions={kind: pps, keep: 2, scope: batch}"
-    for settings, inert in (([], True), (["loss.likelihood=0.1"], False), (["loss.kl=0.1"], False),
-                            (["loss.entropy=0.1"], False), (["advantage.kind=gae", "critic.lr=1e-4"], False)):
-        (_, _, batch, _), = steps(tmp_path, "eiih", 1, keep, *settings)
-        assert bool((batch.pruned.prob_NG[0] == 0).all()) == inert
+def test_another_term_of_the_loss_gives_completions_of_advantage_0_a_gradient(in_order, tmp_path):
+    """Else they are in no row, and a flat group has probability 0 under PPS."""
+    pps = "prune.completions={kind: pps, keep: 2, scope: batch}"
+    pairs = ["loss.trust.kind=none", "loss.normalize=sum", "prune.completions.kind=none"]
+    for settings, advantage_only in (
+            ([], True), (["loss.likelihood=0.1"], False), (["loss.kl=0.1"], False), (["loss.entropy=0.1"], False),
+            (["advantage.kind=gae", "critic.lr=1e-4"], False),
+            (["advantage={kind: preference, beta: 0.1}", *pairs], False)):
+        (_, _, batch, _), = steps(tmp_path, "eiih", 1, pps, *settings)
+        assert torch.equal(batch.trained_NG[0], batch.pruned.keep_NG[0] & (not advantage_only))
+        assert bool((batch.pruned.prob_NG[0] == 0).all()) == advantage_only

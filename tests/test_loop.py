@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config, weights
-from test_objectives import learner_on
+from test_objectives import gradient_of, learner_on
 
 import data
 import rollout
@@ -177,7 +177,7 @@ def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monk
         engines[0][1].model.norm.weight.is_meta) or true_update(*given))
     train.train(toy_config(tmp_path / "run", "seed=1", "loss.kl=0.1", "loss.normalize=token", "data.limit=16",
                            "rollout.max_new_tokens=8", "data.eval=null", name="grpo_toy.yaml"))
-    sizes = [(o.normalize, o.inert, *o.adv_NG.shape, *o.len_NG.shape) for o in offers]
+    sizes = [(o.normalize, o.advantage_only, *o.adv_NG.shape, *o.len_NG.shape) for o in offers]
     assert sizes == [("token", False, 4, 8, 4, 8)] * 2
     assert [candidates.seed for candidates in offers] == [dist.seed_for(1, step, "prune") for step in (0, 1)]
     assert len({dist.seed_for(seed, step, "prune") for seed in (0, 1) for step in (0, 1)}) == 4
@@ -229,9 +229,24 @@ def test_flat_groups_leave_the_policy_as_it_is(tiny, tmp_path):
     batch = as_batch(make_groups([[3, 2]], [4]), flat_NG, keep_largest(flat_NG, 1, "batch"))
     for state in learner.optimizers[0].state.values():  # of steps before, which momentum alone would go on with
         state["exp_avg"].fill_(1)
-    update.update(learner, batch, 0, Clock())
-    before, after = weights(load(tiny, torch.float64)), weights(learner.policy)
-    assert all(torch.equal(before[name], after[name]) for name in before)
+    for advantage_only in (False, True):
+        measured = update.update(learner, replace(batch, advantage_only=advantage_only), 0, Clock())
+        assert measured["train/grad_norm"] == 0 and measured["train/loss"] == 0
+        before, after = weights(load(tiny, torch.float64)), weights(learner.policy)
+        assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+@pytest.mark.parametrize("normalize", ["sequence", "token", "constant", "sum"])
+def test_completions_without_a_gradient_leave_the_rows_and_the_gradient_stays(normalize, tiny, tmp_path):
+    """A flat group, and one completion of advantage 0: denominators count them, rows do not hold them."""
+    learner = learner_on(tiny, toy_config(tmp_path / "run", f"loss.normalize={normalize}"))
+    adv_NG = torch.tensor([[1.0, -1, 0], [0, 0, 0]], dtype=torch.float64)
+    batch = as_batch(make_groups([[3, 2, 7], [4, 5, 1]], [4, 4]), adv_NG, keep_all(adv_NG))
+    (whole, all_rows), (same, fewer) = (gradient_of(learner, each, moved=0.02)
+                                        for each in (batch, replace(batch, advantage_only=True)))
+    assert all_rows["train/tokens"] == 22 and fewer["train/tokens"] == 5
+    for name, expected in whole.items():
+        torch.testing.assert_close(same[name], expected, rtol=1e-12, atol=1e-14)
 
 
 def test_every_group_is_trained_on_wherever_it_stood_among_those_offered(tiny, tmp_path):

@@ -53,21 +53,21 @@ def is_unbiased(section: type) -> bool:
     return "Unbiased" in section.__doc__
 
 
-def offer_of(seed: int, inert: bool) -> Candidates:
+def offer_of(seed: int, advantage_only: bool) -> Candidates:
     """Advantages of the sizes 0 to 3, some equal, and lengths of 1 to 60."""
     generator = torch.Generator().manual_seed(seed)
     adv_NG = torch.randn(6, 4, dtype=torch.float64, generator=generator).masked_fill(REWARD_NG.isnan(), NAN)
     adv_NG[2], len_NG = 0.0, torch.randint(1, 60, (6, 4), generator=generator)
-    return Candidates(adv_NG, len_NG, "sequence", inert, seed, reward_NG=REWARD_NG)
+    return Candidates(adv_NG, len_NG, "sequence", advantage_only, seed, reward_NG=REWARD_NG)
 
 
 @pytest.mark.parametrize("kind", COMPLETIONS)
 def test_a_pruner_keeps_candidates_alone_and_weighs_what_it_keeps(kind):
-    """And the same offer is pruned the same way again. Where there is a KL, inert=False, an unbiased one may drop no
-    candidate for ever, and elsewhere none that has an advantage."""
+    """And the same offer is pruned the same way again. With a KL (advantage_only=False) an unbiased
+    one may drop no candidate for ever, else none that has an advantage."""
     settings = example(PRUNERS[kind])
-    for seed, inert in product(range(10), (True, False)):
-        candidates = offer_of(seed, inert)
+    for seed, advantage_only in product(range(10), (True, False)):
+        candidates = offer_of(seed, advantage_only)
         pruned, again = (COMPLETIONS[kind](candidates, settings) for _ in range(2))
         keep_NG, weight_NG, prob_NG = pruned.keep_NG, pruned.weight_NG, pruned.prob_NG
         assert {keep_NG.shape, weight_NG.shape, prob_NG.shape} == {REWARD_NG.shape} and keep_NG.dtype == torch.bool
@@ -77,7 +77,8 @@ def test_a_pruner_keeps_candidates_alone_and_weighs_what_it_keeps(kind):
         assert torch.equal(keep_NG, again.keep_NG) and torch.equal(weight_NG, again.weight_NG)
         if is_unbiased(PRUNERS[kind]):
             torch.testing.assert_close(weight_NG[keep_NG], 1 / prob_NG[keep_NG])
-            assert (prob_NG > 0)[(candidates.adv_NG.nan_to_num() != 0) | ~(inert | candidates.adv_NG.isnan())].all()
+            none_NG = candidates.adv_NG.isnan()
+            assert (prob_NG > 0)[(candidates.adv_NG.nan_to_num() != 0) | ~(advantage_only | none_NG)].all()
 
 
 UNBIASED = [example(section) for section in PRUNERS.values() if is_unbiased(section)]

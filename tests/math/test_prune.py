@@ -139,8 +139,9 @@ def test_inclusion_and_the_comb_at_random():
 def test_sizes_by_hand():
     adv_NG, len_NG = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[4, 16, 9]])
 
-    def size(normalize: str, size: str, by_cost: bool = False, inert: bool = True) -> list[float]:
-        return pytest.approx(gradient_size(Candidates(adv_NG, len_NG, normalize, inert, 0), size, by_cost)[0].tolist())
+    def size(normalize: str, size: str, by_cost: bool = False, advantage_only: bool = True) -> list[float]:
+        candidates = Candidates(adv_NG, len_NG, normalize, advantage_only, 0)
+        return pytest.approx(gradient_size(candidates, size, by_cost)[0].tolist())
 
     assert size("sequence", "adv") == [2, 1, 0]
     assert size("sequence", "norm") == [1, 0.25, 0]
@@ -149,7 +150,7 @@ def test_sizes_by_hand():
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
     weighed = Candidates(adv_NG, len_NG, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
     assert gradient_size(weighed, "norm", False).tolist() == [[12, 12, 0]]
-    assert size("sequence", "adv", inert=False) == [2, 1, SIZE_FLOOR]
+    assert size("sequence", "adv", advantage_only=False) == [2, 1, SIZE_FLOOR]
     flat = Candidates(torch.zeros(1, 3), len_NG, "token", False, 0)
     assert gradient_size(flat, "norm", False).tolist() == [[1, 1, 1]]
 
@@ -228,6 +229,6 @@ def test_what_has_no_reward_is_no_candidate():
     mean_apart = torch.tensor([[1.0, nan, nan, 3.0, 2.1]])  # the mean is 2.03, and would be 1.22 of five
     assert below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
     assert below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
-    for inert in (True, False):
-        size_NG = gradient_size(Candidates(adv_NG, torch.ones(3, 6), "sequence", inert, 0), "adv", False)
-        assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not inert)
+    for advantage_only in (True, False):
+        size_NG = gradient_size(Candidates(adv_NG, torch.ones(3, 6), "sequence", advantage_only, 0), "adv", False)
+        assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not advantage_only)
