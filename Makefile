@@ -20,7 +20,7 @@ test-fork: .venv/dev ## the suite of a fork: the two recipes of docs/fork.md app
 	$(VENV)/python tests/fork.py
 
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, and two killed runs.
-SLOW := tests/test_recipes.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
+SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
 	tests/test_every_day.py
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train

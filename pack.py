@@ -209,7 +209,10 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         before[0] = prompt_start + len(prompt) - 1
         predict.append(before[sample.start:])
     n_S, g_S = torch.tensor(plan.members).T
-    segment_C = concatenate([np.full(len(places), i) for i, places in enumerate(predict)])
+    target = [sample.ids[sample.start:] for sample in samples]
+    segment = [np.full(len(places), i) for i, places in enumerate(predict)]
+    ids_T, position_T, key_K, predict_C, target_C, segment_C = (
+        torch.from_numpy(np.concatenate(x)).long() for x in (ids, position, key, predict, target, segment))
     n_C, g_C = n_S[segment_C], g_S[segment_C]
     factor_C = float(plan.counts)
     if minibatch.tokens:  # the weight of each token before a cut
@@ -217,12 +220,8 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     weights = {"weight_C": minibatch.weight_NG, "likelihood_C": minibatch.likelihood_NG,
                "bonus_C": minibatch.bonus_NG}
     return Row(
-        ids_T=concatenate(ids),
-        position_T=concatenate(position),
-        segments=Segments.of(queries, keys, concatenate(key)),
-        predict_C=concatenate(predict),
-        target_C=concatenate([s.ids[s.start:] for s in samples]),
-        segment_C=segment_C,
+        ids_T=ids_T, position_T=position_T, segments=Segments.of(queries, keys, key_K),
+        predict_C=predict_C, target_C=target_C, segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
         adv_C=minibatch.adv_NG[n_C, g_C],
         last_S=torch.tensor(queries).cumsum(0) - 1,
@@ -232,8 +231,3 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         members=tuple(plan.members), counts=plan.counts,
         **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None},
     )
-
-
-def concatenate(pieces: list) -> Tensor:
-    """Lay arrays of whole numbers end to end, as int64."""
-    return torch.from_numpy(np.concatenate(pieces)).long()

@@ -22,7 +22,7 @@ import importlib.util
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -217,18 +217,18 @@ def in_training(folder: str) -> Role:
     with torch.no_grad():
         for p in model.parameters():
             dist.local_shard(p).fill_(1.0) if p.ndim == 1 else dist.local_shard(p).normal_(std=0.02)
-    optimizer, = make_optimizers(model, AdamW(lr=1e-4))
-    return model, optimizer
+    return model, make_optimizers(model, AdamW(lr=1e-4))
 
 
-def work(model: Decoder, optimizer: torch.optim.Optimizer, passes: int, steps: int) -> None:
+def work(model: Decoder, optimizers: Sequence[torch.optim.Optimizer], passes: int, steps: int) -> None:
     position_T, ids_T = torch.arange(TOKENS), torch.arange(TOKENS) % 100
     for i in range(passes + steps):
         attend = sdpa_padded(Segments.plain([TOKENS]))
         (-model(ids_T, position_T, attend, position_T, ids_T, 1.0).mean()).backward()
         if i >= passes:
-            optimizer.step()
-        optimizer.zero_grad()
+            for optimizer in optimizers:
+                optimizer.step()
+        model.zero_grad()
 
 
 def of_slowest(function: Callable[[], object]) -> float:
@@ -276,7 +276,7 @@ def save_and_load(rank: int, ranks: int, folder: str, rounds: int) -> None:
     rows = [{"way": way, "seconds": [save[way] for save in saves[1:]]} for way in saves[0]]  # 0 makes buffers
     rows.append({"way": f"load on {ranks} ranks", "seconds": loads})
     if rank == 0:
-        size = sum(size for size, _ in checkpoint.listed(newest).values())
+        size = sum(size for size, _ in checkpoint.read_list(newest).values())
         (Path(folder) / "measured.json").write_text(json.dumps({"bytes": size, "rows": rows}))
     dist.close()
 

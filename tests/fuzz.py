@@ -69,11 +69,11 @@ def mutated_tree(tree: Any, rng: random.Random) -> Any:
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
         spots = places(tree)
         if not spots or rng.random() < 0.02:
-            return rng.choice(VALUES)
+            return deepcopy(rng.choice(VALUES))
         (owner, key), (other, other_key) = rng.choice(spots), rng.choice(spots)
         value, how = owner[key], rng.randrange(8)
         if how < 3:
-            owner[key] = rng.choice(VALUES)
+            owner[key] = deepcopy(rng.choice(VALUES))  # else a value of the table could come to hold itself
         elif how == 3 and isinstance(owner, dict):
             owner[rng.choice([f"{key}x", str(key)[:-1], str(key).upper(), ""])] = owner.pop(key)
         elif how == 4:
