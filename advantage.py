@@ -131,7 +131,8 @@ def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preferen
         gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
         pull_NGG = pull_NGG * madpo_weight(gap_NGG, settings)
     pull_NGG = share_NGG * pull_NGG
-    adv_NG = pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1) + settings.likelihood * share_NGG.sum(dim=2)
+    adv_NG = pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)
+    adv_NG = adv_NG + settings.beta * settings.likelihood * share_NGG.sum(dim=2)
     return (scored_NG.sum(dim=1, keepdim=True) * adv_NG).masked_fill(~scored_NG, torch.nan)
 
 

@@ -32,7 +32,7 @@ EMBEDDING = hf_name("embed_tokens.weight")
 HIDDEN = 64        # H
 INITIAL_STD = 1e-3     # deviation of the output weights at first, as released
 DISTIL_WEIGHT = 0.5       # weight of the second loss, as released
-RANKING_WEIGHT = 3.0      # weight of the third loss, as released
+RANKING_WEIGHT = 3.0      # weight of the third loss; the release then divides it by its micro-batches (16)
 RANKED_GAP = 0.05   # prompts with targets further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
 CONFIDENCE_FLOOR = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
@@ -54,7 +54,7 @@ def estimator_loss(logit_M2: Tensor, right_M: Tensor, confidence_M: Tensor) -> T
     """Compute the release's loss from the two logits of each prompt, of its score and of its confidence.
 
     Args:    right_M       share of right answers in its group
-             confidence_M  mean over its completions of exp(mean log-prob of a token)
+             confidence_M  exp of the mean over its completions of the mean log-prob of a token
     Returns: cross entropies with both, and a hinge on the scores of prompts with different shares.
     """
     score_M, distilled_M = logit_M2.unbind(dim=1)
@@ -154,7 +154,7 @@ class FilteredHistory(PromptHistory):
             self.newest |= dict(zip(ids, shares, strict=True))
         elif ids:
             right_M = torch.tensor(shares, dtype=torch.float64)
-            confidence_M = torch.tensor(confidences, dtype=torch.float64).exp().mean(dim=1)
+            confidence_M = torch.tensor(confidences, dtype=torch.float64).mean(dim=1).exp()
             estimator_loss(self.logits(ids), right_M, confidence_M).backward()
             nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
             self.optimizer.step()

@@ -5,8 +5,8 @@ over the groups offered, and their gradient is -sum_i A_i grad log pi(o_i) with 
 log-ratios of the group. So `compare_pairs` finds these by a pass without gradient before each optimizer step;
 the loss is the usual weighted sum, with f = 1 and loss.normalize=sum.
 
-    preference        mean over pairs of  -w log sigma(beta margin) - eta log pi(chosen); the margin is the
-                      difference of the log-ratios: DPO (arXiv:2305.18290) with w = 1 and eta = 0, RPO
+    preference        mean over pairs of  -w log sigma(beta margin) - beta eta log pi(chosen); the margin is
+                      the difference of the log-ratios: DPO (arXiv:2305.18290) with w = 1 and eta = 0, RPO
                       (arXiv:2405.16436) with eta = advantage.likelihood, MADPO (arXiv:2510.05342) with
                       w = `madpo_weight`
     group_preference  -log sigma(beta / G sum_i A_i log-ratio_i) / beta, A_i the reward minus the mean of

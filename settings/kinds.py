@@ -87,7 +87,7 @@ class Preference:
     kind: Literal["preference"] = "preference"
     beta: Positive = 0.1           # how far the margin counts: the weight of the KL that is implied
     pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
-    likelihood: PositiveOrZero = 0.0  # eta, weight of -log pi of the chosen (RPO)
+    likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
     gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
     c_max: Annotated[float, settings.above(1)] = 2.0  # of the weight of pairs below `gap`
     c_min: Annotated[float, settings.within("[0, 1)")] = 0.5  # ... and above

@@ -14,7 +14,7 @@ import data
 from config import ConfigError
 from history import PromptHistory
 from methods import depo
-from records import Prompt, Rolled
+from records import Group, Prompt, Rolled, Sample
 from settings.kinds import Depo
 
 
@@ -184,3 +184,16 @@ def test_the_heads_weights_depend_on_the_seed_alone():
 def test_what_the_filter_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
         config.load("depo_toy.yaml", changes)
+
+
+def test_the_confidence_is_that_of_the_release_exp_of_a_mean_over_completions(monkeypatch):
+    """Not the mean of exps, which is larger: log-probs of -0.1 and -2 on average give exp(-1.05)."""
+    given = []
+    loss = depo.estimator_loss
+    monkeypatch.setattr(depo, "estimator_loss", lambda *args: given.append(args[2]) or loss(*args))
+    history = filtered(4)
+    prompt = history.prompts[0]
+    samples = Sample((5, 6), (-0.1, -0.1), True), Sample((5, 6, 7), (-2.0, -1.0, -3.0), True)
+    reward_NG = torch.tensor([[1.0, 0.0]], dtype=torch.float64)
+    history.adapt(as_rolled([Group(prompt, samples)], reward_NG))
+    assert given[0].tolist() == pytest.approx([math.exp(-1.05)])

@@ -184,7 +184,9 @@ def rloo(answers, cfg):
 
 
 def by_pairs(answers: list[Answer], cfg: Config, extremes: bool = False) -> Tensor:
-    """-w log sigma(beta ((now_w - ref_w) - (now_l - ref_l))) - eta now_w: mean over pairs (w, r), then over groups."""
+    """-w log sigma(beta ((now_w - ref_w) - (now_l - ref_l))) then RPO's line, over groups of pairs (w, r).
+
+    The authors of RPO write `losses -= policy_chosen_logps * self.beta * self.eta`."""
     settings, total = cfg.advantage, 0.0
     for n in range(len(LENGTHS)):
         group = [x for x in answers if x.n == n]
@@ -195,7 +197,9 @@ def by_pairs(answers: list[Answer], cfg: Config, extremes: bool = False) -> Tens
         for w, r in pairs:
             margin = (w.now_T - w.ref_T).sum() - (r.now_T - r.ref_T).sum()
             loss = madpo_weight(w.reward - r.reward, settings) * -torch.nn.functional.logsigmoid(settings.beta * margin)
-            total += (loss - settings.likelihood * w.now_T.sum()) / len(pairs)
+            policy_chosen_logps, eta = w.now_T.sum(), settings.likelihood
+            loss -= policy_chosen_logps * settings.beta * eta
+            total += loss / len(pairs)
     return total / len(LENGTHS)
 
 

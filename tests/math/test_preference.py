@@ -55,7 +55,7 @@ def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward
             weight = float(madpo_weight(torch.tensor(h), settings)) if settings.gap else 1.0
             loss = -weight * (settings.beta * (ratio_NG[n, w] - ratio_NG[n, r])).sigmoid().log()
             scored = int((~reward_NG[n].isnan()).sum())
-            total = total + scored * (loss - settings.likelihood * ratio_NG[n, w]) / len(chosen)
+            total = total + scored * (loss - settings.beta * settings.likelihood * ratio_NG[n, w]) / len(chosen)
     total.backward()
     adv_NG = preference_advantage(RATIO_NG, reward_NG, settings)
     assert adv_NG.isnan().equal(reward_NG.isnan())
@@ -66,7 +66,7 @@ def test_advantages_are_the_negative_derivative_of_the_loss_by_log_ratios(reward
 def test_rpo_without_its_likelihood_is_dpo_and_with_it_adds_the_chosen():
     plain, more = (preference_advantage(RATIO_NG, REWARD_NG, Preference(likelihood=eta)) for eta in (0.0, 0.3))
     chosen_NG = torch.tensor([[0.5, 0, 0, 0.5], [0, 0, 0, 0], [0, 0, 1, 0]], dtype=torch.float64)  # share of the pairs
-    torch.testing.assert_close(more - plain, 4 * 0.3 * chosen_NG)
+    torch.testing.assert_close(more - plain, 4 * 0.1 * 0.3 * chosen_NG)  # beta is 0.1
 
 
 def test_madpo_with_rewards_of_0_and_1_is_dpo_times_a_constant_and_with_graded_ones_is_not():
