@@ -65,7 +65,8 @@ function completionRow(completion) {
     if (byId(filter).value && is[filter] && byId(filter).value !== is[filter]) return null;
   const components = Object.entries(completion.components).filter(([, value]) => value !== 0)
     .map(([name, value]) => `${name} ${number(value)}`).join(", ") || "all components 0";
-  const upTo = completion.trained < completion.tokens ? `, ${completion.trained} tokens` : "";
+  const some = completion.trained ? `, ${completion.trained} tokens` : ", no gradient";
+  const upTo = completion.trained < completion.tokens ? some : "";
   const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}${upTo}` :
     completion.prob === null ? "group not trained on" : `pruned, probability ${number(completion.prob)}`;
   return element("tr", `${is.right} ${is.kept}`,

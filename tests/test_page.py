@@ -204,7 +204,8 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
         assert [row["answer"][2:] for row in shown] == [
             "right" if c["components"]["accuracy"] == 1 else "wrong" for c in completions]
         assert [row["kept"] for row in shown] == [
-            f"kept, probability {short(c['prob'])}, weight {short(c['weight'])}" if c["kept"] else
+            f"kept, probability {short(c['prob'])}, weight {short(c['weight'])}"
+            + ("" if c["advantage"] else ", no gradient") if c["kept"] else
             f"pruned, probability {short(c['prob'])}" for c in completions]
         assert [row["advantage"] for row in shown] == [short(c["advantage"]) for c in completions]
         assert [row["reward"] for row in shown] == [f"{short(c['reward'])} ({components(c)})" for c in completions]
