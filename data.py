@@ -39,7 +39,7 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
 
     `folder` (data.dir) holds the files of named sets; without it they come from the hub. `columns` is
     data.columns, which named sets ignore; with `answers` every row must have one. For `training`, rows with a
-    mark of DOUBTS are left out and counted on stderr. A named set of another size is reported there too.
+    mark of DOUBTFUL_ROWS are left out and counted on stderr, which reports a named set of another size too.
     Raises ConfigError with file and line for a malformed row, and for ids that repeat.
     """
     columns = columns if columns and name not in NAMED_SETS else {}
@@ -192,6 +192,6 @@ class Task:
     tokenizer: Tokenizer
     problems: list[Problem]     # to train on
     prompts: list[Prompt]       # the same, rendered; fewer if data.drop_longer left some out
-    sets: list                  # eval.Set of each evaluation set
+    sets: list                  # eval.EvalSet of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of all of these (infra/checkpoint.py)

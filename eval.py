@@ -122,7 +122,7 @@ def answer_problems(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, sam
 
 
 def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, requests: list[tuple[int, int]],
-            sampling: Sampling, progress: str | None) -> list[dict]:
+                     sampling: Sampling, progress: str | None) -> list[dict]:
     """Sample and judge the k-th answer to the i-th prompt for each (i, k) requested. All ranks return all.
 
     Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to

@@ -60,7 +60,7 @@ class PromptHistory:
         self.seed = seed
         self.remembers = pruning.kind != "none"  # `record` is called
         self.adapts = pruning.kind in REFILLING  # `adapt` is called
-        self.middle = middle  # equal values above it mark an easy prompt (collect.middle)
+        self.middle = middle  # equal values above it mark an easy prompt (collect.reward_midpoint)
         self.place = 0
         self.records: dict[str, PromptRecord] = {}
         explore = getattr(pruning, "explore", 0.5)

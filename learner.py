@@ -126,7 +126,7 @@ def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.d
 
 
 def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
-           dtype: torch.dtype) -> None:
+                dtype: torch.dtype) -> None:
     """Shard an empty model over the ranks and give it memory; with model.lora only adapters are trained."""
     lora.adapt(backbone, settings.lora, dtype)
     dist.shard(model, backbone.layers, device, dtype, offload)

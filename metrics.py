@@ -120,7 +120,7 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "rounds": number of groups in each round, "prompts": [...]}, each prompt with "id",
-    "epoch", "prob", "weight", and "copy" if its Turn's is not 0.
+    "epoch", "prob", "weight", and "copy" if its PromptDraw's is not 0.
     A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
     for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
     has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G].
@@ -165,7 +165,7 @@ class PassSums:
     """Sums over the rows that this rank passed through the policy in one step."""
 
     pack: Pack
-    quadratic: float = 0.0  # for pack.cost
+    quadratic: float = 0.0  # for pack.row_cost
     sums: dict[str, Tensor | float] = field(default_factory=partial(dict.fromkeys, SUMS, 0.0))
     mismatch_max: Tensor | float = 0.0
 

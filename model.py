@@ -160,7 +160,7 @@ class Decoder(nn.Module):
     def __init__(self, shape: Shape):
         super().__init__()
         self.shape = shape
-        self.checkpoint_blocks = "none"  # a key of CALLS
+        self.checkpoint_blocks = "none"  # a key of BLOCK_CALLS
         self.logp_chunk = 1024           # positions with [V] logits in memory at once
         self.elementwise = log_prob, logits_gradient
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)

@@ -157,6 +157,7 @@ class KeptGroup:
     members: list[tuple[int, int]]  # (n, g)
     lengths: list[int]              # of each member
 
+
 def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
     """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
 

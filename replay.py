@@ -268,12 +268,12 @@ def print_gradient(name: str, batches: list[Batch], figures: list[Tensor]) -> No
 
 
 def count_kept(batch: Batch) -> tuple[int, int]:
-    """Count the survivors that have a gradient, and their tokens up to their cuts."""
+    """Count the survivors, and their tokens with a gradient, up to their cuts."""
     trained_NG = batch.trained_NG
     length_NG = lengths(batch.groups, trained_NG.shape[1])
     if batch.tokens:
         length_NG = torch.tensor([list(map(len, weights)) for weights in batch.tokens])
-    return int(trained_NG.sum()), int((trained_NG * length_NG).sum())
+    return int(batch.pruned.keep_NG.sum()), int((trained_NG * length_NG).sum())
 
 
 def describe_pruning(cfg: Config) -> str:

@@ -128,9 +128,9 @@ def score(
 ) -> list[list[float]]:
     """Compute the values of `list_components` for each (text, problem, tokens) of up to `longest` tokens.
 
-    The components are unweighted; accuracy is nan if the problem has no answer. NOTES are 1 or 0: an answer
-    is missing or cannot be read; a verifier or a user's function took too long; a strict and a lenient grade
-    disagree on a gold answer that is a number. The last one is 1 if a user's function died.
+    The components are unweighted; accuracy is nan if the problem has no answer. REPORTED_RATES are 1 or 0: an
+    answer is missing or cannot be read; a verifier or a user's function took too long; a strict and a lenient
+    grade disagree on a gold answer that is a number. The last one is 1 if a user's function died.
     """
     texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.

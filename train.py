@@ -239,7 +239,7 @@ def is_due(every: int, step: int, last: int) -> bool:
 
 def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
-    (memory.decide). Raises ConfigError."""
+    (memory.resolve_auto). Raises ConfigError."""
     longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
     check_positions(
         task.source,
@@ -266,7 +266,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
-               clock: Clock) -> None:
+             clock: Clock) -> None:
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))

@@ -55,8 +55,9 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                 pairs += compared
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
-                norms.append(optimizer_step(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
-                                     sums.sums["loss"], not_finite))
+                norm = optimizer_step(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
+                                      sums.sums["loss"], not_finite)
+                norms.append(norm)
     measured = sums.metrics(len(norms))
     if pairs:
         measured |= preference.pair_metrics(pairs)

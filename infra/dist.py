@@ -141,7 +141,7 @@ def local_shard(tensor: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
-    """Undo `full`: shard a tensor as `like` is. Every rank has all of it, so nothing is sent."""
+    """Undo `gather_full`: shard a tensor as `like` is. Every rank has all of it, so nothing is sent."""
     if not isinstance(like, DTensor):
         return tensor
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)

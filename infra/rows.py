@@ -134,8 +134,8 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
 def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     """Return a row's value for our `name`, or None if it has none.
 
-    It is in the column that `columns` maps the name to, else in the column of that name, or of OTHERS. "a.b"
-    is b inside column a, unless a column is called "a.b".
+    It is in the column that `columns` maps the name to, else in the column of that name or of OTHER_NAMES.
+    "a.b" is b inside column a, unless a column is called "a.b".
     """
     places = (columns[name],) if name in columns else (name, *OTHER_NAMES.get(name, ()))
     for place in filter(None, places):

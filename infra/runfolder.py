@@ -4,9 +4,10 @@
     checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
-samples.jsonl has groups as text (tracking.samples), decisions.jsonl the prompts and completions of each step
-with their probabilities and weights (list_decisions), and eval_000005.jsonl the problems of the evaluation
-after step 5 with their responses. state.json says how the run ended; a run under way has none (`state_of`).
+samples.jsonl has groups as text (tracking.sample_lines), decisions.jsonl the prompts and completions of each
+step with their probabilities and weights (list_decisions), and eval_000005.jsonl the problems of the
+evaluation after step 5 with their responses. state.json says how the run ended; a run under way has none
+(`state_of`).
 """
 
 import fcntl
@@ -112,9 +113,8 @@ def refused_changes(there: Config, now: Config) -> list[str]:
         grows = key == "steps" and now.steps > there.steps
         if grows and there.optim.schedule == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
-        elif grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS):
-            continue
-        elif not is_same_file_elsewhere(there, now, key):
+        harmless = grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)
+        if not harmless and not is_same_file_elsewhere(there, now, key):
             refused.append(change)
     return refused
 
@@ -144,7 +144,7 @@ def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
 
 
 def is_done(cfg: Config, resume: Resume) -> bool:
-    """Tell whether a run has finished all its steps and its export. Raises ConfigError as `claim` does."""
+    """Tell whether a run has finished all its steps and its export. Raises ConfigError."""
     folder = require_free_folder(cfg, resume)
     ended = resume != "never" and state_of(folder)["state"] == "finished" and (folder / "hf").is_dir()
     return ended and config.load(folder / "config.yaml").steps == cfg.steps

@@ -35,7 +35,7 @@ DISTIL_WEIGHT = 0.5       # weight of the second loss, as released
 RANKING_WEIGHT = 3.0      # weight of the third loss; the release then divides it by its micro-batches (16)
 RANKED_GAP = 0.05   # prompts with targets further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
-CONFIDENCE_FLOOR = 1e-4   # confidences lie within [CONFIDENT, 1 - CONFIDENT]
+CONFIDENCE_FLOOR = 1e-4   # confidences lie within it and 1 - it
 
 
 def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:

@@ -53,8 +53,8 @@ def find_leader(ballot: Ballot) -> tuple[str | None, int]:
 
 
 def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], str | None]) -> Ballot:
-    """Let answers vote: for the class of the same spelling, or else for one of the CLASSES with most votes so
-    far that is `equal`, or else for a class of their own. None does not vote."""
+    """Let answers vote: for the class of the same spelling, or else for an `equal` one of the leading
+    COMPARED_CLASSES, or else for a class of their own. None does not vote."""
     class_of: dict[str, str] = {}  # by spelling
     ballot: Ballot = []
     for answer in answers:

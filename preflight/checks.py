@@ -41,7 +41,7 @@ class Check:
 
 
 def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
-    """Run all checks, on the training prompts and the problems behind them; memory.decide made `cfg`."""
+    """Run all checks, on the training prompts and their problems; memory.resolve_auto made `cfg`."""
     policy, capacity = learner.policy, learner.pack.capacity
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.

@@ -49,7 +49,7 @@ class Fit:
 
 
 def try_on(cfg: Config, shape: Shape, machine: Machine) -> Fit:
-    """Choose what is left to `auto`, and count. A rank may use FILLED of what is free."""
+    """Choose what is left to `auto`, and count. A rank may use USABLE_SHARE of what is free."""
     decided, remarks = choose_settings(cfg, shape, machine, {})
     phases = {"update": counts.update_parts(decided, shape, machine.ranks),
               "sync": counts.sync_parts(decided, shape, machine.ranks),

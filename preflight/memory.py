@@ -194,7 +194,7 @@ def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, sa
 
 
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
-    """Choose the engine of an evaluation, and slots that fit, as `decide` does for training. Collective.
+    """Choose the engine of an evaluation, and slots that fit, as `resolve_auto` for training. Collective.
 
     Raises ConfigError for options of vLLM's if the embedded engine samples.
     """

@@ -10,7 +10,7 @@ from settings import loader as settings
 from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
 
 KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
-                                  "prune.completions.kind=none")]
+                                    "prune.completions.kind=none")]
 DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for a certain drop")]
 
 

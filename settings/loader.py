@@ -22,7 +22,7 @@ import yaml
 UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
 TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
-         types.NoneType: "null", Any: "anything"}
+              types.NoneType: "null", Any: "anything"}
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
@@ -259,7 +259,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
 
 
 def fit(value: Any, kind: Any, path: str) -> Any:
-    """Convert a value to a type that is no plain union; return MISFIT if the type does not allow it.
+    """Convert a value to a type that is no plain union; return NOT_ALLOWED if the type does not allow it.
 
     Raises ConfigError for a value inside a section, a mapping or a list.
     """

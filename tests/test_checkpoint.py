@@ -107,7 +107,7 @@ def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(settings, tmp_
     assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
     exported = weights(load(tmp_path / "saved" / "hf"))
     assert all(torch.equal(exported[name.removeprefix("model.")], p) for name, p in whole.items())
-    for ranks in (1, 3):
+    for ranks in (1, 3, 4):
         for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved", *settings):
             assert extra == {"step": 7, "name": "extra of 7"}
             for one, other in zip(expected, found, strict=True):
@@ -145,7 +145,8 @@ def test_only_the_newest_checkpoints_stay(role, tmp_path):
 
 
 @pytest.mark.parametrize(("damage", "said"), [
-    ("unfinished", ""), ("missing", r"policy/__0_0.distcp has no bytes of \d+"),
+    ("unfinished", ""), ("cut off", r"policy/__0_0.distcp has \d+ bytes of \d+"),
+    ("missing", r"policy/__0_0.distcp has no bytes of \d+"),
     ("no list", "files.json, which lists the files, is missing"),
     ("unreadable", "policy/.metadata cannot be read: .*Is a directory")])
 def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(damage, said, role, tmp_path, capsys,
@@ -154,8 +155,9 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
     newest = tmp_path / "step_000002"
     if damage == "unfinished":
         newest.rename(tmp_path / "step_000002.unfinished")
-    elif damage == "missing":
-        (newest / "policy" / "__0_0.distcp").unlink()
+    elif damage in ("missing", "cut off"):
+        part = newest / "policy" / "__0_0.distcp"
+        part.unlink() if damage == "missing" else part.write_bytes(part.read_bytes()[:-1])
     elif damage == "no list":
         (newest / "files.json").unlink()
     else:

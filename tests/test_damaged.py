@@ -152,9 +152,9 @@ def logged(tmp_path_factory) -> Path:
     """A run folder with a line or two in each of its logs."""
     folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
     lines.rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
-                                              "completions": [COMPLETION]}])
+                                                  "completions": [COMPLETION]}])
     lines.rewrite_log(folder / "decisions.jsonl", [{"step": 1, "prompts": [{"right": [1, 0],
-                                                                        "completion_weight": [1.0, 0]}]}])
+                                                                            "completion_weight": [1.0, 0]}]}])
     for step in (0, 1):
         lines.rewrite_log(folder / f"eval_{step:06d}.jsonl", [PROBLEM])
     report.write_report([folder], folder.parent / "page")  # as it is, it has a page

@@ -110,7 +110,7 @@ sync = rollout_vllm.VLLMEngine.sync
 def late(self, policy):
     sync(self, getattr(self, "last", policy))
     self.last = Decoder(policy.shape)
-    full = rollout_vllm.dist.full
+    full = rollout_vllm.dist.gather_full
     self.last.load_state_dict({name: full(p.detach()).clone() for name, p in policy.named_parameters()})
 rollout_vllm.VLLMEngine.sync = late
 """

@@ -1,8 +1,8 @@
 r"""Tell whether two answers are equal: one spelling for both (spelling.py), then their structure.
 
 This file reads text and evaluates nothing. Two answers are equal if only their spelling differs: "x = 5" is
-5, lists and sets have no order, tuples have one, the brackets of intervals count. `equal` takes both answers
-apart into members; number.py compares numbers, and a function that the caller passes compares expressions
+5, lists and sets have no order, tuples have one, the brackets of intervals count. `answers_equal` takes both
+answers apart into members; number.py compares numbers, and a function of the caller compares expressions
 (algebra.py). Answers of more than LONGEST characters are compared by their spelling alone, to bound the time.
 """
 

@@ -165,8 +165,8 @@ def moved_adapter(cfg: config.Config, plain: decoder.Decoder) -> dict[str, lora.
     policy = learner_on(TOY, cfg).policy
     nudge(policy, 0.02)
     tensors = policy.named_hf_tensors()
-    plain.load_state_dict({name: dist.gather_full(p) for (_, p), name in zip(tensors, plain.state_dict(),
-                                                                      strict=True)})
+    pairs = zip(tensors, plain.state_dict(), strict=True)
+    plain.load_state_dict({name: dist.gather_full(p) for (_, p), name in pairs})
     return lora.find_adapters(policy)
 
 

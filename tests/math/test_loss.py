@@ -148,7 +148,7 @@ def logps(ratios: list[float], old: list[float], adv: list[float], lengths: list
     old_C = torch.tensor(old, dtype=torch.float64).log()
     logp_C = old_C + torch.tensor(ratios, dtype=torch.float64).log()
     return LogProbs(logp_C, old_C, torch.tensor(adv, dtype=torch.float64),
-                torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
+                    torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths)))
 
 
 def test_the_sequence_ratio_of_one_token_is_the_tokens():
