@@ -160,9 +160,17 @@ def to_prompts(
     max_tokens: int,
     drop_longer: bool = False,
 ) -> list[Prompt]:
-    """Render and tokenize problems. A prompt longer than `max_tokens` is an error or left out, never cut."""
+    """Render and tokenize problems. A prompt longer than `max_tokens` is an error or left out, never cut.
+
+    Raises ConfigError for a prompt without tokens too.
+    """
     ids = tokenizer.encode([render_problem(p, tokenizer, system) for p in problems])
     prompts = [Prompt(p.id, x, p.answer, p.row) for p, x in zip(problems, ids, strict=True)]
+    empty = [prompt.id for prompt in prompts if not prompt.ids]
+    if empty:
+        raise ConfigError(
+            f"prompt {empty[0]} has no tokens ({len(empty)} of {len(ids)} prompts do): the chat template "
+            "renders no text for it; set data.chat_template, data.template or data.prompt")
     short = [prompt for prompt in prompts if len(prompt.ids) <= max_tokens]
     too_long = len(prompts) - len(short)
     if too_long and (not short or not drop_longer):

@@ -37,7 +37,7 @@ from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
-from infra.lines import read_log, read_metrics
+from infra.lines import blame_file, read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
@@ -351,7 +351,8 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         arms = [Arm.of(name, run, cfg, rolled, line["seed"]) for name, cfg in configs.items()]
         batch = arms[1].batch
         require_same_step(line, rolled, batch, run.cfg.rollout.engine)
-        ran_on = json.loads((folder / "env.json").read_text())["ranks"]
+        with blame_file(folder / "env.json"):
+            ran_on = json.loads((folder / "env.json").read_text())["ranks"]
         say(f"step {step} of {folder}, again on {dist.world_size()} and first on {ran_on} ranks: tokens and "
             "weights are those that were logged")
         for name, cfg in configs.items():

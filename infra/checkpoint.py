@@ -372,7 +372,7 @@ def read_list(step: Path) -> Files:
     text = path.read_text(errors="replace") if path.is_file() else ""
     try:
         files = json.loads(text)["files"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         return {}
     return files if text == format_list(files) else {}
 

@@ -30,7 +30,7 @@ def blame_file(place: Path | str) -> Iterator[None]:
         yield
     except ConfigError:
         raise
-    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
         why = f"{type(error).__name__}: {error}".replace("\n", " ")
         raise ConfigError(f"{place} holds a value that no run writes ({why[:200]}); {DAMAGED}") from error
 

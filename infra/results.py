@@ -14,7 +14,7 @@ from pathlib import Path
 from config import ConfigError
 from infra import dist
 from infra.lines import DAMAGED, append, blame_file, read_log, replace, rewrite_log
-from settings.loader import parse_json
+from settings.loader import SHORT, parse_json
 from settings.paths import matching, short_names
 
 
@@ -116,7 +116,7 @@ def read_result(path: Path) -> dict:
 def require_alike(place: str, problems: list[dict], count: int) -> None:
     """Raise ConfigError unless all problems are there, with as many responses each, judged alike."""
     if len(problems) != count:
-        raise ConfigError(f"{place} has {len(problems)} problems and its head {count}; {DAMAGED}")
+        raise ConfigError(f"{place} has {len(problems)} problems and its head {SHORT.repr(count)}; {DAMAGED}")
     counts, judged = set(), set()
     for problem in problems:
         counts.add(len(problem["responses"]))

@@ -174,7 +174,7 @@ def messages_of(question: object, place: str) -> tuple[dict, ...]:
             return ()
         try:
             question = json.loads(question)
-        except json.JSONDecodeError as error:
+        except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"{place}: the question looks like a list of messages, but is not valid JSON "
                               f"({error}); write it with json.dumps") from None
     if not isinstance(question, list) or not question:

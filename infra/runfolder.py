@@ -339,7 +339,9 @@ class RunLog:
         """
         if self.folder is not None and cfg.log.wandb is not None:
             path = self.folder / "env.json"
-            ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())  # the run there, for good
+            with blame_file(path):
+                # The name of the run there, for good.
+                ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read_log(self.folder / "metrics.jsonl"):

@@ -90,10 +90,6 @@ def trained(shape: Shape, lora: Lora) -> int:
 
 # ---- an update
 
-def pass_bytes(given: Pass) -> int:
-    return sum(pass_parts(given).values())
-
-
 def pass_parts(given: Pass) -> Parts:
     """Count the peak of a forward and backward pass beside weights, their gradients and moments.
 

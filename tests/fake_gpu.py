@@ -308,9 +308,9 @@ def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
                       "layer, recomputed": layer[0] * (policy.checkpoint_blocks == "all"),
                       "head, forward": of_chunk[0], "head, backward": of_chunk[1]},
         "peak": whole.device.peak,
-        "counted": held + counts.pass_bytes(counts.Pass(
+        "counted": held + sum(counts.pass_parts(counts.Pass(
             policy.shape, len(rows[0].ids_T), len(rows[0].segments.key_K), 2, policy.checkpoint_blocks,
-            policy.logp_chunk, fused=True, lora=cfg.model.lora, entropy=cfg.loss.entropy > 0)),
+            policy.logp_chunk, fused=True, lora=cfg.model.lora, entropy=cfg.loss.entropy > 0)).values()),
         "again": {"head": (head_backward - gradients) / head, "layers": flop(("backward", "recomputed")) / of_layers},
     }
 

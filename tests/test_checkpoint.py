@@ -148,6 +148,7 @@ def test_only_the_newest_checkpoints_stay(role, tmp_path):
     ("unfinished", ""), ("cut off", r"policy/__0_0.distcp has \d+ bytes of \d+"),
     ("missing", r"policy/__0_0.distcp has no bytes of \d+"),
     ("no list", "files.json, which lists the files, is missing"),
+    ("deep list", "files.json"),
     ("unreadable", "policy/.metadata cannot be read: .*Is a directory")])
 def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(damage, said, role, tmp_path, capsys,
                                                                               monkeypatch):
@@ -158,6 +159,8 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
     elif damage in ("missing", "cut off"):
         part = newest / "policy" / "__0_0.distcp"
         part.unlink() if damage == "missing" else part.write_bytes(part.read_bytes()[:-1])
+    elif damage == "deep list":
+        (newest / "files.json").write_text("[" * 100_000 + "]" * 100_000)
     elif damage == "no list":
         (newest / "files.json").unlink()
     else:

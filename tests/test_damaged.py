@@ -239,6 +239,7 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path):
     (("results", "few", "problems"), [], "few has 0 problems and its head 2"),
     (("results", "few", "problems", 0, "level"), [1], "holds a value that no run writes"),
     (("head", "sets", "few", "count"), 3, "few has 2 problems and its head 3"),
+    (("head", "sets", "few", "count"), [4] * 1000, "its head [4, 4, 4, 4, 4, 4, ...]; the file was damaged"),
     (("head", "sets", "few", "count"), None, "KeyError: 'count'"),
     (("head", "sets", "few"), None, "its head does not name its sets"),
     (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),

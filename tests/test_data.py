@@ -307,6 +307,13 @@ def test_the_toy_tokenizer_has_no_unknown_token_for_any_byte():
     assert tokenizer.rust.decode(list(ids), skip_special_tokens=False) == text
 
 
+def test_a_template_that_renders_nothing_is_an_error():
+    tokenizer = data.Tokenizer(TOY)
+    tokenizer.render = lambda *_: ""
+    with pytest.raises(ConfigError, match=r"prompt a has no tokens \(1 of 1 prompts do\): the chat template"):
+        data.to_prompts([Problem("a", "One?", "1")], tokenizer, None, 40)
+
+
 def test_longer_prompts_are_left_out_only_where_that_is_asked_for(capsys):
     tokenizer = data.Tokenizer(TOY)
     problems = [Problem("a", "One?", "1"), Problem("b", "One and " * 40, "2"), Problem("c", "Two?", "2")]
