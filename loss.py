@@ -92,11 +92,13 @@ PROB_EPSILON = 1e-8  # added to 1 - p, as by the authors: in float32 a likely to
 def total_variation(logps: LogProbs, settings: kinds.TotalVariation) -> Tensor:
     """Bound how far a token's probability moves, as Divergence PPO (arXiv:2602.04879) does by binary masks.
 
-    Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence` in the advantage's
-    direction. A rare token's probability may double, a frequent token's may not.
+    Returns min(ratio, cap), or 0 if the probability has moved by more than `divergence`: in the advantage's
+    direction, or with sides=both in either (IPO, the default of prime-rl). A rare token's probability may
+    double, a frequent token's may not.
     """
-    new_C, old_C = logps.logp_C.detach().exp(), logps.old_logp_C.exp()
-    return cap_ratio(logps, (new_C - old_C) * logps.adv_C.sign() > settings.divergence, settings.cap)
+    moved_C = logps.logp_C.detach().exp() - logps.old_logp_C.exp()
+    moved_C = moved_C.abs() if settings.sides == "both" else moved_C * logps.adv_C.sign()
+    return cap_ratio(logps, moved_C > settings.divergence, settings.cap)
 
 
 def binary_kl(logps: LogProbs, settings: kinds.BinaryKl) -> Tensor:

@@ -96,11 +96,6 @@ class Minibatch:
     bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
 
-    @staticmethod
-    def plain(groups: list[Group], keep_NG: Tensor, adv_NG: Tensor, weight_NG: Tensor) -> "Minibatch":
-        """Make a mini-batch without rewards."""
-        return Minibatch(groups, keep_NG, adv_NG, weight_NG, torch.zeros_like(weight_NG))
-
 
 @dataclass(frozen=True, slots=True)
 class Plan:

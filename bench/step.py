@@ -139,7 +139,7 @@ def drawn_step(step: str, seed: int) -> Minibatch:
     for n in range(prompts):
         samples = tuple(Sample([0] * length, [0.0] * length, True) for length in length_NG[n])
         groups.append(Group(Prompt(str(n), (0,) * prompt_N[n], ""), samples))
-    return Minibatch.plain(groups, keep_NG, torch.zeros(prompts, G), torch.zeros(prompts, G))
+    return Minibatch(groups, keep_NG, *torch.zeros(3, prompts, G))
 
 
 def over_ideal(step: str, seed: int) -> float:

@@ -117,7 +117,7 @@ def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed:
 def pack_in_order(groups: list[Group], learner: Learner, capacity: int) -> list[Row]:
     """Pack all samples of the groups in order: a row takes the next ones while it has room, at least one."""
     ones = torch.ones(len(groups), len(groups[0].samples), dtype=torch.float64)
-    minibatch = Minibatch.plain(groups, ones.bool(), ones, ones)
+    minibatch = Minibatch(groups, ones.bool(), ones, ones, ones)
     bins = [[]]
     for member in ones.nonzero().tolist():
         queries, _ = layout(minibatch, [*bins[-1], member])

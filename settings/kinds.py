@@ -268,9 +268,10 @@ class Clamp:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TotalVariation:
-    """Divergence PPO (arXiv:2602.04879): bound how far a token's probability moves."""
+    """Divergence PPO (arXiv:2602.04879), IPO of prime-rl: bound how far a token's probability moves."""
     kind: Literal["total_variation"] = "total_variation"
     divergence: Positive           # the bound, on a difference of probabilities; 0.15 in the paper
+    sides: Literal["advantage", "both"] = "advantage"  # stop moves along the advantage, or all moves (IPO)
     cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
 
 

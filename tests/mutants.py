@@ -64,7 +64,7 @@ BUGS = {
         ("row.bonus_C * factor_C * entropy_C", "row.bonus_C * entropy_C.detach()", "objectives"),
         ("counted_NG = correct_NG & pruned.keep_NG if denominator", "counted_NG = correct_NG if denominator", "loss"),
         ("ratio_C.clamp(1 - settings.low, 1 +", "ratio_C.clamp(0, 1 +", "loss"),
-        ("(new_C - old_C) * logps.adv_C.sign() >", "(new_C - old_C).abs() >", "loss"),
+        ('moved_C.abs() if settings.sides == "both" else', "moved_C.abs() if True else", "loss"),
         ("(kl_C > settings.divergence) & ((new_C - old_C) * logps.adv_C > 0)", "kl_C > settings.divergence", "loss"),
         ("pull_C + row.likelihood_C * factor_C", "pull_C", "objectives"),
         ("weight_C = row.weight_C * factor_C", "weight_C = row.weight_C", "loop"),

@@ -190,7 +190,7 @@ def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targ
             ("weights", "step", "exp_avg", "exp_avg_sq"), expected)
         assert len(optimizers[0].param_groups[0]["params"]) == len(expected)
     ones = torch.ones(1, 2, dtype=torch.float64)
-    row, = made.rows(Minibatch.plain(make_groups([[3, 4]], [5]), ones.bool(), ones, ones))
+    row, = made.rows(Minibatch(make_groups([[3, 4]], [5]), ones.bool(), ones, ones, ones))
     assert row.adv_C.dtype == torch.float32  # not rounded to the base's
 
 

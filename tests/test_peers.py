@@ -106,7 +106,7 @@ def one_row(learner: Learner, groups: list[Group], n: int, g: int) -> Tensor:
     """Log-probs of one completion, in a row of its own."""
     keep_NG = torch.zeros(N, G, dtype=torch.bool)
     keep_NG[n, g] = True
-    row, = learner.rows(Minibatch.plain(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G)))
+    row, = learner.rows(Minibatch(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G), torch.zeros(N, G)))
     with torch.no_grad():
         return learner.log_probs(learner.policy, row)
 

@@ -36,7 +36,7 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     """Log-probs of a completion by the training path: packed row, projected positions, chunks."""
     one = torch.ones(1, 1)
     group = Group(Prompt("q", prompt, "1"), (sample,))
-    row = build_row(Minibatch.plain([group], one.bool(), one, one), Plan([(0, 0)]))
+    row = build_row(Minibatch([group], one.bool(), one, one, one), Plan([(0, 0)]))
     assert row.target_C.tolist() == list(sample.ids)
     row = row.to(model.embed_tokens.weight.device, torch.float32)
     model.logp_chunk = 4

@@ -179,6 +179,8 @@ def test_total_variation_keeps_a_rare_token_that_doubles_and_drops_a_frequent_on
     adv = [1, 1, -1, -1, 1, 1]
     f_C = total_variation(logps(ratios, old, adv, [6]), TotalVariation(divergence=0.15))
     assert f_C.tolist() == pytest.approx([2, 0, 1.2, 0, 0.75, 20])
+    both = TotalVariation(divergence=0.15, sides="both", cap=1e4)  # IPO: the other direction is stopped too
+    assert total_variation(logps(ratios, old, adv, [6]), both).tolist() == pytest.approx([2, 0, 0, 0, 0, 30])
     assert clip(logps(ratios, old, adv, [6]), Clip(low=0.2, high=0.21))[1] > 0
 
 

@@ -107,6 +107,13 @@ def divppo(answers, cfg):
     return total / len(answers) / cfg.rollout.max_new_tokens
 
 
+def ipo(answers, cfg):
+    """prime-rl's loss: the ratio to the engine, and no token that has moved too far, whatever its advantage."""
+    kept = [(now - beh).exp() * x.centred for x in answers for now, beh in zip(x.now_T, x.beh_T, strict=True)
+            if abs(now.exp().item() - beh.exp().item()) <= cfg.loss.trust.divergence]
+    return -sum(kept) / tokens(answers)
+
+
 def gdpo(answers, cfg):
     def norm(part_NG: Tensor) -> Tensor:
         return (part_NG - part_NG.mean(1, keepdim=True)) / (part_NG.std(1, keepdim=True) + 1e-4)
@@ -227,6 +234,7 @@ OBJECTIVES = {
     "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []),
     "divppo": (divppo, "divppo_toy", ["loss.trust.divergence=1e-3"]),
     "divppo-kl": (divppo, "divppo_toy", ["loss.trust.kind=binary_kl", "loss.trust.divergence=1e-5"]),
+    "ipo": (ipo, "ipo_toy", ["loss.trust.divergence=1e-3"]),
     "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
     "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
     "apo": (apo, "apo_toy", []),

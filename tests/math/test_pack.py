@@ -199,7 +199,7 @@ def drawn_minibatch(rng: random.Random) -> Minibatch:
                          [rng.choice((1, rng.randint(1, 12))) for _ in range(N)])
     keep_NG = torch.tensor([[rng.random() < 0.7 for _ in range(G)] for _ in range(N)])
     keep_NG[0, 0] = True
-    return Minibatch.plain(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G))
+    return Minibatch(groups, keep_NG, torch.zeros(N, G), torch.ones(N, G), torch.zeros(N, G))
 
 
 def kept_groups(minibatch: Minibatch) -> list[KeptGroup]:
@@ -268,8 +268,8 @@ def test_rows_are_of_the_smallest_capacity_that_keeps_the_rounds(window):
 
 def test_every_rank_that_could_have_work_has_it():
     """4 prompts, 4 completions of each, all would fit in one row: 8 ranks get a row each, half a group or so."""
-    minibatch = Minibatch.plain(make_groups([[10] * 4] * 4, [3] * 4), torch.ones(4, 4).bool(), torch.ones(4, 4),
-                                torch.ones(4, 4))
+    ones_NG = torch.ones(4, 4)
+    minibatch = Minibatch(make_groups([[10] * 4] * 4, [3] * 4), ones_NG.bool(), ones_NG, ones_NG, ones_NG)
     plans = packed_rows(minibatch, Pack(1000), ranks=8)
     assert len(plans) == 8 and all(plan.counts for plan in plans)
     assert [len(plan.members) for plan in plans] == [2] * 8
@@ -279,8 +279,8 @@ def test_every_rank_that_could_have_work_has_it():
 
 def test_the_cheapest_row_fills_up():
     """Rows of 34, 31 and 20 tokens on 2 ranks: the fourth is the last of them, with weight 0."""
-    minibatch = Minibatch.plain(make_groups([[30], [27], [16]], [4] * 3), torch.ones(3, 1).bool(), torch.ones(3, 1),
-                                torch.ones(3, 1))
+    ones_NG = torch.ones(3, 1)
+    minibatch = Minibatch(make_groups([[30], [27], [16]], [4] * 3), ones_NG.bool(), ones_NG, ones_NG, ones_NG)
     by_rank = pack(minibatch, Pack(34), ranks=2)
     assert [[(plan.members, plan.counts) for plan in mine] for mine in by_rank] == [
         [([(0, 0)], True), ([(2, 0)], False)], [([(1, 0)], True), ([(2, 0)], True)]]
@@ -294,8 +294,8 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
     """`pack/imbalance` over groups x completions of equal length: a row of weight 0 costs its rank time that it would
     only have waited, and is no work."""
     ones_NG = torch.ones(shape, dtype=torch.float64)
-    minibatch = Minibatch.plain(make_groups([[10] * shape[1]] * shape[0], [3] * shape[0]), ones_NG.bool(), ones_NG,
-                                ones_NG)
+    groups = make_groups([[10] * shape[1]] * shape[0], [3] * shape[0])
+    minibatch = Minibatch(groups, ones_NG.bool(), ones_NG, ones_NG, ones_NG)
     ranks, sums = 8, []
     for mine in pack(minibatch, Pack(1000), ranks, quadratic=0.01):
         sums.append(PassSums(Pack(capacity=1000), quadratic=0.01))
@@ -316,11 +316,12 @@ def test_the_plan_is_a_function_of_lengths_and_ranks_alone():
     first, again = (drawn_minibatch(random.Random(7)) for _ in range(2))
     for ranks in (1, 2, 3):
         assert pack(first, Pack(60), ranks, 0.01) == pack(again, Pack(60), ranks, 0.01)
-    other = Minibatch.plain([Group(g.prompt, tuple(Sample([5] * s.length, [0.0] * s.length, True) for s in g.samples))
-                             for g in first.groups], first.keep_NG, -first.adv_NG, 2 * first.weight_NG)
+    groups = [Group(g.prompt, tuple(Sample([5] * s.length, [0.0] * s.length, True) for s in g.samples))
+              for g in first.groups]
+    other = Minibatch(groups, first.keep_NG, -first.adv_NG, 2 * first.weight_NG, first.reward_NG)
     assert pack(first, Pack(60), 2, 0.01) == pack(other, Pack(60), 2, 0.01)
 
 
 def test_nothing_kept_is_no_row_on_any_rank():
-    nothing = Minibatch.plain(GROUPS, torch.zeros_like(KEEP_NG), ADV_NG, WEIGHT_NG)
+    nothing = Minibatch(GROUPS, torch.zeros_like(KEEP_NG), ADV_NG, WEIGHT_NG, ADV_NG)
     assert pack(nothing, Pack(capacity=100), ranks=2) == [[], []]

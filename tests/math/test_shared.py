@@ -137,7 +137,7 @@ def test_a_token_of_one_completion_changes_nothing_in_another(tiny, tmp_path):
     trained = learner_on(tiny, Case("grpo", tiny, tmp_path / "run").cfg)
     groups = make_groups(SHAPE["lengths"], SHAPE["prompts"])
     ones_NG = torch.ones(2, 4, dtype=torch.float64)
-    row, = trained.rows(Minibatch.plain(groups, ones_NG.bool(), ones_NG, ones_NG))
+    row, = trained.rows(Minibatch(groups, ones_NG.bool(), ones_NG, ones_NG, ones_NG))
     with torch.no_grad():
         before_C = trained.log_probs(trained.policy, row)
         for segment, last in enumerate((row.last_S - 1).tolist()):
