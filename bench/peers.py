@@ -10,13 +10,14 @@ Regimes:
 
     fixed    toy/model, every completion has 64 tokens
     natural  toy/model as it is
+    flat     as fixed, and all rewards are equal in half of the groups
     10M      a random model of that size, every completion has 64 tokens
 
-Both have each completion graded by Winnow's verifier and then train on the same rewards drawn at random, so
-that no group is flat; the learning rate is 1e-12, so that no length drifts. `generate` is all until the
-tokens are there; `score` is rewards; `update` is the rest of the step: choosing, packing or padding, both
-passes and the optimizer step, and of Winnow the engine's sync. Neither writes logs or checkpoints. `tokens`
-went through the policy in the update, padding included.
+Both have each completion graded by Winnow's verifier and then train on the same random rewards; the learning
+rate is 1e-12, so that no length drifts. `generate` lasts until the tokens are there; `score` is rewards;
+`update` is the rest of the step: choosing, packing or padding, both passes and the optimizer step, and in
+Winnow the engine's sync. Neither writes logs or checkpoints. `tokens` went through the policy in the update,
+padding included.
 """
 
 import gc
@@ -61,7 +62,11 @@ ARMS = {
     "cppo2": ("Winnow CPPO 2/16", "cppo_toy.yaml", ["prune.completions.keep=2"]),
     "pps4": ("Winnow PPS 4/16", "pps_toy.yaml", ["prune.completions.keep=4"]),
 }
-REGIMES = ["fixed", "natural", "10M"]
+REGIMES = ["fixed", "natural", "flat", "10M"]
+RESERVATIONS = """Three reservations:
+1. TRL generates by transformers here, 2 fifths of its step; its users put vLLM in its place.
+2. Rewards are random, so no group is flat but in the regime flat. Winnow trains on no group of equal rewards.
+3. TRL pads to the longest completion, so at natural lengths the ratios measure padding too."""
 MICRO = 64  # completions that TRL passes at once: 32 to 128 are alike, and all 256 a tenth slower
 # Else as fast as could be found on a CPU. TRL's own default recomputes activations.
 TRL = {"loss_type": "grpo", "beta": 0.0, "gradient_checkpointing": False, "bf16": False, "use_cpu": True,
@@ -77,6 +82,7 @@ class Regime:
     folder: Path     # of the model
     prompts: int     # of a step
     fixed: bool      # every completion has LONGEST tokens
+    flat: int        # groups of equal rewards
     temporary: Path  # where runs write
 
 
@@ -97,10 +103,11 @@ class Winnow:
         engine.sync(self.learner.policy)
         self.sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         self.history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+        self.flat = regime.flat
 
     def step(self) -> dict[str, float]:
         draws = self.history.draw(self.cfg.rollout.prompts_per_step)
-        measured, batch = take_step(self.learner, self.sampler, draws, self.cfg)
+        measured, batch = take_step(self.learner, self.sampler, draws, self.cfg, self.flat)
         generate, scored = measured["time/rollout"], measured["time/reward"]
         lengths = [sample.length for group in batch.groups for sample in group.samples]
         return {"generate": generate, "score": scored, "update": measured["time/step"] - generate - scored,
@@ -160,7 +167,7 @@ class Peer:
             texts = [completion[0]["content"] for completion in completions]
             problems = [Problem("", "", answer) for answer in gold]
             score(list(zip(texts, problems, map(len, completion_ids), strict=True)), LONGEST, settings)
-            return drawn_rewards(regime.prompts, G).flatten().tolist()
+            return drawn_rewards(regime.prompts, G, regime.flat).flatten().tolist()
 
         return reward
 
@@ -229,8 +236,8 @@ class Peer:
 def regime(name: str, temporary: Path) -> Regime:
     """Make what a regime needs. Fewer prompts for the larger model: its steps are ten times as long."""
     if name == "10M":
-        return Regime(name, random_10m(temporary / "10M"), 4, True, temporary)
-    return Regime(name, ROOT / "toy" / "model", 16, name == "fixed", temporary)
+        return Regime(name, random_10m(temporary / "10M"), 4, True, 0, temporary)
+    return Regime(name, ROOT / "toy" / "model", 16, name != "natural", 8 if name == "flat" else 0, temporary)
 
 
 def random_10m(folder: Path) -> Path:
@@ -299,6 +306,7 @@ def main() -> None:
         for name in args.regimes:
             results[name] = compare(regime(name, Path(temporary)), args.arms, args.rounds)
         dist.close()
+    print(RESERVATIONS)
     print_json("peers", versions=versions, trl=TRL, micro=MICRO, results=results)
 
 

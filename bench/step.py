@@ -60,12 +60,14 @@ CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4  # of checkpoint's t
 
 # ---- whole steps
 
-def drawn_rewards(prompts: int, completions: int) -> torch.Tensor:
-    """[N, G] the same rewards of every step: a group without a difference teaches nothing."""
-    return torch.rand(prompts, completions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+def drawn_rewards(prompts: int, completions: int, flat: int = 0) -> torch.Tensor:
+    """Draw rewards, the same in every step, [N, G]; the first `flat` groups have equal ones."""
+    rewards_NG = torch.rand(prompts, completions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    rewards_NG[:flat] = 1
+    return rewards_NG
 
 
-def take_step(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config,
+def take_step(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config, flat: int = 0,
               ) -> tuple[dict, Batch]:
     """Take a step as train.train does, but for its log and checkpoint; returns metrics and seconds by phase.
 
@@ -76,7 +78,7 @@ def take_step(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: 
         groups = sampler.rollout(draws)
     with clock.phase("reward"):
         rewards = sampler.score(groups)
-    drawn = {"accuracy": drawn_rewards(len(groups), cfg.rollout.group_size)}
+    drawn = {"accuracy": drawn_rewards(len(groups), cfg.rollout.group_size, flat)}
     rewards = replace(rewards, components=rewards.components | drawn)
     rolled = Rolled() + Rolled(draws, groups, rewards, advantage(rewards, cfg.advantage))
     batch = choose(rolled, Selection.of(cfg), seed=0)

@@ -16,6 +16,7 @@ from conftest import ROOT
 from test_memory import small
 
 import lora
+from advantage import flat_groups
 from config import ConfigError, Lora
 from model import Decoder
 
@@ -324,13 +325,14 @@ def test_the_bench_beside_trl_takes_steps_in_turns(tmp_path, monkeypatch, capsys
 
     monkeypatch.setattr(peers, "Peer", Twice)
     monkeypatch.setattr(peers, "WARM", 0)
-    chosen = peers.Regime("natural", ROOT / "toy" / "model", 2, False, tmp_path)
+    chosen = peers.Regime("flat", ROOT / "toy" / "model", 2, False, 1, tmp_path)
     trl, ours = peers.compare(chosen, ["cppo4"], rounds=1)
     assert trl["TRL / this"] == [1.0] and ours["tokens"] < trl["tokens"] and ours["update s"] < trl["update s"]
-    assert "natural: 2 x 16 completions" in capsys.readouterr().out
+    assert "flat: 2 x 16 completions" in capsys.readouterr().out
+    assert flat_groups(step.drawn_rewards(2, 16, flat=1)).tolist() == [True, False]
 
 
 @pytest.mark.peers
 def test_the_bench_beside_trl_runs_a_round():
-    result, = ran("peers", "--regimes", "fixed", "--arms", "cppo4", "--rounds", "1")["results"].values()
+    result, = ran("peers", "--regimes", "flat", "--arms", "cppo4", "--rounds", "1")["results"].values()
     assert [row["length"] for row in result] == [64, 64]
