@@ -62,7 +62,8 @@ CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4  # of checkpoint's t
 
 def drawn_rewards(prompts: int, completions: int, flat: int = 0) -> torch.Tensor:
     """Draw rewards, the same in every step, [N, G]; the first `flat` groups have equal ones."""
-    rewards_NG = torch.rand(prompts, completions, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    rewards_NG = torch.rand(prompts, completions, dtype=torch.float64, generator=generator)
     rewards_NG[:flat] = 1
     return rewards_NG
 
