@@ -13,26 +13,26 @@ from statistics import mean
 
 import numpy as np
 from compare import (
+    CONTROLS,
     OTHERS,
     SEEDS,
+    SIX,
     SOME_SEEDS,
     Arms,
     best_rate,
+    chosen_rates,
     cost_table,
     kept_arms,
     rate_table,
-    rates_of_six,
     validated,
 )
 from kept_runs import RESULTS, Difference, Record, area, area_and_end, curve, difference, least, read, table
 
 MARGIN = 2.0     # points: what "does not fall" may fall, and what "needs" must lose without
 RESAMPLES = 2000
-DRAWS = 5000     # of arms and seeds, for the interval of a correlation
 PRETRAINED = 15  # steps of VAPO's critic alone
 # Groups of 16, as many prompts in all: CPPO prunes 50, 75, 87.5 and 93.75%.
 ALLOCATED = ("groups-of-16", "cppo-50", "cppo-75", "cppo-87", "cppo-94")
-CONTROLS = {"topk-step": "pps", "dppo-biased": "dppo", "grpo-4-prompts": "cppo"}  # at whose learning rate
 GROUPS = ("group-2", "group-4", "group-16")
 DAPO = ("dapo", "dapo-without-clip-higher", "dapo-without-sampling", "dapo-without-token-mean",
         "dapo-without-length")
@@ -54,6 +54,7 @@ PRUNED = {
     "pods-keep4": ("pods, kept mean", 0.5),
     "pps-prompts-quarter": ("prompts, pps", 0.25),
 }
+FEWER_PROMPTS = ("pps-prompts", "pps-prompts-quarter")  # their arms, which also roll out fewer prompts
 # Claims of areas: cost, rows in the family, and which arm less which other, with what else sets these apart.
 BIAS = ("bias costs accuracy", "steps", 4, {
     ("dppo", "dppo-listed"): ", which refills too",
@@ -215,43 +216,43 @@ def areas_of(by_seed: BySeed) -> list[float]:
     return [area_and_end(of, "steps", of.spent["steps"][-1])[0] for of in curves]
 
 
-def correlation(error: np.ndarray, areas: np.ndarray) -> tuple[float, float, float]:
-    """Correlate errors, [arms], with mean areas of [arms, seeds]; the interval is of a bootstrap over arms
-    and, within them, seeds."""
-    draw, (arms, seeds) = np.random.default_rng(0), areas.shape
-    drawn = []
-    for _ in range(DRAWS):
-        which, of_arm = draw.integers(0, arms, arms), draw.integers(0, seeds, (arms, seeds))
-        means = np.take_along_axis(areas[which], of_arm, axis=1).mean(axis=1)
-        if np.ptp(error[which]) and np.ptp(means):
-            drawn.append(np.corrcoef(error[which], means)[0, 1])
-    low, high = np.percentile(drawn, (2.5, 97.5))
-    return float(np.corrcoef(error, areas.mean(axis=1))[0, 1]), float(low), float(high)
+def correlation(error: list[float], learnt: list[float]) -> tuple[float, float, float]:
+    """Correlate the arms' errors with their areas; the interval is Fisher's, at 95%."""
+    r = float(np.corrcoef(error, learnt)[0, 1])
+    half = 1.96 / math.sqrt(len(error) - 3)
+    return r, math.tanh(math.atanh(r) - half), math.tanh(math.atanh(r) + half)
 
 
 def of_errors(errors: dict[str, float], areas: dict[str, list[float]]) -> Rows:
-    """Correlate the pruned gradient's error with the area."""
-    unbiased = [name for name in errors if not is_biased(name)]
+    """Correlate the pruned gradient's error with the area. A verdict must hold without FEWER_PROMPTS too."""
     rows = []
+    unbiased = [name for name in errors if not is_biased(name)]
     for which, names in (("", list(errors)), (" that are unbiased", unbiased)):
-        logs = np.log10([errors[name] for name in names])
-        r, low, high = correlation(logs, np.array([areas[name] for name in names]))
+        others = [name for name in names if name not in FEWER_PROMPTS]
+        left_out = f"without the {len(names) - len(others)} that roll out fewer prompts"
+        told, verdicts = [], set()
+        for chosen in (names, others):
+            r, low, high = correlation([math.log10(errors[name]) for name in chosen],
+                                       [mean(areas[name]) for name in chosen])
+            told.append(f"{r:+.2f} [{low:+.2f}, {high:+.2f}]")
+            verdicts.add(verdict(-high, -low))
         rows.append(["a smaller error of the gradient teaches more",
                      f"log of the error and area over steps, {len(names)} arms{which}",
-                     f"correlation {r:+.2f} [{low:+.2f}, {high:+.2f}]", verdict(-high, -low)])
+                     f"correlation {told[0]}; {left_out} {told[1]}",
+                     verdicts.pop() if len(verdicts) == 1 else "cannot tell"])
     return rows
 
 
 def report(results: Path) -> None:
     """Print the rates that CPPO with allocation was given, the table of claims, and what the arms spent."""
-    rate_of, areas = rates_of_six(results), validated(results)
+    rate_of, areas = chosen_rates(results), validated(results)
     rates = {name: best_rate(areas[name], 1) for name in ALLOCATED}
     others = {name: rate_of[family] for name, (family, _) in OTHERS.items()}
     allocated = kept_arms(rates, SEEDS, results)
-    controls = kept_arms({name: rate_of[family] for name, family in CONTROLS.items()}, SEEDS, results)
+    controls = kept_arms({name: rate_of[name] for name in CONTROLS}, SEEDS, results)
     at_rate = kept_arms(dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate_of["grpo"]), SEEDS, results)
     pruned = kept_arms(dict.fromkeys(PRUNED, rate_of["grpo"]), SOME_SEEDS, results)
-    six = kept_arms(rate_of, SEEDS, results)
+    six = kept_arms({name: rate_of[name] for name in SIX}, SEEDS, results)
     arms = kept_arms(others, SEEDS, results) | six | controls
     errors = gradient_errors(results)
     learnt = {name: areas_of(pruned[name]) for name in errors}

@@ -54,7 +54,16 @@ SIX = {
     "dppo": (PROMPTS, COMPLETIONS),
     "pps": ("prune.completions={kind: pps, keep: 2, scope: batch}",),
 }
-# Their relatives: the one whose learning rate they have, and settings.
+# Controls of the claims (claims.py): CPPO's choice among all completions of a step, Dynamic Pruning as listed
+# without a refill, and GRPO on as many completions as CPPO keeps.
+CONTROLS = {
+    "topk-step": ("prune.completions={kind: topk, keep: 2, scope: batch}", "loss.denominator=kept"),
+    "dppo-biased": ("prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}",
+                    "prune.completions={kind: bottom, drop_prob: 0.5}", "loss.denominator=kept"),
+    "grpo-4-prompts": ("rollout.prompts_per_step=4",),
+}
+TUNED = SIX | CONTROLS  # each at the rate that its own runs on the validation split have chosen
+# Relatives of the six: the one whose learning rate they have, and settings.
 OTHERS = {
     "cppo-released": ("cppo", ("prune.completions={kind: topk, keep: 2, scope: batch}",
                                "loss.normalize=token", "loss.denominator=kept")),
@@ -81,7 +90,7 @@ Areas = dict[str, list[float]]       # learning rate -> the area of each run
 
 def arm(name: str, rate: str, seed: int) -> Run:
     """Make a run of the comparison."""
-    family, settings = OTHERS[name] if name in OTHERS else (name, SIX[name])
+    family, settings = OTHERS[name] if name in OTHERS else (name, TUNED[name])
     return Run(name, (*settings, EVALUATED), rate, seed, family)
 
 
@@ -110,10 +119,10 @@ def write_validation() -> None:
 
 
 def tune(results: Path, bar: tqdm) -> None:
-    """Run each of the six at every rate of the grid, on seeds that are not used again."""
+    """Run the six and the controls at every rate of the grid, on seeds that are not used again."""
     write_validation()
     for seed in TUNING_SEEDS:
-        for name in SIX:
+        for name in TUNED:
             for rate in GRID:
                 keep(replace(arm(name, rate, seed), data=VALIDATION), results, bar)
 
@@ -135,10 +144,10 @@ def best_rate(areas: Areas, seeds: int) -> str | None:
     return max(whole, key=whole.get) if len(whole) >= len(GRID) else None
 
 
-def rates_of_six(results: Path) -> dict[str, str]:
-    """Name the rate of each of the six: the chosen one, or the config's."""
+def chosen_rates(results: Path) -> dict[str, str]:
+    """Name the rate of each of the six and of the controls: the chosen one, or the config's."""
     shipped, areas = format_value(config.load(RECIPE).optim.lr), validated(results)
-    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in SIX}
+    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in TUNED}
 
 
 def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
@@ -226,9 +235,10 @@ def cost_table(arms: Arms) -> list[str]:
 
 def report(results: Path) -> None:
     """Print the tables of all that is kept."""
-    rate_of = rates_of_six(results)
+    rate_of = chosen_rates(results)
+    of_six = {name: rate_of[name] for name in SIX}
     of_others = {"grpo": rate_of["grpo"]} | {name: rate_of[family] for name, (family, _) in OTHERS.items()}
-    parts = {"six": kept_arms(rate_of, SEEDS, results), "others": kept_arms(of_others, SEEDS, results)}
+    parts = {"six": kept_arms(of_six, SEEDS, results), "others": kept_arms(of_others, SEEDS, results)}
     printed = {"bench": "compare", "rates": rate_of}
     print(*rate_table(validated(results), rate_of), "", sep="\n")
     for part, arms in parts.items():
@@ -251,9 +261,9 @@ def main() -> None:
     with tqdm(unit="run") as bar:
         if full:
             tune(results, bar)
-        rate_of = rates_of_six(results)
+        rate_of = chosen_rates(results)
         for seed in SEEDS if full else SOME_SEEDS:
-            for name in SIX:
+            for name in TUNED if full else SIX:
                 keep(arm(name, rate_of[name], seed), results, bar)
         for seed in SEEDS if full else ():
             for name, (family, _) in OTHERS.items():

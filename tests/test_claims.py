@@ -49,9 +49,13 @@ def test_an_interval_decides_only_where_it_leaves_out_the_bound():
     assert claims.verdict(-1.5, 1, -2) == "holds" and claims.verdict(-3, -2.5, -2) == "does not"
 
 
-def test_a_correlation_by_hand_and_the_arms_that_it_is_of():
-    error, areas = np.array([0.0, 1.0, 2.0, 3.0]), np.array([[3.0, 3.1], [2.0, 2.1], [1.0, 1.1], [0.0, 0.1]])
-    r, low, high = claims.correlation(error, areas)
-    assert r == pytest.approx(-1) and low == pytest.approx(-1, abs=1e-3) and high < -0.98
+def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
+    r, low, high = claims.correlation([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 0, 3, 2, 1])
+    assert (r, low, high) == pytest.approx((-0.78571, -0.96676, -0.07996), abs=1e-5)
+    names = [*claims.PRUNED]
+    few = {name: 0.01 if name in claims.FEWER_PROMPTS else 1 + 0.1 * i for i, name in enumerate(names)}
+    carried = {name: [50.0 if name in claims.FEWER_PROMPTS else 40 + i % 2] for i, name in enumerate(names)}
+    every, _ = claims.of_errors(few, carried)
+    assert every[2].startswith("correlation -0.9") and every[3] == "cannot tell"
     errors = claims.gradient_errors(kept_runs.RESULTS)
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
