@@ -62,8 +62,8 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
 
 
 def leave_one_out(reward_NG: Tensor) -> Tensor:
-    """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). Unbiased, unlike a mean
-    that includes r.
+    """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). With loss.normalize=sum
+    the gradient is unbiased; a mean that includes r makes it smaller by the factor (G - 1) / G.
 
     Not divided by a deviation: the other rewards may have deviation 0 while the difference is not 0.
     """
