@@ -62,8 +62,8 @@ def group_norm(reward_NG: Tensor, correction: int, eps: float) -> Tensor:
 
 
 def leave_one_out(reward_NG: Tensor) -> Tensor:
-    """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). Unbiased, unlike a mean
-    that includes r.
+    """Subtract the mean of the other rewards in the group: RLOO (arXiv:2402.14740). With loss.normalize=sum
+    the gradient is unbiased; a mean that includes r makes it smaller by the factor (G - 1) / G.
 
     Not divided by a deviation: the other rewards may have deviation 0 while the difference is not 0.
     """
@@ -96,12 +96,12 @@ def mark_pairs(reward_NG: Tensor, pairs: str) -> Tensor:
     pairs   "all"       every two of different rewards
             "extremes"  every one of the highest reward with every one of the lowest
     """
-    differ_NGG = reward_NG[:, :, None] > reward_NG[:, None, :]
+    better_NGG = reward_NG[:, :, None] > reward_NG[:, None, :]
     if pairs == "all":
-        return differ_NGG
+        return better_NGG
     high_N1 = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
     low_N1 = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    return differ_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
+    return better_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
 
 
 def madpo_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
@@ -119,7 +119,7 @@ def madpo_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
 def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tensor:
     """Compute A, [N, G], at these log-ratios; nan without a reward, and 0 in a group without pairs.
 
-    A group counts by the number of its completions that have a reward, as always with loss.normalize=sum.
+    A group's weight is its number of completions with a reward, as under loss.normalize=sum.
     """
     chosen_NGG = mark_pairs(reward_NG, settings.pairs)
     scored_NG = ~reward_NG.isnan()

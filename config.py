@@ -80,7 +80,7 @@ class Rollout:
     # When a step has enough. offered: after N prompts. informative: after N groups of unequal rewards; the
     # others are replaced (DAPO). full: when the survivors fill pack.budget, N prompts at a time.
     until: Literal["offered", "informative", "full"] = "offered"
-    max_rounds: Count = 10         # informative, full: a step trains after so many rounds, short or not
+    max_rounds: Count = 10         # informative, full: train after so many rounds, even if groups are missing
     # informative: the value that must differ within a group. accuracy: without other components (DAPO)
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
@@ -97,7 +97,7 @@ class Rollout:
 @dataclass(frozen=True, slots=True)
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
-    weight 0 is measured and logged alone; one of null is not measured."""
+    weight 0 is measured and logged, but not rewarded; one of null is not measured."""
     accuracy: float = 1.0          # the marked answer is right
     wrong: float | None = None  # 1 if the answer is wrong; a punishment has a weight below 0
     boxed: float | None = None  # an answer is in a box, right or not

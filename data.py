@@ -38,8 +38,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     """Load a file of READERS, a named set (NAMED_SETS), or a hub name "user/set:config:split".
 
     `folder` (data.dir) holds the files of named sets; without it they come from the hub. `columns` is
-    data.columns, which named sets ignore; with `answers` every row must have one. For `training`, rows with a
-    mark of DOUBTFUL_ROWS are left out and counted on stderr, which reports a named set of another size too.
+    data.columns, which named sets ignore; with `answers` every row must have one. `training` leaves out rows
+    that are marked as doubtful (DOUBTFUL_ROWS). Stderr has their number, and a named set's unexpected size.
     Raises ConfigError with file and line for a malformed row, and for ids that repeat.
     """
     columns = columns if columns and name not in NAMED_SETS else {}

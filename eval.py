@@ -162,10 +162,10 @@ def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, l
 
 def summarise(problems: list[dict], sizes: list[int] | None = None,
               bounds: tuple[float, float] | None = None) -> dict:
-    """Summarise n responses to each problem: accuracies if they are graded, rewards if they have `bounds`.
+    """Summarise n responses to each problem: accuracies if they are graded, rewards if `bounds` are given.
 
     A problem without any reward is left out of the mean reward. length is in tokens; groups holds accuracies,
-    or else rewards, by level and by subject. Raises ConfigError for a size above n.
+    or else rewards, by level and by subject. Raises ConfigError for a k of pass@k (`sizes`) above n.
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]

@@ -143,9 +143,9 @@ def initialise(model: Decoder, stored: dict[str, Tensor], seed: int) -> None:
         for factor, drawn in (("A", drawn_A), ("B", drawn_B)):
             value = stored.get(stored_name(name, factor), drawn)
             for kind in ("lora", "initial"):
-                p = getattr(layer, f"{kind}_{factor}", None)
-                if p is not None:
-                    p.copy_(dist.sharded_like(value, p))
+                matrix = getattr(layer, f"{kind}_{factor}", None)
+                if matrix is not None:
+                    matrix.copy_(dist.sharded_like(value, matrix))
 
 
 class InitialPolicy:

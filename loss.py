@@ -144,7 +144,7 @@ class RowLoss:
     """The loss of one row, and the terms that it was computed from."""
 
     loss: Tensor
-    factor_C: Tensor         # of each token's whole term (`weigh`); else ones
+    factor_C: Tensor         # multiplies each token's term (`weigh`); ones without
     f_C: Tensor              # the trust region's
     k3_C: Tensor | None      # None without a KL
 

@@ -71,9 +71,9 @@ def keep_first(adv_NG: Tensor, count_N1: Tensor) -> Pruned:
 
 
 def drop_bottom(adv_NG: Tensor, drop_prob: float) -> Pruned:
-    """Drop the floor(drop_prob x G) completions of each group with the smallest |advantage|: the listed
-    algorithm of Dynamic Pruning (arXiv:2603.04135, appendix A, as it is reported). Biased: nothing is left to
-    chance, so there is no probability to weigh by, and its theorem does not cover it.
+    """Drop the floor(drop_prob x G) completions of each group with the smallest |advantage|: the pseudocode
+    of Dynamic Pruning (arXiv:2603.04135, appendix A, as readers report it), not its proved variant. Biased:
+    the choice is deterministic, so there are no probabilities for importance weights.
     """
     candidates_N1 = (~adv_NG.isnan()).sum(dim=1, keepdim=True)
     return keep_first(adv_NG, candidates_N1 - (drop_prob * candidates_N1.double() + 1e-9).long())
@@ -242,11 +242,11 @@ CutWeights = list[list[Tensor]]  # of each completion, [N][G]: the weights of th
 
 
 def prefix_prob(length: int, whole: float, least: int) -> Tensor:
-    """Compute the probability of each token that it is before a random cut, [L], never below `whole`: NAT
-    (arXiv:2603.06619) by prefix cutting; the law of the cut is ours.
+    """Compute each token's probability of being kept by a random cut, [L]: NAT (arXiv:2603.06619) by
+    prefixes; the distribution of the cut is ours.
 
-    With probability `whole` the completion is kept whole, else cut behind its least-th, its next, ... or its
-    last token, each as likely. Of 4 tokens with least 2 and whole 0.4 are kept 1 1 0.8 0.6.
+    With probability `whole` nothing is cut. Else the number of kept tokens is uniform from `least` to L. Four
+    tokens with least 2 and whole 0.4 have probabilities 1, 1, 0.8, 0.6.
     """
     least = min(least, length)
     behind_L = torch.arange(length, 0, -1, dtype=torch.float64)  # cuts that keep a token

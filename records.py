@@ -191,7 +191,7 @@ class Batch:
     reward_NG: Tensor
     correct_NG: Tensor   # bool
     adv_NG: Tensor       # from the rewards alone, also with a critic: pruning reads it
-    pruned: Pruned       # weight and probability of both levels together
+    pruned: Pruned       # weight and probability, of prompts and completions together
     places: list[int]    # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included
     seed: int            # of the draw of completions
@@ -231,8 +231,8 @@ class Segments:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One forward pass: groups one behind the other, each a prompt and behind it its kept completions, which
-    attend to the prompt and to themselves. The first completion is one segment with the prompt."""
+    """One forward pass over packed groups: each prompt is followed by its kept completions, and each attends
+    to the prompt and to itself. The first completion is one segment with the prompt."""
 
     ids_T: Tensor
     position_T: Tensor  # from 0 in each prompt, and on from its end in each of its completions

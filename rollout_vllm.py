@@ -39,9 +39,9 @@ def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_par
 class VLLMEngine:
     """vLLM in the trainer's process: one engine per rank, or one per `tensor_parallel` neighbouring ranks.
 
-    Log-probs belong to the distribution sampled from: at the temperature, and at a top_p below 1
-    renormalised. A sample is a function of the weights, its prompt and its seed up to rounding, as in
-    TorchEngine; the two draw differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
+    Log-probs are of the sampling distribution, after temperature and the renormalisation of top_p. A sample
+    is a function of the weights, its prompt and its seed up to rounding, as in TorchEngine; the two draw
+    differently. On the CPU vLLM's generator takes the lowest 32 bits of a seed.
     Its progress bars have names of their own. Raises ConfigError when vLLM is missing, of another version,
     or cannot start with these sizes.
     """
@@ -75,7 +75,7 @@ class VLLMEngine:
     def sync(self, policy: Decoder) -> None:
         """Take over the policy's weights, one layer at a time, and empty the cache of the old ones.
 
-        Names and shapes are compared first: after a wrong one vLLM would also fail with the right ones.
+        Names and shapes are compared first: vLLM cannot recover from a failed load.
         """
         policy_shapes = {name: tuple(t.shape) for name, t in named_weights(policy)}
         if wrong := find_mismatches(self.expected, policy_shapes):

@@ -81,7 +81,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
         table = before_steps(run)
         for step in run.log.steps(run.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
-            while count := lacks(rolled, selection, seed):  # once; again if rollout.until refills
+            while count := lacks(rolled, selection, seed):  # one round, or more if rollout.until needs them
                 draws = history.draw(count)                 # which prompts; some are skipped
                 with clock.phase("rollout"):
                     groups = sampler.rollout(draws)         # o_1 .. o_G ~ pi_old(. | q), with log-probs

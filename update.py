@@ -147,7 +147,7 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:
     """Add a row's gradient to the policy's.
 
-    While the policy is unmoved since the rollout, this pass computes the log-probs before the update.
+    Before the first optimizer step on a rollout (`unmoved`), this pass also gives the old log-probs.
     """
     row = prepared.row
     logp_C, entropy_C = learner.outputs(learner.policy, row)

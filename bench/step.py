@@ -5,12 +5,13 @@
 step        Steps of the toy (16 prompts x 16 completions) at keep = 16, 8, 4, 2, 1 of 16, in turns, since the
             machine's speed drifts: seconds by phase, and the update's over that of keep 16 in the same round.
             `tokens` went through the policy, prompts included.
-pack        The tokens of the busiest of 8 ranks over an ideal that no packing can beat: the longest prompt
-            with its completion, or all tokens, each prompt once, over the ranks. 10 draws of a step a round.
-rollout     Tokens a second of the embedded engine, and of vLLM where it is installed: 16 answers to a prompt
-            with random weights, in float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64
-            tokens in every slot; or tailed, three samples a slot of exponentially drawn lengths, 256 at most.
-            Each engine has a process of its own.
+pack        How much of the ranks' time is work: a step's tokens, each prompt once, over the number of ranks
+            times the tokens of the busiest one. 10 draws of a step a round.
+rollout     Tokens a second of the embedded engine, and of vLLM if it is installed: as Winnow runs it, and as
+            it is installed (compiled, without seeds and log-probs). 16 answers to a prompt, random weights,
+            float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64 tokens in every slot; or
+            tailed, three samples a slot of exponentially drawn lengths, 256 at most. Each engine has its own
+            process.
 checkpoint  How long training stands still for one: for torch.distributed.checkpoint while all wait, and for
             Winnow's, which goes on with passes and then with steps. Lost in all is how much longer these took
             than without a save, standing still included.
@@ -48,13 +49,16 @@ from pack import Minibatch, layout, pack
 from preflight import memory
 from records import Batch, Group, Prompt, PromptDraw, Rolled, Sample, Segments
 from rollout import start_engine
+from rollout_vllm import engine_options, undisturbed
 from settings.kinds import AdamW
 from update import update
 
-CAPACITY, RANKS, G, NEW = 16_384, 8, 16, 64
-# step -> prompts, how many of their 16 completions are kept, of all together or of each group
-KEPT = {"cppo_gsm8k": (4, 16, "batch"), "cppo_math": (6, 48, "batch"),
-        "128 x 16, keep 4": (128, 4, "group"), "128 x 16, keep 1": (128, 1, "group")}
+CAPACITY, G, NEW = 16_384, 16, 64
+# step -> ranks, prompts, how many of their 16 completions are kept, of all together or of each group
+KEPT = {"cppo_gsm8k": (8, 4, 16, "batch"), "cppo_gsm8k, 64 ranks": (64, 4, 16, "batch"),
+        "cppo_math": (8, 6, 48, "batch"), "128 x 16, keep 4": (8, 128, 4, "group"),
+        "128 x 16, keep 4, 64 ranks": (64, 128, 4, "group"), "128 x 16, keep 1": (8, 128, 1, "group")}
+PLAIN_CACHE = 2**31  # bytes of vLLM's keys and values, as it is installed
 CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4  # of checkpoint's training
 
 
@@ -131,7 +135,7 @@ def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
 
 def drawn_step(step: str, seed: int) -> Minibatch:
     """Draw prompts of 180 tokens in the median, completions of 230, and which of them are kept."""
-    prompts, kept, scope = KEPT[step]
+    _, prompts, kept, scope = KEPT[step]
     draw = np.random.default_rng(seed)
     prompt_N = draw.lognormal(np.log(180), 0.2, prompts).astype(int).clip(60, 512).tolist()
     length_NG = draw.lognormal(np.log(230), 0.45, (prompts, G)).astype(int).clip(30, 1024).tolist()
@@ -145,24 +149,24 @@ def drawn_step(step: str, seed: int) -> Minibatch:
     return Minibatch(groups, keep_NG, *torch.zeros(3, prompts, G))
 
 
-def over_ideal(step: str, seed: int) -> float:
-    """Compute the tokens of the busiest rank over the ideal."""
-    minibatch = drawn_step(step, seed)
+def utilisation(step: str, seed: int) -> float:
+    """Compute a step's tokens, each prompt once, over what all ranks could do while the busiest one works."""
+    minibatch, ranks = drawn_step(step, seed), KEPT[step][0]
     busiest = 0
-    for mine in pack(minibatch, config.Pack(capacity=CAPACITY), RANKS):
+    for mine in pack(minibatch, config.Pack(capacity=CAPACITY), ranks):
         busiest = max(busiest, sum(sum(layout(minibatch, plan.members)[0]) for plan in mine if plan.counts))
     members = minibatch.keep_NG.nonzero().tolist()
-    longest = max(layout(minibatch, [member])[0][0] for member in members)
     tokens = sum(len(minibatch.groups[n].prompt.ids) for n in {n for n, _ in members})
     tokens += sum(minibatch.groups[n].samples[g].length for n, g in members)
-    return busiest / max(longest, tokens / RANKS)
+    return tokens / (ranks * busiest)
 
 
 def packing(rounds: int) -> list[dict]:
     rows = []
-    for step in KEPT:
-        rows.append({"step": step, "over the ideal": [over_ideal(step, seed) for seed in range(10 * rounds)]})
-    return show(f"Tokens of the busiest of {RANKS} ranks, rows of {CAPACITY:,}", rows)
+    for step, (ranks, *_) in KEPT.items():
+        drawn = [utilisation(step, seed) for seed in range(10 * rounds)]
+        rows.append({"step": step, "ranks": ranks, "utilisation": drawn})
+    return show(f"Share of the ranks' time that is work, rows of {CAPACITY:,} tokens", rows)
 
 
 # ---- rollouts
@@ -200,6 +204,33 @@ def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
     return rows
 
 
+def generate_plainly(shape: str, slots: int, rounds: int) -> list[dict]:
+    """Measure vLLM as it is installed: compiled, with packed weights, without seeds and log-probs."""
+    from vllm import LLM, SamplingParams
+
+    device, rows = dist.init(memory.find_device("auto")), []
+    same = ("model", "load_format", "skip_tokenizer_init", "generation_config", "dtype", "max_model_len",
+            "max_num_seqs", "kv_cache_memory_bytes")
+    with tempfile.TemporaryDirectory() as temporary, undisturbed(device):
+        spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
+        options = engine_options(spec, cache=PLAIN_CACHE)
+        engine = LLM(**{key: options[key] for key in same})
+        for lengths in ("fixed", "tailed"):
+            prompts, limits = requests(slots, lengths)
+            asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
+            params = [SamplingParams(max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits]
+            rates = []
+            for _ in range(rounds + 1):
+                start = perf_counter()
+                outputs = engine.generate(asked, params, use_tqdm=False)
+                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+                rates.append(tokens / (perf_counter() - start))
+            rows.append({"shape": shape, "slots": slots, "lengths": lengths, "engine": "vllm as installed",
+                         "tokens": tokens, "tokens/s": rates[1:]})
+    dist.close()
+    return rows
+
+
 def rollouts(shapes: list[str], slots: list[int], rounds: int) -> list[dict]:
     engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
     rows = []
@@ -207,6 +238,8 @@ def rollouts(shapes: list[str], slots: list[int], rounds: int) -> list[dict]:
         for count in slots:
             for kind in engines:
                 rows += in_own_process(generate, kind, shape, count, rounds)
+            if "vllm" in engines:
+                rows += in_own_process(generate_plainly, shape, count, rounds)
     return show("Tokens a second of each engine", rows)
 
 

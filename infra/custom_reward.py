@@ -115,7 +115,7 @@ def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out
 
 
 def await_call(own: RewardFile, call: Call, row_id: str) -> list[float]:
-    """Wait for a call: a value of each function, nan for None. Raises OverLimit and ConfigError."""
+    """Wait for a call; return one value per function, nan for None. Raises OverLimit and ConfigError."""
     values = call.result()
     if isinstance(values, str):
         raise own.error(f"{values} (row {row_id})")

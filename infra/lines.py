@@ -36,7 +36,7 @@ def blame_file(place: Path | str) -> Iterator[None]:
 
 
 def parse_line(text: bytes, place: str) -> Any:
-    """Parse JSON with LogLines as objects; None if it is no JSON."""
+    """Parse a line of JSON, its objects as LogLines; None if it is not JSON."""
     try:
         return json.loads(text, object_hook=lambda found: LogLine(found, place))
     except (ValueError, RecursionError):

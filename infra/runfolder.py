@@ -96,7 +96,7 @@ def has_a_step(folder: Path) -> bool:
 
 
 def changed_settings(there: Config, now: Config) -> dict[str, str]:
-    """Name each setting that differs, with both values. `out` may: a folder can be moved."""
+    """Name each setting that differs, with both values; not `out`, since a folder can be moved."""
     old, new = config.flatten(there), config.flatten(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
@@ -340,7 +340,7 @@ class RunLog:
         if self.folder is not None and cfg.log.wandb is not None:
             path = self.folder / "env.json"
             with blame_file(path):
-                # The name of the run there, for good.
+                # The run's name on wandb's server, which never changes.
                 ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])

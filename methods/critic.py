@@ -194,8 +194,8 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
             keep_NG.view(-1)[members_K] = True
             weight_NG = keep_NG * weight_N1
             weight_NG = weight_NG / (len_NG * weight_NG).sum()
-            none_NG = torch.zeros_like(reward_NG)
-            minibatches.append(Minibatch(groups, keep_NG, none_NG, weight_NG, reward_NG))
+            zeros_NG = torch.zeros_like(reward_NG)
+            minibatches.append(Minibatch(groups, keep_NG, zeros_NG, weight_NG, reward_NG))
     return minibatches
 
 

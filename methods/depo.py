@@ -31,7 +31,7 @@ from records import Prompt, PromptDraw, Rolled
 EMBEDDING = hf_name("embed_tokens.weight")
 HIDDEN = 64        # H
 INITIAL_STD = 1e-3     # deviation of the output weights at first, as released
-DISTIL_WEIGHT = 0.5       # weight of the second loss, as released
+DISTIL_WEIGHT = 0.5       # weight of the second loss, as in the authors' code
 RANKING_WEIGHT = 3.0      # weight of the third loss; the release then divides it by its micro-batches (16)
 RANKED_GAP = 0.05   # prompts with targets further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
@@ -143,9 +143,9 @@ class FilteredHistory(PromptHistory):
         """Take the estimator's one step of this step, on the prompts that were rolled out and graded, or
         remember their shares of right answers."""
         self.steps += 1
-        share_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
+        accuracy_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
         ids, shares, confidences = [], [], []
-        for group, share in zip(rolled.groups, share_N, strict=True):
+        for group, share in zip(rolled.groups, accuracy_N, strict=True):
             if not math.isnan(share):
                 ids.append(group.prompt.id)
                 shares.append(share)

@@ -134,8 +134,8 @@ class VotingSampler:
         ballots: list[Ballot],
         samples: list[list[Sample]],
     ) -> list[Group]:
-        """Put the leader in place of each prompt's answer. Each rank compares its `local_slice` with the
-        labels of the data."""
+        """Replace each prompt's answer by its most frequent one. Each rank also compares these labels with
+        the data's, on its `local_slice`."""
         counted = list(zip(groups, ballots, samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
         labelled = []

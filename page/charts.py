@@ -23,45 +23,61 @@ from page.runs import COSTS, Groups, LoggedRun
 from page.summary import Score
 from verify.statistics import half_width
 
-# section -> charts: title, metrics, what to know of them
+# section -> charts: title, metrics, and a note with a line, drawn below, on what good looks like
 CHARTS = {
     "Reward": [
-        ("Reward", ["reward/mean"], "mean over the completions of a step"),
-        ("Spread of the rewards", ["reward/std"], "their standard deviation"),
-        ("Components of the reward", ["reward/*"], "means before their weights"),
-        ("Flat groups", ["advantage/flat_groups"], "share of groups whose rewards are all equal"),
+        ("Reward", ["reward/mean"], "mean over the completions of a step\nIt should rise, then level off."),
+        ("Spread of the rewards", ["reward/std"],
+         "their standard deviation\nAt 0 all rewards are equal and nothing is learnt."),
+        ("Components of the reward", ["reward/*"],
+         "means before their weights\nEach component with a weight should rise."),
+        ("Flat groups", ["advantage/flat_groups"],
+         "share of groups of equal rewards\nThey have no gradient. The share grows as problems are learnt."),
     ],
     "Completions": [
-        ("Length", ["rollout/length"], "tokens per completion"),
-        ("Truncated", ["rollout/truncated"], "share of completions cut at rollout.max_new_tokens"),
-        ("Entropy", ["rollout/entropy"], "nats per sampled token"),
+        ("Length", ["rollout/length"], "tokens per completion\nSteady, or rising with the reward, is good."),
+        ("Truncated", ["rollout/truncated"],
+         "share of completions\nNear 0 is good; else raise rollout.max_new_tokens."),
+        ("Entropy", ["rollout/entropy"],
+         "nats per sampled token\nA slow fall is good. A fall to 0 ends exploration."),
     ],
     "Pruning": [
-        ("Completions offered and kept", ["prune/offered", "prune/kept"], "of a step"),
-        ("Largest weight", ["prune/weight_max"], "of a kept completion; 1 is no correction"),
-        ("Effective sample size", ["prune/ess"], "of the weights, (sum w)² / sum w²"),
-        ("Prompts skipped", ["prune/skipped"], "before they were rolled out"),
+        ("Completions offered and kept", ["prune/offered", "prune/kept"],
+         "of a step\nThe gap is what pruning left out."),
+        ("Largest weight", ["prune/weight_max"],
+         "of a kept completion\n1 is no correction; a large weight makes the gradient noisy."),
+        ("Effective sample size", ["prune/ess"],
+         "of the weights, (sum w)² / sum w²\nClose to the number of kept completions is good."),
+        ("Prompts skipped", ["prune/skipped"],
+         "before they were rolled out\nSkipped prompts cost no tokens."),
     ],
     "Update": [
-        ("KL to the initial model", ["train/kl"], "nats per trained token"),
-        ("Clipped", ["train/clipped"], "share of tokens whose gradient the trust region stopped"),
-        ("Gradient norm", ["train/grad_norm"], "before clipping"),
-        ("Learning rate", ["train/lr"], ""),
+        ("KL to the initial model", ["train/kl"],
+         "nats per trained token\nA slow rise is good; a jump shows that the policy has drifted."),
+        ("Clipped", ["train/clipped"],
+         "share of tokens stopped by the trust region\nA few percent is good; a first update has 0."),
+        ("Gradient norm", ["train/grad_norm"], "before clipping\nNo spikes is good."),
+        ("Learning rate", ["train/lr"], "\nIt should follow optim.schedule."),
     ],
     "Trainer against engine": [
-        ("Mismatch", ["mismatch/logp_abs_mean"], "mean |difference| of log-probs"),
-        ("Largest mismatch", ["mismatch/logp_abs_max"], "of one token"),
-        ("Mismatch KL", ["mismatch/kl"], "nats per token"),
+        ("Mismatch", ["mismatch/logp_abs_mean"],
+         "mean |difference| of log-probs\nSmall and steady is good; train.py --check prints its bound."),
+        ("Largest mismatch", ["mismatch/logp_abs_max"], "of one token\nNo growth over the run is good."),
+        ("Mismatch KL", ["mismatch/kl"], "nats per token\nNear 0 without growth is good."),
     ],
     "Critic": [
-        ("Explained variance", ["critic/explained_variance"], "of the rewards, by the critic's values"),
-        ("Critic's loss", ["critic/loss"], ""),
-        ("Critic's gradient norm", ["critic/grad_norm"], ""),
+        ("Explained variance", ["critic/explained_variance"],
+         "of the rewards, by the critic's values\nAbove 0 is useful, 1 is perfect."),
+        ("Critic's loss", ["critic/loss"], "\nIt should fall."),
+        ("Critic's gradient norm", ["critic/grad_norm"], "\nNo spikes is good."),
     ],
     "Cost": [
-        ("Tokens generated and trained", ["rollout/tokens", "train/tokens"], "of a step"),
-        ("Seconds by phase", ["time/*"], "of a step, on rank 0"),
-        ("Memory", ["memory/peak_gib"], "GiB, the most that a rank has held so far"),
+        ("Tokens generated and trained", ["rollout/tokens", "train/tokens"],
+         "of a step\nThe gap is what pruning and flat groups saved."),
+        ("Seconds by phase", ["time/*"],
+         "of a step, on rank 0\nRollout and update should take most of a step."),
+        ("Memory", ["memory/peak_gib"],
+         "GiB, the most that a rank has held so far\nFlat after the first steps is good."),
     ],
     "All others": [("", ["*"], "")],
 }
@@ -153,7 +169,8 @@ def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
 def score_charts(groups: Groups, score: Score) -> list[Chart]:
     """Draw a score against each kind of cost; a single run has its intervals."""
     kinds = COSTS if len(sum(groups.values(), [])) > 1 else ["steps"]
-    return [Chart(f"{score.kind.capitalize()} against {kind}", "in %" if score.percent else "", [],
+    note = "in %" * score.percent + "\nIt should rise by more than its intervals."
+    return [Chart(f"{score.kind.capitalize()} against {kind}", note, [],
                   draw_svg(partial(plot_score, groups=groups, score=score, kind=kind))) for kind in kinds]
 
 

@@ -27,17 +27,22 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     if by_reward:
         value, well, badly = "mean reward", "rewards above the group's mean", "others"
     charts = [
-        Chart("Share kept against difficulty", f"by the {value} of the completion's group, from hard to easy",
+        Chart("Share kept against difficulty", f"by the {value} of the group, from hard to easy\n"
+              "CPPO and PPS keep the right ones of hard groups and the wrong ones of easy groups.",
               [(well, 2), (badly, 1)],
               draw_svg(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
-        Chart("Weights of kept completions", "share of them; a weight of 1 is no correction", [],
+        Chart("Weights of kept completions",
+              "share of them\n1 is no correction; large weights make the gradient noisy.", [],
               draw_svg(lambda axes: plot_weights(axes, weights), integer_x=False)),
-        Chart("Tokens generated and trained", "added up over the steps", [("generated", 0), ("trained", 1)],
+        Chart("Tokens generated and trained",
+              "added up over the steps\nThe lower the trained line, the more pruning saved.",
+              [("generated", 0), ("trained", 1)],
               draw_svg(lambda axes: plot_tokens(axes, run))),
     ]
     skipped = run.series("prune/skipped")
     if skipped[1].any():
-        charts.append(Chart("Prompts skipped", "of a step, before they were rolled out", [],
+        charts.append(Chart("Prompts skipped",
+                            "of a step\nSkipped before their rollout, they cost no tokens.", [],
                             draw_svg(lambda axes: plot_skipped(axes, *skipped))))
     return describe_pruning(run), charts
 

@@ -21,7 +21,7 @@ from page.show import as_yaml
 from page.summary import Score, is_evaluation
 from settings.loader import read
 
-# A kind of cost -> the metric of a step that adds to it; a step itself counts 1.
+# kind of cost -> the metric of each step to add up; None counts the steps.
 COSTS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",
          "seconds": "time/step"}
 NEAR, FAR = 0.1, 0.5   # shares of a run's steps

@@ -46,21 +46,31 @@ function replay(step) {
 }
 
 function group(line) {
-  const rows = line.completions.map(completionRow).filter(Boolean);
+  const [kept, pruned] = [true, false].map((which) =>
+    line.completions.filter((completion) => completion.kept === which).map(completionRow).filter(Boolean));
   const prompt = element("details", "", element("summary", "", "prompt"), element("pre", "", line.prompt));
   const head = element("h3", "", `${line.id}, ${goldOf(line)}`);
-  if (rows.length === 0) return element("div", "group", head, prompt, element("p", "muted", "No completion passes the filters."));
+  const parts = kept.length ? [completionTable(kept)] : [];
+  if (pruned.length) {
+    parts.push(element("details", "", element("summary", "", `${pruned.length} pruned`), completionTable(pruned)));
+    parts.at(-1).open = kept.length === 0;
+  }
+  if (parts.length === 0) parts.push(element("p", "muted", "No completion passes the filters."));
+  return element("div", "group", head, prompt, ...parts);
+}
+
+function completionTable(rows) {
   const columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"];
   const table = element("table", "cards completions",
     element("thead", "", element("tr", "", ...columns.map((column) => element("th", "", column)))),
     element("tbody", "", ...rows));
   for (const row of table.tBodies[0].rows)
     columns.forEach((column, i) => { row.cells[i].dataset.label = column; });
-  return element("div", "group", head, prompt, table);
+  return table;
 }
 
 function completionRow(completion) {
-  const is = { kept: completion.kept ? "kept" : "pruned", right: verdictOf(completion), cut: completion.finished ? "finished" : "cut" };
+  const is = { kept: completion.kept ? "kept" : "pruned", right: verdictOf(completion), cut: completion.finished ? "finished" : "truncated" };
   for (const filter of ["kept", "right", "cut"])
     if (byId(filter).value && is[filter] && byId(filter).value !== is[filter]) return null;
   const components = Object.entries(completion.components).filter(([, value]) => value !== 0)

@@ -49,7 +49,7 @@ def choose_completions(samples: list[dict], most: int) -> dict:
         fitting = (k for k in range(1, len(steps) + 1) if sum(take_every(sizes, k)) <= most)
         every = next(fitting, len(steps))
         shown = take_every(cut, every)
-        if every <= max(1, len(steps) // 20):  # as many steps as a reader may want to go through
+        if every <= max(1, len(steps) // 20):  # at least 20 steps are shown
             break
     return {"every": every, "steps": shown}
 

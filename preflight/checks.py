@@ -334,8 +334,8 @@ def full_row(cfg: Config, learner: Learner) -> Row:
 def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config, Learner]:
     """Make the rows of pack.capacity=auto as long on CUDA as memory is measured to have room for.
 
-    The count is more than an update takes. So a full row of the counted capacity is measured beside what lies
-    in memory, and rows may grow by what the count was over. Returns both as they then are.
+    Counted memory is above what an update takes. So one full row of the counted capacity is measured beside
+    what lies in memory, and rows grow by the difference. Returns the config and the learner with longer rows.
     """
     device, shape, ranks = learner.device, learner.policy.shape, dist.world_size()
     if asked.pack.capacity != "auto" or device.type != "cuda":

@@ -30,7 +30,7 @@ USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and
 OVERCOUNT = 1.3  # the count is at most so many times an update's bytes (tests/test_fake_gpu.py)
 ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
 ROW_STEP = 256    # tokens; rows grow in steps of it
-REQUESTED = "asked for"  # in a checkpoint: the slots of the config, beside those that were chosen
+REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
 
 @dataclass(frozen=True, slots=True)

@@ -133,7 +133,7 @@ class Bottom:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bernoulli:
-    """Dynamic Pruning as proved (arXiv:2603.04135): drop small ones at random, weigh up others. Unbiased."""
+    """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a completion with an |advantage| below its group's mean
 
@@ -175,7 +175,7 @@ class AllPrompts:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BernoulliPrompts:
-    """Dynamic Pruning as proved (arXiv:2603.04135): skip small ones at random, weigh up others. Unbiased."""
+    """Dynamic Pruning as proved (arXiv:2603.04135): skip small |A| at random, weigh up the kept. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
 

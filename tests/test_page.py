@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterable
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -58,6 +59,21 @@ for (const svg of document.querySelectorAll("svg")) {
   });
 }
 return bad;"""
+
+
+# Rows of charts that end before the page does.
+HOLES = """
+const holes = [];
+for (const charts of [...document.querySelectorAll(".charts")].filter((one) => one.checkVisibility())) {
+  const ends = new Map();
+  for (const figure of charts.children) {
+    const { top, right } = figure.getBoundingClientRect();
+    ends.set(top, Math.max(right, ends.get(top) ?? 0));
+  }
+  const edge = charts.getBoundingClientRect().right;
+  for (const right of ends.values()) if (right < edge - 1) holes.push(charts.textContent);
+}
+return holes;"""
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +137,7 @@ def check_layout(browser) -> None:
     assert width[0] <= width[1], width
     assert browser.execute_script(CONTRAST) == []
     assert browser.execute_script(LABELS) == []
+    assert browser.execute_script(HOLES) == []
 
 
 def rows(browser) -> list[dict]:
@@ -129,6 +146,11 @@ def rows(browser) -> list[dict]:
         (row) => [row.className, ...[...row.cells].map((cell) => cell.textContent.toWellFormed())])""")
     return [dict(zip(("class", "answer", "text", "reward", "advantage", "kept", "tokens"), row, strict=True))
             for row in cells]
+
+
+def in_order(groups: Iterable[dict]) -> list[dict]:
+    """The completions as the page has them: of each group the kept ones first."""
+    return [c for group in groups for c in sorted(group["completions"], key=lambda c: not c["kept"])]
 
 
 def short(value: float) -> str:
@@ -183,8 +205,9 @@ def test_every_section_can_be_read(browser, finished, tmp_path, width, scheme):
                     f"{'kept' if c['kept'] else 'pruned'}" for c in newest]
     labels = browser.execute_script("""return [...document.querySelectorAll("#groups tbody tr:first-child td")].map(
         (cell) => getComputedStyle(cell, "::before").content)""")
-    columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"] * 2
-    assert labels == ([f'"{column}: "' for column in columns] if width == 400 else ["none"] * 12)
+    tables = len(browser.find_elements(By.CSS_SELECTOR, "#groups table"))
+    columns = ["answer", "completion", "reward", "advantage", "kept", "tokens"] * tables
+    assert tables > 2 and labels == ([f'"{column}: "' for column in columns] if width == 400 else ["none"] * 6 * tables)
     titles = [title.text for title in browser.find_elements(By.TAG_NAME, "h2")]
     assert titles == ["Now", "Curves", "In numbers", "Completions", "Held-out answers", "What pruning did", "Settings"]
     charts = browser.find_element(By.ID, "curves").text
@@ -198,7 +221,7 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
     logged = runfolder.read_log(finished / "samples.jsonl")
     for place, step in ((9, 10), (0, 1), (4, 5)):
         move_slider(browser, place)
-        completions = [c for line in logged if line["step"] == step for c in line["completions"]]
+        completions = in_order(line for line in logged if line["step"] == step)
         shown = rows(browser)
         assert [row["text"] for row in shown] == [c["text"] for c in completions]
         assert [row["answer"][2:] for row in shown] == [
@@ -210,7 +233,7 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
         assert [row["advantage"] for row in shown] == [short(c["advantage"]) for c in completions]
         assert [row["reward"] for row in shown] == [f"{short(c['reward'])} ({components(c)})" for c in completions]
         assert [row["tokens"] for row in shown] == [
-            f"{c['tokens']}, {'finished' if c['finished'] else 'cut'}" for c in completions]
+            f"{c['tokens']}, {'finished' if c['finished'] else 'truncated'}" for c in completions]
         heads = [head.text for head in browser.find_elements(By.CSS_SELECTOR, "#groups h3")]
         assert heads == [f"{x['id']}, gold answer {x['gold']}" for x in logged if x["step"] == step]
         replay = browser.find_element(By.ID, "replay").text  # of its steps, those after a checkpoint and the first
@@ -274,11 +297,11 @@ def test_a_page_that_leaves_steps_out_says_so(browser, tmp_path):
 def test_filters_leave_what_they_name(browser, finished, tmp_path):
     show(browser, report.write_report([finished], tmp_path))
     logged = runfolder.read_log(finished / "samples.jsonl")
-    last = [c for line in logged if line["step"] == 10 for c in line["completions"]]
+    last = in_order(line for line in logged if line["step"] == 10)
     tests = {("kept", "kept"): lambda c: c["kept"], ("kept", "pruned"): lambda c: not c["kept"],
              ("right", "right"): lambda c: c["components"]["accuracy"] == 1,
              ("right", "wrong"): lambda c: c["components"]["accuracy"] != 1,
-             ("cut", "finished"): lambda c: c["finished"], ("cut", "cut"): lambda c: not c["finished"]}
+             ("cut", "finished"): lambda c: c["finished"], ("cut", "truncated"): lambda c: not c["finished"]}
     assert all(any(map(test, last)) for test in tests.values())  # each filter has something to leave
     for (select, value), test in tests.items():
         choose(browser, select, value)

@@ -24,5 +24,5 @@ def parse_and_verify(gold: str, text: str) -> tuple[bool, str]:
     from math_verify import parse, verify
 
     gold_read, answer_read = parse(f"${gold}$", parsing_timeout=None), parse(text, parsing_timeout=None)
-    read = [str(x[0]) if x else "nothing" for x in (answer_read, gold_read)]
-    return bool(verify(gold_read, answer_read, timeout_seconds=None)), " for ".join(read)
+    texts = [str(x[0]) if x else "nothing" for x in (answer_read, gold_read)]
+    return bool(verify(gold_read, answer_read, timeout_seconds=None)), " for ".join(texts)

@@ -8,7 +8,7 @@ answer is x" counts. The last number of a text without a mark is no answer; only
 import re
 from collections import deque
 
-TAIL, MARKS = 1000, 50  # characters behind a mark that are looked at; marks that are tried, the last ones
+TAIL, MARKS = 1000, 50  # characters read after a mark; only so many last marks are tried
 
 END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
                  r"</s>|<eos>|<end_of_turn>")
@@ -18,7 +18,7 @@ BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \
 MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d\.[ ]+[A-Z]))|<answer>|"
                   r"(?<![</])\banswers?\b(?:[^.:=\n$\\<]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=])|[*_#\s]*\n)"
                   r"[\s:*_]*", re.IGNORECASE)
-# A dollar sign with a space on its inner side, or before a digit, is money.
+# Money: an opening dollar sign before a space, or a closing one after a space or before a digit.
 MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\\[(.+?)\\\]|\\\((.+?)\\\))"
                   r"[\s.*]*", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
@@ -103,8 +103,8 @@ def read_phrase(tail: str) -> str:
             tail = tail[math.end() + gap.end():]
             math = MATH.match(tail) if re.search(r",|and|or", gap[0]) else None
         return ", ".join(formulas)
-    said = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"'")
-    return re.sub(r"(?<=\w)\s+\([^()]*\)$", "", FILLER.sub("", said) if FILLER.match(said) else said)
+    answer = VERB.sub("", tail[:SENTENCE_END.search(tail).start()]).strip(" *_`\"'")
+    return re.sub(r"(?<=\w)\s+\([^()]*\)$", "", FILLER.sub("", answer) if FILLER.match(answer) else answer)
 
 
 def extract(text: str) -> str | None:

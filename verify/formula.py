@@ -36,7 +36,7 @@ STOPS = {"", "+", "-", "\\cdot", "*", "/", "\\bmod", "\\mod", ")", "]", "}", "\\
 
 
 class Unread(ValueError):
-    """The text is no formula of a usual kind."""
+    """The text cannot be parsed as a formula that is supported."""
 
 
 def bounded_power(base: sympy.Expr, exponent: sympy.Expr) -> sympy.Expr:

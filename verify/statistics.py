@@ -43,8 +43,9 @@ def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[flo
 def bounded_interval(value_N: Iterable[float], least: float, greatest: float) -> tuple[float, float]:
     """Compute a 95% interval of the mean of values in [least, greatest], such as rewards, one per problem.
 
-    The values are scaled to [0, 1] and get Wilson's interval, for the number of draws of 0 or 1 that have
-    their spread. Unlike Student's, it stays within the bounds and has a width even if all values are equal.
+    The values are scaled to [0, 1] and get Wilson's interval, at the number of 0/1 draws that would have the
+    same standard error. Unlike Student's, it stays within the bounds and has a width even if all values are
+    equal.
     """
     place_N = np.clip((np.asarray(value_N) - least) / (greatest - least), 0, 1)
     ends = wilson(place_N, math.inf if np.ptp(place_N) > 1e-9 else 1)

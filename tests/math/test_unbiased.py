@@ -55,6 +55,24 @@ def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, normalize, or
     assert distance(mean, step.gradient(keep_all(ADV_NG))) < EXACT
 
 
+def test_a_second_step_on_the_same_draw_is_biased(tiny, tmp_path):
+    """Its weights depend on the draw: the condition that docs/methods.md names under "What unbiased means"."""
+    step, every = Step(tiny, tmp_path / "run"), keep_all(ADV_NG)
+    weights = list(step.learner.policy.parameters())
+    start = [p.detach().clone() for p in weights]
+
+    def error_of_the_second(pruned: Pruned) -> Tensor:
+        for p, first in zip(weights, start, strict=True):
+            p.data.copy_(first)
+        step.gradient(pruned)
+        for p in weights:
+            p.data.sub_(p.grad, alpha=0.01)
+        return step.gradient(pruned) - step.gradient(every)
+
+    bias = mean_of(list(outcomes(candidates("sequence"), HALF)), error_of_the_second)
+    assert bias.norm() > 0.01 * step.gradient(every).norm()
+
+
 # ---- completions without a reward
 
 def padded(x_NG: Tensor) -> Tensor:
