@@ -170,3 +170,19 @@ def test_what_a_page_names_exists(page):
         assert list((ROOT / "configs").glob(f"{name}.yaml")), name
 
 
+
+
+def test_negative_results_have_the_numbers_of_the_section_that_they_link_to():
+    """Numbers with a point or a thousands comma, up to rounding. A commit or a paper may stand for a section."""
+    by_slug = {min(slugs(part)): part for part in re.split(r"^(?=##+ )", TEXTS["RESULTS.md"], flags=re.MULTILINE)[1:]}
+    number = r"\d[\d,]*\.\d+|\d+,\d{3}"
+    measured, _, _ = TEXTS["docs/negative_results.md"].partition("## Decoding in the embedded engine")
+    told = 0
+    for paragraph in measured.split("\n- ")[1:]:
+        linked = re.findall(r"RESULTS\.md#([\w-]+)", paragraph)
+        known = [float(x.replace(",", "")) for slug in linked for x in re.findall(number, by_slug[slug])]
+        for text in re.findall(number, re.sub(r"\]\([^)]*\)", "", paragraph)):
+            value, places = float(text.replace(",", "")), len(text.partition(".")[2])
+            assert any(abs(x - value) <= 0.5001 * 10 ** -places for x in known), f"{text} in: {paragraph}"
+            told += 1
+    assert told > 40
