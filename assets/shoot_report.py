@@ -33,7 +33,7 @@ def main() -> None:
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
         "width": WIDTH, "height": 900, "deviceScaleFactor": 1, "mobile": False})
     chrome.get(Path(sys.argv[1]).resolve().as_uri())
-    chrome.execute_script("document.querySelector('#groups table + details').open = true")  # pruned completions
+    chrome.execute_script("document.querySelector('#groups table + details').open = true")
     for name, (first, last) in PICTURES.items():
         top, bottom = edge(chrome, first, "top"), edge(chrome, last, "bottom")
         clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top + 8, "scale": 1}
