@@ -128,7 +128,7 @@ def no_trust_region(logps: LogProbs, settings: kinds.NoBound) -> Tensor:
     return torch.ones_like(logps.adv_C)
 
 
-# loss.trust.kind -> f, of the move and of that section of the config
+# loss.trust.kind -> f, of the log-probs and of that section of the config
 TRUST = {
     "clip": clip,
     "clip_sequence": clip_sequence,

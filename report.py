@@ -156,7 +156,7 @@ def newest_completions(run: LoggedRun) -> dict[str, Any] | None:
 
 def write_markdown(comparison: Comparison) -> str:
     """Write the tables as markdown, for a pull request."""
-    page = ["# Runs compared", *map(escape_cell, comparison.remarks)]
+    page = ["# Runs", *map(escape_cell, comparison.remarks)]
     for table in comparison.tables:
         head = [list(map(escape_cell, table.head)), ["---"] * len(table.head)]
         rows = [*head, *(map(escape_cell, row) for row in table.rows)]

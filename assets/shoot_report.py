@@ -13,7 +13,7 @@ from selenium import webdriver
 HERE = Path(__file__).parent
 WIDTH = 1160  # pixels: three charts beside each other
 PICTURES = {  # picture -> it begins at the top of the first element and ends at the bottom of the second
-    "report_completions": ("#completions h2", "#groups tbody tr:nth-child(9)"),
+    "report_completions": ("#completions h2", "#groups details table tbody tr:nth-child(5)"),
     "report_pruning": ("#pruning h2", "#pruning .charts"),
 }
 
@@ -33,6 +33,7 @@ def main() -> None:
     chrome.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {
         "width": WIDTH, "height": 900, "deviceScaleFactor": 1, "mobile": False})
     chrome.get(Path(sys.argv[1]).resolve().as_uri())
+    chrome.execute_script("document.querySelector('#groups table + details').open = true")
     for name, (first, last) in PICTURES.items():
         top, bottom = edge(chrome, first, "top"), edge(chrome, last, "bottom")
         clip = {"x": 0, "y": top, "width": WIDTH, "height": bottom - top + 8, "scale": 1}

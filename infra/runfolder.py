@@ -292,14 +292,16 @@ class RunLog:
     def resume(self, step: int, cfg: Config) -> None:
         """Cut the logs back to the checkpoint's step: the resumed run does the later ones again.
 
-        If settings differ, print them, write the new config, and keep the old one as config_until_STEP.yaml.
+        Say so. If settings differ, print them, write the new config, and keep the old one as
+        config_until_STEP.yaml.
         """
         if self.folder is None:
             return
         self.forget_later(evaluated_after=step)
         stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
-        if changed := changed_settings(config.load(stored), cfg):
-            self.say(f"going on from step {step} with {', '.join(changed.values())}")
+        changed = changed_settings(config.load(stored), cfg)
+        self.say(f"going on from step {step}" + f" with {', '.join(changed.values())}" * bool(changed))
+        if changed:
             if not kept.exists():  # else no step between the two is left
                 shutil.copyfile(stored, kept)
             replace(stored, config.dump(cfg))

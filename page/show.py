@@ -61,8 +61,9 @@ def default_of(field: Field) -> str:
 
 def as_yaml(value: Any) -> str:
     """Write a value as yaml on one line."""
-    quotes = '"' if isinstance(value, str) and "\n" in value else None
-    text = yaml.safe_dump(value, width=float("inf"), allow_unicode=True, default_style=quotes)
+    quotes = '"' if "\\n" in repr(value) else None  # a text of several lines
+    text = yaml.safe_dump(value, width=float("inf"), allow_unicode=True, default_style=quotes,
+                          default_flow_style=True)
     return text.removesuffix("...\n").strip()
 
 

@@ -431,7 +431,11 @@ def differing(section, path: str = "") -> set[str]:
 
 @pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
 def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path):
-    cfg = load(f"{name}.yaml", ["data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7"])
+    (tmp_path / "mine.py").write_text("")
+    cfg = load(f"{name}.yaml", [
+        "data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7", "rollout.stop=['\n\n', '#']",
+        "data.columns={question: prompt}", "reward.custom={tested: 1, short: 0.1}",
+        f"reward.custom_file={tmp_path / 'mine.py'}"])
     shown = resolved(cfg)
     (tmp_path / "shown.yaml").write_text(shown)
     assert load(tmp_path / "shown.yaml") == cfg

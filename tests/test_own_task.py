@@ -482,7 +482,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     page, tables = ((tmp_path / "page" / name).read_text() for name in ("report.html", "report.md"))
     assert "held_out: reward, at the budget that every run reached" in tables.replace("\\_", "_")
     assert "accuracy" not in tables and "Held-out reward: held_out" in page and "no gold answer" in page
-    assert "by the mean reward of the completion" in page and bounds in page
+    assert "by the mean reward of the group" in page and bounds in page
 
 
 def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):

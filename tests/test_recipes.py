@@ -43,7 +43,7 @@ def run(folder: Path, *command: str, stdin: str | None = None) -> str:
 
 def test_there_is_a_recipe_of_an_advantage_and_one_of_a_pruner():
     assert [re.findall(r"^\+\+\+ b/([\w/]+)\.py$", recipe, re.MULTILINE) for recipe in RECIPES] == [
-        ["advantage", "settings/kinds"], ["prune", "settings/kinds"]]
+        ["advantage", "settings/kinds"], ["prune", "settings/kinds", "settings/rules"]]
 
 
 def test_the_readme_shows_lines_of_the_first_recipe():
