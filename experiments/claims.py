@@ -261,7 +261,7 @@ def report(results: Path) -> None:
             *of_areas(at_rate, *BY_TOKENS), *of_areas(at_rate, *NEEDED), *of_vapo(at_rate)]
     print(*rate_table(areas, rates), "", sep="\n")
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
-    print(*cost_table(allocated | controls | at_rate), "", sep="\n")
+    print(*cost_table(controls), "", sep="\n")
     points = {name: {"error": errors[name], "area": mean(learnt[name])} for name in errors}
     print(json.dumps({"bench": "claims", "rows": rows, "errors": points}))
 

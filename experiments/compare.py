@@ -13,6 +13,7 @@ import argparse
 import json
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from statistics import mean
@@ -84,6 +85,8 @@ VALIDATION = "runs/hard_validation.jsonl"  # made anew by `write_validation`, al
 SEEDS, SOME_SEEDS = range(5), range(3)
 PHASES = ("rollout", "reward", "score", "update", "sync", "step", "eval")
 TOKENS = list(COSTS)[:3]
+# Kept runs of the relatives counted, and timed, completions of advantage 0 as trained; the six do not.
+COMPARABLE = list(COSTS)[:2]
 Arms = dict[str, dict[int, Record]]  # arm -> seed -> what its run has measured
 Areas = dict[str, list[float]]       # learning rate -> the area of each run
 
@@ -163,8 +166,8 @@ def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
 
 # ---- at equal cost
 
-def compared(arms: Arms) -> dict:
-    """Compute the areas and ends of arms at each cost, and their differences to GRPO, paired by seed.
+def compared(arms: Arms, costs: Iterable[str] = COSTS) -> dict:
+    """Compute the areas and ends of arms at these costs, and their differences to GRPO, paired by seed.
 
     Returns {cost: {"budget", "arms": {arm: {"area" and "end": {"mean", "runs", "difference", "low", "high",
     "p" (Holm's over the arms of this column)}}}}}. GRPO has no difference, nor has an arm with fewer than two
@@ -173,7 +176,7 @@ def compared(arms: Arms) -> dict:
     curves, numbers = {}, {}
     for name, by_seed in arms.items():
         curves[name] = {seed: curve(record) for seed, record in by_seed.items()}
-    for cost in COSTS:
+    for cost in costs:
         budget = least([of for by_seed in curves.values() for of in by_seed.values()], cost)
         figures: dict[str, dict] = {name: {} for name in arms}
         for place, figure in enumerate(("area", "end")):
@@ -209,7 +212,7 @@ def cell(figures: dict) -> str:
 
 
 def comparison_table(numbers: dict, figure: str) -> list[str]:
-    """Tabulate one figure at the four costs: the mean, the difference to GRPO, its interval, Holm's p."""
+    """Tabulate one figure at each cost: the mean, the difference to GRPO, its interval, Holm's p."""
     head = [f"{of['budget']:,.0f} {cost}" for cost, of in numbers.items()]
     rows = []
     for name, figures in numbers["steps"]["arms"].items():
@@ -238,17 +241,19 @@ def report(results: Path) -> None:
     rate_of = chosen_rates(results)
     of_six = {name: rate_of[name] for name in SIX}
     of_others = {"grpo": rate_of["grpo"]} | {name: rate_of[family] for name, (family, _) in OTHERS.items()}
-    parts = {"six": kept_arms(of_six, SEEDS, results), "others": kept_arms(of_others, SEEDS, results)}
+    parts = {"six": (of_six, COSTS), "others": (of_others, COMPARABLE)}
     printed = {"bench": "compare", "rates": rate_of}
     print(*rate_table(validated(results), rate_of), "", sep="\n")
-    for part, arms in parts.items():
+    for part, (rates, costs) in parts.items():
+        arms = kept_arms(rates, SEEDS, results)
         if not arms:
             continue
-        printed[part] = compared(arms)
+        printed[part] = compared(arms, costs)
         print(f"The {part} at equal cost, and the difference to GRPO\n")
         for figure in ("area", "end"):
             print(*comparison_table(printed[part], figure), "", sep="\n")
-        print(*cost_table(arms), "", sep="\n")
+        if part == "six":
+            print(*cost_table(arms), "", sep="\n")
     print(json.dumps(printed))
 
 
