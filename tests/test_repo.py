@@ -21,7 +21,8 @@ FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
     if path.stem != "__init__"}
 PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
-         *(ROOT / folder / "README.md" for folder in ("examples", "verify")), *sorted((ROOT / "docs").glob("*.md"))]
+         *(ROOT / folder / "README.md" for folder in ("examples", "verify", "tests/math")),
+         *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy")
           for path in (ROOT / folder).glob("*.py")]
