@@ -455,3 +455,19 @@ def test_the_command_shows_a_config_and_runs_nothing(tmp_path, monkeypatch, comm
     assert command(train, "--config", "grpo_toy.yaml", "--show", "--set", "steps=7") == 0
     assert capsys.readouterr() == (resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n", "")
     assert not any(tmp_path.iterdir())
+
+
+def test_cppos_second_release_trains_as_its_scripts_say():
+    """lzhxmu/CPPO, cppo_verl/recipe/cppo: gsm8k_cppo.sh and cppo_trainer.yaml at rate 0.75, from 8 prompts without
+    pruning; its policy loss takes verl's default, the mean over tokens."""
+    cfg = load("cppo_gsm8k_verl.yaml")
+    roll, kept, trust = cfg.rollout, cfg.prune.completions, cfg.loss.trust
+    assert roll.prompts_per_step == 8 / (1 - 0.75) and roll.group_size == 16 and roll.max_new_tokens == 2048
+    assert (kept.kind, kept.scope, kept.keep) == ("topk", "batch", 16 * (1 - 0.75))
+    assert kept.keep * roll.prompts_per_step == 8 * 16 and cfg.update == config.Update(epochs=2, minibatches=1)
+    assert (trust.kind, trust.low, trust.high, trust.dual) == ("clip", 0.2, 0.2, 10)
+    assert (cfg.loss.normalize, cfg.loss.denominator, cfg.loss.kl, cfg.loss.entropy) == ("token", "kept", 0.04, 0)
+    assert (cfg.advantage.correction, cfg.advantage.eps) == (1, 1e-6)
+    optim = cfg.optim
+    assert (optim.lr, optim.schedule, optim.weight_decay, optim.clip_norm) == (1e-6, "cosine", 1e-4, 1)
+    assert cfg.steps == 7473 // 32 and optim.warmup_steps == int(0.1 * cfg.steps)

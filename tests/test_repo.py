@@ -21,7 +21,8 @@ FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
     if path.stem != "__init__"}
 PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
-         *(ROOT / folder / "README.md" for folder in ("examples", "verify")), *sorted((ROOT / "docs").glob("*.md"))]
+         *(ROOT / folder / "README.md" for folder in ("examples", "verify", "tests/math")),
+         *sorted((ROOT / "docs").glob("*.md"))]
 TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy")
           for path in (ROOT / folder).glob("*.py")]
@@ -165,7 +166,8 @@ def test_what_a_page_names_exists(page):
         for name in re.findall(r"`(\w+)`", words) if target.suffix == ".py" else []:
             assert re.search(rf"^ *(?:def|class) {name}\b", target.read_text(), re.MULTILINE), (name, link)
     for name in re.findall(r"`(?:python )?([\w/]+\.py)`", text):
-        assert (ROOT / name).is_file() or name in {path.name for path in FILES.values()}, name
+        beside = (ROOT / name).is_file() or (folder / name).is_file()
+        assert beside or name in {path.name for path in FILES.values()}, name
     for name in re.findall(r"`(\w+_(?:toy|math|gsm8k|\*))`", text):
         assert list((ROOT / "configs").glob(f"{name}.yaml")), name
 
