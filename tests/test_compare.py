@@ -41,10 +41,10 @@ def section(heading: str) -> str:
 def test_results_quotes_tables_that_the_command_prints_of_what_is_kept(capsys):
     compare.report(kept_runs.RESULTS)
     printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
-    assert len(printed) == 8 + 2 * (3 * 2) + 3 * 6 + 3 * 9
+    assert len(printed) == 2 + 9 + 5 * 2 + 3 * 6 + 2 * 9
     texts = section("Six methods on the testbed, at equal cost"), section("Their relatives on the testbed")
     quoted = [line for text in texts for line in text.splitlines() if line.startswith("| ")]
-    assert len(quoted) == 8 + 2 + 6 + 2 + 9 and not set(quoted) - set(printed)
+    assert len(quoted) == 2 + 9 + 2 + 6 + 2 + 9 and not set(quoted) - set(printed)
 
 
 def test_numbers_of_the_comparison_by_hand(tmp_path):
@@ -102,9 +102,10 @@ def test_rates_come_first_and_then_seed_by_seed_the_six_of_which_a_part_is_18_ru
     monkeypatch.setattr(sys, "argv", ["compare.py", *(["--full"] if full else [])])
     compare.main()
     tuning = [run for run in made if run[0] == "validation"]
-    assert len(tuning) == (48 if full else 0) and made[:len(tuning)] == tuning
+    assert len(tuning) == (8 * 9 if full else 0) and made[:len(tuning)] == tuning
     rest, rate = made[len(tuning):], "5e-5" if full else "1e-4"
-    six = [("test", name, rate, seed) for seed in range(5 if full else 3) for name in compare.SIX]
+    first = compare.TUNED if full else compare.SIX
+    six = [("test", name, rate, seed) for seed in range(5 if full else 3) for name in first]
     others = [("test", name, rate, seed) for seed in range(5 if full else 0) for name in compare.OTHERS]
     assert rest == six + others
 
