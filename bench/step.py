@@ -182,51 +182,58 @@ def requests(slots: int, lengths: str) -> tuple[list[tuple[int, ...]], list[int]
     return prompts, [NEW] * count if lengths == "fixed" else drawn.clip(max=4 * NEW).tolist()
 
 
+def rates(sample: Callable[[list, list[int], int], int], rounds: int, **about: object) -> list[dict]:
+    """Measure an engine's tokens a second, a row for each kind of lengths; `sample` returns their number."""
+    rows = []
+    for lengths in ("fixed", "tailed"):
+        prompts, limits = requests(about["slots"], lengths)
+        measured = []
+        for draw in range(rounds + 1):  # the first warms up
+            start = perf_counter()
+            tokens = sample(prompts, limits, draw)
+            measured.append(tokens / (perf_counter() - start))
+        rows.append(about | {"lengths": lengths, "tokens": tokens, "tokens/s": measured[1:]})
+    return rows
+
+
 def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
     """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
-    device, rows = dist.init(memory.find_device("auto")), []
+    device = dist.init(memory.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
         engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
         engine.sync(policy)
-        sync = [timed(lambda: engine.sync(policy)) for _ in range(rounds)]
-        for lengths in ("fixed", "tailed"):
-            prompts, limits = requests(slots, lengths)
-            rates = []
-            for draw in range(rounds + 1):
-                seeds = [draw * len(prompts) + i for i in range(len(prompts))]
-                start = perf_counter()
-                tokens = sum(len(s.ids) for s in engine.generate(prompts, seeds, limits, 1.0))
-                rates.append(tokens / (perf_counter() - start))
-            rows.append({"shape": shape, "slots": slots, "lengths": lengths, "engine": kind, "tokens": tokens,
-                         "tokens/s": rates[1:], "sync s": sync} | memory.metrics(device))
+
+        def sample(prompts: list, limits: list[int], draw: int) -> int:
+            seeds = [draw * len(prompts) + i for i in range(len(prompts))]
+            return sum(len(s.ids) for s in engine.generate(prompts, seeds, limits, 1.0))
+
+        measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
+        rows = rates(sample, rounds, shape=shape, slots=slots, engine=kind)
+        measured |= memory.metrics(device)
     dist.close()
-    return rows
+    return [row | measured for row in rows]
 
 
 def generate_plainly(shape: str, slots: int, rounds: int) -> list[dict]:
     """Measure vLLM as it is installed: compiled, with packed weights, without seeds and log-probs."""
     from vllm import LLM, SamplingParams
 
-    device, rows = dist.init(memory.find_device("auto")), []
+    device = dist.init(memory.find_device("auto"))
     same = ("model", "load_format", "skip_tokenizer_init", "generation_config", "dtype", "max_model_len",
             "max_num_seqs", "kv_cache_memory_bytes")
     with tempfile.TemporaryDirectory() as temporary, undisturbed(device):
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
         options = engine_options(spec, cache=PLAIN_CACHE)
         engine = LLM(**{key: options[key] for key in same})
-        for lengths in ("fixed", "tailed"):
-            prompts, limits = requests(slots, lengths)
+
+        def sample(prompts: list, limits: list[int], draw: int) -> int:
             asked = [{"prompt_token_ids": list(ids)} for ids in prompts]
             params = [SamplingParams(max_tokens=limit, ignore_eos=True, detokenize=False) for limit in limits]
-            rates = []
-            for _ in range(rounds + 1):
-                start = perf_counter()
-                outputs = engine.generate(asked, params, use_tqdm=False)
-                tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-                rates.append(tokens / (perf_counter() - start))
-            rows.append({"shape": shape, "slots": slots, "lengths": lengths, "engine": "vllm as installed",
-                         "tokens": tokens, "tokens/s": rates[1:]})
+            outputs = engine.generate(asked, params, use_tqdm=False)
+            return sum(len(output.outputs[0].token_ids) for output in outputs)
+
+        rows = rates(sample, rounds, shape=shape, slots=slots, engine="vllm as installed")
     dist.close()
     return rows
 

@@ -2,8 +2,8 @@
 
     python experiments/claims.py           # the tables, of what is kept
 
-docs/experiments.md has each claim, its source, and what would refute it. The runs beside those of the
-comparison were made by this file at commit b0008e7; results.jsonl.xz has the settings of each.
+docs/experiments.md has each claim, its source, and what would refute it. The runs beside those of
+compare.py were made by claim_runs.py at commit b0008e7; results.jsonl.xz has the settings of each.
 """
 
 import json
@@ -54,7 +54,7 @@ PRUNED = {
     "pods-keep4": ("pods, kept mean", 0.5),
     "pps-prompts-quarter": ("prompts, pps", 0.25),
 }
-FEWER_PROMPTS = ("pps-prompts", "pps-prompts-quarter")  # their arms, which also roll out fewer prompts
+FEWER_PROMPTS = ("pps-prompts", "pps-prompts-quarter")  # arms that also roll out fewer prompts
 # Claims of areas: cost, rows in the family, and which arm less which other, with what else sets these apart.
 BIAS = ("bias costs accuracy", "steps", 4, {
     ("dppo", "dppo-listed"): ", which refills too",

@@ -1,7 +1,7 @@
 """Which method learns more at an equal cost? GRPO, CPPO, GRESO, dynamic sampling, DPPO, PPS on the testbed.
 
     python experiments/compare.py          # `make compare`: 3 seeds of the six, 18 runs, at most an hour
-    python experiments/compare.py --full   # also learning rates, 5 seeds, and eight relatives: 4 CPU hours
+    python experiments/compare.py --full   # also learning rates, 5 seeds, controls, relatives: 5 CPU hours
 
 docs/experiments.md says what is asked and how it is measured. What a run measured is kept (kept_runs), and a
 run that is kept is not run again: interrupt at any time, start again on any machine, and it goes on with the

@@ -23,7 +23,7 @@ from page.runs import COSTS, Groups, LoggedRun
 from page.summary import Score
 from verify.statistics import half_width
 
-# section -> charts: title, metrics, and a note with a line, drawn below, on what good looks like
+# section -> charts: title, metrics, note (Chart.note)
 CHARTS = {
     "Reward": [
         ("Reward", ["reward/mean"], "mean over the completions of a step\nIt should rise, then level off."),
@@ -94,7 +94,7 @@ Curve = tuple[np.ndarray, np.ndarray]  # x and y of its points
 @dataclass(frozen=True, slots=True)
 class Chart:
     title: str
-    note: str
+    note: str                      # a line above the chart and, below it, one on what good looks like
     legend: list[tuple[str, int]]  # label, number of its colour
     svg: Markup
 

@@ -28,7 +28,7 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
         value, well, badly = "mean reward", "rewards above the group's mean", "others"
     charts = [
         Chart("Share kept against difficulty", f"by the {value} of the group, from hard to easy\n"
-              "CPPO and PPS keep the right ones of hard groups and the wrong ones of easy groups.",
+              "With CPPO and PPS: the right ones of hard groups, the wrong ones of easy groups.",
               [(well, 2), (badly, 1)],
               draw_svg(lambda axes: plot_shares(axes, right, wrong), integer_x=False)),
         Chart("Weights of kept completions",

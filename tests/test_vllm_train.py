@@ -207,3 +207,14 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     assert theirs == ours if PRECISION.exact else sum(equal) > 0.8 * len(equal)
     heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
+
+
+@pytest.mark.slow
+def test_the_bench_of_engines_has_vllm_as_winnow_runs_it_and_as_it_is_installed():
+    small = ("--rounds", "1", "--shapes", "1M", "--slots", "32")
+    done = run(sys.executable, "bench/step.py", "--parts", "rollout", *small)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(done.stdout.splitlines()[-1])["rollout"]
+    rates = {(row["engine"], row["lengths"]): row["tokens/s"] for row in rows}
+    assert {engine for engine, _ in rates} == {"torch", "vllm", "vllm as installed"} and len(rates) == 6
+    assert all(rate > 0 for measured in rates.values() for rate in measured)
