@@ -16,7 +16,7 @@ from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
-from records import Batch, Group, PromptDraw, Pruned, Rewards, Rolled, Sample, lengths
+from records import Batch, Group, PromptDraw, Pruned, Rewards, Rolled, Sample
 from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
 from settings import kinds
@@ -213,7 +213,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     # Level 2 chooses among their completions.
     settings = prune.completions
     candidates = Candidates(
-        adv_NG, lengths(groups, G), selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
+        adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
     drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
     counts_NG = ~reward_NG.isnan()
     pruned = Pruned(

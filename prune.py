@@ -14,10 +14,11 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from records import Group, Pruned, Rewards
+from records import Group, Pruned, Rewards, lengths
 from settings import kinds
 
 SIZE_FLOOR = 0.1  # smallest size over the mean size, for a completion of advantage 0 with a KL term
+LEAST_SURPRISE = 0.01  # of a token: one that the engine was sure of may have a gradient in the trainer
 SLACK = 1 - 1e-5  # factor on a mean: equal sizes are not below it, however their sum is rounded
 RELATIVE_ZERO = 1e-12  # a size below so much of the largest is a rounding error, and counts as 0
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
@@ -28,12 +29,17 @@ class Candidates:
     """The completions of a step before any is dropped, as far as a pruner may look at them."""
 
     adv_NG: Tensor
-    len_NG: Tensor   # completion tokens
+    groups: list[Group]
     normalize: str         # loss.normalize; it decides the weight of a long completion
     advantage_only: bool  # the loss has no other gradient, such as a KL's
     seed: int        # of this step, the same on all ranks
     weight_N1: Tensor | float = 1.0  # of each group, if prompts were skipped before rollout
     reward_NG: Tensor | None = None  # for the kinds that read it; nan without a reward
+
+    @property
+    def len_NG(self) -> Tensor:
+        """Count the completion tokens."""
+        return lengths(self.groups, self.adv_NG.shape[1])
 
 
 def keep_all(adv_NG: Tensor) -> Pruned:
@@ -101,19 +107,22 @@ def bernoulli(adv_NG: Tensor, drop_prob: float, seed: int) -> Pruned:
 def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
     """Estimate the norm of each completion's gradient up to a common factor, [N, G]: its size in `pps`.
 
-    size     "adv"   |A|
-             "norm"  |A| x token weight x sqrt(length), as if the gradients of its tokens were independent
+    size     "adv"       |A|
+             "surprise"  |A| x token weight x sqrt(sum_t (1 - p_t)^2), with the engine's probability p_t of
+                         token t: the derivative of log p_t by its own logit is 1 - p_t, and the gradients of
+                         tokens add up as if they were independent
     by_cost  divided by sqrt(length), which is best when trained tokens are the budget, not completions
     |A| in place of a norm, and a norm over sqrt(cost), are Cost-Aware GRPO's (arXiv:2604.28020).
     A group's own weight is part of the norm. An advantage of 0 has size 0; if the loss has a KL it is at
     least SIZE_FLOOR of the mean: no weight could make up for a candidate that is never kept.
     """
-    none_NG = candidates.adv_NG.isnan()
-    size_NG, root_NG = candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1, candidates.len_NG.sqrt()
-    if size == "norm":
-        size_NG = size_NG * root_NG / (candidates.len_NG if candidates.normalize == "sequence" else 1)
+    none_NG, len_NG = candidates.adv_NG.isnan(), candidates.len_NG
+    size_NG = candidates.adv_NG.nan_to_num().abs() * candidates.weight_N1
+    if size == "surprise":
+        weight_NG = 1 / len_NG if candidates.normalize == "sequence" else 1
+        size_NG = size_NG * weight_NG * surprise(candidates.groups)
     if by_cost:
-        size_NG = size_NG / root_NG
+        size_NG = size_NG / len_NG.sqrt()
     if candidates.advantage_only:
         return size_NG
     mean = size_NG[~none_NG].mean()
@@ -121,18 +130,47 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
     return floored_NG.masked_fill(none_NG, 0.0)
 
 
-def pps(size_NG: Tensor, keep: int, scope: str, seed: int) -> Pruned:
+def surprise(groups: list[Group]) -> Tensor:
+    """Compute sqrt(sum_t (1 - p_t)^2) over the tokens that this step has sampled, [N, G]."""
+    rows = []
+    for group in groups:
+        norms = []
+        for sample in group.samples:
+            logp_L = torch.frombuffer(sample.logp, dtype=torch.float64)[sample.start:]
+            missing_L = 1 - logp_L.exp()
+            norms.append(missing_L.clamp(min=LEAST_SURPRISE).norm())
+        rows.append(torch.stack(norms))
+    return torch.stack(rows)
+
+
+def similar_first(candidates: Candidates) -> Tensor:
+    """Order the completions so that neighbours have similar gradients, [NG]: by group, by the sign of the
+    advantage, and by their tokens, so that those that begin alike lie together. `systematic` then draws from
+    each stretch of this order its share, and keeps few that say the same.
+    """
+    G = candidates.adv_NG.shape[1]
+    right_NG = (candidates.adv_NG > 0).tolist()
+
+    def place(i: int) -> tuple:
+        n, g = divmod(i, G)
+        return n, right_NG[n][g], candidates.groups[n].samples[g].ids
+
+    return torch.tensor(sorted(range(candidates.adv_NG.numel()), key=place))
+
+
+def pps(size_NG: Tensor, order_K: Tensor, keep: int, scope: str, seed: int) -> Pruned:
     """Sample with probability proportional to size: exactly `keep` completions of each group, or `keep` x N
     of the step, and fewer only if fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
     unbiasedness.
+
+    order_K  all completions of the step, group by group; any order is unbiased (see `similar_first`)
     """
     generator = torch.Generator().manual_seed(seed)
     rows = size_NG if scope == "group" else size_NG.flatten()[None]
     count = keep if scope == "group" else keep * len(size_NG)
     prob = torch.stack([inclusion(row, count) for row in rows])
     kept = []
-    for row in prob:
-        order = torch.randperm(len(row), generator=generator)
+    for row, order in zip(prob, order_K.view(rows.shape) % rows.shape[1], strict=True):
         start = torch.rand((), dtype=torch.float64, generator=generator).item()
         kept.append(systematic(row, order, start))
     return thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
@@ -231,7 +269,8 @@ COMPLETIONS = {
     "bottom": lambda given, settings: drop_bottom(given.adv_NG, settings.drop_prob),
     "bernoulli": lambda given, settings: bernoulli(given.adv_NG, settings.drop_prob, given.seed),
     "pps": lambda given, settings: pps(
-        gradient_size(given, settings.size, settings.by_cost), settings.keep, settings.scope, given.seed),
+        gradient_size(given, settings.size, settings.by_cost), similar_first(given), settings.keep,
+        settings.scope, given.seed),
     "pods": lambda given, settings: keep_marked(max_variance(given.reward_NG, settings.keep), given.adv_NG),
     "variance": lambda given, settings: keep_marked(
         most_variance(given.reward_NG, settings.share, settings.slack), given.adv_NG),

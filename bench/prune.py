@@ -3,12 +3,12 @@
     python bench/prune.py [--task hard]
 
 GRPO trains the toy for 3 steps and for 8, or the hard toy task for 20 and for 120 (docs/experiments.md has
-that testbed); at both policies rollouts of 16 x 16 completions are taken. Every completion's share of the
-full-batch gradient comes from the training step's own loss, and from their inner products the error of any
-weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2 (replay.py measures a step of a run by
-the same functions). It is averaged over 40 draws of the masks at each of 15 settings of a pruner, and
-between the settings interpolated (in logarithms) at five shares of kept tokens. The interval is 95% over the
-rollouts. An error above 1 is worse than no step at all.
+that testbed), or SmolLM2 for 10 (`--task real`, after `make real`); then rollouts of 16 x 16 completions are
+taken. Every completion's share of the full-batch gradient comes from the training step's own loss, and from
+their inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2
+(gradients of more than 4M numbers are folded first, which keeps it to a thousandth). It is averaged over 40
+draws of the masks at each of 15 settings of a pruner, and between the settings interpolated (in logarithms)
+at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse than no step.
 
 Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
 exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
@@ -17,6 +17,7 @@ same policy, so what they are pruned by is never out of date here.
 """
 
 import math
+import sys
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -37,18 +38,31 @@ from history import PromptHistory
 from infra import dist
 from learner import Learner
 from preflight import memory
-from prune import COMPLETIONS, PROMPTS, Candidates, Memory, max_variance, pps, prefix_prob, rewards_of_kept
-from records import Batch, Group, PromptDraw, Pruned, Rewards, lengths
+from prune import (
+    COMPLETIONS,
+    PROMPTS,
+    Candidates,
+    Memory,
+    gradient_size,
+    max_variance,
+    pps,
+    prefix_prob,
+    rewards_of_kept,
+    similar_first,
+)
+from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
 
-# task -> its config, and after how many steps it is looked at
-TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}),
-         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120})}
-ROLLOUTS, DRAWS, BUDGETS = 20, 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
-STUDENT = 2.093  # t of 95% for 19 degrees of freedom
+# task -> its config, after how many steps it is looked at, and how many rollouts are taken
+TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}, 20),
+         "hard": ("grpo_hard.yaml", {"early": 20, "late": 120}, 20),
+         "real": ("experiments/smollm2.yaml", {"after 10": 10}, 5)}
+DRAWS, BUDGETS = 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
+STUDENT = {20: 2.093, 5: 2.776}  # rollouts -> t of 95%
 EIGHTH = 8       # of the completions are those whose tokens are measured
+SKETCH = 2**22   # numbers that a longer gradient is folded to
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +89,35 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
     return draw
 
 
-def at_random(scene: Scene, seed: int, k: int) -> Tensor:
-    return pps(torch.ones_like(scene.candidates.adv_NG), k, "batch", seed).weight_NG
+def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
+    """Draw of the whole step in proportion to a size over sqrt(length), in the order of `pps` or shuffled."""
+    def draw(scene: Scene, seed: int, k: int) -> Tensor:
+        size_NG, order_K = size_of(scene) / scene.candidates.len_NG.sqrt(), similar_first(scene.candidates)
+        if order == "shuffled":
+            order_K = torch.randperm(len(order_K), generator=torch.Generator().manual_seed(seed))
+        return pps(size_NG, order_K, k, "batch", seed).weight_NG
+
+    return draw
+
+
+def token_weight(scene: Scene) -> Tensor:
+    """Weigh the tokens of each completion up to a common factor, times |A|, [N, G]."""
+    candidates = scene.candidates
+    return candidates.adv_NG.abs() / (candidates.len_NG if candidates.normalize == "sequence" else 1)
+
+
+def norm(scene: Scene) -> Tensor:
+    """Guess the norm of a gradient from its length, as if its tokens were alike and independent."""
+    return token_weight(scene) * scene.candidates.len_NG.sqrt()
+
+
+def surprise(scene: Scene) -> Tensor:
+    return gradient_size(scene.candidates, "surprise", by_cost=False)
+
+
+def oracle(scene: Scene) -> Tensor:
+    """Measure the norm of each completion's gradient, which takes a backward pass of its own."""
+    return scene.product.diagonal().clamp(min=0).sqrt().view_as(scene.candidates.adv_NG)
 
 
 def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
@@ -118,19 +159,24 @@ ARMS = {
     "pods, kept mean": kept_mean(compared_anew),
     "pods |A| of all, kept mean": kept_mean(arm(lambda k: kinds.Pods(keep=k))),
     "variance share, kept mean": kept_mean(arm(lambda k: kinds.VarianceShare(share=k / 16))),
-    "random, batch": at_random,
+    "random, batch": by_size(lambda scene: scene.candidates.len_NG.sqrt(), "shuffled"),
     "bernoulli": arm(lambda k: kinds.Bernoulli(drop_prob=k / 16)),
-    "pps |A|, group": arm(lambda k: Pps(keep=k, size="adv")),
-    "pps |A|, batch": arm(lambda k: Pps(keep=k, size="adv", scope="batch")),
-    "pps norm, batch": arm(lambda k: Pps(keep=k, scope="batch")),
-    "pps norm, batch, by cost": BY_COST,
-    "the same, cuts, whole 1/2": BY_COST,
+    "pps |A|, shuffled": by_size(lambda scene: scene.candidates.adv_NG.abs(), "shuffled"),
+    "pps norm, shuffled": by_size(norm, "shuffled"),
+    "pps norm": by_size(norm),
+    "pps surprise, shuffled": by_size(surprise, "shuffled"),
+    "pps surprise": BY_COST,
+    "pps surprise, not by cost": arm(lambda k: Pps(keep=k, scope="batch")),
+    "pps surprise, group": arm(lambda k: Pps(keep=k, by_cost=True)),
+    "pps oracle, shuffled": by_size(oracle, "shuffled"),
+    "pps oracle": by_size(oracle),
+    "pps surprise, cuts, whole 1/2": BY_COST,
     "cuts alone": lambda scene, seed, k: torch.ones_like(scene.candidates.adv_NG),
     "prompts, bernoulli": by_prompt(lambda k: kinds.BernoulliPrompts(drop_prob=k / 16)),
     "prompts, pps": by_prompt(lambda k: kinds.ProportionalPrompts(share=k / 16)),
 }
 # arm -> prune.tokens.whole by k
-WHOLE = {"the same, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
+WHOLE = {"pps surprise, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
 CERTAIN = ("topk", "pods", "variance")  # nothing is left to chance
 
 
@@ -155,11 +201,24 @@ def inner_products(learner: Learner, groups: list[Group], adv_NG: Tensor) -> Ten
     terms, G = [], adv_NG.shape[1]
     place_K = adv_NG.flatten().nonzero()[:, 0]
     for place in place_K.tolist():
-        terms.append(gradient_from(0, learner, groups, adv_NG, divmod(place, G)))
+        terms.append(fold(gradient_from(0, learner, groups, adv_NG, divmod(place, G))))
     product = torch.zeros(adv_NG.numel(), adv_NG.numel(), dtype=torch.float64)
     columns = torch.stack(terms).split(2**16, dim=1)
     product[place_K[:, None], place_K] = sum((x @ x.T).double() for x in columns)
     return product
+
+
+def fold(gradient: Tensor) -> Tensor:
+    """Add up the parts of a long gradient with random signs, the same for all: a sketch that keeps each inner
+    product in the mean, with a deviation of about the product of both norms over sqrt(SKETCH)."""
+    if len(gradient) <= SKETCH:
+        return gradient
+    generator = torch.Generator().manual_seed(0)
+    total = torch.zeros(SKETCH)
+    for part in gradient.split(SKETCH):
+        sign = torch.randint(2, part.shape, generator=generator) * 2 - 1
+        total[:len(part)] += sign * part
+    return total
 
 
 def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[int, Tensor]:
@@ -214,38 +273,43 @@ def interval(errors: list[float | None]) -> str:
     """Write mean and interval, or "-" where a rollout could not be pruned to this budget."""
     if None in errors:
         return "-"
-    return f"{mean(errors):.3f} +- {STUDENT * stdev(errors) / len(errors) ** 0.5:.3f}"
+    half = STUDENT[len(errors)] * stdev(errors) / len(errors) ** 0.5
+    return f"{mean(errors):.3f} +- {half:.3f}"
 
 
-def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config) -> Scene:
-    """Roll prompts out twice: the first time to prune them by, the second to measure."""
+def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config, tokens: bool,
+         ) -> Scene:
+    """Roll prompts out twice: the first time to prune them by, the second to measure, `tokens` too."""
     before = [replace(draw, epoch=draw.epoch + 1000) for draw in draws]
     last_N = advantage(sampler.score(sampler.rollout(before)), cfg.advantage).abs().mean(dim=1)
     groups = sampler.rollout(draws)
     rewards = sampler.score(groups)
-    adv_NG, len_NG = advantage(rewards, cfg.advantage), lengths(groups, cfg.rollout.group_size)
+    adv_NG = advantage(rewards, cfg.advantage)
     candidates = Candidates(
-        adv_NG, len_NG, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
-    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG),
-                 suffix_norms(learner, groups, adv_NG))
+        adv_NG, groups, cfg.loss.normalize, advantage_only=True, seed=0, reward_NG=rewards.total_NG)
+    suffix = suffix_norms(learner, groups, adv_NG) if tokens else {}
+    return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG), suffix)
 
 
-def after_training(recipe: str, steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
+def after_training(task: str, steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
     """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept."""
+    recipe, _, rollouts = TASKS[task]
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
-    task = replace(train.load_task(cfg), source=out / "hf")
-    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
+    loaded = replace(train.load_task(cfg), source=out / "hf")
+    learner, engine = train.load_models(memory.resolve_auto(cfg, loaded.source), loaded)
     engine.sync(learner.policy)
-    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
-    by_arm = {name: {budget: [] for budget in BUDGETS} for name in ARMS}
-    for _ in range(ROLLOUTS):
-        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg)
-        for name in ARMS:
+    sampler = Sampler(engine, loaded.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    history = PromptHistory(loaded.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
+    names = [name for name in ARMS if task != "real" or name not in WHOLE]
+    by_arm = {name: {budget: [] for budget in BUDGETS} for name in names}
+    for i in range(rollouts):
+        scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg, task != "real")
+        for name in names:
             curve = [errors(name, scene, k) for k in range(1, 16)]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
+        print(f"rollout {i + 1} of {rollouts}", file=sys.stderr, flush=True)
     return by_arm
 
 
@@ -253,12 +317,12 @@ def main() -> None:
     options = parser(__doc__)
     options.add_argument("--task", choices=TASKS, default="toy")
     task = options.parse_args().task
-    recipe, points = TASKS[task]
+    _, points, rollouts = TASKS[task]
     dist.init("cpu")
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         for when, steps in points.items():
-            by_arm = after_training(recipe, steps, Path(temporary) / when)
+            by_arm = after_training(task, steps, Path(temporary) / when)
             rows = []
             for name, by_budget in by_arm.items():
                 rows.append({"share of tokens kept": name})
@@ -266,7 +330,7 @@ def main() -> None:
                     rows[-1][str(Fraction(budget))] = interval(errors)
                     results.append({"when": when, "arm": name, "budget": budget, "errors": errors})
             show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
-                 f"{ROLLOUTS} rollouts", rows)
+                 f"{rollouts} rollouts", rows)
     print_json("prune", task=task, results=results)
     dist.close()
 

@@ -144,7 +144,7 @@ class Pps:
     kind: Literal["pps"] = "pps"
     keep: KeepCount                     # per group, of rollout.group_size
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
-    size: Literal["adv", "norm"] = "norm"  # |advantage|, or a guess at the gradient's norm
+    size: Literal["adv", "surprise"] = "surprise"  # |advantage|, or the gradient's norm, from log-probs
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
 

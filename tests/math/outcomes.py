@@ -18,7 +18,17 @@ from advantage import group_norm
 from collect import Selection, choose
 from methods import preference
 from metrics import PassSums
-from prune import COMPLETIONS, Candidates, below_mean, gradient_size, inclusion, keep_all, systematic, thin
+from prune import (
+    COMPLETIONS,
+    Candidates,
+    below_mean,
+    gradient_size,
+    inclusion,
+    keep_all,
+    similar_first,
+    systematic,
+    thin,
+)
 from records import Batch, PromptDraw, Pruned, Rewards, Rolled
 from settings import kinds
 
@@ -88,8 +98,8 @@ def combs(prob_K: Tensor, order_K: Tensor) -> Iterator[tuple[float, Tensor]]:
         yield b - a, systematic(prob_K, order_K, (a + b) / 2)
 
 
-def outcomes(candidates: Candidates, settings: Any, order: int = 0) -> Outcomes:
-    """Every outcome of the unbiased pruner of these settings; `order` seeds the order that `pps` goes through."""
+def outcomes(candidates: Candidates, settings: Any, order: int | None = None) -> Outcomes:
+    """Every outcome of the unbiased pruner of these settings; `order` seeds another order than that of `pps`."""
     if settings.kind == "bernoulli":
         prob_NG = below_mean(candidates.adv_NG, settings.drop_prob)
         yield from ((chance, thin(prob_NG, keep_NG)) for chance, keep_NG in masks(prob_NG))
@@ -101,8 +111,11 @@ def outcomes(candidates: Candidates, settings: Any, order: int = 0) -> Outcomes:
     rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
     count = settings.keep * len(size_NG) // len(rows)
     prob = torch.stack([inclusion(row, count) for row in rows])
-    generator = torch.Generator().manual_seed(order)
-    draws = [list(combs(row, torch.randperm(len(row), generator=generator))) for row in prob]
+    order_NG = similar_first(candidates)
+    if order is not None:
+        order_NG = order_NG[torch.randperm(len(order_NG), generator=torch.Generator().manual_seed(order))]
+        order_NG = order_NG[(order_NG // prob.shape[1]).argsort(stable=True)]
+    draws = [list(combs(row, of_row % len(row))) for row, of_row in zip(prob, order_NG.view(prob.shape), strict=True)]
     for drawn in itertools.product(*draws):
         keep, chance = torch.stack([keep_K for _, keep_K in drawn]), math.prod(chance for chance, _ in drawn)
         assert (keep.sum(dim=1) == count).all() or chance < 1e-12

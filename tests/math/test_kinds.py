@@ -8,7 +8,7 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import as_rewards, example
+from conftest import as_rewards, example, make_groups
 
 import prune
 from advantage import ESTIMATORS, advantage
@@ -58,7 +58,8 @@ def offer_of(seed: int, advantage_only: bool) -> Candidates:
     generator = torch.Generator().manual_seed(seed)
     adv_NG = torch.randn(6, 4, dtype=torch.float64, generator=generator).masked_fill(REWARD_NG.isnan(), NAN)
     adv_NG[2], len_NG = 0.0, torch.randint(1, 60, (6, 4), generator=generator)
-    return Candidates(adv_NG, len_NG, "sequence", advantage_only, seed, reward_NG=REWARD_NG)
+    groups = make_groups(len_NG.tolist(), [1] * 6)
+    return Candidates(adv_NG, groups, "sequence", advantage_only, seed, reward_NG=REWARD_NG)
 
 
 @pytest.mark.parametrize("kind", COMPLETIONS)
@@ -89,8 +90,8 @@ def test_what_the_seed_draws_has_the_probabilities_that_it_is_weighed_by(setting
     """z-test over 2,000 seeds at G = 16: how often each completion is kept, and a projection of the weights."""
     generator = torch.Generator().manual_seed(0)
     adv_NG, value_NG = torch.randn(2, 2, 16, dtype=torch.float64, generator=generator)
-    len_NG = torch.randint(1, 60, (2, 16), generator=generator)
-    drawn = [COMPLETIONS[settings.kind](Candidates(adv_NG, len_NG, "sequence", True, seed, reward_NG=adv_NG), settings)
+    groups = make_groups(torch.randint(1, 60, (2, 16), generator=generator).tolist(), [1, 1])
+    drawn = [COMPLETIONS[settings.kind](Candidates(adv_NG, groups, "sequence", True, seed, reward_NG=adv_NG), settings)
              for seed in range(2000)]
     prob_NG = drawn[0].prob_NG
     share_NG = torch.stack([d.keep_NG.double() for d in drawn]).mean(dim=0)

@@ -27,7 +27,7 @@ from train import train
 LENGTHS = [[3, 1, 4], [2, 5, 1]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0], [1.0, 0.0, 1.5]], dtype=torch.float64)
 ADV_NG = group_norm(REWARD_NG, 1, 1e-4)
-CANDIDATES = Candidates(ADV_NG, torch.tensor(LENGTHS), "sequence", False, 0)
+CANDIDATES = Candidates(ADV_NG, make_groups(LENGTHS, [2, 3]), "sequence", False, 0)
 WHOLE, LEAST = 0.3, 2
 
 

@@ -1,10 +1,15 @@
 """CPPO as the paper writes it (per question) and as it was released (over the batch), ties and flat groups included."""
 
+from dataclasses import replace
+from math import log, sqrt
+
 import pytest
 import torch
+from conftest import make_groups
 
 from loss import token_weight
 from prune import (
+    LEAST_SURPRISE,
     SIZE_FLOOR,
     Candidates,
     Memory,
@@ -20,9 +25,12 @@ from prune import (
     keep_largest,
     next_round_size,
     pps,
+    similar_first,
     skip_lowest,
+    surprise,
     systematic,
 )
+from records import Group, Prompt, Sample
 
 # A group with a rare outcome, a flat group, a group of ties in |A|.
 ADV_NG = torch.tensor([[3.0, -0.5, -0.5, -0.5], [0.0, 0.0, 0.0, 0.0], [1.0, -1.0, 1.0, -1.0]], dtype=torch.float64)
@@ -136,36 +144,60 @@ def test_inclusion_and_the_comb_at_random():
             assert keep_K.sum() == wanted and not keep_K[prob_K == 0].any() and keep_K[prob_K == 1].all(), trial
 
 
+def one_group(*completions: tuple[str, list[float]]) -> list[Group]:
+    """A group of completions, each of tokens as letters, with the engine's probabilities of them."""
+    samples = [Sample([ord(x) for x in text], [log(p) for p in probs], True) for text, probs in completions]
+    return [Group(Prompt("q", (1,), "1"), tuple(samples))]
+
+
 def test_sizes_by_hand():
-    adv_NG, len_NG = torch.tensor([[2.0, -1.0, 0.0]]), torch.tensor([[4, 16, 9]])
+    adv_NG = torch.tensor([[2.0, -1.0, 0.0]])
+    groups = one_group(("abcd", [0.5] * 4), ("b" * 16, [0.5] * 16), ("c" * 9, [0.25] * 9))
 
     def size(normalize: str, size: str, by_cost: bool = False, advantage_only: bool = True) -> list[float]:
-        candidates = Candidates(adv_NG, len_NG, normalize, advantage_only, 0)
+        candidates = Candidates(adv_NG, groups, normalize, advantage_only, 0)
         return pytest.approx(gradient_size(candidates, size, by_cost)[0].tolist())
 
     assert size("sequence", "adv") == [2, 1, 0]
-    assert size("sequence", "norm") == [1, 0.25, 0]
-    assert all(size(normalize, "norm") == [4, 4, 0] for normalize in ("token", "constant"))
-    assert size("token", "norm", by_cost=True) == [2, 1, 0]
+    assert size("sequence", "surprise") == [0.5, 0.125, 0]  # sqrt(4 / 4) x 2 / 4, sqrt(16 / 4) x 1 / 16
+    assert all(size(normalize, "surprise") == [2, 2, 0] for normalize in ("token", "constant"))
+    assert size("token", "surprise", by_cost=True) == [1, 0.5, 0]
     assert size("sequence", "adv", by_cost=True) == [1, 0.25, 0]
-    weighed = Candidates(adv_NG, len_NG, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
-    assert gradient_size(weighed, "norm", False).tolist() == [[12, 12, 0]]
+    weighed = Candidates(adv_NG, groups, "token", True, 0, weight_N1=torch.tensor([[3.0]]))
+    assert gradient_size(weighed, "surprise", False).tolist() == [[6, 6, 0]]
     assert size("sequence", "adv", advantage_only=False) == [2, 1, SIZE_FLOOR]
-    flat = Candidates(torch.zeros(1, 3), len_NG, "token", False, 0)
-    assert gradient_size(flat, "norm", False).tolist() == [[1, 1, 1]]
+    flat = Candidates(torch.zeros(1, 3), groups, "token", False, 0)
+    assert gradient_size(flat, "surprise", False).tolist() == [[1, 1, 1]]
+
+
+def test_surprise_is_of_the_tokens_of_this_step_and_never_0():
+    whole = Sample([1, 2, 3], [0.0, log(0.2), log(0.4)], True)
+    got = surprise([Group(Prompt("q", (1,), "1"), (whole, replace(whole, start=1), Sample([1, 2], [0.0, 0.0], True)))])
+    assert got.tolist() == [pytest.approx([sqrt(LEAST_SURPRISE ** 2 + 1), 1, sqrt(2) * LEAST_SURPRISE])]
+
+
+def test_similar_completions_are_neighbours():
+    """By group, then wrong before right, then by their tokens."""
+    first, = one_group(*((text, [0.5] * len(text)) for text in ("bb", "ab", "ba", "aa", "b")))
+    adv_NG = torch.tensor([[1.0, -1.0, 1.0, -1.0, float("nan")], [0.0, 2.0, 1.0, 1.0, -1.0]])
+    order = similar_first(Candidates(adv_NG, [first, first], "token", True, 0)).tolist()
+    assert order == [3, 1, 4, 2, 0, 9, 5, 8, 6, 7]
 
 
 def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
-    group, batch = (pps(ADV_NG.abs(), 2, scope, seed=5) for scope in ("group", "batch"))
+    order = torch.arange(12)
+    group, batch = (pps(ADV_NG.abs(), order, 2, scope, seed=5) for scope in ("group", "batch"))
     assert group.keep_NG.sum(dim=1).tolist() == [2, 0, 2]
     assert batch.keep_NG.sum() == 6 and batch.keep_NG[1].sum() == 0
-    assert not pps(ADV_NG[1:2].abs(), 2, "group", seed=5).keep_NG.any()
+    assert not pps(ADV_NG[1:2].abs(), order[:4], 2, "group", seed=5).keep_NG.any()
 
 
-def test_the_comb_runs_through_a_shuffled_order():
-    """In their own order neighbours of probability 1/2 would never be kept together."""
-    draws = [pps(torch.ones(1, 4), 2, "group", seed).keep_NG[0] for seed in range(60)]
-    assert len({tuple(keep_G.tolist()) for keep_G in draws}) == 6
+def test_the_comb_runs_through_the_order_that_it_is_given():
+    """Neighbours of probability 1/2 are never kept together, in a group as in a step."""
+    order = torch.tensor([0, 3, 1, 2, 4, 6, 5, 7])
+    for scope, pairs in (("group", order.view(4, 2)), ("batch", order.view(4, 2))):
+        draws = torch.stack([pps(torch.ones(2, 4), order, 2, scope, seed).keep_NG.flatten() for seed in range(60)])
+        assert (draws[:, pairs].sum(dim=2) == 1).all() and not (draws == draws[0]).all()
 
 
 def recall(size, passed=None, easy=None, hard=None, mean=0.5, explore=(0.5, 0.5)) -> Memory:
@@ -230,5 +262,6 @@ def test_what_has_no_reward_is_no_candidate():
     assert below_mean(mean_apart, 0.5).tolist() == [[0.5, 0, 0, 1, 1]]
     assert below_mean(torch.tensor([[1.5, nan, nan, 3.0]]), 0.5).tolist() == [[0.5, 0, 0, 1]]
     for advantage_only in (True, False):
-        size_NG = gradient_size(Candidates(adv_NG, torch.ones(3, 6), "sequence", advantage_only, 0), "adv", False)
+        candidates = Candidates(adv_NG, make_groups([[1] * 6] * 3, [1] * 3), "sequence", advantage_only, 0)
+        size_NG = gradient_size(candidates, "surprise", False)
         assert not size_NG[adv_NG.isnan()].any() and (size_NG[~adv_NG.isnan()] > 0).all() == (not advantage_only)

@@ -30,7 +30,7 @@ HALF = Bernoulli(drop_prob=0.7)
 
 
 def candidates(normalize: str) -> Candidates:
-    return Candidates(ADV_NG, torch.tensor(LENGTHS), normalize, False, 0)
+    return Candidates(ADV_NG, make_groups(LENGTHS, [5, 3]), normalize, False, 0)
 
 
 @pytest.mark.parametrize(("normalize", "settings"), [
@@ -46,9 +46,9 @@ def test_the_mean_is_the_full_gradient_whatever_the_advantage_and_the_trust_regi
 
 
 @pytest.mark.parametrize(("settings", "normalize", "order"), [
-    (HALF, "sequence", 0), (Pps(keep=2), "sequence", 0), (Pps(keep=2), "token", 1),
-    (Pps(keep=2, scope="batch"), "sequence", 0),
-    (Pps(keep=2, scope="batch", size="adv"), "constant", 0), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
+    (HALF, "sequence", None), (Pps(keep=2), "sequence", None), (Pps(keep=2), "token", 1),
+    (Pps(keep=2, scope="batch"), "sequence", None), (Pps(keep=2, scope="batch", size="adv"), "constant", 0),
+    (Pps(keep=2, scope="batch", by_cost=True), "token", None), (Pps(keep=2, scope="batch", by_cost=True), "token", 2)])
 def test_the_mean_over_all_outcomes_is_the_full_gradient(settings, normalize, order, tiny, tmp_path):
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}")
     mean = mean_of(list(outcomes(candidates(normalize), settings, order)), step.gradient)
@@ -137,7 +137,7 @@ def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, normaliz
     (HALF, "token"), (Pps(keep=2), "sequence"), (Pps(keep=2, scope="batch"), "constant")])
 def test_over_all_outcomes_the_mean_is_the_full_gradient_of_those_with_a_reward(settings, normalize, tiny, tmp_path):
     step, wide_NG = Padded(tiny, tmp_path / "b", f"loss.normalize={normalize}"), padded(ADV_NG)
-    drawn = list(outcomes(Candidates(wide_NG, lengths(step.groups, 6), normalize, False, 0), settings))
+    drawn = list(outcomes(Candidates(wide_NG, step.groups, normalize, False, 0), settings))
     assert not any((pruned.keep_NG | (pruned.prob_NG > 0))[wide_NG.isnan()].any() for _, pruned in drawn)
     full = Step(tiny, tmp_path / "a", f"loss.normalize={normalize}").gradient(keep_all(ADV_NG))
     assert distance(mean_of(drawn, lambda pruned: step.gradient(pruned, wide_NG)), full) < EXACT
