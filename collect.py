@@ -4,7 +4,7 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 T tokens of all completions, laid end to end.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain, islice
 
 import torch
@@ -16,7 +16,7 @@ from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
-from records import Batch, Group, PromptDraw, Pruned, Rewards, Rolled, Sample
+from records import Batch, Group, PromptDraw, Rewards, Rolled, Sample
 from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
 from settings import kinds
@@ -216,10 +216,11 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
         adv_NG, groups, selection.normalize, selection.advantage_only, seed, weight_N1, reward_NG)
     drawn = COMPLETIONS[settings.kind](candidates, settings) if groups else keep_all(adv_NG)
     counts_NG = ~reward_NG.isnan()
-    pruned = Pruned(
-        drawn.keep_NG & counts_NG,
-        drawn.weight_NG * weight_N1 * counts_NG,
-        drawn.prob_NG * prob_N1,
+    pruned = replace(
+        drawn,
+        keep_NG=drawn.keep_NG & counts_NG,
+        weight_NG=drawn.weight_NG * weight_N1 * counts_NG,
+        prob_NG=drawn.prob_NG * prob_N1,
     )
 
     if groups and getattr(settings, "compare", "all") == "kept":  # PODS: advantages among those kept

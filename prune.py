@@ -173,7 +173,8 @@ def pps(size_NG: Tensor, order_K: Tensor, keep: int, scope: str, seed: int) -> P
     for row, order in zip(prob, order_K.view(rows.shape) % rows.shape[1], strict=True):
         start = torch.rand((), dtype=torch.float64, generator=generator).item()
         kept.append(systematic(row, order, start))
-    return thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
+    drawn = thin(prob.view_as(size_NG), torch.stack(kept).view_as(size_NG))
+    return replace(drawn, size_NG=size_NG / size_NG.mean().clamp(min=1e-300))
 
 
 def inclusion(size_K: Tensor, count: float) -> Tensor:

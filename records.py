@@ -180,6 +180,7 @@ class Pruned:
     keep_NG: Tensor     # bool
     weight_NG: Tensor   # 0 if not kept
     prob_NG: Tensor     # of being kept; 0 or 1 without chance
+    size_NG: Tensor | None = None  # that the probability follows (pps), over its mean of the step
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from config import Config, ConfigError, flatten
 from records import Batch, Rolled, plain
 
 LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
-COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "prob", "weight")
+COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "size", "prob", "weight")
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
@@ -53,6 +53,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
             "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
             "kept": kept,
             "trained": trained,
+            "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
         }

@@ -77,8 +77,9 @@ function completionRow(completion) {
     .map(([name, value]) => `${name} ${number(value)}`).join(", ") || "all components 0";
   const some = completion.trained ? `, ${completion.trained} tokens` : ", no gradient";
   const upTo = completion.trained < completion.tokens ? some : "";
-  const kept = completion.kept ? `kept, probability ${number(completion.prob)}, weight ${number(completion.weight)}${upTo}` :
-    completion.prob === null ? "group not trained on" : `pruned, probability ${number(completion.prob)}`;
+  const why = `${completion.size == null ? "" : `size ${number(completion.size)} of the mean, `}probability ${number(completion.prob)}`;
+  const kept = completion.kept ? `kept, ${why}, weight ${number(completion.weight)}${upTo}` :
+    completion.prob === null ? "group not trained on" : `pruned, ${why}`;
   return element("tr", `${is.right} ${is.kept}`,
     element("td", "", element("b", "verdict", { right: "✓ right", wrong: "✗ wrong" }[is.right] || "–")),
     element("td", "", element("span", "text", completion.text)),

@@ -286,10 +286,14 @@ def test_a_page_that_is_read_again_keeps_every_place(browser, finished, tmp_path
 def test_a_page_that_leaves_steps_out_says_so(browser, tmp_path):
     folder = write_run(tmp_path / "run", [0.2] * 401)
     completion = {"text": 2000 * "x", "tokens": 9, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
-                  "advantage": 0.5, "kept": True, "prob": 1.0, "weight": 1.0}
-    group = {"id": "x", "prompt": "p", "gold": "1", "completions": [completion] * 16}
+                  "advantage": 0.5, "kept": True, "size": 1.5, "prob": 1.0, "weight": 1.0}
+    pruned = completion | {"kept": False, "size": 0.25, "prob": 0.125, "weight": 0.0}
+    group = {"id": "x", "prompt": "p", "gold": "1", "completions": [completion] * 15 + [pruned]}
     write_lines(folder / "samples.jsonl", [{"step": step, **group} for step in range(1, 401)])
     show(browser, report.write_report([folder], tmp_path))
+    assert {row["kept"] for row in rows(browser)} == {
+        "kept, size 1.5 of the mean, probability 1, weight 1",
+        "pruned, size 0.25 of the mean, probability 0.125"}
     note = browser.find_element(By.ID, "texts-note").text
     assert re.match(r"This page holds the texts of every \d+th step; those of the others are in samples.jsonl", note)
 

@@ -217,16 +217,19 @@ def test_groups_as_text_say_what_was_decided_on_each_completion():
     groups[0] = replace(groups[0], samples=(groups[0].samples[0], replace(groups[0].samples[1], pending=True)))
     reward_NG = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
     adv_NG = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]])
-    pruned = Pruned(torch.tensor([[False, True]]), torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 0.5]]))
+    pruned = Pruned(torch.tensor([[False, True]]), torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 0.5]]),
+                    torch.tensor([[1.5, 0.5]]))
     batch = as_batch(groups[2:], adv_NG[2:], pruned)
     given = as_rolled(groups, reward_NG, adv_NG), batch, lambda ids, special: f"{len(ids)} {special}"
     dropped, kept = tracking.sample_lines(*given, count=5)
     assert (dropped["id"], dropped["prompt"], dropped["gold"], kept["id"]) == ("q1", "2 True", "1", "q2")
-    assert [(c["kept"], c["prob"], c["weight"]) for c in dropped["completions"]] == [(False, None, 0.0)] * 2
+    assert [(c["kept"], c["size"], c["prob"], c["weight"]) for c in dropped["completions"]] == [
+        (False, None, None, 0.0)] * 2
     assert kept["completions"] == [
         {"text": f"{tokens} True", "tokens": tokens, "finished": True, "reward": reward, "components":
-         {"accuracy": reward}, "advantage": adv, "kept": weight > 0, "trained": trained, "prob": 0.5,
-         "weight": weight} for tokens, reward, adv, weight, trained in ((5, 1.0, 0.5, 0.0, 0), (6, 0.0, -0.5, 2.0, 6))]
+         {"accuracy": reward}, "advantage": adv, "kept": weight > 0, "trained": trained, "size": size,
+         "prob": 0.5, "weight": weight}
+        for tokens, reward, adv, weight, trained, size in ((5, 1.0, 0.5, 0.0, 0, 1.5), (6, 0.0, -0.5, 2.0, 6, 0.5))]
     among_kept = replace(batch, adv_NG=torch.tensor([[7.0, -0.1]]), tokens=[[torch.ones(1), torch.ones(4)]])
     kept, = tracking.sample_lines(given[0], among_kept, given[2], count=2)[1:]
     assert [(c["advantage"], c["trained"]) for c in kept["completions"]] == [(0.5, 0), (pytest.approx(-0.1), 4)]

@@ -189,7 +189,9 @@ def test_pps_keeps_a_fixed_number_and_drops_what_has_no_gradient():
     group, batch = (pps(ADV_NG.abs(), order, 2, scope, seed=5) for scope in ("group", "batch"))
     assert group.keep_NG.sum(dim=1).tolist() == [2, 0, 2]
     assert batch.keep_NG.sum() == 6 and batch.keep_NG[1].sum() == 0
-    assert not pps(ADV_NG[1:2].abs(), order[:4], 2, "group", seed=5).keep_NG.any()
+    torch.testing.assert_close(batch.size_NG, ADV_NG.abs() * 12 / 8.5)
+    nothing = pps(ADV_NG[1:2].abs(), order[:4], 2, "group", seed=5)
+    assert not nothing.keep_NG.any() and not nothing.size_NG.any()
 
 
 def test_the_comb_runs_through_the_order_that_it_is_given():
