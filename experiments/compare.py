@@ -53,8 +53,10 @@ SIX = {
     "greso": ("prune.prompts={kind: greso}", "rollout.until=informative"),
     "dynamic-sampling": ("rollout.until=informative",),
     "dppo": (PROMPTS, COMPLETIONS),
-    "pps": ("prune.completions={kind: pps, keep: 2, scope: batch}",),
+    "pps": ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",),
 }
+# PPS before commit f7b743d, whose runs are kept to compare with: by |A| w sqrt(length), in a shuffled order.
+BEFORE = "pps-norm"
 # Controls of the claims (claims.py): CPPO's choice among all completions of a step, Dynamic Pruning as listed
 # without a refill, and GRPO on as many completions as CPPO keeps.
 CONTROLS = {
@@ -74,8 +76,7 @@ OTHERS = {
                              "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
-    "pps-cost": ("pps", ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
-    "pps-prompts": ("pps", ("prune.prompts={kind: pps, share: 0.5}",)),
+    "pps-prompts": (BEFORE, ("prune.prompts={kind: pps, share: 0.5}",)),
     "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }

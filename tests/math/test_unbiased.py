@@ -212,8 +212,11 @@ def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
 PROMPTS, COMPLETIONS_TOO = "prune.prompts={kind: bernoulli, drop_prob: 0.6}", "{kind: bernoulli, drop_prob: 0.7}"
 
 
-def at_both(folder, out, *settings: str) -> Step:
-    return Step(folder, out, f"prune.completions={COMPLETIONS_TOO}", *settings)
+BY_SURPRISE = "{kind: pps, keep: 2, scope: batch, by_cost: true}"
+
+
+def at_both(folder, out, *settings: str, completions: str = COMPLETIONS_TOO) -> Step:
+    return Step(folder, out, f"prune.completions={completions}", *settings)
 
 
 def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch: batch) -> float:
@@ -223,11 +226,13 @@ def both_levels(step: Step, monkeypatch, places: list[int], change=lambda batch:
     return bias_of_both(step, by_both(step, [0.4, 0.7], compared, monkeypatch), full, places, change)
 
 
-@pytest.mark.parametrize(("normalize", "places"), [("constant", [0]), ("sequence", [1])])
-def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, tiny, tmp_path, monkeypatch):
-    """Of a mini-batch; of a whole step below. Under token aggregation the number of tokens of a prompt skipped is
-    unknown: a config error."""
-    step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", PROMPTS)
+@pytest.mark.parametrize(("normalize", "places", "completions"), [
+    ("constant", [0], COMPLETIONS_TOO), ("sequence", [1], COMPLETIONS_TOO), ("sequence", [0, 1], BY_SURPRISE)])
+def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places, completions, tiny, tmp_path,
+                                                               monkeypatch):
+    """Of a mini-batch, and of a whole step by PPS, whose sizes have the weights of prompts. Under token aggregation the
+    number of tokens of a prompt skipped is unknown: a config error."""
+    step = at_both(tiny, tmp_path / "run", f"loss.normalize={normalize}", PROMPTS, completions=completions)
     assert both_levels(step, monkeypatch, places) < EXACT
 
 
