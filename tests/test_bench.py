@@ -299,7 +299,7 @@ import config
 load = config.load
 config.load = lambda name, sets=(): load(name, [*sets, "rollout.prompts_per_step=2"])
 bench = runpy.run_path("bench/prune.py", run_name="bench")
-some = {"topk, group, kept mean", "pps surprise", "pps oracle", "prompts, pps", "cuts alone"}
+some = {"topk, group, kept mean", "pps surprise", "pps oracle", "pps learned", "pps surprise, cube", "cuts alone"}
 names = bench["main"].__globals__
 names |= {"STUDENT": {2: 12.7}, "DRAWS": 2, "EIGHTH": 32, "TASKS": {"toy": ("grpo_toy.yaml", {"early": 1}, 2)}}
 names["ARMS"] = {name: arm for name, arm in names["ARMS"].items() if name in some}
@@ -309,7 +309,7 @@ bench["main"]()
                           env=os.environ | {"PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr
     results = json.loads(done.stdout.splitlines()[-1])["results"]
-    assert len(results) == 5 * 5 and {line["when"] for line in results} == {"early"}
+    assert len(results) == 6 * 5 and {line["when"] for line in results} == {"early"}
     measured = [error for line in results for error in line["errors"] if error is not None]
     assert measured and min(measured) >= 0
 
