@@ -143,17 +143,17 @@ def surprise(groups: list[Group]) -> Tensor:
     return torch.stack(rows)
 
 
-def similar_first(candidates: Candidates) -> Tensor:
+def similar_order(candidates: Candidates) -> Tensor:
     """Order the completions so that neighbours have similar gradients, [NG]: by group, by the sign of the
     advantage, and by their tokens, so that those that begin alike lie together. `systematic` then draws from
     each stretch of this order its share, and keeps few that say the same.
     """
     G = candidates.adv_NG.shape[1]
-    right_NG = (candidates.adv_NG > 0).tolist()
+    positive_NG = (candidates.adv_NG > 0).tolist()
 
     def place(i: int) -> tuple:
         n, g = divmod(i, G)
-        return n, right_NG[n][g], candidates.groups[n].samples[g].ids
+        return n, positive_NG[n][g], candidates.groups[n].samples[g].ids
 
     return torch.tensor(sorted(range(candidates.adv_NG.numel()), key=place))
 
@@ -163,7 +163,7 @@ def pps(size_NG: Tensor, order_K: Tensor, keep: int, scope: str, seed: int) -> P
     of the step, and fewer only if fewer have a size above 0. CPPO's fixed cost with Dynamic Pruning's
     unbiasedness.
 
-    order_K  all completions of the step, group by group; any order is unbiased (see `similar_first`)
+    order_K  all completions of the step, group by group; any order is unbiased (see `similar_order`)
     """
     generator = torch.Generator().manual_seed(seed)
     rows = size_NG if scope == "group" else size_NG.flatten()[None]
@@ -270,7 +270,7 @@ COMPLETIONS = {
     "bottom": lambda given, settings: drop_bottom(given.adv_NG, settings.drop_prob),
     "bernoulli": lambda given, settings: bernoulli(given.adv_NG, settings.drop_prob, given.seed),
     "pps": lambda given, settings: pps(
-        gradient_size(given, settings.size, settings.by_cost), similar_first(given), settings.keep,
+        gradient_size(given, settings.size, settings.by_cost), similar_order(given), settings.keep,
         settings.scope, given.seed),
     "pods": lambda given, settings: keep_marked(max_variance(given.reward_NG, settings.keep), given.adv_NG),
     "variance": lambda given, settings: keep_marked(

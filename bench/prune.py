@@ -50,7 +50,7 @@ from prune import (
     pps,
     prefix_prob,
     rewards_of_kept,
-    similar_first,
+    similar_order,
 )
 from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds
@@ -95,7 +95,7 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
 def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
     """Draw of the whole step in proportion to a size over sqrt(length), in the order of `pps` or shuffled."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
-        size_NG, order_K = size_of(scene) / scene.candidates.len_NG.sqrt(), similar_first(scene.candidates)
+        size_NG, order_K = size_of(scene) / scene.candidates.len_NG.sqrt(), similar_order(scene.candidates)
         if order == "shuffled":
             order_K = torch.randperm(len(order_K), generator=torch.Generator().manual_seed(seed))
         return pps(size_NG, order_K, k, "batch", seed).weight_NG

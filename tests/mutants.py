@@ -34,7 +34,7 @@ BUGS = {
         ("places_K * sorted_K >= tail_K", "places_K * sorted_K >= 2 * tail_K", "prune"),
         ("(drop_prob * candidates_N1.double() + 1e-9)", "(drop_prob * candidates_N1.double())", "prune"),
         ("clamp(min=SIZE_FLOOR * mean)", "clamp(min=0)", "prune"),
-        ("return n, right_NG[n][g], candidates", "return n, candidates", "prune"),
+        ("return n, positive_NG[n][g], candidates", "return n, candidates", "prune"),
         ("missing_L.clamp(min=LEAST_SURPRISE)", "missing_L", "prune"),
         ("dtype=torch.float64)[sample.start:]", "dtype=torch.float64)", "prune"),
         ("torch.tensor([[keep * len(adv_NG)]])", "torch.tensor([[keep]])", "prune"),

@@ -25,7 +25,7 @@ from prune import (
     gradient_size,
     inclusion,
     keep_all,
-    similar_first,
+    similar_order,
     systematic,
     thin,
 )
@@ -111,7 +111,7 @@ def outcomes(candidates: Candidates, settings: Any, order: int | None = None) ->
     rows = size_NG if settings.scope == "group" else size_NG.flatten()[None]
     count = settings.keep * len(size_NG) // len(rows)
     prob = torch.stack([inclusion(row, count) for row in rows])
-    order_NG = similar_first(candidates)
+    order_NG = similar_order(candidates)
     if order is not None:
         order_NG = order_NG[torch.randperm(len(order_NG), generator=torch.Generator().manual_seed(order))]
         order_NG = order_NG[(order_NG // prob.shape[1]).argsort(stable=True)]

@@ -25,7 +25,7 @@ from prune import (
     keep_largest,
     next_round_size,
     pps,
-    similar_first,
+    similar_order,
     skip_lowest,
     surprise,
     systematic,
@@ -180,7 +180,7 @@ def test_similar_completions_are_neighbours():
     """By group, then wrong before right, then by their tokens."""
     first, = one_group(*((text, [0.5] * len(text)) for text in ("bb", "ab", "ba", "aa", "b")))
     adv_NG = torch.tensor([[1.0, -1.0, 1.0, -1.0, float("nan")], [0.0, 2.0, 1.0, 1.0, -1.0]])
-    order = similar_first(Candidates(adv_NG, [first, first], "token", True, 0)).tolist()
+    order = similar_order(Candidates(adv_NG, [first, first], "token", True, 0)).tolist()
     assert order == [3, 1, 4, 2, 0, 9, 5, 8, 6, 7]
 
 
