@@ -1,0 +1,336 @@
+"""How far is each estimator's mean from the true gradient, and how large is its variance? Exactly.
+
+    python experiments/atlas.py          # tables, and one JSON line with all rows: under a minute on one core
+    python experiments/atlas.py --page   # write the tables of docs/atlas.md anew
+
+All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
+(enumeration.py). For an estimator g and the gradient grad J of the mean reward over prompts a row has
+
+    scale c = <E g, grad J> / |grad J|^2,   bias = |E g - c grad J| / |c grad J|,
+    variance = tr Var(g) / |c grad J|^2 of one step.  A bias below EXACT is rounding.
+
+Dimension key: that of enumeration.py.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from enumeration import (
+    ADVANTAGES,
+    CONTROLS,
+    EXACT,
+    GO_ON,
+    MAX_LEN,
+    PRUNERS,
+    REGIONS,
+    ROOT,
+    SKIPPING,
+    Estimator,
+    Problem,
+    Steps,
+    all_draws,
+    all_steps,
+    compare,
+    gradients,
+    make_problem,
+    reward_of,
+    summary,
+)
+from torch import Tensor
+
+PAGE = ROOT / "docs" / "atlas.md"
+
+
+# ---- estimators of the literature: what multiplies grad logp, [S, N, G] or of each token [S, N, G, L]
+
+def others(x: Tensor, dim: int = 2) -> Tensor:
+    """Sum over the other completions of the group."""
+    return x.sum(dim=dim, keepdim=True) - x
+
+
+def ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    """Divide, and return 0 for 0/0."""
+    return torch.where(bottom > EXACT, top / bottom, 0.0)
+
+
+def token_baseline(problem: Problem, steps: Steps, own: bool) -> Tensor:
+    """Compute OTB (arXiv:2602.07078): B_t = sum_j r_j W_jt / sum_j W_jt over the completions that reach
+    token t, 0 if none does, W_jt = sum_{s <= t} |grad logp_js|^2. With two tokens the proxy of the paper,
+    1 - 2p + sum p^2, is twice this square, so B_t is the same.
+    """
+    energy_QKL = problem.score_QKLP.square().sum(dim=3).cumsum(dim=2) * (problem.logp_QKL < 0)
+    weight_SNGL = energy_QKL[steps.prompt_SN[..., None], steps.id_SNG]
+    reward_SNG1 = reward_of(problem, steps)[..., None]
+    top, bottom = reward_SNG1 * weight_SNGL, weight_SNGL
+    baseline_SNGL = ratio(top.sum(dim=2, keepdim=True), bottom.sum(dim=2, keepdim=True)) if own \
+        else ratio(others(top), others(bottom))
+    return (reward_SNG1 - baseline_SNGL) / reward_SNG1[0].numel()
+
+
+def shrinkage(problem: Problem, steps: Steps, own: bool) -> Tensor:
+    """Compute a shrinkage baseline after arXiv:2511.03710: (1 - lam) m + lam m', m the group's mean without
+    the completion itself (or with it), m' the mean of the other prompts, and lam = v / (v + (m - m')^2), v
+    the variance of m as estimated from the same rewards. The form of lam is ours.
+    """
+    reward_SNG = reward_of(problem, steps)
+    total, square = reward_SNG.sum(dim=2, keepdim=True), reward_SNG.square().sum(dim=2, keepdim=True)
+    count = problem.size
+    if not own:
+        total, square, count = others(reward_SNG), others(reward_SNG.square()), problem.size - 1
+    mean = total / count
+    variance = (square / count - mean.square()).clamp(min=0) / (count - 1)
+    elsewhere = others(reward_SNG.mean(dim=2, keepdim=True), dim=1) / (reward_SNG.shape[1] - 1)
+    lam = ratio(variance, variance + (mean - elsewhere).square())
+    return (reward_SNG - mean - lam * (elsewhere - mean)) / reward_SNG[0].numel()
+
+
+def step_mean(problem: Problem, steps: Steps) -> Tensor:
+    """Subtract the mean of all other completions of the step, whatever their prompt."""
+    reward_SNG = reward_of(problem, steps)
+    total = reward_SNG.sum(dim=(1, 2), keepdim=True) - reward_SNG
+    return (reward_SNG - total / (reward_SNG[0].numel() - 1)) / reward_SNG[0].numel()
+
+
+def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
+    """Weigh survivors s_i by 1/p_i: s_i / p_i (r_i - b_i) / (N G). Unbiased if b_i reads the others alone.
+
+    weighed     b_i = sum_{j != i} s_j r_j / p_j / (G - 1)
+    normalised  b_i = sum_{j != i} s_j r_j / p_j / sum_{j != i} s_j / p_j, or 0 if no other survives
+    with own    the plain mean of the survivors, i among them. Biased.
+    """
+    reward_SNG = reward_of(problem, steps).nan_to_num()
+    there_SNG = steps.there_SNG.double()
+    weight_SNG = there_SNG / GO_ON[steps.prompt_SN[..., None], steps.id_SNG]
+    if baseline == "weighed":
+        baseline_SNG = others(weight_SNG * reward_SNG) / (problem.size - 1)
+    elif baseline == "normalised":
+        baseline_SNG = ratio(others(weight_SNG * reward_SNG), others(weight_SNG))
+    else:
+        baseline_SNG = ratio(reward_SNG.sum(dim=2, keepdim=True), there_SNG.sum(dim=2, keepdim=True))
+    return weight_SNG * (reward_SNG - baseline_SNG) / reward_SNG[0].numel()
+
+
+def plain_survivors(problem: Problem, steps: Steps) -> Tensor:
+    """Train on the survivors at weight 1, compared with their mean: as ARRoL. Biased."""
+    adv_SNG = compare(problem, steps, "centred").nan_to_num()
+    return adv_SNG / steps.there_SNG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+
+
+def failures(problem: Problem, steps: Steps) -> Tensor:
+    """Count an aborted completion as reward 0 and train on its first token, all that is seen: as ESPO
+    (arXiv:2605.29860) with its failure state. Biased."""
+    reward_SNG = reward_of(problem, steps).nan_to_num()
+    adv_SNG = reward_SNG - others(reward_SNG) / (problem.size - 1)
+    seen_SNGL = steps.there_SNG[..., None] | (torch.arange(MAX_LEN) == 0)
+    return adv_SNG[..., None] * seen_SNGL / adv_SNG[0].numel()
+
+
+def balanced(problem: Problem, steps: Steps) -> Tensor:
+    """Keep as many right completions (reward above 1/2) as wrong ones, the earliest of each, at weight 1 and
+    compared with one another: the balance that DUET (arXiv:2605.08441) and ARRoL abort for. Biased."""
+    right_SNG = reward_of(problem, steps) > 0.5
+    least_SN1 = torch.minimum(right_SNG.sum(dim=2, keepdim=True), (~right_SNG).sum(dim=2, keepdim=True))
+    rank_SNG = torch.where(right_SNG, right_SNG.cumsum(dim=2), (~right_SNG).cumsum(dim=2))
+    return plain_survivors(problem, steps._replace(there_SNG=rank_SNG <= least_SN1))
+
+
+def mean_by_prompt(problem: Problem, steps: Steps) -> Tensor:
+    """Take the mean over the n_q completions of each prompt, and then over prompts."""
+    adv_SNG = compare(problem, steps, "leave_one_out").nan_to_num()
+    return adv_SNG / steps.there_SNG.sum(dim=2, keepdim=True) / adv_SNG.shape[1]
+
+
+LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
+    "OTB, own sample in its baseline": (partial(token_baseline, own=True), "all"),
+    "OTB, leave-one-out": (partial(token_baseline, own=False), "all"),
+    "shrinkage, own sample in its baseline": (partial(shrinkage, own=True), "all"),
+    "shrinkage, leave-one-out": (partial(shrinkage, own=False), "all"),
+    "mean of all others of the step": (step_mean, "all"),
+    "survivors 1/p, others weighed 1/p": (partial(survivors, baseline="weighed"), "aborted"),
+    "survivors 1/p, others weighed and normalised": (partial(survivors, baseline="normalised"), "aborted"),
+    "survivors 1/p, plain mean with the own reward": (partial(survivors, baseline="with own"), "aborted"),
+    "survivors at weight 1 (ARRoL)": (plain_survivors, "aborted"),
+    "aborted at random, reward 0": (failures, "aborted"),
+    "aborted by a threshold, reward 0 (ESPO)": (failures, "threshold"),
+    "balance of right and wrong (DUET)": (balanced, "balance"),
+    "2 and 4, mean over each prompt's": (mean_by_prompt, "ragged"),
+}
+
+
+def gradients_by(factor: Tensor, problem: Problem, steps: Steps) -> Tensor:
+    """Compute the gradient of every step, [S, P]."""
+    place = steps.prompt_SN[..., None], steps.id_SNG
+    if factor.dim() == 3:
+        return torch.einsum("sng,sngp->sp", factor, problem.full_QKP[place])
+    return torch.einsum("sngl,snglp->sp", factor, problem.score_QKLP[place])
+
+
+# ---- rows
+
+class Row(NamedTuple):
+    """A line of a table, or a cell of a table that has columns."""
+
+    name: str
+    chosen: Estimator | str = Estimator()  # or a name of LITERATURE
+    column: str = ""
+    problem: str = "main"
+
+
+PROBLEMS = {
+    "main": {},
+    "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
+    "one prompt, 0/1": {"prompts": (1,), "size": 4},
+    "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
+    "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
+}
+
+
+@cache
+def problem_of(name: str) -> Problem:
+    return make_problem(**PROBLEMS[name])
+
+
+@cache
+def measure(row: Row) -> dict[str, float]:
+    """Compute a row's figures; `trained` is the mean number of completions of a step that have a gradient."""
+    problem = problem_of(row.problem)
+    if isinstance(row.chosen, str):
+        estimate, prompts = LITERATURE[row.chosen]
+        steps = all_steps(problem, "on-policy", prompts)
+        factor = estimate(problem, steps)
+        trained_SNG = (factor.view(*steps.id_SNG.shape, -1) != 0).any(dim=3)
+        return summary(problem, steps.chance_S, gradients_by(factor, problem, steps), trained_SNG)
+    normalize = row.chosen.normalize if row.chosen.completions.endswith("by surprise") else ""
+    drawn = all_draws(problem, row.chosen._replace(normalize=normalize, denominator="", trust=""))
+    gradient_RP, trained_RNG = gradients(problem, drawn, row.chosen), drawn.keep_RNG & (drawn.adv_RNG != 0)
+    return summary(problem, drawn.steps.chance_S, gradient_RP, trained_RNG)
+
+
+def each(field: str, names: Any) -> list[Row]:
+    """Make a row for each value of one choice."""
+    return [Row(name, Estimator(**{field: name})) for name in names]
+
+
+def crossed(rows: list[Row], field: str, values: Any) -> list[Row]:
+    """Put each row into several columns, by another choice."""
+    return [Row(row.name, row.chosen._replace(**{field: value}), value) for row in rows for value in values]
+
+
+def of_literature(*rules: str) -> list[Row]:
+    return [Row(name, name) for name, (_, prompts) in LITERATURE.items() if prompts in rules]
+
+
+FORMS = ("token", "sequence", "sum")
+KEPT = {"denominator": "kept"}
+CASES = [
+    Row("leave_one_out"),
+    Row("group_norm: z-scores", Estimator("group_norm")),
+    Row("topk: 2 of 4, over the kept", Estimator(completions="topk", **KEPT)),
+    Row("refill by other prompts", Estimator(prompts="refill")),
+    Row("refill by the same prompt", Estimator(prompts="same refill")),
+    Row("leave_one_out, normalize: sequence", Estimator(normalize="sequence")),
+    Row("group_norm, normalize: sequence", Estimator("group_norm", "sequence")),
+]
+OVER_KEPT = ("topk", "bernoulli", "pps", "pods", "variance")
+GSPO = Row("clip_sequence, normalize: sequence", Estimator(trust="clip_sequence", normalize="sequence"))
+TABLES = {
+    "Advantages": crossed(each("advantage", ADVANTAGES), "normalize", (*FORMS, "constant")),
+    "One prompt": [Row(row.name, row.chosen, name, name) for row in CASES for name in list(PROBLEMS)[1:]],
+    "Pruned completions": [
+        *each("completions", PRUNERS),
+        *(Row(f"{name}, over the kept", Estimator(completions=name, **KEPT)) for name in OVER_KEPT),
+    ],
+    "Prompts": [
+        *each("prompts", ("all", *SKIPPING)),
+        Row("refill by other prompts", Estimator(prompts="refill")),
+        Row("refill by other prompts, normalize: token", Estimator(prompts="refill", normalize="token")),
+        Row("refill by the same prompt", Estimator(prompts="same refill")),
+    ],
+    "Trust regions": crossed([*each("trust", (*REGIONS, *CONTROLS)), GSPO], "behind", ("near", "far")),
+    "Baselines": [*each("advantage", ("reward", "soft_value", "leave_one_out")), *of_literature("all")],
+    "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
+    "Allocation": [
+        Row("3 and 3"),
+        *of_literature("ragged"),
+        Row("2 and 4, mean over all", Estimator(prompts="ragged")),
+    ],
+}
+
+
+def grid() -> list[Row]:
+    """List all combinations that make sense; `constant` is `sum` over MAX_LEN, so it is left out."""
+    chosen, counts = set(), ("all", "kept")
+    for kind, normalize in itertools.product(ADVANTAGES, FORMS):
+        chosen |= {Estimator(kind, normalize, count, completions=name)
+                   for name, count in itertools.product(PRUNERS, counts)}
+        chosen |= {Estimator(kind, normalize, prompts=name) for name in ("refill", "same refill", "ragged")}
+        if kind != "decoupled" and normalize != "token":  # with skipped prompts these are config errors
+            chosen |= {Estimator(kind, normalize, prompts=name) for name in SKIPPING}
+    for behind, normalize in itertools.product(("near", "far"), FORMS):
+        for kind in ("reward", "leave_one_out", "group_norm"):
+            chosen |= {Estimator(kind, normalize, trust=trust, behind=behind)
+                       for trust in (*REGIONS, *CONTROLS)}
+        for trust, count in itertools.product(("clip", "ratio of the completion"), counts):
+            chosen |= {Estimator("leave_one_out", normalize, count, trust, name, behind=behind)
+                       for name in PRUNERS}
+    return [Row("", estimator) for estimator in sorted(chosen)]
+
+
+# ---- tables
+
+def bias_text(bias: float) -> str:
+    return "exact" if bias < EXACT else f"{bias:.3f}"
+
+
+def table_of(rows: list[Row]) -> list[str]:
+    """Write a table as markdown; one with columns has the bias in each, and the variance in brackets."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        figures = measure(row)
+        bias, variance = bias_text(figures["bias"]), f"{figures['variance']:.2f}"
+        alone = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
+        lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else alone)
+    columns = list(dict.fromkeys(row.column for row in rows))
+    head = columns if rows[0].column else ["scale", "bias", "variance", "trained"]
+    body = [[name, *cells] for name, cells in lines.items()]
+    return [f"| {' | '.join(cells)} |" for cells in (["", *head], ["---"] * (len(head) + 1), *body)]
+
+
+def page() -> str:
+    """Return docs/atlas.md with every table computed anew, each between its two marks."""
+    text = PAGE.read_text()
+    for title, rows in TABLES.items():
+        start, end = f"<!-- {title} -->\n", "<!-- end -->"
+        before, _, behind = text.partition(start)
+        _, _, after = behind.partition(end)
+        text = before + start + "\n".join(["", *table_of(rows), "", end]) + after
+    return text
+
+
+def main() -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/atlas.md anew")
+    args = parser.parse_args()
+    if args.page:
+        PAGE.write_text(page())
+        return 0
+    for title, rows in TABLES.items():
+        print("\n".join([f"\n{title}\n", *table_of(rows)]), flush=True)
+    paged = [row for rows in TABLES.values() for row in rows]
+    known = {(row.problem, row.chosen) for row in paged}
+    lines = []
+    for row in paged + [row for row in grid() if (row.problem, row.chosen) not in known]:
+        chosen = {"literature": row.chosen} if isinstance(row.chosen, str) else row.chosen._asdict()
+        lines.append({"problem": row.problem, **chosen, **measure(row)})
+    print(json.dumps({"experiment": "atlas", "rows": lines}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
