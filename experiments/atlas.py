@@ -30,6 +30,7 @@ from enumeration import (
     REGIONS,
     ROOT,
     SKIPPING,
+    TREES,
     Estimator,
     Problem,
     Steps,
@@ -301,34 +302,57 @@ def table_of(rows: list[Row]) -> list[str]:
     return [f"| {' | '.join(cells)} |" for cells in (["", *head], ["---"] * (len(head) + 1), *body)]
 
 
-def page() -> str:
-    """Return docs/atlas.md with every table computed anew, each between its two marks."""
-    text = PAGE.read_text()
-    for title, rows in TABLES.items():
-        start, end = f"<!-- {title} -->\n", "<!-- end -->"
-        before, _, behind = text.partition(start)
-        _, _, after = behind.partition(end)
-        text = before + start + "\n".join(["", *table_of(rows), "", end]) + after
+def problem_table() -> list[str]:
+    """Write down the completions of the main problem: length, and by prompt reward and probabilities."""
+    problem = problem_of("main")
+    chance = {name: logp_QKL.sum(dim=2).exp() for name, logp_QKL in problem.sampled.items()}
+    head = ["completion", "tokens"]
+    for q in (1, 2):
+        head += [f"{q}: reward", *(f"{q}: p, {name}" for name in chance)]
+    lines = [head, ["---"] * len(head)]
+    for k, name in enumerate(TREES["unequal"]):
+        cells = [name, str(problem.len_K[k].item())]
+        for q in (0, 1):
+            cells.append(f"{problem.reward_QK[q, k]:g}")
+            cells += [f"{chance_QK[q, k]:.2f}" for chance_QK in chance.values()]
+        lines.append(cells)
+    return [f"| {' | '.join(cells)} |" for cells in lines]
+
+
+def tables() -> dict[str, list[str]]:
+    """Compute all tables, by title."""
+    return {"Problem": problem_table()} | {title: table_of(rows) for title, rows in TABLES.items()}
+
+
+def fill(text: str, computed: dict[str, list[str]]) -> str:
+    """Put every table into a page, between its two marks."""
+    for title, lines in computed.items():
+        before, _, behind = text.partition(f"<!-- {title} -->\n")
+        _, _, after = behind.partition("<!-- end -->")
+        text = f"{before}<!-- {title} -->\n\n" + "\n".join(lines) + f"\n\n<!-- end -->{after}"
     return text
+
+
+def all_rows() -> list[dict[str, Any]]:
+    """Compute every row once, those of the page first."""
+    chosen = {(row.problem, row.chosen): row for row in (*itertools.chain(*TABLES.values()), *grid())}
+    lines = []
+    for row in chosen.values():
+        choices = {"literature": row.chosen} if isinstance(row.chosen, str) else row.chosen._asdict()
+        lines.append({"problem": row.problem, **choices, **measure(row)})
+    return lines
 
 
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--page", action="store_true", help="write the tables of docs/atlas.md anew")
-    args = parser.parse_args()
-    if args.page:
-        PAGE.write_text(page())
+    if parser.parse_args().page:
+        PAGE.write_text(fill(PAGE.read_text(), tables()))
         return 0
-    for title, rows in TABLES.items():
-        print("\n".join([f"\n{title}\n", *table_of(rows)]), flush=True)
-    paged = [row for rows in TABLES.values() for row in rows]
-    known = {(row.problem, row.chosen) for row in paged}
-    lines = []
-    for row in paged + [row for row in grid() if (row.problem, row.chosen) not in known]:
-        chosen = {"literature": row.chosen} if isinstance(row.chosen, str) else row.chosen._asdict()
-        lines.append({"problem": row.problem, **chosen, **measure(row)})
-    print(json.dumps({"experiment": "atlas", "rows": lines}))
+    for title, lines in tables().items():
+        print("\n".join([f"\n{title}\n", *lines]), flush=True)
+    print(json.dumps({"experiment": "atlas", "rows": all_rows()}))
     return 0
 
 
