@@ -206,8 +206,7 @@ def measure(row: Row) -> dict[str, float]:
         factor = estimate(problem, steps)
         trained_SNG = (factor.view(*steps.id_SNG.shape, -1) != 0).any(dim=3)
         return summary(problem, steps.chance_S, gradients_by(factor, problem, steps), trained_SNG)
-    normalize = row.chosen.normalize if row.chosen.completions.endswith("by surprise") else ""
-    drawn = all_draws(problem, row.chosen._replace(normalize=normalize, denominator="", trust=""))
+    drawn = all_draws(problem, row.chosen)
     gradient_RP, trained_RNG = gradients(problem, drawn, row.chosen), drawn.keep_RNG & (drawn.adv_RNG != 0)
     return summary(problem, drawn.steps.chance_S, gradient_RP, trained_RNG)
 

@@ -431,8 +431,14 @@ def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
     return Drawn(drawn, of_R, adv_RNG.nan_to_num(), keep_RNG, weight_RNG * drawn.weight_SN[..., None])
 
 
-@cache
 def all_draws(problem: Problem, chosen: Estimator) -> Drawn:
+    """Go through all steps and draws, once for all estimators that prune alike."""
+    normalize = chosen.normalize if chosen.completions.endswith("by surprise") else ""
+    return draw_all(problem, chosen._replace(normalize=normalize, denominator="", trust=""))
+
+
+@cache
+def draw_all(problem: Problem, chosen: Estimator) -> Drawn:
     return draw(problem, all_steps(problem, chosen.behind, chosen.prompts), chosen)
 
 
