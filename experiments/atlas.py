@@ -4,7 +4,8 @@
     python experiments/atlas.py --page   # write the tables of docs/atlas.md anew
 
 All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
-(enumeration.py). For an estimator g and the gradient grad J of the mean reward over prompts a row has
+(enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts a
+row has
 
     scale c = <E g, grad J> / |grad J|^2,   bias = |E g - c grad J| / |c grad J|,
     variance = tr Var(g) / |c grad J|^2 of one step.  A bias below EXACT is rounding.
@@ -16,42 +17,49 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Callable
 from functools import cache, partial
 from typing import Any, NamedTuple
 
 import torch
 from enumeration import (
-    ADVANTAGES,
-    CONTROLS,
-    EXACT,
     GO_ON,
     MAX_LEN,
-    PRUNERS,
-    REGIONS,
     ROOT,
     SKIPPING,
     TREES,
-    Estimator,
     Problem,
     Steps,
-    all_draws,
     all_steps,
-    compare,
-    gradients,
     make_problem,
     reward_of,
-    summary,
+)
+from estimators import (
+    ADVANTAGES,
+    CONTROLS,
+    PRUNERS,
+    REGIONS,
+    Estimator,
+    all_draws,
+    compare,
+    gradients,
 )
 from torch import Tensor
 
 PAGE = ROOT / "docs" / "atlas.md"
+EXACT = 1e-12
 
 
 # ---- estimators of the literature: what multiplies grad logp, [S, N, G] or of each token [S, N, G, L]
 
-def others(x: Tensor, dim: int = 2) -> Tensor:
+def total(x: Tensor) -> Tensor:
+    """Sum over the completions of a group."""
+    return x.sum(dim=2, keepdim=True)
+
+
+def others(x: Tensor) -> Tensor:
     """Sum over the other completions of the group."""
-    return x.sum(dim=dim, keepdim=True) - x
+    return total(x) - x
 
 
 def ratio(top: Tensor, bottom: Tensor) -> Tensor:
@@ -59,42 +67,45 @@ def ratio(top: Tensor, bottom: Tensor) -> Tensor:
     return torch.where(bottom > EXACT, top / bottom, 0.0)
 
 
-def token_baseline(problem: Problem, steps: Steps, own: bool) -> Tensor:
+def token_baseline(problem: Problem, steps: Steps, over: Callable) -> Tensor:
     """Compute OTB (arXiv:2602.07078): B_t = sum_j r_j W_jt / sum_j W_jt over the completions that reach
     token t, 0 if none does, W_jt = sum_{s <= t} |grad logp_js|^2. With two tokens the proxy of the paper,
     1 - 2p + sum p^2, is twice this square, so B_t is the same.
+
+    over    sums over the group: its own sample included (`total`), or not (`others`)
     """
-    energy_QKL = problem.score_QKLP.square().sum(dim=3).cumsum(dim=2) * (problem.logp_QKL < 0)
-    weight_SNGL = energy_QKL[steps.prompt_SN[..., None], steps.id_SNG]
+    square_QKL = problem.score_QKLP.square().sum(dim=3)
+    energy_QKL = square_QKL.cumsum(dim=2) * (problem.logp_QKL < 0)
+    energy_SNGL = steps.look_up(energy_QKL)
     reward_SNG1 = reward_of(problem, steps)[..., None]
-    top, bottom = reward_SNG1 * weight_SNGL, weight_SNGL
-    baseline_SNGL = ratio(top.sum(dim=2, keepdim=True), bottom.sum(dim=2, keepdim=True)) if own \
-        else ratio(others(top), others(bottom))
-    return (reward_SNG1 - baseline_SNGL) / reward_SNG1[0].numel()
+    baseline_SNGL = ratio(over(reward_SNG1 * energy_SNGL), over(energy_SNGL))
+    return (reward_SNG1 - baseline_SNGL) / steps.completions
 
 
-def shrinkage(problem: Problem, steps: Steps, own: bool) -> Tensor:
+def shrinkage(problem: Problem, steps: Steps, over: Callable) -> Tensor:
     """Compute a shrinkage baseline after arXiv:2511.03710: (1 - lam) m + lam m', m the group's mean without
-    the completion itself (or with it), m' the mean of the other prompts, and lam = v / (v + (m - m')^2), v
-    the variance of m as estimated from the same rewards. The form of lam is ours.
+    the completion itself (`others`, or with it, `total`), m' the mean of the other prompts, and
+    lam = v / (v + (m - m')^2), v the variance of m as estimated from the same rewards. The form of lam is
+    ours.
     """
     reward_SNG = reward_of(problem, steps)
-    total, square = reward_SNG.sum(dim=2, keepdim=True), reward_SNG.square().sum(dim=2, keepdim=True)
-    count = problem.size
-    if not own:
-        total, square, count = others(reward_SNG), others(reward_SNG.square()), problem.size - 1
-    mean = total / count
-    variance = (square / count - mean.square()).clamp(min=0) / (count - 1)
-    elsewhere = others(reward_SNG.mean(dim=2, keepdim=True), dim=1) / (reward_SNG.shape[1] - 1)
-    lam = ratio(variance, variance + (mean - elsewhere).square())
-    return (reward_SNG - mean - lam * (elsewhere - mean)) / reward_SNG[0].numel()
+    count_SNG = over(torch.ones_like(reward_SNG))
+    mean_SNG = over(reward_SNG) / count_SNG
+    spread_SNG = (over(reward_SNG.square()) / count_SNG - mean_SNG.square()).clamp(min=0)
+    noise_SNG = spread_SNG / (count_SNG - 1)
+    mean_SN1 = reward_SNG.mean(dim=2, keepdim=True)
+    N = mean_SN1.shape[1]
+    elsewhere_SN1 = (mean_SN1.sum(dim=1, keepdim=True) - mean_SN1) / (N - 1)
+    lam_SNG = ratio(noise_SNG, noise_SNG + (mean_SNG - elsewhere_SN1).square())
+    baseline_SNG = (1 - lam_SNG) * mean_SNG + lam_SNG * elsewhere_SN1
+    return (reward_SNG - baseline_SNG) / steps.completions
 
 
 def step_mean(problem: Problem, steps: Steps) -> Tensor:
     """Subtract the mean of all other completions of the step, whatever their prompt."""
     reward_SNG = reward_of(problem, steps)
-    total = reward_SNG.sum(dim=(1, 2), keepdim=True) - reward_SNG
-    return (reward_SNG - total / (reward_SNG[0].numel() - 1)) / reward_SNG[0].numel()
+    others_SNG = reward_SNG.sum(dim=(1, 2), keepdim=True) - reward_SNG
+    return (reward_SNG - others_SNG / (steps.completions - 1)) / steps.completions
 
 
 def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
@@ -106,20 +117,21 @@ def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
     """
     reward_SNG = reward_of(problem, steps).nan_to_num()
     there_SNG = steps.there_SNG.double()
-    weight_SNG = there_SNG / GO_ON[steps.prompt_SN[..., None], steps.id_SNG]
+    weight_SNG = there_SNG / steps.look_up(GO_ON)
     if baseline == "weighed":
         baseline_SNG = others(weight_SNG * reward_SNG) / (problem.size - 1)
     elif baseline == "normalised":
         baseline_SNG = ratio(others(weight_SNG * reward_SNG), others(weight_SNG))
     else:
-        baseline_SNG = ratio(reward_SNG.sum(dim=2, keepdim=True), there_SNG.sum(dim=2, keepdim=True))
-    return weight_SNG * (reward_SNG - baseline_SNG) / reward_SNG[0].numel()
+        baseline_SNG = ratio(total(reward_SNG), total(there_SNG))
+    return weight_SNG * (reward_SNG - baseline_SNG) / steps.completions
 
 
 def plain_survivors(problem: Problem, steps: Steps) -> Tensor:
     """Train on the survivors at weight 1, compared with their mean: as ARRoL. Biased."""
     adv_SNG = compare(problem, steps, "centred").nan_to_num()
-    return adv_SNG / steps.there_SNG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
+    count_S11 = steps.there_SNG.sum(dim=(1, 2), keepdim=True)
+    return adv_SNG / count_S11.clamp(min=1)
 
 
 def failures(problem: Problem, steps: Steps) -> Tensor:
@@ -128,29 +140,32 @@ def failures(problem: Problem, steps: Steps) -> Tensor:
     reward_SNG = reward_of(problem, steps).nan_to_num()
     adv_SNG = reward_SNG - others(reward_SNG) / (problem.size - 1)
     seen_SNGL = steps.there_SNG[..., None] | (torch.arange(MAX_LEN) == 0)
-    return adv_SNG[..., None] * seen_SNGL / adv_SNG[0].numel()
+    return adv_SNG[..., None] * seen_SNGL / steps.completions
 
 
 def balanced(problem: Problem, steps: Steps) -> Tensor:
     """Keep as many right completions (reward above 1/2) as wrong ones, the earliest of each, at weight 1 and
     compared with one another: the balance that DUET (arXiv:2605.08441) and ARRoL abort for. Biased."""
     right_SNG = reward_of(problem, steps) > 0.5
-    least_SN1 = torch.minimum(right_SNG.sum(dim=2, keepdim=True), (~right_SNG).sum(dim=2, keepdim=True))
-    rank_SNG = torch.where(right_SNG, right_SNG.cumsum(dim=2), (~right_SNG).cumsum(dim=2))
-    return plain_survivors(problem, steps._replace(there_SNG=rank_SNG <= least_SN1))
+    wrong_SNG = ~right_SNG
+    least_SN1 = torch.minimum(total(right_SNG), total(wrong_SNG))
+    rank_SNG = torch.where(right_SNG, right_SNG.cumsum(dim=2), wrong_SNG.cumsum(dim=2))
+    kept = steps._replace(there_SNG=rank_SNG <= least_SN1)
+    return plain_survivors(problem, kept)
 
 
 def mean_by_prompt(problem: Problem, steps: Steps) -> Tensor:
     """Take the mean over the n_q completions of each prompt, and then over prompts."""
     adv_SNG = compare(problem, steps, "leave_one_out").nan_to_num()
-    return adv_SNG / steps.there_SNG.sum(dim=2, keepdim=True) / adv_SNG.shape[1]
+    N = adv_SNG.shape[1]
+    return adv_SNG / total(steps.there_SNG) / N
 
 
 LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
-    "OTB, own sample in its baseline": (partial(token_baseline, own=True), "all"),
-    "OTB, leave-one-out": (partial(token_baseline, own=False), "all"),
-    "shrinkage, own sample in its baseline": (partial(shrinkage, own=True), "all"),
-    "shrinkage, leave-one-out": (partial(shrinkage, own=False), "all"),
+    "OTB, own sample in its baseline": (partial(token_baseline, over=total), "all"),
+    "OTB, leave-one-out": (partial(token_baseline, over=others), "all"),
+    "shrinkage, own sample in its baseline": (partial(shrinkage, over=total), "all"),
+    "shrinkage, leave-one-out": (partial(shrinkage, over=others), "all"),
     "mean of all others of the step": (step_mean, "all"),
     "survivors 1/p, others weighed 1/p": (partial(survivors, baseline="weighed"), "aborted"),
     "survivors 1/p, others weighed and normalised": (partial(survivors, baseline="normalised"), "aborted"),
@@ -165,10 +180,9 @@ LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
 
 def gradients_by(factor: Tensor, problem: Problem, steps: Steps) -> Tensor:
     """Compute the gradient of every step, [S, P]."""
-    place = steps.prompt_SN[..., None], steps.id_SNG
     if factor.dim() == 3:
-        return torch.einsum("sng,sngp->sp", factor, problem.full_QKP[place])
-    return torch.einsum("sngl,snglp->sp", factor, problem.score_QKLP[place])
+        return torch.einsum("sng,sngp->sp", factor, steps.look_up(problem.full_QKP))
+    return torch.einsum("sngl,snglp->sp", factor, steps.look_up(problem.score_QKLP))
 
 
 # ---- rows
@@ -196,19 +210,39 @@ def problem_of(name: str) -> Problem:
     return make_problem(**PROBLEMS[name])
 
 
+def summary(problem: Problem, chance_R: Tensor, gradient_RP: Tensor, trained_RNG: Tensor) -> dict[str, float]:
+    """Compute scale, bias and variance, and the mean number of completions that have a gradient."""
+    target_P = problem.target()
+    mean_P = chance_R @ gradient_RP
+    scale = mean_P @ target_P / target_P.square().sum()
+    size = scale.abs() * target_P.norm()
+    apart_P = mean_P - scale * target_P
+    spread_R = (gradient_RP - mean_P).square().sum(dim=1)
+    trained_R = trained_RNG.double().sum(dim=(1, 2))
+    return {
+        "scale": scale.item(),
+        "bias": (apart_P.norm() / size).item(),
+        "variance": (chance_R @ spread_R / size.square()).item(),
+        "trained": (chance_R @ trained_R).item(),
+    }
+
+
 @cache
 def measure(row: Row) -> dict[str, float]:
-    """Compute a row's figures; `trained` is the mean number of completions of a step that have a gradient."""
+    """Compute a row's figures."""
     problem = problem_of(row.problem)
     if isinstance(row.chosen, str):
         estimate, prompts = LITERATURE[row.chosen]
         steps = all_steps(problem, "on-policy", prompts)
         factor = estimate(problem, steps)
-        trained_SNG = (factor.view(*steps.id_SNG.shape, -1) != 0).any(dim=3)
-        return summary(problem, steps.chance_S, gradients_by(factor, problem, steps), trained_SNG)
-    drawn = all_draws(problem, row.chosen)
-    gradient_RP, trained_RNG = gradients(problem, drawn, row.chosen), drawn.keep_RNG & (drawn.adv_RNG != 0)
-    return summary(problem, drawn.steps.chance_S, gradient_RP, trained_RNG)
+        gradient_RP = gradients_by(factor, problem, steps)
+        trained_RNG = factor != 0 if factor.dim() == 3 else (factor != 0).any(dim=3)
+    else:
+        drawn = all_draws(problem, row.chosen)
+        steps = drawn.steps
+        gradient_RP = gradients(problem, drawn, row.chosen)
+        trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
+    return summary(problem, steps.chance_S, gradient_RP, trained_RNG)
 
 
 def each(field: str, names: Any) -> list[Row]:
@@ -264,20 +298,22 @@ TABLES = {
 
 def grid() -> list[Row]:
     """List all combinations that make sense; `constant` is `sum` over MAX_LEN, so it is left out."""
-    chosen, counts = set(), ("all", "kept")
+    chosen = set()
+    counts = ("all", "kept")
     for kind, normalize in itertools.product(ADVANTAGES, FORMS):
-        chosen |= {Estimator(kind, normalize, count, completions=name)
-                   for name, count in itertools.product(PRUNERS, counts)}
-        chosen |= {Estimator(kind, normalize, prompts=name) for name in ("refill", "same refill", "ragged")}
+        for name, count in itertools.product(PRUNERS, counts):
+            chosen.add(Estimator(kind, normalize, count, completions=name))
+        rules = ["refill", "same refill", "ragged"]
         if kind != "decoupled" and normalize != "token":  # with skipped prompts these are config errors
-            chosen |= {Estimator(kind, normalize, prompts=name) for name in SKIPPING}
+            rules += SKIPPING
+        for name in rules:
+            chosen.add(Estimator(kind, normalize, prompts=name))
     for behind, normalize in itertools.product(("near", "far"), FORMS):
         for kind in ("reward", "leave_one_out", "group_norm"):
-            chosen |= {Estimator(kind, normalize, trust=trust, behind=behind)
-                       for trust in (*REGIONS, *CONTROLS)}
-        for trust, count in itertools.product(("clip", "ratio of the completion"), counts):
-            chosen |= {Estimator("leave_one_out", normalize, count, trust, name, behind=behind)
-                       for name in PRUNERS}
+            for trust in (*REGIONS, *CONTROLS):
+                chosen.add(Estimator(kind, normalize, trust=trust, behind=behind))
+        for trust, count, name in itertools.product(("clip", "ratio of the completion"), counts, PRUNERS):
+            chosen.add(Estimator("leave_one_out", normalize, count, trust, name, behind=behind))
     return [Row("", estimator) for estimator in sorted(chosen)]
 
 
@@ -287,57 +323,74 @@ def bias_text(bias: float) -> str:
     return "exact" if bias < EXACT else f"{bias:.3f}"
 
 
+def markdown(head: list[str], body: list[list[str]]) -> list[str]:
+    rule = ["---"] * len(head)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *body)]
+
+
 def table_of(rows: list[Row]) -> list[str]:
-    """Write a table as markdown; one with columns has the bias in each, and the variance in brackets."""
+    """Write a table; one with columns has the bias in each, and the variance in brackets."""
     lines: dict[str, list[str]] = {}
     for row in rows:
         figures = measure(row)
-        bias, variance = bias_text(figures["bias"]), f"{figures['variance']:.2f}"
-        alone = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
-        lines.setdefault(row.name, []).extend([f"{bias} ({variance})"] if row.column else alone)
-    columns = list(dict.fromkeys(row.column for row in rows))
-    head = columns if rows[0].column else ["scale", "bias", "variance", "trained"]
-    body = [[name, *cells] for name, cells in lines.items()]
-    return [f"| {' | '.join(cells)} |" for cells in (["", *head], ["---"] * (len(head) + 1), *body)]
+        bias = bias_text(figures["bias"])
+        variance = f"{figures['variance']:.2f}"
+        cells = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
+        if row.column:
+            cells = [f"{bias} ({variance})"]
+        lines.setdefault(row.name, []).extend(cells)
+    head = ["scale", "bias", "variance", "trained"]
+    if rows[0].column:
+        head = list(dict.fromkeys(row.column for row in rows))
+    return markdown(["", *head], [[name, *cells] for name, cells in lines.items()])
 
 
 def problem_table() -> list[str]:
     """Write down the completions of the main problem: length, and by prompt reward and probabilities."""
     problem = problem_of("main")
-    chance = {name: logp_QKL.sum(dim=2).exp() for name, logp_QKL in problem.sampled.items()}
     head = ["completion", "tokens"]
     for q in (1, 2):
-        head += [f"{q}: reward", *(f"{q}: p, {name}" for name in chance)]
-    lines = [head, ["---"] * len(head)]
+        head.append(f"{q}: reward")
+        head += [f"{q}: p, {name}" for name in problem.sampled]
+    body = []
     for k, name in enumerate(TREES["unequal"]):
         cells = [name, str(problem.len_K[k].item())]
         for q in (0, 1):
             cells.append(f"{problem.reward_QK[q, k]:g}")
-            cells += [f"{chance_QK[q, k]:.2f}" for chance_QK in chance.values()]
-        lines.append(cells)
-    return [f"| {' | '.join(cells)} |" for cells in lines]
+            for logp_QKL in problem.sampled.values():
+                cells.append(f"{logp_QKL[q, k].sum().exp():.2f}")
+        body.append(cells)
+    return markdown(head, body)
 
 
 def tables() -> dict[str, list[str]]:
     """Compute all tables, by title."""
-    return {"Problem": problem_table()} | {title: table_of(rows) for title, rows in TABLES.items()}
+    computed = {"Problem": problem_table()}
+    for title, rows in TABLES.items():
+        computed[title] = table_of(rows)
+    return computed
 
 
 def fill(text: str, computed: dict[str, list[str]]) -> str:
     """Put every table into a page, between its two marks."""
+    end = "<!-- end -->"
     for title, lines in computed.items():
-        before, _, behind = text.partition(f"<!-- {title} -->\n")
-        _, _, after = behind.partition("<!-- end -->")
-        text = f"{before}<!-- {title} -->\n\n" + "\n".join(lines) + f"\n\n<!-- end -->{after}"
+        start = f"<!-- {title} -->"
+        before, _, behind = text.partition(start)
+        _, _, after = behind.partition(end)
+        text = "\n".join([before + start, "", *lines, "", end + after])
     return text
 
 
 def all_rows() -> list[dict[str, Any]]:
     """Compute every row once, those of the page first."""
-    chosen = {(row.problem, row.chosen): row for row in (*itertools.chain(*TABLES.values()), *grid())}
+    by_choices = {}
+    for row in (*itertools.chain(*TABLES.values()), *grid()):
+        by_choices[row.problem, row.chosen] = row
     lines = []
-    for row in chosen.values():
-        choices = {"literature": row.chosen} if isinstance(row.chosen, str) else row.chosen._asdict()
+    for row in by_choices.values():
+        literature = isinstance(row.chosen, str)
+        choices = {"literature": row.chosen} if literature else row.chosen._asdict()
         lines.append({"problem": row.problem, **choices, **measure(row)})
     return lines
 

@@ -19,21 +19,10 @@ sys.path.append(str(ROOT / "experiments"))
 
 import atlas  # noqa: E402
 import enumeration  # noqa: E402
-from atlas import LITERATURE, TABLES, Row, measure, problem_of  # noqa: E402
-from enumeration import (  # noqa: E402
-    ADVANTAGES,
-    BEHIND,
-    CONTROLS,
-    EXACT,
-    OWN,
-    PRUNERS,
-    REGIONS,
-    THETA,
-    TREES,
-    Estimator,
-    Problem,
-    Steps,
-)
+import estimators  # noqa: E402
+from atlas import EXACT, LITERATURE, TABLES, Row, measure, problem_of  # noqa: E402
+from enumeration import AWAY, BEHIND, OWN, THETA, TREES, Problem, Steps  # noqa: E402
+from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator  # noqa: E402
 
 from advantage import advantage  # noqa: E402
 from loss import TRUST, token_weight  # noqa: E402
@@ -87,7 +76,7 @@ def test_an_unbiased_pruner_keeps_the_bias_of_what_it_prunes(kind):
 @pytest.mark.parametrize("name", [*REGIONS, *CONTROLS])
 def test_on_policy_every_trust_region_is_1(name):
     problem = problem_of("main")
-    pull_QK3P = enumeration.pulls(problem, name, "on-policy")
+    pull_QK3P = estimators.pulls(problem, name, "on-policy")
     torch.testing.assert_close(pull_QK3P, problem.full_QKP[:, :, None].expand_as(pull_QK3P), rtol=0, atol=1e-14)
 
 
@@ -97,7 +86,7 @@ def sample_ids(problem: Problem, behind: str, prompt_SN: Tensor, size: int, gene
     """Choose a token at every prefix by its logit; the completion is the one that these choices lead to."""
     tree = TREES["unequal" if problem.len_K.unique().numel() > 1 else "equal"].values()
     first = 0 if len(problem.logp_QKL) == 2 or problem.reward_QK.unique().numel() > 2 else 1  # prompt of OWN
-    logit_SNP = THETA + BEHIND[behind] * enumeration.AWAY + OWN[prompt_SN + first]
+    logit_SNP = THETA + BEHIND[behind] * AWAY + OWN[prompt_SN + first]
     point_SNGP = torch.rand(*prompt_SN.shape, size, 3, dtype=torch.float64, generator=generator)
     choice_SNGP = point_SNGP < logit_SNP.sigmoid()[:, :, None]
     match = [torch.stack([choice_SNGP[..., prefix] == choice for prefix, choice in path]).all(dim=0) for path in tree]
@@ -143,7 +132,7 @@ def refilled(problem: Problem, behind: str, prompts: str, count: int, generator)
 def train_on(problem: Problem, steps: Steps, s: int, chosen: Estimator) -> Tensor:
     """Compute one step's gradient without the atlas: real functions, the seed of the draw is the step's number."""
     prompt_N1, id_NG, weight_N1 = steps.prompt_SN[s][:, None], steps.id_SNG[s], steps.weight_SN[s][:, None]
-    rewards = enumeration.rewards_of(problem, steps, s, True)
+    rewards = estimators.rewards_of(problem, steps, s)
     adv_NG = one_advantage(problem, rewards, prompt_N1, chosen.advantage)
     len_NG = problem.len_K[id_NG] * steps.there_SNG[s]
     settings = PRUNERS[chosen.completions]
@@ -182,7 +171,7 @@ def by_surprise(problem: Problem, given: Candidates, prompt_N1: Tensor, id_NG: T
     """Draw by |A| times the surprise, in a shuffled order."""
     assert given.normalize == "sum"
     generator = torch.Generator().manual_seed(given.seed)
-    surprise_NG = enumeration.surprise(problem, "on-policy")[prompt_N1, id_NG]
+    surprise_NG = estimators.surprise(problem, "on-policy")[prompt_N1, id_NG]
     prob_K = inclusion((gradient_size(given, "adv", False) * surprise_NG).flatten(), keep * len(id_NG))
     start = torch.rand((), dtype=torch.float64, generator=generator).item()
     keep_K = systematic(prob_K, torch.randperm(len(prob_K), generator=generator), start)
@@ -193,8 +182,8 @@ def by_step(problem: Problem, steps: Steps, row: Row) -> Tensor:
     """Compute the program's gradient of each step, [S, P], in the mean over all draws of completions."""
     if isinstance(row.chosen, str):
         return atlas.gradients_by(LITERATURE[row.chosen][0](problem, steps), problem, steps)
-    drawn = enumeration.draw(problem, steps, row.chosen)
-    part_RP = enumeration.gradients(problem, drawn, row.chosen) * drawn.steps.chance_S[:, None]
+    drawn = estimators.draw(problem, steps, row.chosen)
+    part_RP = estimators.gradients(problem, drawn, row.chosen) * drawn.steps.chance_S[:, None]
     sums_SP = torch.zeros(len(steps.chance_S), 3, dtype=torch.float64).index_add(0, drawn.of_R, part_RP)
     return sums_SP / steps.chance_S[:, None]
 
@@ -223,8 +212,8 @@ def check(row: Row, steps_sampled: int, steps_drawn: int) -> None:
         every = enumeration.all_steps(problem, behind, prompts)
         exact_P = every.chance_S @ by_step(problem, every, row)
     else:
-        drawn = enumeration.all_draws(problem, row.chosen)
-        exact_P = drawn.steps.chance_S @ enumeration.gradients(problem, drawn, row.chosen)
+        drawn = estimators.all_draws(problem, row.chosen)
+        exact_P = drawn.steps.chance_S @ estimators.gradients(problem, drawn, row.chosen)
     require_zero_mean(mean_SP - exact_P, problem, row)
     if own and row.chosen not in BASELINES:
         return
