@@ -1,0 +1,412 @@
+"""How far is each estimator's mean from the true gradient, and how large is its variance? Exactly.
+
+    python experiments/atlas.py          # tables, and one JSON line with all rows: under a minute on one core
+    python experiments/atlas.py --page   # write the tables of docs/atlas.md anew
+
+All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
+(enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts a
+row has
+
+    scale c = <E g, grad J> / |grad J|^2,   bias = |E g - c grad J| / |c grad J|,
+    variance = tr Var(g) / |c grad J|^2 of one step.  A bias below EXACT is rounding.
+
+Dimension key: that of enumeration.py.
+"""
+
+import argparse
+import itertools
+import json
+import sys
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import torch
+from enumeration import (
+    GO_ON,
+    MAX_LEN,
+    ROOT,
+    SKIPPING,
+    TREES,
+    Problem,
+    Steps,
+    all_steps,
+    make_problem,
+    reward_of,
+)
+from estimators import (
+    ADVANTAGES,
+    CONTROLS,
+    PRUNERS,
+    REGIONS,
+    Estimator,
+    all_draws,
+    compare,
+    gradients,
+)
+from torch import Tensor
+
+PAGE = ROOT / "docs" / "atlas.md"
+EXACT = 1e-12
+
+
+# ---- estimators of the literature: what multiplies grad logp, [S, N, G] or of each token [S, N, G, L]
+
+def total(x: Tensor) -> Tensor:
+    """Sum over the completions of a group."""
+    return x.sum(dim=2, keepdim=True)
+
+
+def others(x: Tensor) -> Tensor:
+    """Sum over the other completions of the group."""
+    return total(x) - x
+
+
+def ratio(top: Tensor, bottom: Tensor) -> Tensor:
+    """Divide, and return 0 for 0/0."""
+    return torch.where(bottom > EXACT, top / bottom, 0.0)
+
+
+def token_baseline(problem: Problem, steps: Steps, over: Callable) -> Tensor:
+    """Compute OTB (arXiv:2602.07078): B_t = sum_j r_j W_jt / sum_j W_jt over the completions that reach
+    token t, 0 if none does, W_jt = sum_{s <= t} |grad logp_js|^2. With two tokens the proxy of the paper,
+    1 - 2p + sum p^2, is twice this square, so B_t is the same.
+
+    over    sums over the group: its own sample included (`total`), or not (`others`)
+    """
+    square_QKL = problem.score_QKLP.square().sum(dim=3)
+    energy_QKL = square_QKL.cumsum(dim=2) * (problem.logp_QKL < 0)
+    energy_SNGL = steps.look_up(energy_QKL)
+    reward_SNG1 = reward_of(problem, steps)[..., None]
+    baseline_SNGL = ratio(over(reward_SNG1 * energy_SNGL), over(energy_SNGL))
+    return (reward_SNG1 - baseline_SNGL) / steps.completions
+
+
+def shrinkage(problem: Problem, steps: Steps, over: Callable) -> Tensor:
+    """Compute a shrinkage baseline after arXiv:2511.03710: (1 - lam) m + lam m', m the group's mean without
+    the completion itself (`others`, or with it, `total`), m' the mean of the other prompts, and
+    lam = v / (v + (m - m')^2), v the variance of m as estimated from the same rewards. The form of lam is
+    ours.
+    """
+    reward_SNG = reward_of(problem, steps)
+    count_SNG = over(torch.ones_like(reward_SNG))
+    mean_SNG = over(reward_SNG) / count_SNG
+    spread_SNG = (over(reward_SNG.square()) / count_SNG - mean_SNG.square()).clamp(min=0)
+    noise_SNG = spread_SNG / (count_SNG - 1)
+    mean_SN1 = reward_SNG.mean(dim=2, keepdim=True)
+    N = mean_SN1.shape[1]
+    elsewhere_SN1 = (mean_SN1.sum(dim=1, keepdim=True) - mean_SN1) / (N - 1)
+    lam_SNG = ratio(noise_SNG, noise_SNG + (mean_SNG - elsewhere_SN1).square())
+    baseline_SNG = (1 - lam_SNG) * mean_SNG + lam_SNG * elsewhere_SN1
+    return (reward_SNG - baseline_SNG) / steps.completions
+
+
+def step_mean(problem: Problem, steps: Steps) -> Tensor:
+    """Subtract the mean of all other completions of the step, whatever their prompt."""
+    reward_SNG = reward_of(problem, steps)
+    others_SNG = reward_SNG.sum(dim=(1, 2), keepdim=True) - reward_SNG
+    return (reward_SNG - others_SNG / (steps.completions - 1)) / steps.completions
+
+
+def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
+    """Weigh survivors s_i by 1/p_i: s_i / p_i (r_i - b_i) / (N G). Unbiased if b_i reads the others alone.
+
+    weighed     b_i = sum_{j != i} s_j r_j / p_j / (G - 1)
+    normalised  b_i = sum_{j != i} s_j r_j / p_j / sum_{j != i} s_j / p_j, or 0 if no other survives
+    with own    the plain mean of the survivors, i among them. Biased.
+    """
+    reward_SNG = reward_of(problem, steps).nan_to_num()
+    there_SNG = steps.there_SNG.double()
+    weight_SNG = there_SNG / steps.look_up(GO_ON)
+    if baseline == "weighed":
+        baseline_SNG = others(weight_SNG * reward_SNG) / (problem.size - 1)
+    elif baseline == "normalised":
+        baseline_SNG = ratio(others(weight_SNG * reward_SNG), others(weight_SNG))
+    else:
+        baseline_SNG = ratio(total(reward_SNG), total(there_SNG))
+    return weight_SNG * (reward_SNG - baseline_SNG) / steps.completions
+
+
+def plain_survivors(problem: Problem, steps: Steps) -> Tensor:
+    """Train on the survivors at weight 1, compared with their mean: as ARRoL. Biased."""
+    adv_SNG = compare(problem, steps, "centred").nan_to_num()
+    count_S11 = steps.there_SNG.sum(dim=(1, 2), keepdim=True)
+    return adv_SNG / count_S11.clamp(min=1)
+
+
+def failures(problem: Problem, steps: Steps) -> Tensor:
+    """Count an aborted completion as reward 0 and train on its first token, all that is seen: as ESPO
+    (arXiv:2605.29860) with its failure state. Biased."""
+    reward_SNG = reward_of(problem, steps).nan_to_num()
+    adv_SNG = reward_SNG - others(reward_SNG) / (problem.size - 1)
+    seen_SNGL = steps.there_SNG[..., None] | (torch.arange(MAX_LEN) == 0)
+    return adv_SNG[..., None] * seen_SNGL / steps.completions
+
+
+def balanced(problem: Problem, steps: Steps) -> Tensor:
+    """Keep as many right completions (reward above 1/2) as wrong ones, the earliest of each, at weight 1 and
+    compared with one another: the balance that DUET (arXiv:2605.08441) and ARRoL abort for. Biased."""
+    right_SNG = reward_of(problem, steps) > 0.5
+    wrong_SNG = ~right_SNG
+    least_SN1 = torch.minimum(total(right_SNG), total(wrong_SNG))
+    rank_SNG = torch.where(right_SNG, right_SNG.cumsum(dim=2), wrong_SNG.cumsum(dim=2))
+    kept = steps._replace(there_SNG=rank_SNG <= least_SN1)
+    return plain_survivors(problem, kept)
+
+
+def mean_by_prompt(problem: Problem, steps: Steps) -> Tensor:
+    """Take the mean over the n_q completions of each prompt, and then over prompts."""
+    adv_SNG = compare(problem, steps, "leave_one_out").nan_to_num()
+    N = adv_SNG.shape[1]
+    return adv_SNG / total(steps.there_SNG) / N
+
+
+LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
+    "OTB, own sample in its baseline": (partial(token_baseline, over=total), "all"),
+    "OTB, leave-one-out": (partial(token_baseline, over=others), "all"),
+    "shrinkage, own sample in its baseline": (partial(shrinkage, over=total), "all"),
+    "shrinkage, leave-one-out": (partial(shrinkage, over=others), "all"),
+    "mean of all others of the step": (step_mean, "all"),
+    "survivors 1/p, others weighed 1/p": (partial(survivors, baseline="weighed"), "aborted"),
+    "survivors 1/p, others weighed and normalised": (partial(survivors, baseline="normalised"), "aborted"),
+    "survivors 1/p, plain mean with the own reward": (partial(survivors, baseline="with own"), "aborted"),
+    "survivors at weight 1 (ARRoL)": (plain_survivors, "aborted"),
+    "aborted at random, reward 0": (failures, "aborted"),
+    "aborted by a threshold, reward 0 (ESPO)": (failures, "threshold"),
+    "balance of right and wrong (DUET)": (balanced, "balance"),
+    "2 and 4, mean over each prompt's": (mean_by_prompt, "ragged"),
+}
+
+
+def gradients_by(factor: Tensor, problem: Problem, steps: Steps) -> Tensor:
+    """Compute the gradient of every step, [S, P]."""
+    if factor.dim() == 3:
+        return torch.einsum("sng,sngp->sp", factor, steps.look_up(problem.full_QKP))
+    return torch.einsum("sngl,snglp->sp", factor, steps.look_up(problem.score_QKLP))
+
+
+# ---- rows
+
+class Row(NamedTuple):
+    """A line of a table, or a cell of a table that has columns."""
+
+    name: str
+    chosen: Estimator | str = Estimator()  # or a name of LITERATURE
+    column: str = ""
+    problem: str = "main"
+
+
+PROBLEMS = {
+    "main": {},
+    "one prompt, 0/1, equal lengths": {"lengths": "equal", "prompts": (1,), "size": 4},
+    "one prompt, 0/1": {"prompts": (1,), "size": 4},
+    "one prompt, graded, equal lengths": {"lengths": "equal", "prompts": (0,), "size": 4},
+    "two prompts, 0/1, equal lengths": {"lengths": "equal", "graded": False, "size": 4},
+}
+
+
+@cache
+def problem_of(name: str) -> Problem:
+    return make_problem(**PROBLEMS[name])
+
+
+def summary(problem: Problem, chance_R: Tensor, gradient_RP: Tensor, trained_RNG: Tensor) -> dict[str, float]:
+    """Compute scale, bias and variance, and the mean number of completions that have a gradient."""
+    target_P = problem.target()
+    mean_P = chance_R @ gradient_RP
+    scale = mean_P @ target_P / target_P.square().sum()
+    size = scale.abs() * target_P.norm()
+    apart_P = mean_P - scale * target_P
+    spread_R = (gradient_RP - mean_P).square().sum(dim=1)
+    trained_R = trained_RNG.double().sum(dim=(1, 2))
+    return {
+        "scale": scale.item(),
+        "bias": (apart_P.norm() / size).item(),
+        "variance": (chance_R @ spread_R / size.square()).item(),
+        "trained": (chance_R @ trained_R).item(),
+    }
+
+
+@cache
+def measure(row: Row) -> dict[str, float]:
+    """Compute a row's figures."""
+    problem = problem_of(row.problem)
+    if isinstance(row.chosen, str):
+        estimate, prompts = LITERATURE[row.chosen]
+        steps = all_steps(problem, "on-policy", prompts)
+        factor = estimate(problem, steps)
+        gradient_RP = gradients_by(factor, problem, steps)
+        trained_RNG = factor != 0 if factor.dim() == 3 else (factor != 0).any(dim=3)
+    else:
+        drawn = all_draws(problem, row.chosen)
+        steps = drawn.steps
+        gradient_RP = gradients(problem, drawn, row.chosen)
+        trained_RNG = drawn.keep_RNG & (drawn.adv_RNG != 0)
+    return summary(problem, steps.chance_S, gradient_RP, trained_RNG)
+
+
+def each(field: str, names: Any) -> list[Row]:
+    """Make a row for each value of one choice."""
+    return [Row(name, Estimator(**{field: name})) for name in names]
+
+
+def crossed(rows: list[Row], field: str, values: Any) -> list[Row]:
+    """Put each row into several columns, by another choice."""
+    return [Row(row.name, row.chosen._replace(**{field: value}), value) for row in rows for value in values]
+
+
+def of_literature(*rules: str) -> list[Row]:
+    return [Row(name, name) for name, (_, prompts) in LITERATURE.items() if prompts in rules]
+
+
+FORMS = ("token", "sequence", "sum")
+KEPT = {"denominator": "kept"}
+CASES = [
+    Row("leave_one_out"),
+    Row("group_norm: z-scores", Estimator("group_norm")),
+    Row("topk: 2 of 4, over the kept", Estimator(completions="topk", **KEPT)),
+    Row("refill by other prompts", Estimator(prompts="refill")),
+    Row("refill by the same prompt", Estimator(prompts="same refill")),
+    Row("leave_one_out, normalize: sequence", Estimator(normalize="sequence")),
+    Row("group_norm, normalize: sequence", Estimator("group_norm", "sequence")),
+]
+OVER_KEPT = ("topk", "bernoulli", "pps", "pods", "variance")
+GSPO = Row("clip_sequence, normalize: sequence", Estimator(trust="clip_sequence", normalize="sequence"))
+TABLES = {
+    "Advantages": crossed(each("advantage", ADVANTAGES), "normalize", (*FORMS, "constant")),
+    "One prompt": [Row(row.name, row.chosen, name, name) for row in CASES for name in list(PROBLEMS)[1:]],
+    "Pruned completions": [
+        *each("completions", PRUNERS),
+        *(Row(f"{name}, over the kept", Estimator(completions=name, **KEPT)) for name in OVER_KEPT),
+    ],
+    "Prompts": [
+        *each("prompts", ("all", *SKIPPING)),
+        Row("refill by other prompts", Estimator(prompts="refill")),
+        Row("refill by other prompts, normalize: token", Estimator(prompts="refill", normalize="token")),
+        Row("refill by the same prompt", Estimator(prompts="same refill")),
+    ],
+    "Trust regions": crossed([*each("trust", (*REGIONS, *CONTROLS)), GSPO], "behind", ("near", "far")),
+    "Baselines": [*each("advantage", ("reward", "soft_value", "leave_one_out")), *of_literature("all")],
+    "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
+    "Allocation": [
+        Row("3 and 3"),
+        *of_literature("ragged"),
+        Row("2 and 4, mean over all", Estimator(prompts="ragged")),
+    ],
+}
+
+
+def grid() -> list[Row]:
+    """List all combinations that make sense; `constant` is `sum` over MAX_LEN, so it is left out."""
+    chosen = set()
+    counts = ("all", "kept")
+    for kind, normalize in itertools.product(ADVANTAGES, FORMS):
+        for name, count in itertools.product(PRUNERS, counts):
+            chosen.add(Estimator(kind, normalize, count, completions=name))
+        rules = ["refill", "same refill", "ragged"]
+        if kind != "decoupled" and normalize != "token":  # with skipped prompts these are config errors
+            rules += SKIPPING
+        for name in rules:
+            chosen.add(Estimator(kind, normalize, prompts=name))
+    for behind, normalize in itertools.product(("near", "far"), FORMS):
+        for kind in ("reward", "leave_one_out", "group_norm"):
+            for trust in (*REGIONS, *CONTROLS):
+                chosen.add(Estimator(kind, normalize, trust=trust, behind=behind))
+        for trust, count, name in itertools.product(("clip", "ratio of the completion"), counts, PRUNERS):
+            chosen.add(Estimator("leave_one_out", normalize, count, trust, name, behind=behind))
+    return [Row("", estimator) for estimator in sorted(chosen)]
+
+
+# ---- tables
+
+def bias_text(bias: float) -> str:
+    return "exact" if bias < EXACT else f"{bias:.3f}"
+
+
+def markdown(head: list[str], body: list[list[str]]) -> list[str]:
+    rule = ["---"] * len(head)
+    return [f"| {' | '.join(cells)} |" for cells in (head, rule, *body)]
+
+
+def table_of(rows: list[Row]) -> list[str]:
+    """Write a table; one with columns has the bias in each, and the variance in brackets."""
+    lines: dict[str, list[str]] = {}
+    for row in rows:
+        figures = measure(row)
+        bias = bias_text(figures["bias"])
+        variance = f"{figures['variance']:.2f}"
+        cells = [f"{figures['scale']:.2f}", bias, variance, f"{figures['trained']:.1f}"]
+        if row.column:
+            cells = [f"{bias} ({variance})"]
+        lines.setdefault(row.name, []).extend(cells)
+    head = ["scale", "bias", "variance", "trained"]
+    if rows[0].column:
+        head = list(dict.fromkeys(row.column for row in rows))
+    return markdown(["", *head], [[name, *cells] for name, cells in lines.items()])
+
+
+def problem_table() -> list[str]:
+    """Write down the completions of the main problem: length, and by prompt reward and probabilities."""
+    problem = problem_of("main")
+    head = ["completion", "tokens"]
+    for q in (1, 2):
+        head.append(f"{q}: reward")
+        head += [f"{q}: p, {name}" for name in problem.sampled]
+    body = []
+    for k, name in enumerate(TREES["unequal"]):
+        cells = [name, str(problem.len_K[k].item())]
+        for q in (0, 1):
+            cells.append(f"{problem.reward_QK[q, k]:g}")
+            for logp_QKL in problem.sampled.values():
+                cells.append(f"{logp_QKL[q, k].sum().exp():.2f}")
+        body.append(cells)
+    return markdown(head, body)
+
+
+def tables() -> dict[str, list[str]]:
+    """Compute all tables, by title."""
+    computed = {"Problem": problem_table()}
+    for title, rows in TABLES.items():
+        computed[title] = table_of(rows)
+    return computed
+
+
+def fill(text: str, computed: dict[str, list[str]]) -> str:
+    """Put every table into a page, between its two marks."""
+    end = "<!-- end -->"
+    for title, lines in computed.items():
+        start = f"<!-- {title} -->"
+        before, _, behind = text.partition(start)
+        _, _, after = behind.partition(end)
+        text = "\n".join([before + start, "", *lines, "", end + after])
+    return text
+
+
+def all_rows() -> list[dict[str, Any]]:
+    """Compute every row once, those of the page first."""
+    by_choices = {}
+    for row in (*itertools.chain(*TABLES.values()), *grid()):
+        by_choices[row.problem, row.chosen] = row
+    lines = []
+    for row in by_choices.values():
+        literature = isinstance(row.chosen, str)
+        choices = {"literature": row.chosen} if literature else row.chosen._asdict()
+        lines.append({"problem": row.problem, **choices, **measure(row)})
+    return lines
+
+
+def main() -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--page", action="store_true", help="write the tables of docs/atlas.md anew")
+    if parser.parse_args().page:
+        PAGE.write_text(fill(PAGE.read_text(), tables()))
+        return 0
+    for title, lines in tables().items():
+        print("\n".join([f"\n{title}\n", *lines]), flush=True)
+    print(json.dumps({"experiment": "atlas", "rows": all_rows()}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,351 @@
+"""The estimators of the repository on all steps of enumeration.py, in all outcomes of a pruner's draw.
+
+Advantages, pruners, trust regions and token weights are the functions that train.
+
+Dimension key:  as in enumeration.py, and R steps with every outcome of a draw,  U distinct steps,
+M completions to draw from,  C tokens of completions, end to end.
+"""
+
+import itertools
+import math
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+from enumeration import MAX_LEN, Problem, Steps, all_steps, lengths_of, reward_of
+from torch import Tensor
+
+from advantage import advantage
+from loss import TRUST, engine_weight, segment_sum, token_weight
+from methods.soft_value import soft_value
+from prune import COMPLETIONS, Candidates, below_mean, gradient_size, inclusion, systematic, thin
+from records import LogProbs, Pruned, Rewards
+from settings import kinds
+
+
+class Estimator(NamedTuple):
+    """Choices that make an estimator; the names are keys of the tables below."""
+
+    advantage: str = "leave_one_out"
+    normalize: str = "sum"
+    denominator: str = "all"
+    trust: str = "none"
+    completions: str = "none"
+    prompts: str = "all"   # a rule of all_steps
+    behind: str = "on-policy"
+
+
+ADVANTAGES = {
+    "reward": None,
+    "soft_value": kinds.SoftValue(),
+    "leave_one_out": kinds.LeaveOneOut(),
+    "centred": kinds.Centred(),
+    "group_norm": kinds.GroupNorm(),
+    "group_norm, correction 0": kinds.GroupNorm(correction=0),
+    "decoupled": kinds.Decoupled(),
+}
+PRUNERS = {
+    "none": kinds.KeepAll(),
+    "topk": kinds.TopK(keep=2),
+    "topk of the step": kinds.TopK(keep=2, scope="batch"),
+    "bottom": kinds.Bottom(drop_prob=0.7),
+    "bernoulli": kinds.Bernoulli(drop_prob=0.5),
+    "pps": kinds.Pps(keep=2, size="adv"),
+    "pps of the step": kinds.Pps(keep=2, scope="batch", size="adv"),
+    "pps of the step by surprise": kinds.Pps(keep=2, scope="batch", size="adv"),
+    "pods": kinds.Pods(keep=2),
+    "pods, compared with all": kinds.Pods(keep=2, compare="all"),
+    "variance": kinds.VarianceShare(share=0.7),
+}
+REGIONS = {
+    "none": kinds.NoBound(),
+    "clip": kinds.Clip(),
+    "clip, high 0.28": kinds.Clip(high=0.28),
+    "clip_sequence": kinds.ClipSequence(low=3e-4, high=4e-4),
+    "clamp": kinds.Clamp(low=1, high=0.2),
+    "total_variation": kinds.TotalVariation(divergence=0.15),
+    "total_variation, both sides": kinds.TotalVariation(divergence=0.3, sides="both", cap=1e4),
+    "binary_kl": kinds.BinaryKl(divergence=0.05),
+}
+
+
+# ---- what the trust regions are compared with: f, as loss.TRUST returns it
+
+def log_ratio(logps: LogProbs) -> Tensor:
+    return logps.logp_C - logps.old_logp_C
+
+
+def token_ratio(logps: LogProbs) -> Tensor:
+    return log_ratio(logps).exp()
+
+
+def completion_ratio(logps: LogProbs) -> Tensor:
+    ratio_S = segment_sum(log_ratio(logps), logps.segment_C).exp()
+    return ratio_S[logps.segment_C]
+
+
+def ratio_so_far(logps: LogProbs) -> Tensor:
+    """Multiply the ratios up to each token: CTPO (arXiv:2605.07331), without its clip."""
+    parts = []
+    for s in logps.segment_C.unique():
+        parts.append(log_ratio(logps)[logps.segment_C == s].cumsum(dim=0))
+    return torch.cat(parts).exp()
+
+
+def truncated_ratio(logps: LogProbs) -> Tensor:
+    """Compute TIS, min(pi / pi_old, 2), as `loss.tis_cap` does."""
+    return engine_weight(logps.logp_C, logps.old_logp_C, logps.segment_C, cap=2.0, mask_ratio=None)
+
+
+CONTROLS = {
+    "ratio of the completion": completion_ratio,
+    "ratio of the tokens so far": ratio_so_far,
+    "token ratio": token_ratio,
+    "token ratio, at most 2": truncated_ratio,
+}
+
+
+# ---- advantages
+
+def distinct(*keys: Tensor) -> tuple[list[int], Tensor]:
+    """Number equal steps alike; returns one step of each kind, [U], and the kind of each, [S]."""
+    columns = []
+    for key in keys:
+        columns.append(key.nan_to_num(nan=-9.0).double().flatten(start_dim=1))
+    _, kind_S = torch.cat(columns, dim=1).unique(dim=0, return_inverse=True)
+    first_U = torch.zeros(int(kind_S.max()) + 1, dtype=torch.int64)
+    first_U[kind_S] = torch.arange(len(kind_S))
+    return first_U.tolist(), kind_S
+
+
+def rewards_of(problem: Problem, steps: Steps, s: int) -> Rewards:
+    """Look up the rewards of one step, by component; nan for a completion that is not there."""
+    step = steps.take(torch.tensor([s]), torch.ones(1))
+    components = {}
+    for c, x_QK in enumerate(problem.component_CQK):
+        components[f"part {c}"] = step.look_up(x_QK)[0].masked_fill(~step.there_SNG[0], torch.nan)
+    weights = dict.fromkeys(components, 1 / len(components))
+    return Rewards(components, weights, lengths_of(problem, step)[0])
+
+
+def compare(problem: Problem, steps: Steps, kind: str) -> Tensor:
+    """Compute the advantages of all steps, [S, N, G], by `advantage.advantage` on each distinct one."""
+    reward_SNG = reward_of(problem, steps)
+    if kind == "reward":
+        return reward_SNG
+    if kind == "soft_value":  # under an initial policy that has each completion equally often
+        value_Q = soft_value(problem.reward_QK, ADVANTAGES[kind].beta)
+        return reward_SNG - value_Q[steps.prompt_SN][..., None]
+    first_U, kind_S = distinct(reward_SNG)
+    adv_UNG = [advantage(rewards_of(problem, steps, s), ADVANTAGES[kind]) for s in first_U]
+    return torch.stack(adv_UNG)[kind_S]
+
+
+# ---- pruning
+
+Draws = list[tuple[float, Pruned]]  # the outcomes of a draw, with their probabilities
+
+
+def surprise(problem: Problem, behind: str) -> Tensor:
+    """Compute sqrt(sum_t (1 - p_t)^2) of each completion under the policy that samples, [Q, K]."""
+    logp_QKL = problem.sampled[behind]
+    square_QKL = (1 - logp_QKL.exp()).square()  # 0 behind the end
+    return square_QKL.sum(dim=2).sqrt()
+
+
+def size_of(given: Candidates, settings: kinds.Pps, surprise_NG: Tensor | None) -> Tensor:
+    """Compute the sizes of pps; with surprise |A| times it, over the length if a completion's weight is."""
+    size_NG = gradient_size(given, settings.size, settings.by_cost)
+    if surprise_NG is None:
+        return size_NG
+    if given.normalize == "sequence":
+        surprise_NG = surprise_NG / given.len_NG
+    return size_NG * surprise_NG
+
+
+def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Tensor, Tensor]]:
+    """Go through the starts of systematic sampling: chance of an outcome, probabilities, and the kept."""
+    prob_M = inclusion(size_M, count)
+    sorted_M = prob_M[order_M]
+    ends = sorted_M[sorted_M < 1].cumsum(0) % 1
+    edges = sorted({0.0, 1.0, *ends.tolist()})
+    outcomes = []
+    for a, b in itertools.pairwise(edges):
+        if b - a > 1e-14:
+            outcomes.append((b - a, prob_M, systematic(prob_M, order_M, (a + b) / 2)))
+    return outcomes
+
+
+def draw_proportionally(given: Candidates, settings: kinds.Pps, surprise_NG: Tensor | None) -> Draws:
+    """Go through the outcomes of pps; completions lie by group, sign of A, and length."""
+    size_NG = size_of(given, settings, surprise_NG)
+    N = len(size_NG)
+    group_N1 = torch.arange(N)[:, None]
+    place_NG = (group_N1 * 3 + given.adv_NG.sign()) * (MAX_LEN + 1) + given.len_NG
+    parts = 1 if settings.scope == "batch" else N
+    draws = []
+    for size_M, place_M in zip(size_NG.view(parts, -1), place_NG.view(parts, -1), strict=True):
+        order_M = place_M.argsort(stable=True)
+        draws.append(combs(size_M, order_M, settings.keep * N / parts))
+    outcomes = []
+    for drawn in itertools.product(*draws):
+        chances, probs, keeps = zip(*drawn, strict=True)
+        prob_NG = torch.stack(probs).view_as(size_NG)
+        keep_NG = torch.stack(keeps).view_as(size_NG)
+        outcomes.append((math.prod(chances), thin(prob_NG, keep_NG)))
+    return outcomes
+
+
+def draw_each(given: Candidates, settings: kinds.Bernoulli) -> Draws:
+    """Go through all outcomes of independent draws."""
+    prob_NG = below_mean(given.adv_NG, settings.drop_prob)
+    choices = [[True] if prob == 1 else [True, False] for prob in prob_NG.flatten().tolist()]
+    outcomes = []
+    for bits in itertools.product(*choices):
+        keep_NG = torch.tensor(bits).view_as(prob_NG)
+        chance = torch.where(keep_NG, prob_NG, 1 - prob_NG).prod().item()
+        outcomes.append((chance, thin(prob_NG, keep_NG)))
+    return outcomes
+
+
+def outcomes_of(given: Candidates, settings: Any, surprise_NG: Tensor | None) -> Draws:
+    """Go through the outcomes of one step's draw; kinds without chance have one."""
+    if settings.kind == "pps":
+        return draw_proportionally(given, settings, surprise_NG)
+    if settings.kind == "bernoulli":
+        return draw_each(given, settings)
+    return [(1.0, COMPLETIONS[settings.kind](given, settings))]
+
+
+def draw_kinds(
+    problem: Problem,
+    steps: Steps,
+    adv_SNG: Tensor,
+    chosen: Estimator,
+) -> tuple[list[Draws], Tensor]:
+    """Go through the draws of each distinct step, [U]; returns also the kind of each step, [S]."""
+    settings = PRUNERS[chosen.completions]
+    reward_SNG = reward_of(problem, steps)
+    len_SNG = lengths_of(problem, steps)
+    keys = [adv_SNG, reward_SNG]
+    if settings.kind == "pps":
+        keys.append(len_SNG)
+    surprise_SNG = None
+    if chosen.completions.endswith("by surprise"):
+        surprise_SNG = steps.look_up(surprise(problem, chosen.behind))
+        keys.append(surprise_SNG)
+    first_U, kind_S = distinct(*keys)
+    draws = []
+    for s in first_U:
+        given = Candidates(
+            adv_SNG[s],
+            len_SNG[s],
+            chosen.normalize,
+            advantage_only=True,
+            seed=0,
+            reward_NG=reward_SNG[s],
+        )
+        surprise_NG = None if surprise_SNG is None else surprise_SNG[s]
+        draws.append(outcomes_of(given, settings, surprise_NG))
+    return draws, kind_S
+
+
+class Drawn(NamedTuple):
+    """Steps with every outcome of the draw of completions."""
+
+    steps: Steps         # R
+    of_R: Tensor         # which step without draws each is of
+    adv_RNG: Tensor      # 0 for a completion without one
+    keep_RNG: Tensor
+    weight_RNG: Tensor   # of both levels; 0 if not kept
+
+
+def in_order(steps: Steps) -> Steps:
+    """Sort the completions of every group by their numbers."""
+    id_SNG, order_SNG = steps.id_SNG.sort(dim=2)
+    there_SNG = steps.there_SNG.gather(2, order_SNG)
+    return steps._replace(id_SNG=id_SNG, there_SNG=there_SNG)
+
+
+def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
+    """Compare and prune the completions of all steps, in all outcomes of the draw."""
+    settings = PRUNERS[chosen.completions]
+    if settings.kind == "pps":  # reads no places, so permuted groups have one gradient, and are one step
+        steps = in_order(steps)
+    adv_SNG = compare(problem, steps, chosen.advantage)
+    draws, kind_S = draw_kinds(problem, steps, adv_SNG, chosen)
+    chances, pruned = zip(*itertools.chain(*draws), strict=True)
+    count_U = torch.tensor([len(outcomes) for outcomes in draws])
+    first_U = count_U.cumsum(0) - count_U
+    count_S = count_U[kind_S]
+    of_R = torch.arange(len(kind_S)).repeat_interleave(count_S)
+    nth_R = torch.arange(len(of_R)) - (count_S.cumsum(0) - count_S)[of_R]  # of its step's outcomes
+    at_R = first_U[kind_S[of_R]] + nth_R  # of all outcomes
+    chance_R = torch.tensor(chances, dtype=torch.float64)[at_R]
+    drawn = steps.take(of_R, steps.chance_S[of_R] * chance_R)
+    keep_RNG = torch.stack([outcome.keep_NG for outcome in pruned])[at_R]
+    weight_RNG = torch.stack([outcome.weight_NG for outcome in pruned])[at_R]
+    adv_RNG = adv_SNG[of_R]
+    if getattr(settings, "compare", "all") == "kept":
+        kept = drawn._replace(there_SNG=drawn.there_SNG & keep_RNG)
+        adv_RNG = compare(problem, kept, chosen.advantage)
+    rolled_out_RN1 = (drawn.weight_SN > 0)[..., None]
+    return Drawn(
+        drawn,
+        of_R,
+        adv_RNG.nan_to_num(),
+        keep_RNG & drawn.there_SNG & rolled_out_RN1,
+        weight_RNG * drawn.weight_SN[..., None],
+    )
+
+
+def all_draws(problem: Problem, chosen: Estimator) -> Drawn:
+    """Go through all steps and draws, once for all estimators that prune alike."""
+    normalize = chosen.normalize if chosen.completions.endswith("by surprise") else ""
+    return draw_all(problem, chosen._replace(normalize=normalize, denominator="", trust=""))
+
+
+@cache
+def draw_all(problem: Problem, chosen: Estimator) -> Drawn:
+    return draw(problem, all_steps(problem, chosen.behind, chosen.prompts), chosen)
+
+
+# ---- gradients
+
+@cache
+def pulls(problem: Problem, trust: str, behind: str) -> Tensor:
+    """Compute sum_t f_t grad logp_t of each completion, [Q, K, 3, P], for an advantage below, at and above 0.
+
+    A trust region reads no more of the advantage than its sign.
+    """
+    there_QKL = problem.logp_QKL < 0
+    Q, K, L = there_QKL.shape
+    segment_QKL = torch.arange(Q * K).view(Q, K, 1).expand(Q, K, L)
+    segment_C = segment_QKL[there_QKL]
+    new_C = problem.logp_QKL[there_QKL]
+    old_C = problem.sampled[behind][there_QKL]
+    by_sign = []
+    for sign in (-1, 0, 1):
+        logps = LogProbs(new_C, old_C, torch.full_like(new_C, sign), segment_C)
+        if trust in CONTROLS:
+            f_C = CONTROLS[trust](logps)
+        else:
+            f_C = TRUST[REGIONS[trust].kind](logps, REGIONS[trust])
+        f_QKL = torch.zeros_like(problem.logp_QKL).masked_scatter(there_QKL, f_C)
+        by_sign.append(torch.einsum("qkl,qklp->qkp", f_QKL, problem.score_QKLP))
+    return torch.stack(by_sign, dim=2)
+
+
+def gradients(problem: Problem, drawn: Drawn, chosen: Estimator) -> Tensor:
+    """Compute the gradient of every step, [R, P]: the sum of w f A grad logp, as loss.py has it."""
+    def weigh(len_NG: Tensor, keep_NG: Tensor, weight_NG: Tensor) -> Tensor:
+        pruned = Pruned(keep_NG, weight_NG, weight_NG)
+        offered = len(len_NG)
+        return token_weight(len_NG, pruned, chosen.normalize, chosen.denominator, MAX_LEN, offered)
+
+    len_RNG = lengths_of(problem, drawn.steps)
+    weight_RNG = torch.vmap(weigh)(len_RNG, drawn.keep_RNG, drawn.weight_RNG)
+    pull_RNG3P = drawn.steps.look_up(pulls(problem, chosen.trust, chosen.behind))
+    sign_RNG = drawn.adv_RNG.sign().long() + 1
+    pull_RNGP = pull_RNG3P.take_along_dim(sign_RNG[..., None, None], dim=3).squeeze(3)
+    return torch.einsum("rng,rngp->rp", weight_RNG * drawn.adv_RNG, pull_RNGP)
