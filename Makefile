@@ -19,9 +19,9 @@ test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 test-fork: .venv/dev ## the suite of a fork: the two recipes of docs/fork.md applied to a copy, then the tests of `make test`
 	$(VENV)/python tests/fork.py
 
-# What CI runs of the slow tests: forks, checkpoints, stops, memory, and two killed runs.
+# What CI runs of the slow tests: forks, checkpoints, stops, memory, the atlas, and two killed runs.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py
+	tests/test_every_day.py tests/math/test_atlas.py
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
@@ -60,7 +60,7 @@ test-page: .venv/dev ## the report in a real browser (Debian: apt-get install ch
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
 	$(VENV)/ruff check .
-	$(VENV)/python -m pytest -m house tests/test_house.py tests/math/test_kinds.py
+	$(VENV)/python -m pytest -m house tests/test_house.py tests/math/test_kinds.py tests/math/test_atlas.py
 
 compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept in experiments/results.jsonl.xz; 18 new ones at most
 	$(VENV)/python experiments/compare.py

@@ -80,6 +80,7 @@ SKIPPING = {
 class Problem:
     """Prompts that share a table of logits, and the completions that they can have."""
 
+    names: tuple[str, ...]      # of the completions that exist, a letter for each token
     component_CQK: Tensor
     len_K: Tensor
     logp_QKL: Tensor     # of the current policy; 0 behind the end
@@ -132,6 +133,7 @@ def make_problem(
     for name, far in BEHIND.items():
         sampled[name], _ = policy(tree, THETA + far * AWAY + own_QP)
     return Problem(
+        tuple(tree),
         component_CQK if graded else component_CQK[1:],
         torch.tensor([len(path) for path in tree.values()]),
         logp_QKL,

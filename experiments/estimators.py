@@ -18,8 +18,17 @@ from torch import Tensor
 from advantage import advantage
 from loss import TRUST, engine_weight, segment_sum, token_weight
 from methods.soft_value import soft_value
-from prune import COMPLETIONS, Candidates, below_mean, gradient_size, inclusion, systematic, thin
-from records import LogProbs, Pruned, Rewards
+from prune import (
+    COMPLETIONS,
+    Candidates,
+    below_mean,
+    gradient_size,
+    inclusion,
+    similar_order,
+    systematic,
+    thin,
+)
+from records import Group, LogProbs, Prompt, Pruned, Rewards, Sample
 from settings import kinds
 
 
@@ -52,7 +61,7 @@ PRUNERS = {
     "bernoulli": kinds.Bernoulli(drop_prob=0.5),
     "pps": kinds.Pps(keep=2, size="adv"),
     "pps of the step": kinds.Pps(keep=2, scope="batch", size="adv"),
-    "pps of the step by surprise": kinds.Pps(keep=2, scope="batch", size="adv"),
+    "pps of the step by surprise": kinds.Pps(keep=2, scope="batch"),
     "pods": kinds.Pods(keep=2),
     "pods, compared with all": kinds.Pods(keep=2, compare="all"),
     "variance": kinds.VarianceShare(share=0.7),
@@ -146,21 +155,20 @@ def compare(problem: Problem, steps: Steps, kind: str) -> Tensor:
 Draws = list[tuple[float, Pruned]]  # the outcomes of a draw, with their probabilities
 
 
-def surprise(problem: Problem, behind: str) -> Tensor:
-    """Compute sqrt(sum_t (1 - p_t)^2) of each completion under the policy that samples, [Q, K]."""
-    logp_QKL = problem.sampled[behind]
-    square_QKL = (1 - logp_QKL.exp()).square()  # 0 behind the end
-    return square_QKL.sum(dim=2).sqrt()
+@cache
+def group_of(problem: Problem, behind: str, q: int, id_G: tuple[int, ...]) -> Group:
+    """Make the record of a group, with the log-probs of the policy that sampled it."""
+    samples = []
+    for k in id_G:
+        logp_L = problem.sampled[behind][q, k, :problem.len_K[k]]
+        samples.append(Sample([ord(letter) for letter in problem.names[k]], logp_L.tolist(), True))
+    return Group(Prompt(f"prompt {q}", (0,), ""), tuple(samples))
 
 
-def size_of(given: Candidates, settings: kinds.Pps, surprise_NG: Tensor | None) -> Tensor:
-    """Compute the sizes of pps; with surprise |A| times it, over the length if a completion's weight is."""
-    size_NG = gradient_size(given, settings.size, settings.by_cost)
-    if surprise_NG is None:
-        return size_NG
-    if given.normalize == "sequence":
-        surprise_NG = surprise_NG / given.len_NG
-    return size_NG * surprise_NG
+def groups_of(problem: Problem, behind: str, steps: Steps, s: int) -> list[Group]:
+    """Make the records of one step's groups."""
+    members = zip(steps.prompt_SN[s].tolist(), steps.id_SNG[s].tolist(), strict=True)
+    return [group_of(problem, behind, q, tuple(id_G)) for q, id_G in members]
 
 
 def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Tensor, Tensor]]:
@@ -176,17 +184,14 @@ def combs(size_M: Tensor, order_M: Tensor, count: float) -> list[tuple[float, Te
     return outcomes
 
 
-def draw_proportionally(given: Candidates, settings: kinds.Pps, surprise_NG: Tensor | None) -> Draws:
-    """Go through the outcomes of pps; completions lie by group, sign of A, and length."""
-    size_NG = size_of(given, settings, surprise_NG)
+def draw_proportionally(given: Candidates, settings: kinds.Pps) -> Draws:
+    """Go through the outcomes of pps."""
+    size_NG = gradient_size(given, settings.size, settings.by_cost)
     N = len(size_NG)
-    group_N1 = torch.arange(N)[:, None]
-    place_NG = (group_N1 * 3 + given.adv_NG.sign()) * (MAX_LEN + 1) + given.len_NG
     parts = 1 if settings.scope == "batch" else N
     draws = []
-    for size_M, place_M in zip(size_NG.view(parts, -1), place_NG.view(parts, -1), strict=True):
-        order_M = place_M.argsort(stable=True)
-        draws.append(combs(size_M, order_M, settings.keep * N / parts))
+    for size_M, order_M in zip(size_NG.view(parts, -1), similar_order(given).view(parts, -1), strict=True):
+        draws.append(combs(size_M, order_M % len(order_M), settings.keep * N / parts))
     outcomes = []
     for drawn in itertools.product(*draws):
         chances, probs, keeps = zip(*drawn, strict=True)
@@ -208,10 +213,10 @@ def draw_each(given: Candidates, settings: kinds.Bernoulli) -> Draws:
     return outcomes
 
 
-def outcomes_of(given: Candidates, settings: Any, surprise_NG: Tensor | None) -> Draws:
+def outcomes_of(given: Candidates, settings: Any) -> Draws:
     """Go through the outcomes of one step's draw; kinds without chance have one."""
     if settings.kind == "pps":
-        return draw_proportionally(given, settings, surprise_NG)
+        return draw_proportionally(given, settings)
     if settings.kind == "bernoulli":
         return draw_each(given, settings)
     return [(1.0, COMPLETIONS[settings.kind](given, settings))]
@@ -226,27 +231,21 @@ def draw_kinds(
     """Go through the draws of each distinct step, [U]; returns also the kind of each step, [S]."""
     settings = PRUNERS[chosen.completions]
     reward_SNG = reward_of(problem, steps)
-    len_SNG = lengths_of(problem, steps)
     keys = [adv_SNG, reward_SNG]
     if settings.kind == "pps":
-        keys.append(len_SNG)
-    surprise_SNG = None
-    if chosen.completions.endswith("by surprise"):
-        surprise_SNG = steps.look_up(surprise(problem, chosen.behind))
-        keys.append(surprise_SNG)
+        keys += [steps.prompt_SN, steps.id_SNG]
     first_U, kind_S = distinct(*keys)
     draws = []
     for s in first_U:
         given = Candidates(
             adv_SNG[s],
-            len_SNG[s],
+            groups_of(problem, chosen.behind, steps, s),
             chosen.normalize,
             advantage_only=True,
             seed=0,
             reward_NG=reward_SNG[s],
         )
-        surprise_NG = None if surprise_SNG is None else surprise_SNG[s]
-        draws.append(outcomes_of(given, settings, surprise_NG))
+        draws.append(outcomes_of(given, settings))
     return draws, kind_S
 
 
@@ -301,7 +300,7 @@ def draw(problem: Problem, steps: Steps, chosen: Estimator) -> Drawn:
 
 def all_draws(problem: Problem, chosen: Estimator) -> Drawn:
     """Go through all steps and draws, once for all estimators that prune alike."""
-    normalize = chosen.normalize if chosen.completions.endswith("by surprise") else ""
+    normalize = chosen.normalize if getattr(PRUNERS[chosen.completions], "size", "") == "surprise" else ""
     return draw_all(problem, chosen._replace(normalize=normalize, denominator="", trust=""))
 
 

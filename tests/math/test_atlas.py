@@ -26,7 +26,7 @@ from estimators import ADVANTAGES, CONTROLS, PRUNERS, REGIONS, Estimator  # noqa
 
 from advantage import advantage  # noqa: E402
 from loss import TRUST, token_weight  # noqa: E402
-from prune import COMPLETIONS, Candidates, gradient_size, inclusion, rewards_of_kept, systematic, thin  # noqa: E402
+from prune import COMPLETIONS, Candidates, rewards_of_kept  # noqa: E402
 from records import LogProbs, Pruned  # noqa: E402
 
 ROWS = {(row.problem, row.chosen): row for rows in TABLES.values() for row in rows}  # of the page, each once
@@ -35,6 +35,7 @@ CHANCE = ("bernoulli", "pps")  # kinds that draw
 
 # ---- the page
 
+@pytest.mark.house
 def test_the_page_has_the_numbers_of_the_program():
     text = atlas.PAGE.read_text()
     computed = atlas.tables()
@@ -152,11 +153,9 @@ def train_on(problem: Problem, steps: Steps, s: int, chosen: Estimator) -> Tenso
     adv_NG = one_advantage(problem, rewards, prompt_N1, chosen.advantage)
     len_NG = problem.len_K[id_NG] * steps.there_SNG[s]
     settings = PRUNERS[chosen.completions]
-    given = Candidates(adv_NG, len_NG, chosen.normalize, True, s, reward_NG=rewards.total_NG)
-    if chosen.completions.endswith("by surprise"):
-        drawn = by_surprise(problem, given, prompt_N1, id_NG, settings.keep)
-    else:
-        drawn = COMPLETIONS[settings.kind](given, settings)
+    groups = estimators.groups_of(problem, chosen.behind, steps, s)
+    given = Candidates(adv_NG, groups, chosen.normalize, True, s, reward_NG=rewards.total_NG)
+    drawn = COMPLETIONS[settings.kind](given, settings)
     keep_NG = drawn.keep_NG & (weight_N1 > 0)
     pruned = Pruned(keep_NG, drawn.weight_NG * weight_N1, drawn.prob_NG)
     if getattr(settings, "compare", "all") == "kept":
@@ -181,17 +180,6 @@ def one_advantage(problem: Problem, rewards, prompt_N1: Tensor, kind: str) -> Te
         value_Q = 0.5 * (problem.reward_QK / 0.5).exp().mean(dim=1).log()
         return rewards.total_NG - value_Q[prompt_N1]
     return advantage(rewards, ADVANTAGES[kind])
-
-
-def by_surprise(problem: Problem, given: Candidates, prompt_N1: Tensor, id_NG: Tensor, keep: int) -> Pruned:
-    """Draw by |A| times the surprise, in a shuffled order."""
-    assert given.normalize == "sum"
-    generator = torch.Generator().manual_seed(given.seed)
-    surprise_NG = estimators.surprise(problem, "on-policy")[prompt_N1, id_NG]
-    prob_K = inclusion((gradient_size(given, "adv", False) * surprise_NG).flatten(), keep * len(id_NG))
-    start = torch.rand((), dtype=torch.float64, generator=generator).item()
-    keep_K = systematic(prob_K, torch.randperm(len(prob_K), generator=generator), start)
-    return thin(prob_K.view_as(id_NG), keep_K.view_as(id_NG))
 
 
 def by_step(problem: Problem, steps: Steps, row: Row) -> Tensor:
@@ -300,14 +288,8 @@ def by_hand(problem: Problem, steps: Steps, s: int, name: str) -> Tensor:
     return total
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("title", TABLES)
 def test_every_row_agrees_with_a_monte_carlo_run(title):
     for row in dict.fromkeys(TABLES[title]):
         check(row, steps_sampled=3000, steps_drawn=300)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("title", TABLES)
-def test_every_row_agrees_with_a_long_monte_carlo_run(title):
-    for row in dict.fromkeys(TABLES[title]):
-        check(row, steps_sampled=60_000, steps_drawn=5000)
