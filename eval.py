@@ -132,7 +132,7 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
     seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in local_requests]
     samples = engine.generate([prompt.ids for prompt, _ in local_requests], seeds, sampling.max_new_tokens,
                               sampling.temperature, sampling.top_p, progress)
-    texts = [tokenizer.decode(sample.ids) for sample in samples]
+    texts = [tokenizer.read(sample.ids) for sample in samples]
     answers = [(text, prompt, sample.length)
                for (prompt, _), sample, text in zip(local_requests, samples, texts, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)

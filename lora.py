@@ -41,6 +41,7 @@ from infra.weights import (
 )
 from model import Decoder, empty_model, load_model
 from settings.loader import read_json
+from settings.paths import find_path
 
 ATTENTION_LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"]
 MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
@@ -210,10 +211,10 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     return stored
 
 
-def export_both(model: Decoder, source: Path, cfg: Config, template: str | None) -> None:
-    """Write the trained model to hf/, with the user's own `template`, and an adapter to hf_adapter/ as well.
-    Collective."""
-    export(model, source, Path(cfg.out) / "hf", template)
+def export_both(model: Decoder, source: Path, cfg: Config, texts: dict[str, str]) -> None:
+    """Write the trained model to hf/, with `texts` (Tokenizer.exported), and an adapter to hf_adapter/ as
+    well. Collective."""
+    export(model, source, Path(cfg.out) / "hf", texts)
     export_adapter(model, cfg.model.path, Path(cfg.out) / "hf_adapter")
 
 
@@ -228,7 +229,7 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
                 tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
     if not tensors:
         return
-    settings = layer.settings
+    settings, path = layer.settings, find_path(base)
     said = PLAIN_PEFT | {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
@@ -236,7 +237,8 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
         "task_type": "CAUSAL_LM",
         "lora_dropout": 0.0,
         "inference_mode": True,
-        "base_model_name_or_path": base,
+        # A path that peft finds from any folder, or a name on the hub.
+        "base_model_name_or_path": str(path.resolve()) if path.is_dir() else base,
     }
     with replace_folder(folder) as fresh:
         (fresh / CONFIG).write_text(json.dumps(said, indent=1) + "\n")

@@ -114,7 +114,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
-        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer.own_template)
+        texts = run.task.tokenizer.exported(cfg.data.system_prompt)
+        lora.export_both(learner.policy, run.task.source, cfg, texts)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy

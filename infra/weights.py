@@ -20,6 +20,7 @@ from settings.loader import SHORT, Count, CountOrZero, Positive, PositiveOrZero,
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
+EMBEDDING = "model.embed_tokens.weight"
 MODEL_TYPES = ("qwen2", "qwen3", "llama")
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -149,7 +150,7 @@ def read_shape(folder: Path) -> Shape:
         kv_heads=kv_heads,
         head_dim=head_dim,
         norm_eps=said.rms_norm_eps,
-        tied=bool(said.tie_word_embeddings),
+        tied=is_tied(Path(folder)) if said.tie_word_embeddings is None else said.tie_word_embeddings,
         qkv_bias=bool(said.attention_bias) or kind == "qwen2",
         out_bias=bool(said.attention_bias) and kind != "qwen2",
         qk_norm=kind == "qwen3",
@@ -158,6 +159,17 @@ def read_shape(folder: Path) -> Shape:
         rope_scaling=llama3,
         dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"),
     )
+
+
+def is_tied(folder: Path) -> bool:
+    """Tell whether the weights have no head of their own, if config.json does not say it."""
+    if not any((folder / name).is_file() for name in WEIGHT_FILES):
+        return False
+    names: set[str] = set()
+    for path in weight_files(folder):
+        with open_tensors(path) as file:
+            names |= {*file.keys()}
+    return "lm_head.weight" not in names
 
 
 def has_sliding_window(said: ConfigFile) -> bool:
@@ -207,7 +219,7 @@ def check_sizes(folder: Path) -> None:
     layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
     first = "model.layers.0."
     expected = {
-        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
+        EMBEDDING: (shape.vocab_size, shape.hidden_size),
         f"{first}mlp.up_proj.weight": (shape.intermediate_size, shape.hidden_size),
         f"{first}self_attn.q_proj.weight": (shape.head_dim * shape.heads, shape.hidden_size),
     }
@@ -233,6 +245,8 @@ def weight_files(folder: Path) -> list[Path]:
     ConfigError."""
     folder = Path(folder)
     index, single = (folder / name for name in WEIGHT_FILES)
+    if index.is_file() and single.is_file():
+        raise two_sets(folder, index.name, single.name)
     if index.is_file():
         weight_map = read_section(Index, read_json(index), index).weight_map
         shards = sorted(set(weight_map.values()))
@@ -243,7 +257,17 @@ def weight_files(folder: Path) -> list[Path]:
     for shard in shards:
         if Path(shard).name != shard or not os.path.isfile(folder / shard):
             raise ConfigError(f"{index} names {shard[:200]}, which is missing there; download it again")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in shards and not path.name.startswith("consolidated"):  # Mistral's own copy
+            raise two_sets(folder, shards[0], path.name)
+    if (folder / "adapter_config.json").is_file():  # transformers would add it
+        raise two_sets(folder, shards[0], "adapter_config.json")
     return [folder / shard for shard in shards]
+
+
+def two_sets(folder: Path, one: str, other: str) -> ConfigError:
+    return ConfigError(f"{folder} holds {one} and {other}, and a model has one set of weights; keep those "
+                       "that are meant in a folder of their own")
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -251,7 +275,10 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in files:
         with open_tensors(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if name in tensors:
+                    raise ConfigError(f"{path}: {name} is in another file too; download the weights again")
+                tensors[name] = file.get_tensor(name)
     return tensors
 
 
@@ -269,8 +296,10 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     not finite.
     """
     tensors = read_tensors(weight_files(folder))
-    if model.shape.tied:
-        tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
+    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None  # some exports repeat it
+    if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
+        raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
+                          "tie_word_embeddings to false there if the head is its own")
     weights = dict(named_weights(model))
     expected = {name: tuple(p.shape) for name, p in weights.items()}
     stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
@@ -288,9 +317,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         p.copy_(dist.sharded_like(t, p))
 
 
-def export(model: nn.Module, source: Path, folder: Path, template: str | None = None) -> None:
+def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] | None = None) -> None:
     """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
-    `source`, except the text of the user's own `template` (data.chat_template).
+    `source`, except the files in `texts` (Tokenizer.exported).
 
     All ranks of a sharded model must call it; rank 0 writes.
     """
@@ -300,8 +329,8 @@ def export(model: nn.Module, source: Path, folder: Path, template: str | None = 
                 copied = path.suffix in (".json", ".jinja", ".txt", ".model")
                 if copied and path.is_file() and path.name not in WEIGHT_FILES:
                     shutil.copyfile(path, fresh / path.name)
-            if template:
-                (fresh / "chat_template.jinja").write_text(template)
+            for name, text in (texts or {}).items():
+                (fresh / name).write_text(text)
         save_weights(model, fresh)
 
 
