@@ -1,8 +1,9 @@
 """Load problems, and render them as prompts.
 
 A data line is {"question", "answer"} with optional "id", "solution", "level" and "subject", or other names
-for them (data.columns); a question may be a list of messages. GSM8K's and MATH's own columns are understood:
-an answer behind "####" in the solution, or in its last \\boxed{}.
+for them (data.columns); a question may be a list of messages, and the assistant's last one is the solution.
+A solution in the place of the answer is taken apart as a completion is: its last box, or the text behind
+"####" or "the answer is".
 """
 
 import sys
@@ -19,17 +20,19 @@ from infra.rows import (
     messages_of,
     missing_column,
     read_hub,
+    spelled,
 )
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
 from settings.loader import SHORT
-from verify.extract import last_boxed
+from verify.extract import extract, last_boxed
 
 # Marks of rows that nobody should train on, and why.
 DOUBTFUL_ROWS = {
     "overlaps_eval": "are problems of an evaluation set",
     "all_boxed": "have a solution that boxes several answers",
 }
+LONGEST_ANSWER = 40  # words of a final answer; a longer one is a solution
 NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or custom alone"
 
 
@@ -94,22 +97,24 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
     question = find_cell(row, "question", columns)
     answer = find_cell(row, "answer", columns)
     solution = find_cell(row, "solution", columns) or ""
-    messages = messages_of(question, place)
+    messages, reply = messages_of(question, place)
     if messages:
         question = messages[-1]["content"]
     if isinstance(answer, list):  # OlympiadBench's several answers, and solutions
-        answer = ", ".join(map(str, answer))
+        answer = ", ".join(map(str, map(spelled, answer)))
     if isinstance(solution, list):
         solution = "\n".join(map(str, solution))
-    if isinstance(answer, str) and "####" in answer:
-        solution = answer
-        answer = answer.rpartition("####")[2].strip()
+    answer, solution = spelled(answer), solution or reply
+    marked = extract(answer) if isinstance(answer, str) else None
+    if marked is not None or (isinstance(answer, str) and "####" in answer):  # a whole solution
+        answer, solution = (marked or "").strip(), answer
     elif answer is None and isinstance(solution, str) and columns.get("answer", "answer"):
-        answer = last_boxed(solution)
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
+        answer = extract(solution)
     if answer is None and not needs_answer:
         answer = ""
+    if needs_answer and isinstance(answer, str) and len(answer.split()) > LONGEST_ANSWER:
+        raise ConfigError(f"{place}: the answer is a text of {len(answer.split())} words and marks none of "
+                          "them as its final answer; write that alone, or in \\boxed{}, or behind ####")
     for key, value in (("question", question), ("answer", answer), ("solution", solution)):
         if value is None:
             advice = NO_ANSWER if key == "answer" else ""

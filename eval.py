@@ -340,7 +340,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
         problems = load_problems(name, data.dir, False, data.columns, reward.needs_answers)
         graded = all_have_answers(problems, short)
         if graded:
-            name_unreadable(short, {p.id: p.answer for p in problems})
+            name_unreadable(short, {p.id: p.answer for p in problems}, reward.needs_answers)
         prompts = to_prompts(problems, tokenizer, data.system_prompt, data.max_prompt_tokens)
         sets.append(EvalSet(short, problems, prompts, None if reward.accuracy else reward, graded))
     return sets

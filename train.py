@@ -218,7 +218,8 @@ def load_task(cfg: Config) -> data.Task:
     problems = problems[:settings.limit]
     graded = not gold or all_have_answers(problems, settings.train)
     if graded and gold:
-        name_unreadable(settings.train, {p.id: p.answer for p in problems})
+        golds = {p.id: p.answer for p in problems}
+        name_unreadable(settings.train, golds, cfg.reward.needs_answers)
     custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(
         problems,

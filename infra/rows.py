@@ -7,6 +7,7 @@ import math
 import re
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
 from pathlib import Path
 
 from config import ConfigError
@@ -28,8 +29,13 @@ NAMED_SETS = {
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
 # Other names of columns, as in GSM8K and MATH.
-OTHER_NAMES = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
-ROLES = ("system", "user", "assistant")
+OTHER_NAMES = {
+    "question": ("problem", "prompt", "messages", "conversations"),
+    "answer": ("final_answer",),
+    "subject": ("type",),
+}
+# A message is {"role", "content"}, or as in ShareGPT {"from", "value"}; other names of the roles.
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
@@ -144,7 +150,8 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        empty = isinstance(value, float) and not math.isfinite(value)  # pandas writes nan for an empty cell
+        # pandas writes nan for an empty cell
+        empty = isinstance(value, float | Decimal) and not math.isfinite(value)
         if value is not None and not empty:
             return value
     return None
@@ -164,32 +171,50 @@ def missing_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
             f"data.columns={{{name}: ...}} to the column that has it")
 
 
-def messages_of(question: object, place: str) -> tuple[dict, ...]:
-    """Read a question that is a list of messages, or such a list as JSON; () for any other text.
-
-    The last message must be the user's. Raises ConfigError.
+def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
+    """Read a question that is a list of messages, or such a list as JSON, and the assistant's last message if
+    there is one behind the user's: the solution. () and "" for any other text. Raises ConfigError.
     """
     if isinstance(question, str):
-        if not re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", question):
-            return ()
+        if not re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", question):
+            return (), ""
         try:
             question = json.loads(question)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"{place}: the question looks like a list of messages, but is not valid JSON "
                               f"({error}); write it with json.dumps") from None
     if not isinstance(question, list) or not question:
-        return ()
-    messages = []
-    for message in question:
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("role") not in ROLES:
-            raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, "
-                              f"and 'content', a text, not {str(message)[:200]}")
-        messages.append({key: value for key, value in message.items() if value is not None})
+        return (), ""
+    messages = [read_message(message, place) for message in question]
+    solution = ""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        solution = messages.pop()["content"]
     if messages[-1]["role"] != "user":
-        raise ConfigError(f"{place}: the last message must be the user's, which is to be answered, not the "
-                          f"{messages[-1]['role']}'s")
-    return tuple(messages)
+        raise ConfigError(f"{place}: the last message, or that before the assistant's, must be the user's, "
+                          f"which is to be answered, not the {messages[-1]['role']}'s")
+    return tuple(messages), solution
+
+
+def read_message(message: object, place: str) -> dict:
+    """Read a message with our names. Raises ConfigError."""
+    named = {}
+    if isinstance(message, dict):
+        names = {"from": "role", "value": "content"}
+        named = {names.get(key, key): value for key, value in message.items() if value is not None}
+    role = ROLES.get(named.get("role"))
+    if role is None or not isinstance(named.get("content"), str):
+        raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, and "
+                          f"'content', a text (or 'from' and 'value'), not {str(message)[:200]}")
+    return named | {"role": role}
+
+
+def spelled(answer: object) -> object:
+    """Spell a number as a person would: 27, not 27.0; anything else stays as it is."""
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
+        return answer
+    if answer == int(answer):
+        return str(int(answer))
+    return f"{answer.normalize():f}" if isinstance(answer, Decimal) else str(answer)
 
 
 def all_have_answers(problems: list[Problem], name: str) -> bool:

@@ -1,6 +1,7 @@
 """What a downloaded folder may hold: read as transformers reads it, or refused; and what an exported folder says."""
 
 import json
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -13,9 +14,13 @@ import learner as programs
 import train
 from collect import Sampler
 from config import ConfigError, Data, Reward
+from data import load_problems
+from infra.rows import find_cell, spelled
 from infra.tokenizer import Tokenizer
 from infra.weights import export, find_model, read_shape
-from records import Group, Prompt, Sample
+from records import Group, Problem, Prompt, Sample
+from verify.errors import VerifyError
+from verify.grade import name_unreadable
 
 TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
 
@@ -83,12 +88,13 @@ def test_a_plain_prompt_begins_once_and_does_not_end(asked, before, tmp_path):
 TEMPLATES = {
     "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n"
                   "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
-    "generation, white space": "{% for m in messages %}\n  {%- generation -%}\n {{ m.content }} \n{%- endgeneration -%}\n"
-                               "x\n{% endfor %}",
+    "generation, white space": "{% for m in messages %}\n  {%- generation -%}\n {{ m.content }} \n"
+                               "{%- endgeneration -%}\nx\n{% endfor %}",
     "generation, a scope": "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
     "no tools": "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}TEXTS{% endif %}ok",
     "tojson": "{{ messages | tojson(indent=1) }}{{ {'a': '<é>'} | tojson }}",
-    "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}{{ eos_token }}",
+    "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+             "{{ eos_token }}",
 }
 
 
@@ -276,3 +282,62 @@ def test_an_adapter_names_its_base_by_a_path_that_holds_anywhere(tmp_path):
     train.train(toy_config(tmp_path / "run", "model.lora.rank=2", "steps=1"))
     said = json.loads((tmp_path / "run" / "hf_adapter" / "adapter_config.json").read_text())
     assert Path(said["base_model_name_or_path"]) == TOY.resolve()
+
+
+# ---- data
+
+def problems_of(folder: Path, *rows: dict) -> list[Problem]:
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_problems(str(folder / "own.jsonl"))
+
+
+@pytest.mark.parametrize(("cell", "gold"), [
+    ("We add.\nSo the answer is \\boxed{5}.", "5"), (r"\boxed{1} is wrong, \boxed{\frac{1}{2}} right", r"\frac{1}{2}"),
+    ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
+    ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
+    ([1.0, "x"], "1, x"), ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
+def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
+    problem, = problems_of(tmp_path, {"question": "q", "answer": cell})
+    assert problem.answer == gold
+    assert problem.solution == (cell if isinstance(cell, str) and cell != gold else "")
+
+
+@pytest.mark.parametrize(("number", "gold"), [("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"),
+                                              ("NaN", None)])
+def test_decimals_of_a_parquet_file(number, gold):
+    row = {"answer": Decimal(number)}
+    assert spelled(find_cell(row, "answer", {})) == gold
+
+
+TURNS = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+3?"},
+         {"from": "gpt", "value": "So \\boxed{5}."}]
+
+
+def test_sharegpt_and_messages_with_the_reply(tmp_path):
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    renamed = [{"role": roles[m["from"]], "content": m["value"]} for m in TURNS]
+    rows = [{"conversations": TURNS}, {"messages": renamed}, {"prompt": renamed, "answer": "6"},
+            {"question": json.dumps(TURNS)}]
+    found = problems_of(tmp_path, *rows)
+    assert [p.answer for p in found] == ["5", "5", "6", "5"]
+    assert all(p.messages == tuple(renamed[:2]) and p.solution == TURNS[2]["value"] for p in found)
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"answer": "word " * 41}, r"own.jsonl:1: the answer is a text of 41 words and marks none of them as its"),
+    ({"question": [TURNS[0]]}, r"own.jsonl:1: the last message, or that before the assistant's, must be the user"),
+    ({"question": [{"from": "tool", "value": "x"}]}, r"own.jsonl:1: a message must be an object with 'role', one of"),
+])
+def test_a_row_that_nobody_can_read_is_named(row, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        problems_of(tmp_path, {"question": "q", "answer": "1"} | row)
+    if "answer" in row:
+        load_problems(str(tmp_path / "own.jsonl"), answers=False)
+
+
+def test_a_set_without_a_gold_that_can_be_read_is_an_error_if_accuracy_counts(tmp_path):
+    golds = {"a": "\\boxed{", "b": "\\frac{1}{"}
+    with pytest.raises(VerifyError, match="own: none of the 2 gold answers can be read, for example .* of a"):
+        name_unreadable("own", golds, needed=True)
+    name_unreadable("own", golds, needed=False)
+    name_unreadable("own", golds | {"c": "5"}, needed=True)
