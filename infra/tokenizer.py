@@ -219,7 +219,8 @@ class Tokenizer:
     def read(self, ids: Iterable[int]) -> str:
         """Decode a completion as rewards and the verifier read it: behind the tags that its prompt opens,
         with special tokens that mark something, and without EOS, BOS and padding."""
-        return self.opened + self.decode([i for i in ids if i not in self.hidden], special=True)
+        shown = [i for i in ids if i not in self.hidden]
+        return self.opened + self.rust.decode(shown, skip_special_tokens=False)
 
 
 def literal(value: object) -> str:
