@@ -411,7 +411,7 @@ class RunLog:
             self.silent = self.silent + 1 if flat == 1 else 0
         if flat == 1 and self.silent == SILENT:
             self.say(f"step {step}: no group of the last {SILENT} steps has different rewards, and "
-                     f"{metrics['rollout/truncated']:.0%} of these completions are truncated: nothing is learnt; "
+                     f"{metrics['rollout/truncated']:.0%} of these completions are truncated: nothing is "
                      "learnt; look at samples.jsonl, allow longer completions or take easier problems")
         names = {"reward": "reward/mean", "length": "rollout/length"}  # absent if a step rolls nothing out
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
