@@ -19,8 +19,9 @@ from infra.rows import (
     find_file,
     messages_of,
     missing_column,
-    read_hub,
+    read_named,
     spelled,
+    with_letters,
 )
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
@@ -47,7 +48,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     """
     columns = columns if columns and name not in NAMED_SETS else {}
     path = find_file(name, folder)
-    rows = list(READERS[path.suffix](path) if path else read_hub(name))
+    rows = [(place, with_letters(row))
+            for place, row in (READERS[path.suffix](path) if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:
         rows = drop_unanswered(rows, name, columns)

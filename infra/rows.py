@@ -4,10 +4,12 @@ import csv
 import difflib
 import json
 import math
+import random
 import re
 import sys
 from collections.abc import Iterator
 from decimal import Decimal
+from hashlib import sha256
 from pathlib import Path
 
 from config import ConfigError
@@ -23,11 +25,20 @@ NAMED_SETS = {
     "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
     "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
     "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
+    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026", "default", "train"),
+    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025", "default", "train"),
+    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025", "default", "train"),
+    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026", "default", "train"),
+    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025", "default", "train"),
+    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa", "gpqa_diamond", "train"),
     "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
     "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
     # 674 on the hub
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
+LETTERS = "ABCD"
+SUMS = 300  # problems of a generated set
+GENERATED = re.compile(r"sums-\d+")
 # Other names of columns, as in GSM8K and MATH.
 OTHER_NAMES = {
     "question": ("problem", "prompt", "messages", "conversations"),
@@ -84,9 +95,12 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
             raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
 
 
-def read_hub(name: str) -> Iterator[tuple[str, dict]]:
-    """Yield a place and the row for each row of a set on the hub, a named one or "user/set:config:split".
-    Raises ConfigError."""
+def read_named(name: str) -> Iterator[tuple[str, dict]]:
+    """Yield a place and the row for each row of generated sums, or of a set on the hub, a named one or
+    "user/set:config:split". Raises ConfigError."""
+    if GENERATED.fullmatch(name):
+        yield from generate_sums(name)
+        return
     import datasets  # slow to import, and needed for names only
 
     name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
@@ -99,8 +113,42 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
     yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
 
 
+def with_letters(row: object) -> object:
+    """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
+    if not isinstance(row, dict) or "Correct Answer" not in row or "answer" in row:
+        return row
+    right, question = row["Correct Answer"], row["Question"]
+    choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+    ordered = sorted(choices, key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
+    lines = [f"{letter}) {choice.strip()}" for letter, choice in zip(LETTERS, ordered, strict=True)]
+    return row | {
+        "question": "\n".join([question.strip(), "", *lines]),
+        "answer": LETTERS[ordered.index(right)],
+        "solution": row.get("Explanation") or "",
+        "subject": row.get("High-level domain"),
+    }
+
+
+def generate_sums(name: str) -> Iterator[tuple[str, dict]]:
+    """Generate the set "sums-SEED": SUMS problems of 2 to 7 numbers, which no text held before somebody chose
+    the seed. `level` counts the numbers."""
+    draw = random.Random(name)
+    for i in range(SUMS):
+        total, term = 0, draw.randint(2, 99)
+        text, level = f"{term}", 2 + i % 6
+        for _ in range(level - 1):
+            sign, number = draw.choice("+-+-*"), draw.randint(2, 99)
+            text += f" {sign} {number}"
+            if sign == "*":
+                term *= number
+            else:
+                total, term = total + term, number if sign == "+" else -number
+        row = {"question": f"Compute {text}.", "answer": str(total + term), "level": level}
+        yield f"{name}: row {i}", row
+
+
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
+CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, sums-SEED for generated sums, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
@@ -112,7 +160,7 @@ def find_file(name: str, folder: str | None) -> Path | None:
         raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
     if path.suffix in READERS:
         return path
-    if name in NAMED_SETS or (name.count(":") == 2 and "/" in name):
+    if name in NAMED_SETS or GENERATED.fullmatch(name) or (name.count(":") == 2 and "/" in name):
         return None
     raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
 
