@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -67,7 +68,7 @@ EIGHTH = 8       # of the completions are those whose tokens are measured
 SKETCH = 2**22   # numbers that a longer gradient is folded to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Scene:
     """One rollout, and what the error of any weighting is computed from."""
 
@@ -95,12 +96,23 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
 def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
     """Draw of the whole step in proportion to a size over sqrt(length), in the order of `pps` or shuffled."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
-        size_NG, order_K = size_of(scene) / scene.candidates.len_NG.sqrt(), similar_order(scene.candidates)
+        size_NG, order_K = sizes(size_of, scene), order_of(scene)
         if order == "shuffled":
             order_K = torch.randperm(len(order_K), generator=torch.Generator().manual_seed(seed))
         return pps(size_NG, order_K, k, "batch", seed).weight_NG
 
     return draw
+
+
+@cache
+def sizes(size_of: Callable[[Scene], Tensor], scene: Scene) -> Tensor:
+    """Compute the sizes once for all draws, over sqrt(length)."""
+    return size_of(scene) / scene.candidates.len_NG.sqrt()
+
+
+@cache
+def order_of(scene: Scene) -> Tensor:
+    return similar_order(scene.candidates)
 
 
 def token_weight(scene: Scene) -> Tensor:
@@ -166,7 +178,7 @@ def learn_norm(past: list[Scene], scene: Scene) -> Tensor | None:
 def balanced(scene: Scene, seed: int, k: int) -> Tensor:
     """Draw by the cube method, balanced on A w and on length, with the probabilities of `pps`."""
     given = scene.candidates
-    size_NG = surprise(scene) / given.len_NG.sqrt()
+    size_NG = sizes(surprise, scene)
     prob_K = inclusion(size_NG.flatten(), k * len(size_NG))
     signed_NG = token_weight(scene) * given.adv_NG.sign()
     balance_KQ = torch.stack([prob_K, signed_NG.flatten(), given.len_NG.flatten().double()], dim=1)
