@@ -132,15 +132,13 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
 
 def surprise(groups: list[Group]) -> Tensor:
     """Compute sqrt(sum_t (1 - p_t)^2) over the tokens that this step has sampled, [N, G]."""
-    rows = []
-    for group in groups:
-        norms = []
-        for sample in group.samples:
-            logp_L = torch.frombuffer(sample.logp, dtype=torch.float64)[sample.start:]
-            missing_L = 1 - logp_L.exp()
-            norms.append(missing_L.clamp(min=LEAST_SURPRISE).norm())
-        rows.append(torch.stack(norms))
-    return torch.stack(rows)
+    samples = [sample for group in groups for sample in group.samples]
+    tokens = [torch.frombuffer(s.logp, dtype=torch.float64)[s.start:] for s in samples]
+    counts = torch.tensor([len(logp) for logp in tokens])
+    missing = (1 - torch.cat(tokens).exp()).clamp(min=LEAST_SURPRISE)
+    owner = torch.arange(len(samples)).repeat_interleave(counts)
+    squares = torch.zeros(len(samples), dtype=torch.float64).index_add_(0, owner, missing.square())
+    return squares.sqrt().view(len(groups), -1)
 
 
 def similar_order(candidates: Candidates) -> Tensor:

@@ -22,6 +22,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from fractions import Fraction
+from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from statistics import mean, stdev
@@ -67,7 +68,7 @@ EIGHTH = 8       # of the completions are those whose tokens are measured
 SKETCH = 2**22   # numbers that a longer gradient is folded to
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, eq=False)
 class Scene:
     """One rollout, and what the error of any weighting is computed from."""
 
@@ -95,12 +96,23 @@ def arm(settings_of: Callable[[int], Completions]) -> Draw:
 def by_size(size_of: Callable[[Scene], Tensor], order: str = "similar") -> Draw:
     """Draw of the whole step in proportion to a size over sqrt(length), in the order of `pps` or shuffled."""
     def draw(scene: Scene, seed: int, k: int) -> Tensor:
-        size_NG, order_K = size_of(scene) / scene.candidates.len_NG.sqrt(), similar_order(scene.candidates)
+        size_NG, order_K = sizes(size_of, scene), order_of(scene)
         if order == "shuffled":
             order_K = torch.randperm(len(order_K), generator=torch.Generator().manual_seed(seed))
         return pps(size_NG, order_K, k, "batch", seed).weight_NG
 
     return draw
+
+
+@cache
+def sizes(size_of: Callable[[Scene], Tensor], scene: Scene) -> Tensor:
+    """Compute the sizes once for all draws, over sqrt(length)."""
+    return size_of(scene) / scene.candidates.len_NG.sqrt()
+
+
+@cache
+def order_of(scene: Scene) -> Tensor:
+    return similar_order(scene.candidates)
 
 
 def token_weight(scene: Scene) -> Tensor:
@@ -166,7 +178,7 @@ def learn_norm(past: list[Scene], scene: Scene) -> Tensor | None:
 def balanced(scene: Scene, seed: int, k: int) -> Tensor:
     """Draw by the cube method, balanced on A w and on length, with the probabilities of `pps`."""
     given = scene.candidates
-    size_NG = surprise(scene) / given.len_NG.sqrt()
+    size_NG = sizes(surprise, scene)
     prob_K = inclusion(size_NG.flatten(), k * len(size_NG))
     signed_NG = token_weight(scene) * given.adv_NG.sign()
     balance_KQ = torch.stack([prob_K, signed_NG.flatten(), given.len_NG.flatten().double()], dim=1)
@@ -344,6 +356,15 @@ def interval(errors: list[float | None]) -> str:
     return f"{mean(errors):.3f} +- {half:.3f}"
 
 
+def repeated(scene: Scene) -> float:
+    """Estimate how much of |full gradient|^2 other rollouts of other prompts would repeat, |mean gradient|^2:
+    by the inner products between different groups, whose noise is independent."""
+    N, G = scene.candidates.adv_NG.shape
+    between_NN = scene.product.view(N, G, N, G).sum(dim=(1, 3))
+    pairs = between_NN.sum() - between_NN.trace()
+    return (pairs * N / (N - 1) / between_NN.sum()).item()
+
+
 def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: config.Config, tokens: bool,
          ) -> Scene:
     """Roll prompts out twice: the first time to prune them by, the second to measure, `tokens` too."""
@@ -358,8 +379,10 @@ def look(learner: Learner, sampler: Sampler, draws: list[PromptDraw], cfg: confi
     return Scene(candidates, rewards, last_N, inner_products(learner, groups, adv_NG), suffix)
 
 
-def after_training(task: str, steps: int, out: Path) -> dict[str, dict[float, list[float | None]]]:
-    """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept."""
+def after_training(task: str, steps: int, out: Path,
+                   ) -> tuple[dict[str, dict[float, list[float | None]]], list[float]]:
+    """Train so many steps; then measure each arm's error on each rollout, by the share of tokens kept, and
+    how much of the full gradient is `repeated`."""
     recipe, _, rollouts = TASKS[task]
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
@@ -371,16 +394,18 @@ def after_training(task: str, steps: int, out: Path) -> dict[str, dict[float, li
     names = [name for name in ARMS if task != "real" or name not in WHOLE]
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in names}
     past: list[Scene] = []
+    signal = []
     for i in range(rollouts):
         scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg, task != "real")
         scene = replace(scene, learned_NG=learn_norm(past, scene))
         past.append(scene)
+        signal.append(repeated(scene))
         for name in names:
             curve = [errors(name, scene, k) for k in range(1, 16)]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
         print(f"rollout {i + 1} of {rollouts}", file=sys.stderr, flush=True)
-    return by_arm
+    return by_arm, signal
 
 
 def main() -> None:
@@ -392,7 +417,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as temporary:
         for when, steps in points.items():
-            by_arm = after_training(task, steps, Path(temporary) / when)
+            by_arm, signal = after_training(task, steps, Path(temporary) / when)
             rows = []
             for name, by_budget in by_arm.items():
                 rows.append({"share of tokens kept": name})
@@ -400,7 +425,8 @@ def main() -> None:
                     rows[-1][str(Fraction(budget))] = interval(errors)
                     results.append({"when": when, "arm": name, "budget": budget, "errors": errors})
             show(f"{task}, {when}: after {steps} steps; squared error over |full gradient|^2, "
-                 f"{rollouts} rollouts", rows)
+                 f"{rollouts} rollouts; {interval(signal)} of it is repeated by other rollouts", rows)
+            results.append({"when": when, "arm": "repeated", "budget": 1, "errors": signal})
     print_json("prune", task=task, results=results)
     dist.close()
 

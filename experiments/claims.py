@@ -13,6 +13,7 @@ from statistics import mean
 
 import numpy as np
 from compare import (
+    BEFORE,
     CONTROLS,
     OTHERS,
     SEEDS,
@@ -40,8 +41,8 @@ VAPO = ("vapo", "vapo-without-pretraining")
 # Arms at GRPO's rate whose gradient's error is known: the row and budget of bench/prune.py.
 PRUNED = {
     "cppo": ("topk, group, kept mean", 0.25),
-    "pps": ("pps norm, batch", 0.25),
-    "pps-cost": ("pps norm, batch, by cost", 0.25),
+    "pps-norm": ("pps norm, batch", 0.25),
+    "pps-norm-cost": ("pps norm, batch, by cost", 0.25),
     "pods": ("pods, kept mean", 0.25),
     "pps-prompts": ("prompts, pps", 0.5),
     "nat": ("cuts alone", 0.75),
@@ -59,13 +60,16 @@ FEWER_PROMPTS = ("pps-prompts", "pps-prompts-quarter")  # arms that also roll ou
 BIAS = ("bias costs accuracy", "steps", 4, {
     ("dppo", "dppo-listed"): ", which refills too",
     ("dppo", "dppo-biased"): ", which trains on half as many tokens",
-    ("pps", "cppo"): ", which keeps 2 of each group",
-    ("pps", "topk-step"): "",
+    (BEFORE, "cppo"): ", which keeps 2 of each group",
+    (BEFORE, "topk-step"): "",
 })
 SMALL_STEPS = ("pruning is more than small steps", "trained tokens", 2, {
     ("cppo", "grpo-4-prompts"): "",
-    ("pps", "grpo-4-prompts"): "",
+    (BEFORE, "grpo-4-prompts"): "",
 })
+SURPRISE = {("pps", BEFORE): "", ("pps", "cppo"): "", ("pps", "grpo"): ""}
+BETTER = "PPS by surprise teaches more"
+BY_TRAINED, BY_SECONDS = ((BETTER, cost, 3, SURPRISE) for cost in ("trained tokens", "seconds"))
 SAVED = ("GRESO saves rollouts at equal accuracy", "generated tokens", 2, {
     ("greso", "dynamic-sampling"): "",
     ("greso", "grpo"): "",
@@ -252,13 +256,14 @@ def report(results: Path) -> None:
     controls = kept_arms({name: rate_of[name] for name in CONTROLS}, SEEDS, results)
     at_rate = kept_arms(dict.fromkeys(("grpo", *GROUPS, *DAPO, *VAPO), rate_of["grpo"]), SEEDS, results)
     pruned = kept_arms(dict.fromkeys(PRUNED, rate_of["grpo"]), SOME_SEEDS, results)
-    six = kept_arms({name: rate_of[name] for name in SIX}, SEEDS, results)
+    six = kept_arms({name: rate_of[name] for name in (*SIX, BEFORE)}, SEEDS, results)
     arms = kept_arms(others, SEEDS, results) | six | controls
     errors = gradient_errors(results)
     learnt = {name: areas_of(pruned[name]) for name in errors}
     rows = [*of_speed(six), *of_areas(arms, *BIAS), *of_areas(arms, *SMALL_STEPS), *of_areas(arms, *SAVED),
             *of_allocation(allocated), *of_errors(errors, learnt), *of_areas(at_rate, *BY_STEPS),
-            *of_areas(at_rate, *BY_TOKENS), *of_areas(at_rate, *NEEDED), *of_vapo(at_rate)]
+            *of_areas(at_rate, *BY_TOKENS), *of_areas(at_rate, *NEEDED), *of_vapo(at_rate),
+            *of_areas(arms, *BY_TRAINED), *of_areas(arms, *BY_SECONDS)]
     print(*rate_table(areas, rates), "", sep="\n")
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
     print(*cost_table(controls), "", sep="\n")

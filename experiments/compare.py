@@ -55,8 +55,7 @@ SIX = {
     "dppo": (PROMPTS, COMPLETIONS),
     "pps": ("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",),
 }
-# PPS before commit f7b743d, whose runs are kept to compare with: by |A| w sqrt(length), in a shuffled order.
-BEFORE = "pps-norm"
+BEFORE = "pps-norm"  # PPS before commit f7b743d, by |A| w sqrt(length) in a shuffled order: its runs are kept
 # Controls of the claims (claims.py): CPPO's choice among all completions of a step, Dynamic Pruning as listed
 # without a refill, and GRPO on as many completions as CPPO keeps.
 CONTROLS = {
@@ -76,7 +75,7 @@ OTHERS = {
                              "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
-    "pps-prompts": (BEFORE, ("prune.prompts={kind: pps, share: 0.5}",)),
+    "pps-prompts": ("pps", ("prune.prompts={kind: pps, share: 0.5}",)),
     "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
 }
@@ -151,7 +150,7 @@ def best_rate(areas: Areas, seeds: int) -> str | None:
 def chosen_rates(results: Path) -> dict[str, str]:
     """Name the rate of each of the six and of the controls: the chosen one, or the config's."""
     shipped, areas = format_value(config.load(RECIPE).optim.lr), validated(results)
-    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in TUNED}
+    return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in (*TUNED, BEFORE)}
 
 
 def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
