@@ -102,8 +102,8 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
     messages, reply = messages_of(question, place)
     if messages:
         question = messages[-1]["content"]
-    if isinstance(answer, list):  # OlympiadBench's several answers, and solutions
-        answer = ", ".join(map(str, map(spelled, answer)))
+        if isinstance(row.get("system"), str) and messages[0]["role"] != "system":  # as ShareGPT has it
+            messages = ({"role": "system", "content": row["system"]}, *messages)
     if isinstance(solution, list):
         solution = "\n".join(map(str, solution))
     answer, solution = spelled(answer), solution or reply

@@ -257,12 +257,23 @@ def read_message(message: object, place: str) -> dict:
 
 
 def spelled(answer: object) -> object:
-    """Spell a number as a person would: 27, not 27.0; anything else stays as it is."""
+    """Spell an answer as a person would: 27, not 27.0; a list of texts, or such a list as JSON, joined."""
+    if isinstance(answer, str) and re.match(r'\s*\[\s*"', answer):
+        answer = parse_list(answer)
+    if isinstance(answer, list):  # OlympiadBench's several answers
+        return ", ".join(str(spelled(one)) for one in answer)
     if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
         return answer
     if answer == int(answer):
         return str(int(answer))
     return f"{answer.normalize():f}" if isinstance(answer, Decimal) else str(answer)
+
+
+def parse_list(text: str) -> object:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        return text
 
 
 def all_have_answers(problems: list[Problem], name: str) -> bool:

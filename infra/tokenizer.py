@@ -11,6 +11,7 @@ import jinja2
 import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
 
 from config import ConfigError, Data
@@ -45,6 +46,7 @@ class Tokenizer:
         older = folder / "special_tokens_map.json"
         if older.is_file():
             settings = read_json(older) | settings
+        self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
         self.special = {}  # name -> text, for templates
         for key, value in settings.items():
             if key.endswith("_token"):
@@ -69,9 +71,24 @@ class Tokenizer:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
 
+    def add_tokens(self, listed: dict[str, dict], path: Path) -> None:
+        """Add the tokens that tokenizer_config.json has beyond tokenizer.json, as transformers does. Raises
+        ConfigError for one with another id."""
+        names = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
+        for i, token in sorted((int(i), token) for i, token in listed.items()):
+            text = token["content"]
+            if self.rust.token_to_id(text) is None:
+                self.rust.add_tokens([AddedToken(**{name: token[name] for name in names if name in token})])
+            if self.rust.token_to_id(text) != i:
+                raise ConfigError(f"{path} makes token {self.rust.token_to_id(text)} of {text!r}, and "
+                                  f"tokenizer_config.json says {i}; take files that belong together")
+
     def read_template(self, folder: Path, own: str | None, configured: object) -> None:
         """Read the template: the user's `own` file, the model's file, or the text in its config."""
         path = Path(own) if own else folder / "chat_template.jinja"
+        older = folder / "chat_template.json"  # of a processor
+        if configured is None and older.is_file():
+            configured = read_json(older).get("chat_template")
         try:
             self.source = path.read_text() if own or path.is_file() else choose_template(configured, folder)
         except (OSError, UnicodeDecodeError) as error:

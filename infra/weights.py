@@ -302,7 +302,12 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                           "tie_word_embeddings to false there if the head is its own")
     weights = dict(named_weights(model))
     expected = {name: tuple(p.shape) for name, p in weights.items()}
-    stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
+        frequency = tensors.pop(name).float()
+        if frequency.shape != model.frequency.shape or not torch.allclose(frequency, model.frequency.cpu()):
+            raise ConfigError(f"{folder}: {name} has other rotary frequencies than config.json implies; mend "
+                              "rope_theta or rope_scaling there")
+    stored = {name: tuple(t.shape) for name, t in tensors.items()}
     if wrong := find_mismatches(expected, stored):
         name = wrong[0]
         raise ConfigError(

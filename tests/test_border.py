@@ -83,6 +83,23 @@ def test_a_plain_prompt_begins_once_and_does_not_end(asked, before, tmp_path):
     assert ours(folder, TALK[:1], prompt="<|endoftext|>Q: {question}\nA:") == [0, *bare]
 
 
+def test_tokens_that_only_the_config_has_are_added_as_in_transformers(tmp_path):
+    size = read_shape(TOY).vocab_size
+    plain = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    texts = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    listed = {str(i): plain | {"content": text} for i, text in enumerate(texts)}
+    listed[str(size)] = plain | {"content": "<note>", "rstrip": True}
+    change = {"tokenizer_config": {"added_tokens_decoder": listed}}
+    talk = [{"role": "user", "content": "a <note> b"}]
+    with pytest.raises(ConfigError, match=f"makes token {size} of a prompt, and there are {size} in the model"):
+        ours(folder_with(tmp_path / "small", **change), talk)
+    folder = folder_with(tmp_path / "model", config={"vocab_size": size + 3}, **change)
+    assert ours(folder, talk) == theirs(folder, talk) and size in ours(folder, talk)
+    folder_with(tmp_path / "other", tokenizer_config={"added_tokens_decoder": {"5": {"content": "<|im_end|>"}}})
+    with pytest.raises(ConfigError, match="makes token 2 of '<.im_end.>', and tokenizer_config.json says 5"):
+        tokenizer(tmp_path / "other")
+
+
 # ---- chat templates
 
 TEMPLATES = {
@@ -116,6 +133,12 @@ def test_of_several_templates_the_default_is_taken(shape, tmp_path):
         "tool_use": "TOOLS"}})
     with pytest.raises(ConfigError, match="has the chat templates tool_use and none named default; write one to a fi"):
         tokenizer(folder)
+
+
+def test_a_template_in_a_processors_file(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": None},
+                         chat_template={"chat_template": "{{ messages[0].content }}!"})
+    assert tokenizer(folder).render(TALK, None) == "1+1?!"
 
 
 def test_special_tokens_of_the_older_file_reach_the_template(tmp_path):
@@ -232,6 +255,14 @@ def test_mistrals_second_copy_is_left_alone_and_a_tensor_in_two_files_is_not(tmp
         load(folder)
 
 
+def test_stored_rotary_frequencies_are_the_configs_or_an_error(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    load(changed(folder, **{name: load(folder).frequency}))
+    with pytest.raises(ConfigError, match="has other rotary frequencies than config.json implies; mend rope_theta"):
+        load(changed(folder, **{name: load(folder).frequency / 2}))
+
+
 # ---- exports
 
 PROMPTED = {
@@ -295,11 +326,12 @@ def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     ("We add.\nSo the answer is \\boxed{5}.", "5"), (r"\boxed{1} is wrong, \boxed{\frac{1}{2}} right", r"\frac{1}{2}"),
     ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
     ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
-    ([1.0, "x"], "1, x"), ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
+    ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
+    ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
 def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
     problem, = problems_of(tmp_path, {"question": "q", "answer": cell})
     assert problem.answer == gold
-    assert problem.solution == (cell if isinstance(cell, str) and cell != gold else "")
+    assert problem.solution == (cell if isinstance(cell, str) and cell != gold and cell[:2] != '["' else "")
 
 
 @pytest.mark.parametrize(("number", "gold"), [("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"),
@@ -317,9 +349,9 @@ def test_sharegpt_and_messages_with_the_reply(tmp_path):
     roles = {"human": "user", "gpt": "assistant", "system": "system"}
     renamed = [{"role": roles[m["from"]], "content": m["value"]} for m in TURNS]
     rows = [{"conversations": TURNS}, {"messages": renamed}, {"prompt": renamed, "answer": "6"},
-            {"question": json.dumps(TURNS)}]
+            {"question": json.dumps(TURNS)}, {"system": "Add.", "conversations": TURNS[1:]}]
     found = problems_of(tmp_path, *rows)
-    assert [p.answer for p in found] == ["5", "5", "6", "5"]
+    assert [p.answer for p in found] == ["5", "5", "6", "5", "5"]
     assert all(p.messages == tuple(renamed[:2]) and p.solution == TURNS[2]["value"] for p in found)
 
 
