@@ -72,6 +72,28 @@ def leave_one_out(reward_NG: Tensor) -> Tensor:
     return centred(reward_NG) * factor_N1
 
 
+def shrinkage(reward_NG: Tensor) -> Tensor:
+    """Subtract the mean of the others in the group, shrunk towards the mean M of the step's other prompts
+    (arXiv:2511.03710). With lam = (N - 1) / N x v / (v + t) the baseline is (1 - lam) m + lam M; v is the
+    noise of a group's mean and t the spread of the means, both of the other prompts alone.
+
+    No part of the baseline reads its own completion, so it is unbiased as `leave_one_out` is. A flat group
+    has an advantage if the other prompts' mean is another.
+    """
+    count_N = (~reward_NG.isnan()).sum(dim=1)
+    mean_N = reward_NG.nanmean(dim=1).nan_to_num()
+    noise_N = centred(reward_NG).square().nansum(dim=1) / (count_N * (count_N - 1)).clamp(min=1)
+    known_N = (count_N > 0).to(mean_N.dtype)
+    others_NN = known_N - known_N.diag()
+    many_N1 = others_NN.sum(dim=1, keepdim=True)
+    share_NN = others_NN / many_N1.clamp(min=1)
+    target_N1 = (share_NN @ mean_N)[:, None]
+    spread_N1 = (share_NN * (mean_N - target_N1).square()).sum(dim=1, keepdim=True)
+    noise_N1 = (share_NN @ noise_N)[:, None]
+    lam_N1 = many_N1 / (many_N1 + 1) * noise_N1 / (noise_N1 + spread_N1).clamp(min=1e-12)
+    return (1 - lam_N1) * leave_one_out(reward_NG) + lam_N1 * (reward_NG - target_N1)
+
+
 def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     """Standardise each component within its group, sum them by weight, and divide by the deviation over the
     step: GDPO (arXiv:2601.05242). Rewards that are summed first map distinct combinations to one advantage.
@@ -149,6 +171,7 @@ ESTIMATORS = {
     "group_norm": lambda rewards, settings: group_norm(rewards.total_NG, settings.correction, settings.eps),
     "centred": lambda rewards, settings: centred(rewards.total_NG),
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
+    "shrinkage": lambda rewards, settings: shrinkage(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
     # At the initial policy; before each optimizer step `preference.compare_pairs` computes them anew.
     "preference": lambda rewards, settings: preference_advantage(

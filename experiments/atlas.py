@@ -82,25 +82,6 @@ def token_baseline(problem: Problem, steps: Steps, over: Callable) -> Tensor:
     return (reward_SNG1 - baseline_SNGL) / steps.completions
 
 
-def shrinkage(problem: Problem, steps: Steps, over: Callable) -> Tensor:
-    """Compute a shrinkage baseline after arXiv:2511.03710: (1 - lam) m + lam m', m the group's mean without
-    the completion itself (`others`, or with it, `total`), m' the mean of the other prompts, and
-    lam = v / (v + (m - m')^2), v the variance of m as estimated from the same rewards. The form of lam is
-    ours.
-    """
-    reward_SNG = reward_of(problem, steps)
-    count_SNG = over(torch.ones_like(reward_SNG))
-    mean_SNG = over(reward_SNG) / count_SNG
-    spread_SNG = (over(reward_SNG.square()) / count_SNG - mean_SNG.square()).clamp(min=0)
-    noise_SNG = spread_SNG / (count_SNG - 1)
-    mean_SN1 = reward_SNG.mean(dim=2, keepdim=True)
-    N = mean_SN1.shape[1]
-    elsewhere_SN1 = (mean_SN1.sum(dim=1, keepdim=True) - mean_SN1) / (N - 1)
-    lam_SNG = ratio(noise_SNG, noise_SNG + (mean_SNG - elsewhere_SN1).square())
-    baseline_SNG = (1 - lam_SNG) * mean_SNG + lam_SNG * elsewhere_SN1
-    return (reward_SNG - baseline_SNG) / steps.completions
-
-
 def step_mean(problem: Problem, steps: Steps) -> Tensor:
     """Subtract the mean of all other completions of the step, whatever their prompt."""
     reward_SNG = reward_of(problem, steps)
@@ -164,8 +145,6 @@ def mean_by_prompt(problem: Problem, steps: Steps) -> Tensor:
 LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
     "OTB, own sample in its baseline": (partial(token_baseline, over=total), "all"),
     "OTB, leave-one-out": (partial(token_baseline, over=others), "all"),
-    "shrinkage, own sample in its baseline": (partial(shrinkage, over=total), "all"),
-    "shrinkage, leave-one-out": (partial(shrinkage, over=others), "all"),
     "mean of all others of the step": (step_mean, "all"),
     "survivors 1/p, others weighed 1/p": (partial(survivors, baseline="weighed"), "aborted"),
     "survivors 1/p, others weighed and normalised": (partial(survivors, baseline="normalised"), "aborted"),
@@ -286,7 +265,10 @@ TABLES = {
         Row("refill by the same prompt", Estimator(prompts="same refill")),
     ],
     "Trust regions": crossed([*each("trust", (*REGIONS, *CONTROLS)), GSPO], "behind", ("near", "far")),
-    "Baselines": [*each("advantage", ("reward", "soft_value", "leave_one_out")), *of_literature("all")],
+    "Baselines": [
+        *each("advantage", ("reward", "soft_value", "leave_one_out", "shrinkage")),
+        *of_literature("all"),
+    ],
     "Aborted rollouts": [Row("none aborted"), *of_literature("aborted", "threshold", "balance")],
     "Allocation": [
         Row("3 and 3"),
@@ -304,7 +286,8 @@ def grid() -> list[Row]:
         for name, count in itertools.product(PRUNERS, counts):
             chosen.add(Estimator(kind, normalize, count, completions=name))
         rules = ["refill", "same refill", "ragged"]
-        if kind != "decoupled" and normalize != "token":  # with skipped prompts these are config errors
+        errors = kind in ("decoupled", "shrinkage") or normalize == "token"  # with skipped prompts
+        if not errors:
             rules += SKIPPING
         for name in rules:
             chosen.add(Estimator(kind, normalize, prompts=name))

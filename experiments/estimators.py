@@ -48,6 +48,7 @@ ADVANTAGES = {
     "reward": None,
     "soft_value": kinds.SoftValue(),
     "leave_one_out": kinds.LeaveOneOut(),
+    "shrinkage": kinds.Shrinkage(),
     "centred": kinds.Centred(),
     "group_norm": kinds.GroupNorm(),
     "group_norm, correction 0": kinds.GroupNorm(correction=0),

@@ -55,6 +55,12 @@ class LeaveOneOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Shrinkage:
+    """The reward less a mean of the others, shrunk towards the other prompts' (arXiv:2511.03710)."""
+    kind: Literal["shrinkage"] = "shrinkage"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Decoupled:
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
@@ -101,7 +107,7 @@ class GroupPreference:
     beta: Positive = 0.1           # how far the log-ratios count
 
 
-Advantage = (GroupNorm | Centred | LeaveOneOut | Decoupled | SoftValue | Gae
+Advantage = (GroupNorm | Centred | LeaveOneOut | Shrinkage | Decoupled | SoftValue | Gae
              | Preference | GroupPreference)
 
 

@@ -56,6 +56,9 @@ REQUIRES = {
     "advantage.kind=decoupled": [
         ("rollout.until", "offered", "its scale is computed over one round"),
         ("prune.prompts.kind", "none", "its scale would come from the prompts rolled out only")],
+    "advantage.kind=shrinkage": [
+        ("rollout.until", "offered", "flat groups have advantages, so none may be replaced"),
+        ("prune.prompts.kind", "none", "its baseline would come from the prompts rolled out only")],
     "advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")],
     "loss.trust.kind=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
     "prune.completions.compare=kept": [

@@ -1,12 +1,14 @@
 """Advantage estimators: closed forms, recursions, limits, and exact zeros where a group says nothing."""
 
+import itertools
 import math
+from statistics import mean, variance
 
 import pytest
 import torch
 from conftest import as_rewards
 
-from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out
+from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out, shrinkage
 from methods.gae import adaptive_lambda, gae
 from methods.soft_value import soft_value
 from records import Rewards
@@ -61,6 +63,33 @@ def test_centred_and_leave_one_out_by_hand():
 
 def rewards(parts: dict[str, list[list[float]]], weights: dict[str, float]) -> Rewards:
     return as_rewards({name: torch.tensor(part, dtype=torch.float64) for name, part in parts.items()}, weights)
+
+
+def shrunk_baseline(reward_NG: torch.Tensor, n: int, i: int) -> float:
+    """arXiv:2511.03710 as it is written, without completion i of prompt n: by loops."""
+    groups = [group.tolist() for group in reward_NG]
+    others = groups[:n] + groups[n + 1:]
+    rest = groups[n][:i] + groups[n][i + 1:]
+    N, G = len(groups), len(groups[n])
+    v = mean(variance(group) for group in others) / G
+    means = [mean(group) for group in others]
+    t = mean((m - mean(means)) ** 2 for m in means)
+    lam = (N - 1) / N * v / (v + t)
+    return (1 - lam) * mean(rest) + lam * mean(means)
+
+
+def test_shrinkage_is_the_papers_baseline_and_reads_no_reward_of_its_own():
+    reward_NG = torch.rand(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    adv_NG = shrinkage(reward_NG)
+    for n, i in itertools.product(range(4), range(5)):
+        assert (reward_NG - adv_NG)[n, i].item() == pytest.approx(shrunk_baseline(reward_NG, n, i))
+        other_NG = reward_NG.clone()
+        other_NG[n, i] += 3
+        assert (other_NG - shrinkage(other_NG))[n, i].item() == pytest.approx((reward_NG - adv_NG)[n, i].item())
+    flat = torch.tensor([[1.0, 1], [0, 1], [0, 0]], dtype=torch.float64)
+    assert shrinkage(flat)[0, 0] > 0 > shrinkage(flat)[2, 0]
+    torch.testing.assert_close(shrinkage(flat[1:2]), leave_one_out(flat[1:2]))  # one prompt alone
+    assert not shrinkage(torch.ones(3, 2, dtype=torch.float64)).any()
 
 
 @pytest.mark.parametrize("correction", [0, 1])

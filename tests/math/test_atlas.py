@@ -7,7 +7,7 @@ import itertools
 import re
 import sys
 from functools import cache
-from statistics import mean, variance
+from statistics import mean
 from typing import NamedTuple
 
 import pytest
@@ -53,9 +53,9 @@ def test_a_row_is_exact_or_clearly_biased():
 
 def meets_the_conditions(normalize, advantage, completions, denominator, prompts, behind, trust, **_) -> bool:
     """The conditions of the page's section "When a combination is exact"."""
-    fixed = completions.startswith("pps") and advantage == "soft_value"  # completions kept
+    fixed = completions.startswith("pps") and advantage in ("soft_value", "shrinkage")  # completions kept
     return (normalize in ("sum", "constant")
-            and advantage in ("reward", "soft_value", "leave_one_out", "centred")
+            and advantage in ("reward", "soft_value", "leave_one_out", "centred", "shrinkage")
             and (completions == "none" or completions.split()[0] in CHANCE and (denominator == "all" or fixed))
             and (prompts in ("all", "bernoulli", "pps")
                  or prompts == "refill" and advantage in ("leave_one_out", "centred"))
@@ -68,7 +68,7 @@ def test_the_exact_combinations_are_those_that_meet_the_conditions():
     assert not [row for row in rows if EXACT <= row["bias"] <= 1e-3]
     combined = [row for row in rows if row["problem"] == "main" and "advantage" in row]
     exact = [row for row in combined if row["bias"] < EXACT]
-    assert f"{len(combined):,} combinations" in atlas.PAGE.read_text() and len(exact) == 55
+    assert f"{len(combined):,} combinations" in atlas.PAGE.read_text() and len(exact) == 65
     assert exact == [row for row in combined if meets_the_conditions(**row)]
 
 
@@ -246,14 +246,6 @@ def otb(group: list[Member], t: int) -> float:
     return quotient(sum(reward * energy for reward, energy in reach), sum(energy for _, energy in reach))
 
 
-def shrunk(group: list[Member], elsewhere: list[Member]) -> float:
-    rewards = [m.reward for m in group]
-    here, there = mean(rewards), mean(m.reward for m in elsewhere)
-    noise = variance(rewards) / len(rewards)
-    share = quotient(noise, noise + (here - there) ** 2)
-    return (1 - share) * here + share * there
-
-
 def weighed(group: list[Member]) -> list[float]:
     return [m.there * m.reward / m.prob for m in group]
 
@@ -261,8 +253,6 @@ def weighed(group: list[Member]) -> list[float]:
 BASELINES = {  # of one completion, from it, the others of its group, those of other prompts, and the token
     "OTB, own sample in its baseline": lambda me, others, _, t: otb([me, *others], t),
     "OTB, leave-one-out": lambda me, others, _, t: otb(others, t),
-    "shrinkage, own sample in its baseline": lambda me, others, elsewhere, t: shrunk([me, *others], elsewhere),
-    "shrinkage, leave-one-out": lambda me, others, elsewhere, t: shrunk(others, elsewhere),
     "mean of all others of the step": lambda me, others, elsewhere, t: mean(m.reward for m in others + elsewhere),
     "survivors 1/p, others weighed 1/p": lambda me, others, *_: mean(weighed(others)),
     "survivors 1/p, others weighed and normalised": lambda me, others, *_: quotient(

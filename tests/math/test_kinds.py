@@ -34,8 +34,8 @@ def test_every_kind_of_the_config_has_its_function():
 @pytest.mark.house
 def test_the_kinds_that_are_shipped():
     assert {*ADVANTAGES} - {*ESTIMATORS} == {"soft_value"} and {*PROMPTS} - {*prune.PROMPTS} == {"depo"}
-    assert set(ESTIMATORS) == {"group_norm", "centred", "leave_one_out", "decoupled", "gae", "preference",
-                               "group_preference"}
+    assert set(ESTIMATORS) == {"group_norm", "centred", "leave_one_out", "shrinkage", "decoupled", "gae",
+                               "preference", "group_preference"}
     assert set(COMPLETIONS) == {"none", "topk", "bottom", "bernoulli", "pps", "pods", "variance"}
     assert set(prune.PROMPTS) == {"none", "bernoulli", "rank", "pps", "greso"}
     assert set(TRUST) == {"clip", "clip_sequence", "clamp", "total_variation", "binary_kl", "none"}
