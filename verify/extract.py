@@ -8,18 +8,26 @@ answer is x" counts. The last number of a text without a mark is no answer; only
 import re
 from collections import deque
 
+from verify.spelling import undouble
+
 TAIL, MARKS = 1000, 50  # characters read after a mark; only so many last marks are tried
 
 END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
                  r"</s>|<eos>|<end_of_turn>")
-BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\,]+)|\\.|[{}]", re.DOTALL)
+BOX = r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*"  # some models escape its backslash
+BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+# The argument of a box without braces: TeX takes one token, and a reader the whole number or formula up to a space.
+BARE = (r"(?=[-+.(\\$]*[^\W_])(?!\(?[a-zA-Z]{2})"
+        r"(?:[^\s{}()\[\]$\\,<`\u3000-\u303f\uff00-\uffef]|,(?=\d{3}(?!\d))|<(?!/)|\([^()]*\)|\[[^\[\]]*\]|\\[$%]|"
+        rf"\\(?!end|q?quad|hspace|tag|label)[a-zA-Z]+(?:\s*(?:{BRACED}|\d))*|{BRACED})+")
+BRACES = re.compile(rf"{BOX}\{{|{BOX}(?P<bare>{BARE})|\\.|[{{}}]", re.DOTALL)
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\q?quad\b|\\text|\band\b|"
                            r"\bor\b|\bfor part \(\w\))*")
 MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d\.[ ]+[A-Z]))|<answer>|"
                   r"(?<![</])\banswers?\b(?:[^.:=\n$\\<]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=])|[*_#\s]*\n)"
                   r"[\s:*_]*", re.IGNORECASE)
 # Money: an opening dollar sign before a space, or a closing one after a space or before a digit.
-MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\\[(.+?)\\\]|\\\((.+?)\\\))"
+MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\+\[(.+?)\\+\]|\\+\((.+?)\\+\))"
                   r"[\s.*]*", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
                           r"[;,]?\s(?:because|since|which|where|so|given|therefore|thus|hence)\b|"
@@ -112,7 +120,7 @@ def extract(text: str) -> str | None:
 
     Text behind an end-of-sequence token does not count. Thoughts count only if no answer follows them.
     """
-    text = until_end(text)
+    text = undouble(until_end(text))
     for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
         answer = last_boxed(searched)
         if answer is None:

@@ -6,6 +6,7 @@ answer mean nothing. No rule here changes a value. answer.py splits an answer in
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,18 +15,44 @@ CHARACTERS = str.maketrans({
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "±": r"\pm ", "∅": r"\emptyset ", "≈": r"\approx ", "√": r"\sqrt ",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "∖": r"\setminus ", "⟨": "(", "⟩": ")", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
+    "∖": r"\setminus ", "⟨": "(", "⟩": ")", "〈": "(", "〉": ")", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
     "。": ".", "∴": None, **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}})
 NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
             "nine": "9", "ten": "10"}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
            "trillion": "10^{12}"}
 CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
-BRACED = r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z](?![a-zA-Z]))"
+# Each text lists the names of one unit. Answers in different units differ.
+SYNONYMS = (
+    "mm millimeter millimeters millimetre millimetres", "cm centimeter centimeters centimetre centimetres",
+    "m meter meters metre metres", "km kilometer kilometers kilometre kilometres", "inch inches in",
+    "foot feet ft", "yard yards yd", "mile miles mi", "second seconds s sec", "minute minutes min",
+    "hour hours h hr hrs", "day days", "week weeks", "month months", "year years", "cent cents",
+    "dollar dollars", "gram grams g", "kg kilogram kilograms", "mg", "pound pounds lb lbs", "ounce ounces oz",
+    "degree degrees deg", "radian radians rad", "liter liters litre litres l L", "gallon gallons", "ml mL",
+    "mph", "kph", "N newton newtons", "J joule joules", "W watt watts", "V volt volts", "A ampere amperes",
+    "K kelvin", "C", "F", "T", "Hz hertz", "kJ", "eV", "mol mole moles", "nm", "um", "ohm ohms",
+    "Pa pascal pascals", "ton tons", "man men", "cup cups", "way ways", "euro euros", "sterling", "yen",
+    "rupee rupees",
+)
+UNITS = {name: names.split()[0] for names in SYNONYMS for name in names.split()}  # name -> its unit's first
+DERIVED = {"mph": "mile h^-1", "kph": "km h^-1", "N": "kg m s^-2", "J": "kg m^2 s^-2", "W": "kg m^2 s^-3",
+           "Pa": "kg m^-1 s^-2", "Hz": "s^-1", "V": "kg m^2 s^-3 A^-1", "ohm": "kg m^2 s^-3 A^-2"}
+POWER = r"\^\s*\{?-?\d+\}?"
+# Texts in quotes with powers, one beside the other; in a text may be \cdot and powers.
+UNIT_PRODUCT = rf'"(?:[^"{{}}\\]|\\cdot|{POWER})*"(?:{POWER})?'
+UNIT_PRODUCT += rf"(?: ?(?:\\cdot|/)? ?{UNIT_PRODUCT})*"
+BODY = r"((?:[^{}]|\{[^{}]*\})*)"
+BRACED = rf"\s*\{{{BODY}\}}"
+ABOUT = r"(?i:\b(?:about|approximately|approx|roughly|around|circa|ca)\b\.?)"
+ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
+TWICE = re.compile(r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]")
+ONCE = re.compile(r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])')
+SI_MACRO = r"\\(kilo|centi|milli)?\\?"
+TEX_OF_UNITS = r'\\cdot|["{}]'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
@@ -36,7 +63,30 @@ def macro(*names: str) -> str:
 
 def with_braces(match: re.Match) -> str:
     """Put braces around the arguments of a fraction that have none."""
-    return "\\frac" + "".join(x if x[0] == "{" else f"{{{x}}}" for x in match.groups())
+    command, *arguments = match.groups()
+    return command + "".join(x if x[0] == "{" else f"{{{x}}}" for x in arguments)
+
+
+def undouble(text: str) -> str:
+    r"""Take back the second escape of a text that was escaped twice: \\\\frac is \\frac in it.
+
+    In such a text no command has an odd number of backslashes, and a line may end with \\n as in JSON. A row's
+    end that was escaped once stays.
+    """
+    while TWICE.search(text) and not ONCE.search(text):
+        text = re.sub(r"\\\\(?=[^\s\d])|(?<=\\)\\\\", r"\\", text)
+    return text
+
+
+def write_unit(match: re.Match) -> str:
+    r"""Write a formula of texts as one text: "kg"\cdot "m" is "kg m", and \frac{60 "km"}{"h"} is 60 "km / h"."""
+    number, *factors = [x or "" for x in match.groups()]
+    return f'{number}"{re.sub(TEX_OF_UNITS, " ", "/".join(factors))}"'
+
+
+def write_si(match: re.Match) -> str:
+    r"""Write a unit of siunitx as a text: \kilo\metre\per\second is "kilometre per second"."""
+    return '"' + re.sub(SI_MACRO, r" \1", match[1] or "") + '"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,6 +107,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
      "1\u200b2", "12"),
     ("white space", r"\s+", " ", "1 \n 2", "1 2"),
     ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
+    ("the upright font of plain TeX", r"\{\s*\\rm\s" + BODY + r"\}|\\rm\s*\{" + BODY + r"\}", r"\\mathrm{\1\2}",
+     r"5{\rm cm}", r"5\mathrm{cm}"),
     ("boxes, sizes and fonts without an argument",
      macro("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
              "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
@@ -74,9 +126,17 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("sizes of fractions", r"\\[tdc]frac", r"\\frac", r"\dfrac12", r"\frac12"),
     ("sizes of binomials", r"\\[td]binom", r"\\binom", r"\dbinom{3}{2}", r"\binom{3}{2}"),
     ("sizes of brackets", macro("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
+    ("a font's argument without braces",
+     r"\\(text|math)(rm|bf|it)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}", r"\text7", r"\text{7}"),
+    ("numbers by siunitx", r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit", r"\SI{5}{cm}", r"5\unit{cm}"),
+    ("units by siunitx", macro("si", "unit") + f"(?:{BRACED})?", write_si, r"\unit{\kilo\metre}", '" kilometre"'),
+    ("operators that are units", r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
+     r"5\operatorname{cm}", r"5\mathrm{cm}"),
+    ("an upright fraction", r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
+     r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
     ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
      r"\text{east}", '"east"'),
-    ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\})*)\}", r'"\1"',
+    ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|[,:;! ]))*)\}", r'"\1"',
      r"5 \mathrm{cm}", '5 "cm"'),
     ("fonts", r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
      r"\mathbf{v}", "v"),
@@ -94,11 +154,17 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("primes", r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),
     ("Greek indices", r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),
     ("marks on letters", r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),
+    ("a matrix by plain TeX", r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
+     r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),
     ("space between rows", r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
     ("the end of a row", macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
+    ("about", r'(?:\{?(?:\\(?:approx(?:eq)?|thickapprox|simeq|cong|doteq|(?:falling|rising)dotseq)(?![a-zA-Z])|'
+     r'[≃≅≐≒]|(?<![\d%])(?<!\d )(?:\\sim(?![a-zA-Z])|∼)|(?<=[a-zA-Z] )~|"\s*' + ABOUT + r'\s*"|' + ABOUT +
+     r')\}?(?:\s|\\[,:;! ]|~)*)+(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
+     r"x\sim 5", r"x\approx 5"),
     ("a space backwards", r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),
     ("wide space between numbers", r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),
     ("space", r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
@@ -125,11 +191,12 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
      r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),
     # relations, operators, sets
+    ("angles by the signs of relations", r"(^|=)\s*<([^<>=]*,[^<>=]*)>\s*$", r"\1(\2)", "v = <1, 2>", "v =(1, 2)"),
     ("at most", macro("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
     ("at least", macro("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
     ("less", macro("lt"), "<", r"x \lt 1", "x < 1"),
     ("greater", macro("gt"), ">", r"x \gt 1", "x > 1"),
-    ("other than", macro("ne", "neq") + r"|!=|\\not\s*=", "≠", r"x \ne 1", "x ≠ 1"),
+    ("other than", macro("ne", "neq") + r"|!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", r"x \ne 1", "x ≠ 1"),
     ("the empty set", macro("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
      r"\{\}", r"\emptyset "),
     ("and so on", macro("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
@@ -146,7 +213,9 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
      r"{3\choose 2}", r"\binom{3}{ 2}"),
     # spellings of programs and in words
-    ("a module", r"\b(?:np|math|sympy)\.(?=[a-z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("a module", r"\b(?:np|numpy|math|sp|sympy)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("a matrix of a program", r'(?<![a-zA-Z])"?(?:[mM]atrix|array|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
+     "Matrix([[1], [2]])", "[[1], [2]]"),
     ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
     ("functions without a backslash",
      r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
@@ -155,8 +224,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
     ("a root without braces", r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
      r"\sqrt2", r"\sqrt{2}"),
-    ("a fraction without braces", r"\\frac" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
-    ("a fraction inside another", r"(?<=[{}\w])\\frac" + ARGUMENT + ARGUMENT, with_braces,
+    ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
+    ("a fraction inside another", r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
      r"{\frac12}", r"{\frac{1}{2}}"),
     # numbers
     ("e-notation", r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
@@ -180,12 +249,20 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("and within a text", r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),
     ("and", r'"?\s?,?\s?\band\b\s?"?|' + macro("land", "wedge"), "∧", "1 and 2", "1∧2"),
     ("or", r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor", "vee"), "∨", "1 or 2", "1∨2"),
+    # formulas of units
+    ("one over a unit", r"(?<=[\w)}\]]) ?(?:\\cdot ?)?()\\frac\{1?()\}\{(" + UNIT_PRODUCT + r")\}", write_unit,
+     r'5\frac{1}{"s"}', '5"/ s "'),
+    ("a fraction of units",
+     r'(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' + UNIT_PRODUCT + r")\}\{(?:1(?![\d.]) ?)?(" +
+     UNIT_PRODUCT + r")\}", write_unit, r'\frac{5 "m"}{"s"}', '5" m / s "'),
+    ("brackets around a unit", r'(?<=[\w)}\]]) ?(?:\\cdot)? ?\( ?("[^"]*") ?\)', r" \1", '5("m")', '5 "m"'),
+    ("a product of units", rf"(?<=[\w)}}\]]) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s"', '5" m / s "'),
 )]
 
 
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
-    answer = unicodedata.normalize("NFKC", answer.translate(CHARACTERS)).translate(CHARACTERS).strip()
+    answer = unicodedata.normalize("NFKC", undouble(answer).translate(CHARACTERS)).translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for rule in RULES:
@@ -195,21 +272,8 @@ def normalise(answer: str) -> str:
 
 # ---- units
 
-# Each text lists the names of one unit. Answers in different units differ.
-SYNONYMS = (
-    "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters metre metres",
-    "km kilometer kilometers", "inch inches in", "foot feet ft", "yard yards yd", "mile miles mi",
-    "second seconds s sec", "minute minutes min", "hour hours h hr hrs", "day days", "week weeks",
-    "month months", "year years", "cent cents", "dollar dollars", "gram grams g", "kg kilogram kilograms",
-    "mg", "pound pounds lb lbs", "ounce ounces oz", "degree degrees", "radian radians rad",
-    "liter liters litre litres l L", "gallon gallons", "ml mL", "mph", "N", "J", "W", "V", "A", "K", "C", "F",
-    "T", "Hz", "kJ", "eV", "mol", "nm", "um", "ohm", "Pa", "ton tons", "man men", "cup cups", "way ways",
-    "euro euros", "sterling", "yen", "rupee rupees",
-)
-UNITS = {name: i for i, names in enumerate(SYNONYMS) for name in names.split()}  # name -> which unit
-POWER = r"\^\s*\{?-?\d+\}?"
 UNIT = re.compile(r'\s?(?:"(?P<text>[^"]*)"|(?<=[\d)}\] ])(?P<word>[a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*\.?))\s?'
-                  rf"(?:{POWER})?\.?$")
+                  rf"(?P<power>{POWER})?\.?$")
 NO_UNIT = re.compile(r"[\d\\;∧∨]|\b(?:not|wrong|incorrect|except|[ap]m|pi|factorial|mod)\b")
 
 
@@ -223,10 +287,11 @@ def without_unit(x: str) -> tuple[str, str]:
     if not match:
         return x, ""
     value, quoted = x[:match.start()].rstrip(), match["text"] is not None
-    unit = re.sub(POWER, "", match["text"] if quoted else match["word"]).strip(" .")
+    written = (match["text"] or match["word"] or "") + (match["power"] or "")
+    unit = re.sub(POWER, "", written).strip(" .")
     if unit.startswith("modulo "):
         return value, unit
-    names = re.sub(r"\b(?:square|cubic|per|sq)\b\.? ?", "", unit)
+    names = re.sub(r"\b(?:squared?|cubic|cubed|per|sq)\b\.? ?", "", unit)
     known_unit = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
     separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
     if quoted:
@@ -237,4 +302,23 @@ def without_unit(x: str) -> tuple[str, str]:
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
     if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
-    return re.sub(r'\s*(?:\\cdot|(?<=") ?/)?[\\\s]*$', "", value), names
+    return re.sub(r"\s*(?:\\cdot)?[\\\s]*$", "", value), written.strip(" .")
+
+
+def read_unit(unit: str) -> Counter | None:
+    """Return the powers of the units in a text, m: 1 and second: -2 for "m/s^2"; None if a name is unknown.
+
+    A slash or "per" divides by all that follows.
+    """
+    for words, power in (("square|sq", "squared"), 2), (("cubic", "cubed"), 3):
+        unit = re.sub(rf"\b(?:{words[0]})\b\.? ?([a-zA-Z]+)|([a-zA-Z]+) {words[1]}", rf"\1\2^{power}", unit)
+    powers: Counter[str] = Counter()
+    for i, side in enumerate(re.split(r"/|\bper\b", unit)):
+        for name, power in re.findall(r"([a-zA-Z]+)\s*(?:\^\s*\{?(-?\d+))?", side):
+            if name not in UNITS:
+                return None
+            base = UNITS[name]
+            parts = read_unit(DERIVED[base]) if base in DERIVED else {base: 1}
+            for part, exponent in parts.items():
+                powers[part] += exponent * int(power or 1) * (-1 if i else 1)
+    return powers
