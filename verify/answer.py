@@ -40,8 +40,8 @@ RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?
 RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})(?![^()\[]*\))")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
-MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix\*?|array)\}(?:\{[lcr|]*\}|\[[lcr]\])?(.*?)(?:\\\\)?"
-                    r"\\end\{[a-zA-Z]+\*?\}[\])]*")
+MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
+                    r"\\end\{[a-zA-Z]+\}[\])]*")
 TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:T|top|intercal)\}?")
 BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
@@ -203,16 +203,16 @@ def intersect_conditions(x: str) -> str:
 
 
 def list_rows(x: str, upright: bool) -> list[list[str]]:
-    """List the rows of a matrix in TeX or of a list of lists; a plain list is a column if `upright`, else a row.
+    """List the rows of a matrix in TeX or of a list of lists; no rows for anything else.
 
-    An empty list for anything else.
+    A plain list or tuple is a column if `upright`, else a row.
     """
     if transposed := TRANSPOSED.fullmatch(x):
         rows = list_rows(transposed[1], upright=False)
         return [list(column) for column in itertools.zip_longest(*rows, fillvalue="")]
     if matrix := MATRIX.fullmatch(x):
         return [row.split("&") for row in re.split(r"(?:\\\\)+", matrix[1])]
-    if x[:1] + x[-1:] not in ("()", "[]") or not closes_at_end(x):
+    if x[:1] + x[-1:] not in ("()", "[]") or "\\begin" in x or not closes_at_end(x):
         return []
     lines = split_top_level(x[1:-1], ";")
     members = [f"[{line}]" for line in lines] if len(lines) > 1 else split_top_level(x[1:-1], ",")

@@ -14,11 +14,13 @@ TAIL, MARKS = 1000, 50  # characters read after a mark; only so many last marks 
 
 END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
                  r"</s>|<eos>|<end_of_turn>")
-BOX = r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*"  # some models escape its backslash
+BOX = r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*"  # a model may write its backslash twice
 BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
-# The argument of a box without braces: TeX takes one token, and a reader the whole number or formula up to a space.
+# A box without braces holds one token in TeX. Here it holds the formula or the number up to a space or a
+# comma, because a reader of \boxed12 and \boxed2\sqrt3 means the whole. Words in a box need braces.
 BARE = (r"(?=[-+.(\\$]*[^\W_])(?!\(?[a-zA-Z]{2})"
-        r"(?:[^\s{}()\[\]$\\,<`\u3000-\u303f\uff00-\uffef]|,(?=\d{3}(?!\d))|<(?!/)|\([^()]*\)|\[[^\[\]]*\]|\\[$%]|"
+        r"(?:[^\s{}()\[\]$\\,<`*?\u3000-\u303f\uff00-\uffef]|,(?=\d{3}(?!\d))|<(?!/)|\*+(?=\w)|\([^()]*\)|"
+        r"\[[^\[\]]*\]|\\[$%]|\\(?:text|math|[dt]?frac|sqrt)[a-z]*\s+[a-zA-Z](?![a-zA-Z])|"
         rf"\\(?!end|q?quad|hspace|tag|label)[a-zA-Z]+(?:\s*(?:{BRACED}|\d))*|{BRACED})+")
 BRACES = re.compile(rf"{BOX}\{{|{BOX}(?P<bare>{BARE})|\\.|[{{}}]", re.DOTALL)
 BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\q?quad\b|\\text|\band\b|"

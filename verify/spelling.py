@@ -15,44 +15,46 @@ CHARACTERS = str.maketrans({
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "±": r"\pm ", "∅": r"\emptyset ", "≈": r"\approx ", "√": r"\sqrt ",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "∖": r"\setminus ", "⟨": "(", "⟩": ")", "〈": "(", "〉": ")", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
+    "∖": r"\setminus ", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
     "。": ".", "∴": None, **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}})
 NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
             "nine": "9", "ten": "10"}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
            "trillion": "10^{12}"}
 CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
-# Each text lists the names of one unit. Answers in different units differ.
-SYNONYMS = (
-    "mm millimeter millimeters millimetre millimetres", "cm centimeter centimeters centimetre centimetres",
-    "m meter meters metre metres", "km kilometer kilometers kilometre kilometres", "inch inches in",
-    "foot feet ft", "yard yards yd", "mile miles mi", "second seconds s sec", "minute minutes min",
-    "hour hours h hr hrs", "day days", "week weeks", "month months", "year years", "cent cents",
-    "dollar dollars", "gram grams g", "kg kilogram kilograms", "mg", "pound pounds lb lbs", "ounce ounces oz",
-    "degree degrees deg", "radian radians rad", "liter liters litre litres l L", "gallon gallons", "ml mL",
-    "mph", "kph", "N newton newtons", "J joule joules", "W watt watts", "V volt volts", "A ampere amperes",
-    "K kelvin", "C", "F", "T", "Hz hertz", "kJ", "eV", "mol mole moles", "nm", "um", "ohm ohms",
-    "Pa pascal pascals", "ton tons", "man men", "cup cups", "way ways", "euro euros", "sterling", "yen",
-    "rupee rupees",
-)
-UNITS = {name: names.split()[0] for names in SYNONYMS for name in names.split()}  # name -> its unit's first
-DERIVED = {"mph": "mile h^-1", "kph": "km h^-1", "N": "kg m s^-2", "J": "kg m^2 s^-2", "W": "kg m^2 s^-3",
-           "Pa": "kg m^-1 s^-2", "Hz": "s^-1", "V": "kg m^2 s^-3 A^-1", "ohm": "kg m^2 s^-3 A^-2"}
-POWER = r"\^\s*\{?-?\d+\}?"
-# Texts in quotes with powers, one beside the other; in a text may be \cdot and powers.
-UNIT_PRODUCT = rf'"(?:[^"{{}}\\]|\\cdot|{POWER})*"(?:{POWER})?'
+# The names of one unit stand between commas, its parts behind the equals sign. Different units differ.
+SYNONYMS = """
+    mm millimeter millimeters millimetre millimetres, cm centimeter centimeters centimetre centimetres,
+    m meter meters metre metres, km kilometer kilometers kilometre kilometres, inch inches in, foot feet ft,
+    yard yards yd, mile miles mi, second seconds s sec, minute minutes min, hour hours h hr hrs, day days,
+    week weeks, month months, year years, cent cents, dollar dollars, gram grams g, kg kilogram kilograms, mg,
+    pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad,
+    liter liters litre litres l L, gallon gallons, ml mL, A ampere amperes, K kelvin, C, F, T, kJ, eV,
+    mol mole moles, nm, um, ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
+    mph = mile h^-1, kph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
+    J joule joules = kg m^2 s^-2, W watt watts = kg m^2 s^-3, Pa pascal pascals = kg m^-1 s^-2,
+    V volt volts = kg m^2 s^-3 A^-1, ohm ohms = kg m^2 s^-3 A^-2
+"""
+UNITS = {name: parts or names.split()[0]  # the unit's parts, or its first name
+         for names, _, parts in (text.partition("=") for text in SYNONYMS.split(","))
+         for name in names.split()}
+POWER = r"\^\s*(?:-?\d+|\{\s*-?\d+\s*\})"
+# Texts in quotes side by side, each with its power; a text may contain \cdot and powers.
+UNIT_PRODUCT = rf'"(?:[^"{{}}\\]|\\cdot|\{{-?\d+\}})*"(?:{POWER})?'
 UNIT_PRODUCT += rf"(?: ?(?:\\cdot|/)? ?{UNIT_PRODUCT})*"
 BODY = r"((?:[^{}]|\{[^{}]*\})*)"
 BRACED = rf"\s*\{{{BODY}\}}"
-ABOUT = r"(?i:\b(?:about|approximately|approx|roughly|around|circa|ca)\b\.?)"
+ABOUT_WORD = r"(?i:\(?\b(?:is )?(?:about|approximately|approx|roughly|around|circa|ca)\b\.?(?: equal to)?\)?)"
+# Behind a number or a group, ~ is a range or a relation: 5 ~ 7.
+ABOUT_SIGN = (r"(?:\\(?:approx(?:eq)?|thickapprox|simeq|doteq|(?:falling|rising)dotseq)(?![a-zA-Z])|[≃≐≒]|"
+              r"(?<![\d%}])(?<![\d}] )(?:\\(?:(?:thick)?sim|cong|textasciitilde)(?![a-zA-Z])(?:\{\})?|[∼≅])|"
+              r"(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
 TWICE = re.compile(r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]")
 ONCE = re.compile(r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])')
-SI_MACRO = r"\\(kilo|centi|milli)?\\?"
-TEX_OF_UNITS = r'\\cdot|["{}]'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
@@ -68,10 +70,10 @@ def with_braces(match: re.Match) -> str:
 
 
 def undouble(text: str) -> str:
-    r"""Take back the second escape of a text that was escaped twice: \\\\frac is \\frac in it.
+    r"""Take back the second escape of a text that was escaped twice: in it, \\frac stands for \frac.
 
-    In such a text no command has an odd number of backslashes, and a line may end with \\n as in JSON. A row's
-    end that was escaped once stays.
+    No command of such a text has an odd number of backslashes, but a line may end with \n, as in JSON. The
+    end of a row that was escaped only once stays.
     """
     while TWICE.search(text) and not ONCE.search(text):
         text = re.sub(r"\\\\(?=[^\s\d])|(?<=\\)\\\\", r"\\", text)
@@ -79,14 +81,9 @@ def undouble(text: str) -> str:
 
 
 def write_unit(match: re.Match) -> str:
-    r"""Write a formula of texts as one text: "kg"\cdot "m" is "kg m", and \frac{60 "km"}{"h"} is 60 "km / h"."""
+    r"""Write a formula of texts as one text: "N"\cdot "m" is "N m", and \frac{60 "km"}{"h"} is 60 "km/h"."""
     number, *factors = [x or "" for x in match.groups()]
-    return f'{number}"{re.sub(TEX_OF_UNITS, " ", "/".join(factors))}"'
-
-
-def write_si(match: re.Match) -> str:
-    r"""Write a unit of siunitx as a text: \kilo\metre\per\second is "kilometre per second"."""
-    return '"' + re.sub(SI_MACRO, r" \1", match[1] or "") + '"'
+    return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,36 +104,41 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
      "1\u200b2", "12"),
     ("white space", r"\s+", " ", "1 \n 2", "1 2"),
     ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
-    ("the upright font of plain TeX", r"\{\s*\\rm\s" + BODY + r"\}|\\rm\s*\{" + BODY + r"\}", r"\\mathrm{\1\2}",
-     r"5{\rm cm}", r"5\mathrm{cm}"),
+    ("the upright font of plain TeX", r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED,
+     r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     ("boxes, sizes and fonts without an argument",
      macro("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
              "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
-    ("colours and tags", r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", "", r"5\tag{1}", "5"),
+    ("colours, tags and alignments",
+     r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
+     r"5\tag{1}", "5"),
     # money and delimiters of formulas
     ("a currency's sign", r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"',
      r"\$5", '5 "dollars"'),
-    ("thousands before a unit", r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])',
-     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
     ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds", "euro") + "|[£€₹¥]", "",
      "$x$", "x"),
     # sizes and fonts; texts in quotes
     ("bold markdown", r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),
     ("a power as in Python", r"\*\*", "^", "x**2", "x^2"),
-    ("sizes of fractions", r"\\[tdc]frac", r"\\frac", r"\dfrac12", r"\frac12"),
-    ("sizes of binomials", r"\\[td]binom", r"\\binom", r"\dbinom{3}{2}", r"\binom{3}{2}"),
+    ("sizes of fractions", r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),
     ("sizes of brackets", macro("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
     ("a font's argument without braces",
-     r"\\(text|math)(rm|bf|it)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}", r"\text7", r"\text{7}"),
-    ("numbers by siunitx", r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit", r"\SI{5}{cm}", r"5\unit{cm}"),
-    ("units by siunitx", macro("si", "unit") + f"(?:{BRACED})?", write_si, r"\unit{\kilo\metre}", '" kilometre"'),
+     r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
+     r"\text7", r"\text{7}"),
+    ("degrees by siunitx", r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),
+    ("numbers by siunitx", r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit",
+     r"\SI{5}{cm}", r"5\unit{cm}"),
+    ("units by siunitx", macro("si", "unit") + f"(?:{BRACED})?",
+     lambda m: '"' + re.sub(r"\\(kilo|centi|milli)?\\?", r" \1", m[1] or "") + '"',
+     r"\unit{\kilo\metre}", '" kilometre"'),
     ("operators that are units", r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
      r"5\operatorname{cm}", r"5\mathrm{cm}"),
     ("an upright fraction", r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
      r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
     ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
      r"\text{east}", '"east"'),
-    ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|[,:;! ]))*)\}", r'"\1"',
+    ("upright words",
+     r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}", r'"\1"',
      r"5 \mathrm{cm}", '5 "cm"'),
     ("fonts", r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
      r"\mathbf{v}", "v"),
@@ -161,10 +163,12 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
-    ("about", r'(?:\{?(?:\\(?:approx(?:eq)?|thickapprox|simeq|cong|doteq|(?:falling|rising)dotseq)(?![a-zA-Z])|'
-     r'[≃≅≐≒]|(?<![\d%])(?<!\d )(?:\\sim(?![a-zA-Z])|∼)|(?<=[a-zA-Z] )~|"\s*' + ABOUT + r'\s*"|' + ABOUT +
-     r')\}?(?:\s|\\[,:;! ]|~)*)+(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
+    ("about", rf'\{{?\}}?(?:{ABOUT_SIGN}|"\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+     r'\}?(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
      r"x\sim 5", r"x\approx 5"),
+    ("thousands before a unit or behind about",
+     r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
+     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
     ("a space backwards", r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),
     ("wide space between numbers", r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),
     ("space", r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
@@ -185,13 +189,14 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
     ("degrees within a formula", CIRCLE + "|" + macro("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
     ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),
-    ("micro", r'\\mu\s*"(\w)"', r'"u\1"', r'5\mu "m"', '5"um"'),
-    ("ohm", r"\\Omega\s*$", '"ohm"', r"5\Omega", '5"ohm"'),
+    ("micro", r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),
+    ("ohm", r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),
     ("ordinals",
      r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),
     # relations, operators, sets
-    ("angles by the signs of relations", r"(^|=)\s*<([^<>=]*,[^<>=]*)>\s*$", r"\1(\2)", "v = <1, 2>", "v =(1, 2)"),
+    ("angles by the signs of relations", r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)",
+     "v = <1, 2>", "v =(1, 2)"),
     ("at most", macro("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
     ("at least", macro("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
     ("less", macro("lt"), "<", r"x \lt 1", "x < 1"),
@@ -200,8 +205,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("the empty set", macro("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
      r"\{\}", r"\emptyset "),
     ("and so on", macro("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
-    ("an opening angle", macro("langle"), "(", r"\langle 1", "( 1"),
-    ("a closing angle", macro("rangle"), ")", r"1\rangle", "1)"),
+    ("an opening angle", macro("langle") + "|[⟨〈]", "(", r"\langle 1", "( 1"),
+    ("a closing angle", macro("rangle") + "|[⟩〉]", ")", r"1\rangle", "1)"),
     ("an opening brace", macro("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
     ("a closing brace", macro("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
     ("x as a sign before a power of ten", r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),
@@ -224,7 +229,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
     ("a root without braces", r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
      r"\sqrt2", r"\sqrt{2}"),
-    ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
+    ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
+     r"\frac12", r"\frac{1}{2}"),
     ("a fraction inside another", r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
      r"{\frac12}", r"{\frac{1}{2}}"),
     # numbers
@@ -250,19 +256,22 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("and", r'"?\s?,?\s?\band\b\s?"?|' + macro("land", "wedge"), "∧", "1 and 2", "1∧2"),
     ("or", r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor", "vee"), "∨", "1 or 2", "1∨2"),
     # formulas of units
-    ("one over a unit", r"(?<=[\w)}\]]) ?(?:\\cdot ?)?()\\frac\{1?()\}\{(" + UNIT_PRODUCT + r")\}", write_unit,
-     r'5\frac{1}{"s"}', '5"/ s "'),
     ("a fraction of units",
-     r'(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' + UNIT_PRODUCT + r")\}\{(?:1(?![\d.]) ?)?(" +
-     UNIT_PRODUCT + r")\}", write_unit, r'\frac{5 "m"}{"s"}', '5" m / s "'),
-    ("brackets around a unit", r'(?<=[\w)}\]]) ?(?:\\cdot)? ?\( ?("[^"]*") ?\)', r" \1", '5("m")', '5 "m"'),
-    ("a product of units", rf"(?<=[\w)}}\]]) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit, '5 "m"/"s"', '5" m / s "'),
+     r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
+     UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
+     r'\frac{5 "m"}{"s"}', '5" m / s "'),
+    ("brackets around a unit",
+     r'(?<=[\d)}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\})(?<!\} )\{) ?(' + UNIT_PRODUCT + r") ?[)\]}]", r" \1\2",
+     '5("m")', '5 "m"'),
+    ("a product of units", rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit,
+     '5 "m"/"s"', '5" m / s "'),
 )]
 
 
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
-    answer = unicodedata.normalize("NFKC", undouble(answer).translate(CHARACTERS)).translate(CHARACTERS).strip()
+    answer = unicodedata.normalize("NFKC", undouble(answer).translate(CHARACTERS))
+    answer = answer.translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for rule in RULES:
@@ -298,7 +307,7 @@ def without_unit(x: str) -> tuple[str, str]:
         named = len(unit) > 1 and re.search(r"\d", value)
     else:
         named = all(len(name) >= 4 for name in unit.split())
-    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit)
+    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit and value)
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
     if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
@@ -310,15 +319,14 @@ def read_unit(unit: str) -> Counter | None:
 
     A slash or "per" divides by all that follows.
     """
-    for words, power in (("square|sq", "squared"), 2), (("cubic", "cubed"), 3):
-        unit = re.sub(rf"\b(?:{words[0]})\b\.? ?([a-zA-Z]+)|([a-zA-Z]+) {words[1]}", rf"\1\2^{power}", unit)
+    unit = re.sub(r"\b(?:square|sq)\b\.? ?([a-zA-Z]+)|([a-zA-Z]+) squared", r"\1\2^2", unit)
+    unit = re.sub(r"\bcubic ([a-zA-Z]+)|([a-zA-Z]+) cubed", r"\1\2^3", unit)
     powers: Counter[str] = Counter()
     for i, side in enumerate(re.split(r"/|\bper\b", unit)):
         for name, power in re.findall(r"([a-zA-Z]+)\s*(?:\^\s*\{?(-?\d+))?", side):
             if name not in UNITS:
                 return None
-            base = UNITS[name]
-            parts = read_unit(DERIVED[base]) if base in DERIVED else {base: 1}
+            parts = {UNITS[name]: 1} if UNITS[name] in UNITS else read_unit(UNITS[name])
             for part, exponent in parts.items():
                 powers[part] += exponent * int(power or 1) * (-1 if i else 1)
     return powers
