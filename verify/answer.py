@@ -42,7 +42,7 @@ FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
 MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
                     r"\\end\{[a-zA-Z]+\}[\])]*")
-TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:T|top|intercal)\}?")
+TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
 BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")

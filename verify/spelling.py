@@ -31,7 +31,7 @@ SYNONYMS = """
     pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad,
     liter liters litre litres l L, gallon gallons, ml mL, A ampere amperes, K kelvin, C, F, T, kJ, eV,
     mol mole moles, nm, um, ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
-    mph = mile h^-1, kph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
+    mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
     J joule joules = kg m^2 s^-2, W watt watts = kg m^2 s^-3, Pa pascal pascals = kg m^-1 s^-2,
     V volt volts = kg m^2 s^-3 A^-1, ohm ohms = kg m^2 s^-3 A^-2
 """
@@ -44,11 +44,12 @@ UNIT_PRODUCT = rf'"(?:[^"{{}}\\]|\\cdot|\{{-?\d+\}})*"(?:{POWER})?'
 UNIT_PRODUCT += rf"(?: ?(?:\\cdot|/)? ?{UNIT_PRODUCT})*"
 BODY = r"((?:[^{}]|\{[^{}]*\})*)"
 BRACED = rf"\s*\{{{BODY}\}}"
-ABOUT_WORD = r"(?i:\(?\b(?:is )?(?:about|approximately|approx|roughly|around|circa|ca)\b\.?(?: equal to)?\)?)"
+ABOUT_WORD = (r"(?i:\(?\b(?:is )?(?:about|approximately|approx|roughly|around|circa|ca)\b\.?"
+              r"(?: equal to)?\)?)")
 # Behind a number or a group, ~ is a range or a relation: 5 ~ 7.
-ABOUT_SIGN = (r"(?:\\(?:approx(?:eq)?|thickapprox|simeq|doteq|(?:falling|rising)dotseq)(?![a-zA-Z])|[≃≐≒]|"
-              r"(?<![\d%}])(?<![\d}] )(?:\\(?:(?:thick)?sim|cong|textasciitilde)(?![a-zA-Z])(?:\{\})?|[∼≅])|"
-              r"(?<=[a-zA-Z] )~)")
+ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|risingdots|dot)eq)(?![a-zA-Z])|"
+              r"[≃≐≒]|(?<![\d%}])(?<![\d}] )(?:\\(?:(?:thick)?sim|cong|textasciitilde)(?![a-zA-Z])(?:\{\})?|"
+              r"[∼≅])|(?<=[a-zA-Z] )~)")
 ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
@@ -163,8 +164,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
-    ("about", rf'\{{?\}}?(?:{ABOUT_SIGN}|"\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
-     r'\}?(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
+    ("about", rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+     r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
      r"x\sim 5", r"x\approx 5"),
     ("thousands before a unit or behind about",
      r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
@@ -218,8 +219,9 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
      r"{3\choose 2}", r"\binom{3}{ 2}"),
     # spellings of programs and in words
-    ("a module", r"\b(?:np|numpy|math|sp|sympy)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),
-    ("a matrix of a program", r'(?<![a-zA-Z])"?(?:[mM]atrix|array|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
+    ("a module", r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("a matrix of a program",
+     r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
      "Matrix([[1], [2]])", "[[1], [2]]"),
     ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
     ("functions without a backslash",
@@ -227,7 +229,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
      "sin x", r"\sin x"),
     ("the natural logarithm", r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),
     ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
-    ("a root without braces", r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
+    ("a root without braces",
+     r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
      r"\sqrt2", r"\sqrt{2}"),
     ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
      r"\frac12", r"\frac{1}{2}"),
