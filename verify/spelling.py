@@ -54,8 +54,8 @@ ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
-TWICE = re.compile(r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]")
-ONCE = re.compile(r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])')
+TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
+ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
@@ -73,11 +73,12 @@ def with_braces(match: re.Match) -> str:
 def undouble(text: str) -> str:
     r"""Take back the second escape of a text that was escaped twice: in it, \\frac stands for \frac.
 
-    No command of such a text has an odd number of backslashes, but a line may end with \n, as in JSON. The
-    end of a row that was escaped only once stays.
+    No command of such a text has an odd number of backslashes, but a line may end with \n, as in JSON. If no
+    row of a matrix ends with four, the end of a row was not escaped and stays.
     """
-    while TWICE.search(text) and not ONCE.search(text):
-        text = re.sub(r"\\\\(?=[^\s\d])|(?<=\\)\\\\", r"\\", text)
+    while re.search(TWICE, text) and not re.search(ONCE, text):
+        plain_rows = "begin" in text and r"\\\\" not in text
+        text = re.sub(r"\\\\(?=[^\s\d])" if plain_rows else r"\\\\", r"\\", text)
     return text
 
 

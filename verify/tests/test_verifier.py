@@ -53,6 +53,7 @@ def test_rules_have_names_of_their_own():
     (r"\\frac{1}{2}", r"\frac{1}{2}"), (r"\\\\frac{1}{2}", r"\frac{1}{2}"),
     (r"\\begin{a}1\\\\2\\end{a}", r"\begin{a}1\\2\end{a}"),
     (r"\\begin{a}1 \\ 2\\end{a}", r"\begin{a}1 \\ 2\end{a}"), (r"so\n\\(7\\)", r"so\n\(7\)"),
+    (r"1,\\ \\pi", r"1,\ \pi"), (r"\\begin{a}1\\ 2\\\\3\\end{a}", r"\begin{a}1\ 2\\3\end{a}"),
     *((text, text) for text in (r"\begin{a}x\\y\end{a}", "7 \\\\\n\\boxed{7}", r"1 \\ 2", r"\frac12", "7"))])
 def test_a_second_escape_is_taken_back_but_no_end_of_a_row(text, once):
     assert undouble(text) == once
