@@ -28,7 +28,7 @@ SYNONYMS = """
     m meter meters metre metres, km kilometer kilometers kilometre kilometres, inch inches in, foot feet ft,
     yard yards yd, mile miles mi, second seconds s sec, minute minutes min, hour hours h hr hrs, day days,
     week weeks, month months, year years, cent cents, dollar dollars, gram grams g, kg kilogram kilograms, mg,
-    pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad,
+    pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad = m m^-1,
     liter liters litre litres l L, gallon gallons, ml mL, A ampere amperes, K kelvin, C, F, T, kJ, eV,
     mol mole moles, nm, um, ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
     mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
@@ -165,7 +165,7 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
-    ("about", rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+    ("about", rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
      r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
      r"x\sim 5", r"x\approx 5"),
     ("thousands before a unit or behind about",
@@ -187,7 +187,8 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a base's name", r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}",
      "43_{five}", "43_{5}"),
     # units that are signs
-    ("degrees of temperature", CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
+    ("degrees of temperature", rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"',
+     r"30^\circ C", '30"C"'),
     ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
     ("degrees within a formula", CIRCLE + "|" + macro("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
     ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),

@@ -62,7 +62,7 @@ def test_a_second_escape_is_taken_back_but_no_end_of_a_row(text, once):
 @pytest.mark.parametrize("names", [
     "m/s^2 | m s^{-2} | meters per second squared | m/s/s | N/kg | s^-2 m", "km/h | kilometers per hour | kph",
     "cm^2 | square centimeters | sq. cm | cm cm | cm^{2}", "N m | J | kg m^2/s^2 | W s", "m^3 | cubic meters", "m^2",
-    "m/s | m s^-1", "m s", "s/m", "m", "cm", "m/s^3", "miles/hour | mph", "1/s | Hz | /s | s^{-1}"])
+    "m/s | m s^-1", "m s", "s/m", "m", "cm", "m/s^3", "miles/hour | mph", "1/s | Hz | rad/s | s^{-1}"])
 def test_units_are_the_same_exactly_when_their_powers_are(names):
     first, *others = names.split(" | ")
     assert first == "m/s^2" or read_unit(first) != read_unit("m/s^2")
