@@ -1,0 +1,335 @@
+"""The methods of experiments/court: what is unbiased is so over all outcomes, controls are not, and each runs through
+the script that plugs it in."""
+
+import itertools
+import math
+import sys
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import ROOT, toy_config
+from torch import Tensor
+
+import config
+import train
+from advantage import ESTIMATORS, leave_one_out
+from collect import Selection, choose
+from history import PromptHistory
+from infra import runfolder
+from loss import token_weight
+from methods import samplers
+from prune import COMPLETIONS
+from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
+from settings import kinds, loader
+
+sys.path.append(str(ROOT / "experiments"))
+import try_method  # noqa: E402
+from court import abort, abort_controls, allocation, otb, pass_rates, shrinkage, survivors  # noqa: E402
+
+EXACT, BIASED = 1e-12, 1e-3
+PLUGGED = (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS)
+
+
+@pytest.fixture
+def plugged():
+    """Take every method out again that a test has plugged in."""
+    unions = [section.__annotations__[field] for section, field, _ in PLUGGED]
+    tables, choose_sampler = [dict(table) for _, _, table in PLUGGED], samplers.choose_sampler
+    yield try_method.plug_in
+    for (section, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
+        section.__annotations__[field] = union
+        table.clear()
+        table.update(before)
+    samplers.choose_sampler = choose_sampler
+    loader.hints.cache_clear()
+
+
+# ---- a policy that can be enumerated
+
+LOGITS = torch.tensor([0.3, -0.2, 0.5, 0.1, -0.4, 0.7, 0.2], dtype=torch.float64)
+# A completion is token 0, which ends it, or token 1 or 2 and then one of two more; its reward.
+ANSWERS = {(0,): 1.0, (1, 0): 0.0, (1, 1): 1.0, (2, 0): 0.0, (2, 1): 1.0}
+
+
+def log_probs(answer: tuple[int, ...], logits: Tensor) -> list[Tensor]:
+    """Of each token: 3 logits for the first token, 2 for the one behind 1, 2 for the one behind 2."""
+    first = logits[:3].log_softmax(0)[answer[0]]
+    return [first] if answer == (0,) else [first, logits[2 * answer[0] + 1:2 * answer[0] + 3].log_softmax(0)[answer[1]]]
+
+
+def scores(answer: tuple[int, ...]) -> Tensor:
+    """The gradient of each token's log-prob, [L, 7]."""
+    return torch.stack([torch.autograd.functional.jacobian(lambda x, t=t: log_probs(answer, x)[t], LOGITS)
+                        for t in range(len(answer))])
+
+
+SCORES = {answer: scores(answer) for answer in ANSWERS}
+LOGP = {answer: [float(x) for x in log_probs(answer, LOGITS)] for answer in ANSWERS}
+CHANCE = {answer: math.exp(sum(logp)) for answer, logp in LOGP.items()}
+TRUE = sum(CHANCE[answer] * reward * SCORES[answer].sum(dim=0) for answer, reward in ANSWERS.items())
+
+
+def off(mean: Tensor, scale: float = 1.0) -> float:
+    """How far a mean gradient is from the true one, over its norm."""
+    return ((mean - scale * TRUE).norm() / TRUE.norm()).item()
+
+
+def gradient(groups: list[Group], draws: list[PromptDraw], rewards: Rewards, adv_NG: Tensor, completions) -> Tensor:
+    """Of a step: the choice and the weights of the loop, under loss.normalize=sum."""
+    denominator = "kept" if getattr(completions, "aborted", "") == "dropped" else "all"
+    selection = Selection(None, config.Prune(completions=completions), "sum", None, True, None)
+    selection = replace(selection, rollout=config.Rollout(group_size=2, prompts_per_step=2, max_new_tokens=2))
+    batch = choose(Rolled() + Rolled(draws, groups, rewards, adv_NG), selection, 0)
+    weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), batch.pruned, "sum", denominator, 2, batch.offered)
+    pull_NG = weight_NG * adv_NG.masked_fill(~batch.pruned.keep_NG, 0.0)
+    return sum(pull_NG[n, g] * SCORES[tuple(sample.ids)][:sample.length].sum(dim=0) if tuple(sample.ids) in SCORES
+               else pull_NG[n, g] * SCORES[(*sample.ids, 0)][0]  # of an aborted one
+               for n, group in enumerate(groups) for g, sample in enumerate(group.samples))
+
+
+# ---- aborts
+
+PROMPT = Prompt("q", (5, 6), "1")
+RULE = abort.Abort(mark=1, bias=0.2, spread=0.5, confidence=0.8, floor=0.2)
+
+
+def abort_outcomes(settings: abort.Abort):
+    """Every outcome of one completion with its chance: it ends, goes on with probability P, or is aborted."""
+    for answer, chance in CHANCE.items():
+        ids, logp = answer[:1], LOGP[answer][:1]
+        prob = 1.0 if answer == (0,) else abort.go_on_prob(settings, 0.3, len(PROMPT.ids), logp)
+        kind, cut = getattr(settings, "aborted", "weighed"), getattr(settings, "cut", 0.0)
+        chance_on = float(prob >= cut) if kind == "failed" else prob
+        weight = 1 / prob if kind == "weighed" else 1.0
+        yield chance * chance_on, survivors.Drawn(answer, LOGP[answer], True, prob=prob, weight=weight)
+        failed = kind == "failed"
+        yield chance * (1 - chance_on), survivors.Drawn(
+            ids, logp, False, pending=not failed, prob=prob, weight=float(failed), aborted=True)
+
+
+def mean_over_aborts(settings: abort.Abort, size: int = 3) -> Tensor:
+    each = [outcome for outcome in abort_outcomes(settings) if outcome[0]]
+    assert sum(chance for chance, _ in each) == pytest.approx(1, abs=1e-12)
+    total = torch.zeros_like(LOGITS)
+    for joint in itertools.product(each, repeat=size):
+        samples = tuple(sample for _, sample in joint)
+        reward_1G = torch.tensor([[0.0 if s.aborted else ANSWERS[tuple(s.ids)] for s in samples]], dtype=torch.float64)
+        groups = [Group(PROMPT, samples)]
+        rewards = Rewards({"accuracy": reward_1G}, {"accuracy": 1.0}, lengths(groups, size))
+        rewards = pass_rates.noted(rewards, survivors.column(groups, "weight"))
+        adv_1G = survivors.survivors_advantage(rewards, survivors.Survivors())
+        chance = math.prod(chance for chance, _ in joint)
+        total += chance * gradient(groups, [PromptDraw(PROMPT, 0)], rewards, adv_1G, settings)
+    return total
+
+
+def test_weighed_aborts_have_the_true_gradient_over_all_outcomes_and_the_controls_do_not(plugged):
+    plugged(abort)
+    plugged(abort_controls)
+    assert 0.2 < abort.go_on_prob(RULE, 0.3, 2, [-1.0]) < 0.9
+    assert off(mean_over_aborts(RULE)) < EXACT
+    for kind in ("dropped", "failed"):
+        cut = abort.go_on_prob(RULE, 0.3, 2, LOGP[1, 0][:1]) + 1e-6  # token 1 is rarer: it is aborted, and 2 is not
+        control = abort_controls.BiasedAbort(mark=1, bias=0.2, confidence=0.8, floor=0.2, aborted=kind, cut=cut)
+        mean = mean_over_aborts(control)
+        best = (mean @ TRUE / (TRUE @ TRUE)).item()  # no factor makes up for it either
+        assert off(mean) > BIASED and off(mean, best) > BIASED, kind
+
+
+def test_the_balance_keeps_both_ends():
+    assert abort_controls.balanced([-1.0, -5.0, -2.0, -3.0], 0.5) == [True, True, False, False]
+    assert abort_controls.balanced([-1.0, -5.0, -2.0], 0.5) == [True, True, False]
+    assert abort_controls.balanced([-3.0, -1.0], 0.5) == [False, True] and abort_controls.balanced([], 0.5) == []
+
+
+def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark():
+    rule = abort.Abort(bias=2.0, spread=0.5, rate=1.0, confidence=2.0, prompt=-1.0, floor=0.01)
+    expected = math.exp(2) * (0.25 * 0.75) ** 0.5 * 0.25 * math.exp(-0.4) / 4
+    assert abort.go_on_prob(rule, 0.25, 4, [-0.1, -0.3]) == pytest.approx(expected)
+    assert abort.go_on_prob(abort.Abort(), 0.5, 4, [-1.0]) == 1.0  # 2.5 / 2
+    assert abort.go_on_prob(abort.Abort(bias=-9.0), 0.5, 4, [-1.0]) == 0.1
+
+
+# ---- allocation
+
+def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
+    """Two prompts with the same policy, of 2 and 3 copies. Without the weights prompts count by their numbers, so their
+    rewards differ."""
+    plugged(allocation)
+    prompts = [Prompt("a", (5,), "1"), Prompt("b", (6,), "1")]
+    history = allocation.Allocation(PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(), 2)
+    history.numbers = lambda draws: [2 if draw.prompt.id == "a" else 3 for draw in draws]
+    draws = history.draw(2)
+    assert sorted(draw.copy for draw in draws) == [0, 0, 1, 1, 2] and len(draws) == 5
+    prompt_N = torch.tensor([0 if draw.prompt.id == "a" else 1 for draw in draws])
+    sign = {"a": 1.0, "b": -0.25}
+    means = {"weighed": torch.zeros_like(LOGITS), "plain": torch.zeros_like(LOGITS)}
+    for joint in itertools.product(CHANCE, repeat=5):
+        groups = [Group(draw.prompt, (Sample(answer, LOGP[answer], True),)) for draw, answer in
+                  zip(draws, joint, strict=True)]
+        reward_N = torch.tensor([sign[d.prompt.id] * ANSWERS[a] for d, a in zip(draws, joint, strict=True)],
+                                dtype=torch.float64)
+        adv_N1 = allocation.leave_one_copy_out(reward_N, prompt_N)[:, None]
+        rewards = Rewards({"accuracy": reward_N[:, None]}, {"accuracy": 1.0}, lengths(groups, 1))
+        chance = math.prod(CHANCE[answer] for answer in joint)
+        for name, mean in means.items():
+            weighed = draws if name == "weighed" else [replace(draw, weight=1.0) for draw in draws]
+            mean += chance * gradient(groups, weighed, rewards, adv_N1, kinds.KeepAll())
+    assert off(means["weighed"], (1 - 0.25) / 2) < EXACT
+    assert off(means["plain"], (1 - 0.25) / 2) > BIASED
+
+
+@pytest.mark.parametrize("rule", ["cost", "spread", "posterior", "length"])
+def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
+    prompts = [Prompt(f"q{i}", (5,), "1") for i in range(40)]
+    history = allocation.Allocation(
+        PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(rule=rule), 8)
+    rates = {f"q{i}": pass_rates.Rate(i % 9, 8.0, 10.0 + i, 2.0 * (i % 9), 20.0) for i in range(30)}
+    history.rates = rates
+    draws = [PromptDraw(prompt, 1) for prompt in prompts]
+    numbers = history.numbers(draws)
+    assert numbers == history.numbers(draws) and numbers[30:] == [8] * 10 and min(numbers) >= 2
+    tokens = sum(n * rates[f"q{i}"].tokens for i, n in enumerate(numbers[:30]))
+    assert tokens == pytest.approx(8 * sum(rate.tokens for rate in rates.values()), rel=0.05)
+    sizes = [allocation.size_of(rates[f"q{i}"], rule) for i in range(30)]
+    order = sorted(range(30), key=sizes.__getitem__)
+    assert numbers[order[-1]] > numbers[order[0]]
+
+
+# ---- baselines
+
+def test_shrinkage_is_the_papers_formula():
+    reward_NG = torch.rand(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).round(decimals=1)
+    ours = shrinkage.shrinkage(reward_NG)
+    N, G = reward_NG.shape
+    for i, j in itertools.product(range(N), range(G)):
+        others = [reward_NG[k] for k in range(N) if k != i]
+        target = sum(r.mean() for r in others) / (N - 1)
+        v = sum(r.var() / G for r in others) / (N - 1)
+        s = sum((r.mean() - target) ** 2 for r in others) / (N - 1)
+        lam = (N - 1) / N * v / (v + s)
+        own = (reward_NG[i].sum() - reward_NG[i, j]) / (G - 1)
+        assert ours[i, j] == pytest.approx((reward_NG[i, j] - (1 - lam) * own - lam * target).item(), abs=1e-12)
+    torch.testing.assert_close(shrinkage.shrinkage(reward_NG[:1]), leave_one_out(reward_NG[:1]))
+    without = reward_NG.clone()
+    without[1, 2] = torch.nan
+    assert shrinkage.shrinkage(without).isnan().sum() == 1
+
+
+def test_shrinkage_has_the_true_gradient_over_all_outcomes_and_with_the_own_sample_it_does_not():
+    """Three prompts of two completions that are right with chance 0.2, 0.5 and 0.9: score r - p."""
+    p_N1 = torch.tensor([[0.2], [0.5], [0.9]], dtype=torch.float64)
+    ours, own = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
+    for bits in itertools.product([0.0, 1.0], repeat=6):
+        reward_NG = torch.tensor(bits, dtype=torch.float64).view(3, 2)
+        chance = torch.where(reward_NG == 1, p_N1, 1 - p_N1).prod()
+        score_NG = reward_NG - p_N1
+        ours += chance * (shrinkage.shrinkage(reward_NG) * score_NG).mean(dim=1)
+        lam_N1, _ = shrinkage.amount(reward_NG)
+        shrunk_N1 = (1 - lam_N1) * reward_NG.mean(dim=1, keepdim=True) + lam_N1 * reward_NG.mean()
+        own += chance * ((reward_NG - shrunk_N1) * score_NG).mean(dim=1)
+    true = (p_N1 * (1 - p_N1))[:, 0]
+    assert ((ours - true).abs() / true).max() < EXACT
+    assert ((own - true).abs() / true).min() > BIASED
+
+
+@pytest.mark.parametrize("own", [False, True])
+def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
+    mean = torch.zeros_like(LOGITS)
+    for joint in itertools.product(CHANCE, repeat=3):
+        reward_G = torch.tensor([ANSWERS[answer] for answer in joint], dtype=torch.float64)
+        adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([LOGP[answer] for answer in joint])), own)
+        pull = sum(adv_L[:len(answer)] @ SCORES[answer] for adv_L, answer in zip(adv_GL, joint, strict=True))
+        mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
+    best = (mean @ TRUE / (TRUE @ TRUE)).item()
+    assert off(mean) < EXACT if not own else min(off(mean), off(mean, best)) > BIASED
+
+
+def test_the_energy_adds_up_and_stays_behind_the_end():
+    energy_GL = otb.energy(*otb.padded([[math.log(0.5), math.log(0.25)], [math.log(0.9)]]))
+    torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
+
+
+# ---- through the script
+
+FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
+METHODS = {
+    "shrinkage": ["advantage={kind: shrinkage}"],
+    "allocation": ["advantage={kind: allocated}"],
+    "abort": ["advantage={kind: survivors}", "prune.completions={kind: abort, mark: 8, bias: -0.5}"],
+    "abort_controls": ["advantage={kind: survivors}",
+                       "prune.completions={kind: biased_abort, mark: 8, aborted: balanced}"],
+}
+
+
+def words(method: str, out, *settings: str) -> list[str]:
+    plain = loader.flatten(toy_config(out, *FEW, name="grpo_toy.yaml"))
+    same = ("out", "model.path", "data.train", "data.limit", "model.dtype", "steps", "rollout.group_size",
+            "rollout.prompts_per_step", "rollout.max_new_tokens", "pack.capacity", "optim.warmup_steps")
+    chosen = [*(f"{key}={plain[key]}" for key in same), "data.eval=null", *METHODS[method], *settings]
+    return [method, "--config", "grpo_toy.yaml", *(word for setting in chosen for word in ("--set", setting))]
+
+
+def decisions(out) -> list[dict]:
+    return runfolder.read_log(out / "decisions.jsonl")
+
+
+def metrics(out) -> list[dict]:
+    return [line for line in runfolder.read_log(out / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_through_the_script(method, plugged, command, tmp_path):
+    assert command(try_method, *words(method, tmp_path / "run")) == 0
+    first, second = metrics(tmp_path / "run")
+    assert first["rollout/pending"] == 0 or method == "abort_controls"
+    if method.startswith("abort"):
+        assert second["rollout/pending"] > 0 and second["prune/offered"] == 16
+        assert second["prune/kept"] == 16 - second["rollout/pending"]
+        assert second["mismatch/logp_abs_max"] < 1e-9  # of both pieces
+    if method == "allocation":
+        assert first["rollout/prompts"] == 16
+        assert 1 < second["prune/weight_max"] < 8
+
+
+def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, command, tmp_path):
+    settings = ("steps=4", "checkpoint.every=1", "checkpoint.keep=all")
+    assert command(try_method, *words("abort", tmp_path / "whole", *settings)) == 0
+    real, runs = train.asked_to_stop, iter([False, False, True])
+
+    def stop_in_the_middle(stop):
+        return next(runs)
+
+    train.asked_to_stop = stop_in_the_middle
+    try:
+        assert command(train, *words("abort", tmp_path / "parts", *settings)[1:]) != 0  # it is plugged in by now
+    finally:
+        train.asked_to_stop = real
+    assert len(decisions(tmp_path / "parts")) == 3
+    assert command(train, *words("abort", tmp_path / "parts", *settings)[1:], "--resume") == 0
+    assert decisions(tmp_path / "parts") == decisions(tmp_path / "whole")
+    assert sum(line["rollout/pending"] for line in metrics(tmp_path / "whole")) > 2
+
+
+def test_settings_that_do_not_go_with_a_method_are_errors(plugged, command, tmp_path, capsys):
+    plugged(abort)
+    for setting, named in {
+        "loss.normalize=token": "loss.normalize", "loss.denominator=kept": "loss.denominator=all",
+        "advantage={kind: centred}": "advantage.kind=survivors",
+        "prune.completions.mark=24": "rollout.max_new_tokens=24",
+        "prune.prompts={kind: bernoulli, drop_prob: 0.5}": "prune.prompts.kind=bernoulli must be none",
+    }.items():
+        assert command(train, *words("abort", tmp_path / "run", setting)[1:]) != 0
+        assert named in capsys.readouterr().err
+
+
+def test_an_unknown_method_is_an_error(command):
+    with pytest.raises(SystemExit):
+        command(try_method, "nothing")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "court").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_of_the_court_loads(path, plugged):
+    plugged(try_method.load(path.with_suffix(".py")))
+    assert config.load(path).out == f"runs/{path.stem}"
