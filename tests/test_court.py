@@ -6,6 +6,7 @@ import math
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, toy_config
@@ -24,6 +25,7 @@ from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, loader
 
 sys.path.append(str(ROOT / "experiments"))
+import measure_court  # noqa: E402
 import try_method  # noqa: E402
 from court import abort, abort_controls, allocation, otb, pass_rates, shrinkage, survivors  # noqa: E402
 
@@ -249,6 +251,62 @@ def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
 def test_the_energy_adds_up_and_stays_behind_the_end():
     energy_GL = otb.energy(*otb.padded([[math.log(0.5), math.log(0.25)], [math.log(0.9)]]))
     torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
+
+
+# ---- the table of variances
+
+def test_the_variance_of_the_anchor_is_estimated_without_bias_for_any_group_size():
+    """From 4 completions, for groups of 2 and of 3: the mean over all outcomes is the true variance."""
+    answers = list(CHANCE)
+    whole = np.stack([SCORES[answer].sum(dim=0).numpy() for answer in answers])
+    reward = np.array([ANSWERS[answer] for answer in answers])
+    chance = np.array([CHANCE[answer] for answer in answers])
+
+    def joint(size: int):
+        for drawn in itertools.product(range(len(answers)), repeat=size):
+            yield chance[list(drawn)].prod(), list(drawn)
+
+    true, estimate = {}, dict.fromkeys((2, 3), 0.0)
+    for n in estimate:
+        square = 0.0
+        for p, drawn in joint(n):
+            adv_G = leave_one_out(torch.tensor(reward[drawn])[None])[0].numpy() / n
+            square += p * ((adv_G @ whole[drawn]) ** 2).sum()
+        true[n] = square - float(TRUE @ TRUE)
+    for p, drawn in joint(4):
+        moments = measure_court.pair_moments(whole[drawn] @ whole[drawn].T, reward[drawn])
+        for n in estimate:
+            estimate[n] += p * measure_court.variance(moments, n)
+    assert estimate == pytest.approx(true, rel=1e-9)
+    assert measure_court.variance(moments, 2.25) == pytest.approx(
+        0.75 * measure_court.variance(moments, 2) + 0.25 * measure_court.variance(moments, 3))
+
+
+def scene(seed: int) -> measure_court.Scene:
+    """A rollout of 3 prompts with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(48, 20, dtype=torch.float64, generator=generator) + 0.5
+    reward_NG = torch.randint(2, (3, 16), generator=generator).double()
+    len_NG = torch.randint(4, 30, (3, 16), generator=generator)
+    logp = [[[-0.1] * length for length in row] for row in len_NG.tolist()]
+    return measure_court.Scene(gradient @ gradient.T, reward_NG, len_NG, [5, 6, 7], logp)
+
+
+def test_a_method_that_changes_nothing_has_the_anchors_error():
+    cut = measure_court.halves([scene(0), scene(1), scene(2)], "sequence")
+    for sums in (measure_court.abort(cut, 8, lambda *_: 1.0), measure_court.allocation(cut, "uniform")):
+        figures = measure_court.ratios(sums)
+        assert [figures[key] for key in ("error", "tokens", "sampling", "step")] == pytest.approx([1.0] * 4)
+        assert figures["step low"] == pytest.approx(1) == figures["step high"]
+    assert measure_court.ratios(measure_court.abort(cut, 8, lambda *_: 0.5))["error"] > 1.2
+    rule = measure_court.fit(cut, 8, ["spread", "prompt"])
+    assert rule.mark == 8 and rule.confidence == 0 and rule.prompt != 0
+
+
+def test_a_log_linear_fit_finds_the_slopes():
+    features = np.column_stack([np.ones(200), np.linspace(-1, 1, 200), np.cos(np.arange(200))])
+    slope = measure_court.log_linear(features, np.exp(features @ np.array([0.3, 1.5, -0.7])))
+    assert slope[1:] == pytest.approx([1.5, -0.7], abs=0.01)
 
 
 # ---- through the script
