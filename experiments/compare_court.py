@@ -20,7 +20,10 @@ RATE, COST = "1e-4", "generated tokens"
 # arm -> the file that brings it, and its settings
 ARMS = {
     "leave-one-out": ("shrinkage", ("advantage={kind: leave_one_out}",)),
-    "abort": ("abort", ("advantage={kind: survivors}", "prune.completions={kind: abort, mark: 16}")),
+    "abort": (
+        "abort",
+        ("advantage={kind: survivors}", "prune.completions={kind: abort, mark: 16}"),
+    ),
     "allocation": ("allocation", ("advantage={kind: allocated, rule: cost}",)),
     "shrinkage": ("shrinkage", ("advantage={kind: shrinkage}",)),
 }
@@ -49,17 +52,35 @@ def report(results: Path, arms: list[str], seeds: range) -> None:
     budget = least([of for by_seed in curves.values() for of in by_seed.values()], COST)
     first, rows, printed = arms[0], [], {}
     for name, by_seed in curves.items():
-        areas = {seed: area_and_end(of, COST, budget)[0] for seed, of in by_seed.items()}
+        areas = {
+            seed: area_and_end(of, COST, budget)[0] for seed, of in by_seed.items()
+        }
         tokens = mean(float(of.spent[COST][-1]) for of in by_seed.values())
         printed[name] = {"areas": areas, "tokens": tokens}
         shared = sorted(areas.keys() & printed[first]["areas"].keys())
         gap = ""
         if name != first and len(shared) > 1:
             those = [printed[first]["areas"][seed] for seed in shared]
-            of = difference([areas[seed] for seed in shared], those, max(1, len(ARMS) - 1))
+            of = difference(
+                [areas[seed] for seed in shared], those, max(1, len(ARMS) - 1)
+            )
             gap = f"{of.mean:+.2f} [{of.low:+.2f}, {of.high:+.2f}]"
-        rows.append([name, str(len(areas)), f"{tokens:,.0f}", f"{mean(areas.values()):.2f}", gap])
-    head = ["arm", "runs", "generated tokens", f"area over {budget:,.0f}, %", f"less {first}"]
+        rows.append(
+            [
+                name,
+                str(len(areas)),
+                f"{tokens:,.0f}",
+                f"{mean(areas.values()):.2f}",
+                gap,
+            ]
+        )
+    head = [
+        "arm",
+        "runs",
+        "generated tokens",
+        f"area over {budget:,.0f}, %",
+        f"less {first}",
+    ]
     print(*table(head, rows), sep="\n")
     print(json.dumps({"bench": "compare_court", "budget": budget, "arms": printed}))
 
@@ -67,7 +88,9 @@ def report(results: Path, arms: list[str], seeds: range) -> None:
 def main() -> None:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("results", type=Path, help="the file of results, ending in .jsonl.xz")
+    parser.add_argument(
+        "results", type=Path, help="the file of results, ending in .jsonl.xz"
+    )
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--arms", default=",".join(ARMS))
     args = parser.parse_args()

@@ -62,19 +62,27 @@ from prune import keep_all  # noqa: E402
 from records import Batch, Group, lengths  # noqa: E402
 from update import minibatch  # noqa: E402
 
-RECIPE, POINTS, ROLLOUTS, OTB_ROLLOUTS = "grpo_hard.yaml", {"early": 20, "late": 120}, 20, 2
-G, MARKS, MASKS, SCALES = 8, (8, 16), 32, (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6)
-SUBSETS = 80      # of a prompt's 16 completions, for a group size of OTB
-SKETCH = 2**16    # numbers that the gradient of a token is folded to
+RECIPE = "grpo_hard.yaml"
+POINTS = {"early": 20, "late": 120}  # steps of training before the rollouts
+ROLLOUTS = 20
+OTB_ROLLOUTS = 2  # the first ones, also token by token
+G = 8
+MARKS = (8, 16)  # tokens after which rollouts are aborted
+MASKS = 32  # draws of who goes on
+SCALES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6)
+WAYS = ((slice(G, None), slice(G)), (slice(G), slice(G, None)))  # step and history
+SUBSETS = 80  # of a prompt's 16 completions, for a group size of OTB
+SKETCH = 2**16  # numbers that the gradient of a token is folded to
 
 
 # ---- rollouts and their gradients
+
 
 @dataclass(frozen=True, slots=True)
 class Scene:
     """One rollout: N prompts with 2 G completions each."""
 
-    product: Tensor           # between score gradients, each over its length, [2NG, 2NG]
+    product: Tensor  # between score gradients, each over its length, [2NG, 2NG]
     reward_NG: Tensor
     len_NG: Tensor
     prompt_tokens: list[int]
@@ -84,7 +92,9 @@ class Scene:
 def take_scenes(steps: int, folder: Path) -> tuple[list[Scene], list[dict]]:
     """Train so many steps, and measure rollouts; the second list has OTB's sums of each prompt."""
     errors = load(ROOT / "bench" / "prune.py")
-    train.train(config.load(RECIPE, [f"steps={steps}", f"out={folder}", "data.eval=null"]))
+    train.train(
+        config.load(RECIPE, [f"steps={steps}", f"out={folder}", "data.eval=null"])
+    )
     cfg = config.load(RECIPE, [f"out={folder}", f"rollout.group_size={2 * G}"])
     task = replace(train.load_task(cfg), source=folder / "hf")
     learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
@@ -99,11 +109,19 @@ def take_scenes(steps: int, folder: Path) -> tuple[list[Scene], list[dict]]:
         product = errors.inner_products(learner, groups, torch.ones_like(reward_NG))
         logp = [[list(s.logp) for s in group.samples] for group in groups]
         prompt_tokens = [len(group.prompt.ids) for group in groups]
-        scenes.append(Scene(product, reward_NG, lengths(groups, 2 * G), prompt_tokens, logp))
+        scenes.append(
+            Scene(product, reward_NG, lengths(groups, 2 * G), prompt_tokens, logp)
+        )
         if i < OTB_ROLLOUTS:
             for group, reward_G in zip(groups, reward_NG, strict=True):
                 if reward_G.std() > 0:
-                    of_otb.append(otb_sums(partial(token_gradients, learner, whole, group), group, reward_G))
+                    of_otb.append(
+                        otb_sums(
+                            partial(token_gradients, learner, whole, group),
+                            group,
+                            reward_G,
+                        )
+                    )
         print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)
     return scenes, of_otb
 
@@ -123,15 +141,15 @@ class Half:
     """A prompt's step of G completions, and its history."""
 
     scene: int
-    rate: Rate            # of the history
+    rate: Rate  # of the history
     prompt_tokens: int
     reward_G: np.ndarray
     len_G: np.ndarray
     logp: list[list[float]]
-    product: np.ndarray   # between the step's gradients, [G, G]
-    across: np.ndarray    # of the step's gradients with the history's leave-one-out gradient, [G]
+    product: np.ndarray  # between the step's gradients, [G, G]
+    across: np.ndarray  # of them with the history's leave-one-out gradient, [G]
     moments: tuple[float, float, float]
-    between: float        # variance that comes from drawing the prompts
+    between: float  # variance that comes from drawing the prompts
 
 
 def halves(scenes: list[Scene], normalize: str) -> list[Half]:
@@ -142,17 +160,31 @@ def halves(scenes: list[Scene], normalize: str) -> list[Half]:
         mean_square = cross_product(scene, product)
         for n, reward_G in enumerate(scene.reward_NG):
             own = product[n, :, n, :]
-            for now, before in ((slice(G, None), slice(G)), (slice(G), slice(G, None))):
-                right, tokens = reward_G[before].sum().item(), scene.len_NG[n, before].double().mean().item()
+            for now, before in WAYS:
+                right = reward_G[before].sum().item()
+                tokens = scene.len_NG[n, before].double().mean().item()
                 now_G = reward_G[now].double().numpy()
-                before_G = leave_one_out(reward_G[None, before].double())[0].numpy() / G
-                rate = Rate(right, G, tokens, right, G)
                 moments = pair_moments(own[now, now], now_G)
-                cut.append(Half(
-                    number, rate, scene.prompt_tokens[n], now_G, scene.len_NG[n, now].double().numpy(),
-                    scene.logp[n][now], own[now, now], own[now, before] @ before_G, moments,
-                    moments[2] - mean_square))
+                half = Half(
+                    scene=number,
+                    rate=Rate(right, G, tokens, right, G),
+                    prompt_tokens=scene.prompt_tokens[n],
+                    reward_G=now_G,
+                    len_G=scene.len_NG[n, now].double().numpy(),
+                    logp=scene.logp[n][now],
+                    product=own[now, now],
+                    across=own[now, before] @ mean_weights(reward_G[before]),
+                    moments=moments,
+                    between=moments[2] - mean_square,
+                )
+                cut.append(half)
     return cut
+
+
+def mean_weights(reward_K: Tensor | np.ndarray) -> np.ndarray:
+    """Compute the weights of gradients in the leave-one-out gradient of a prompt, [K]."""
+    adv_1K = leave_one_out(torch.as_tensor(reward_K).double()[None])
+    return adv_1K[0].numpy() / len(reward_K)
 
 
 def cross_product(scene: Scene, product: np.ndarray) -> float:
@@ -165,7 +197,10 @@ def cross_product(scene: Scene, product: np.ndarray) -> float:
 
 # ---- the anchor's variance
 
-def pair_moments(product: np.ndarray, reward_K: np.ndarray) -> tuple[float, float, float]:
+
+def pair_moments(
+    product: np.ndarray, reward_K: np.ndarray
+) -> tuple[float, float, float]:
     """Estimate E h_ij h_ik, E h_ij^2 and E h_ij h_kl for h_ij = (r_i - r_j)(S_i - S_j) / 2, whose mean over
     pairs is the leave-one-out gradient."""
     pairs = np.array(list(combinations(range(len(reward_K)), 2)))
@@ -175,14 +210,20 @@ def pair_moments(product: np.ndarray, reward_K: np.ndarray) -> tuple[float, floa
     weight_PK[np.arange(len(pairs)), pairs[:, 1]] = -half_P
     shared_PP = (pairs[:, None, :, None] == pairs[None, :, None, :]).sum(axis=(2, 3))
     inner_PP = weight_PK @ product @ weight_PK.T
-    return inner_PP[shared_PP == 1].mean(), inner_PP[shared_PP == 2].mean(), inner_PP[shared_PP == 0].mean()
+    return (
+        inner_PP[shared_PP == 1].mean(),
+        inner_PP[shared_PP == 2].mean(),
+        inner_PP[shared_PP == 0].mean(),
+    )
 
 
 def variance(moments: tuple[float, float, float], n: float) -> float:
     """Compute the variance of the leave-one-out gradient of n completions (of a U-statistic, Hoeffding 1948);
     between two integers the mean of both, as for a number that is rounded at random."""
     if n != int(n):
-        return (1 - n % 1) * variance(moments, int(n)) + n % 1 * variance(moments, int(n) + 1)
+        return (1 - n % 1) * variance(moments, int(n)) + n % 1 * variance(
+            moments, int(n) + 1
+        )
     one, two, mean_square = moments
     return 2 / (n * (n - 1)) * (2 * (n - 2) * (one - mean_square) + two - mean_square)
 
@@ -194,7 +235,9 @@ Sums = dict[int, list[float]]
 
 
 def add(sums: Sums, scene: int, *values: float) -> None:
-    sums[scene] = [a + b for a, b in zip(sums.get(scene, [0.0] * 5), values, strict=True)]
+    sums[scene] = [
+        a + b for a, b in zip(sums.get(scene, [0.0] * 5), values, strict=True)
+    ]
 
 
 def ratios(sums: Sums) -> dict:
@@ -204,18 +247,27 @@ def ratios(sums: Sums) -> dict:
     figures = {"error": total[0] / total[2], "tokens": total[1] / total[3]}
     for name, drawn in (("sampling", 0.0), ("step", 1.0)):
         without = np.array([equal_tokens(total - row, drawn) for row in rows])
-        half = quantile(0.05, len(rows) - 1) * math.sqrt((len(rows) - 1) * without.var())
+        half = quantile(0.05, len(rows) - 1) * math.sqrt(
+            (len(rows) - 1) * without.var()
+        )
         middle = equal_tokens(total, drawn)
-        figures |= {name: middle, f"{name} low": middle - half, f"{name} high": middle + half}
+        figures |= {
+            name: middle,
+            f"{name} low": middle - half,
+            f"{name} high": middle + half,
+        }
     return {name: round(float(value), 4) for name, value in figures.items()}
 
 
 def equal_tokens(total: np.ndarray, drawn: float) -> float:
     error, tokens, anchor, anchor_tokens, between = total
-    return (error + drawn * between) / (anchor + drawn * between) * tokens / anchor_tokens
+    return (
+        (error + drawn * between) / (anchor + drawn * between) * tokens / anchor_tokens
+    )
 
 
 # ---- allocation
+
 
 def allocation(cut: list[Half], rule: str) -> Sums:
     """Share the tokens of each step out among its prompts."""
@@ -226,13 +278,25 @@ def allocation(cut: list[Half], rule: str) -> Sums:
     for (scene, _), step in steps.items():
         number_N = np.full(len(step), float(G))
         if rule != "uniform":
-            size_N = torch.tensor([size_of(half.rate, rule) for half in step], dtype=torch.float64)
-            cost_N = torch.tensor([half.rate.tokens for half in step], dtype=torch.float64)
+            size_N = torch.tensor(
+                [size_of(half.rate, rule) for half in step], dtype=torch.float64
+            )
+            cost_N = torch.tensor(
+                [half.rate.tokens for half in step], dtype=torch.float64
+            )
             number_N = share_out(size_N, cost_N, G * cost_N.sum().item(), 2, 64).numpy()
         for half, n in zip(step, number_N, strict=True):
             tokens = half.len_G.mean()
             anchor = variance(half.moments, G)
-            add(sums, scene, variance(half.moments, n), n * tokens, anchor, G * tokens, half.between)
+            add(
+                sums,
+                scene,
+                variance(half.moments, n),
+                n * tokens,
+                anchor,
+                G * tokens,
+                half.between,
+            )
     return sums
 
 
@@ -245,22 +309,37 @@ def abort(cut: list[Half], mark: int, prob_of: Prob, masks: int = MASKS) -> Sums
     """Draw which completions go on, so many times, and weigh the survivors by the inverse probability."""
     sums, generator = {}, np.random.default_rng(0)
     for half in cut:
-        prob_G = np.array([prob_of(half, i, mark) if half.len_G[i] > mark else 1.0 for i in range(G)])
+        prob_G = np.array(
+            [prob_of(half, i, mark) if half.len_G[i] > mark else 1.0 for i in range(G)]
+        )
         goes_DG = generator.random((masks, G)) < prob_G
         reward_DG = torch.tensor(np.broadcast_to(half.reward_G, goes_DG.shape).copy())
-        adv_DG = leave_one_out_weighted(reward_DG, torch.tensor(goes_DG / prob_G)).numpy()
-        tokens = (prob_G * half.len_G + (1 - prob_G) * np.minimum(half.len_G, mark)).sum()
+        adv_DG = leave_one_out_weighted(
+            reward_DG, torch.tensor(goes_DG / prob_G)
+        ).numpy()
+        tokens = (
+            prob_G * half.len_G + (1 - prob_G) * np.minimum(half.len_G, mark)
+        ).sum()
         add_error(sums, half, goes_DG / prob_G * adv_DG / G, tokens)
     return sums
 
 
 def add_error(sums: Sums, half: Half, weight_DG: np.ndarray, tokens: float) -> None:
     """Add the mean squared distance of sum_i weight_i S_i to the anchor's mean, over D draws."""
-    anchor_G = leave_one_out(torch.tensor(half.reward_G)[None])[0].numpy() / G
-    anchor = variance(half.moments, G)
-    square_D = ((weight_DG @ half.product) * weight_DG).sum(axis=1) - anchor_G @ half.product @ anchor_G
-    further = square_D.mean() - 2 * (weight_DG.mean(axis=0) - anchor_G) @ half.across
-    add(sums, half.scene, anchor + further, tokens, anchor, half.len_G.sum(), half.between)
+    anchor_G, anchor = mean_weights(half.reward_G), variance(half.moments, G)
+    square_D = ((weight_DG @ half.product) * weight_DG).sum(axis=1)
+    moved_G = weight_DG.mean(axis=0) - anchor_G
+    further = square_D.mean() - anchor_G @ half.product @ anchor_G
+    further -= 2 * moved_G @ half.across
+    add(
+        sums,
+        half.scene,
+        anchor + further,
+        tokens,
+        anchor,
+        half.len_G.sum(),
+        half.between,
+    )
 
 
 def biased_abort(cut: list[Half], mark: int, rule: str) -> Sums:
@@ -272,21 +351,32 @@ def biased_abort(cut: list[Half], mark: int, rule: str) -> Sums:
         if rule == "balanced":
             places = np.flatnonzero(long_G)
             goes_DG = np.ones((1, G), dtype=bool)
-            goes_DG[0, places] = balanced([sum(half.logp[i][:mark]) for i in places], 0.5)
+            goes_DG[0, places] = balanced(
+                [sum(half.logp[i][:mark]) for i in places], 0.5
+            )
         weight_DG = torch.tensor(goes_DG.astype(float))
         reward_DG = torch.tensor(np.broadcast_to(half.reward_G, goes_DG.shape).copy())
         adv_DG = leave_one_out_weighted(reward_DG, weight_DG).numpy()
-        adv_DG[goes_DG.sum(axis=1) < 2] = 0.0  # a lone survivor has nothing to compare with
+        adv_DG[goes_DG.sum(axis=1) < 2] = (
+            0.0  # a lone survivor has nothing to compare with
+        )
         on_G = goes_DG.mean(axis=0)
         tokens = (on_G * half.len_G + (1 - on_G) * np.minimum(half.len_G, mark)).sum()
-        add_error(sums, half, goes_DG * adv_DG / goes_DG.sum(axis=1, keepdims=True).clip(1), tokens)
+        add_error(
+            sums,
+            half,
+            goes_DG * adv_DG / goes_DG.sum(axis=1, keepdims=True).clip(1),
+            tokens,
+        )
     return sums
 
 
-FEATURES = {"spread": lambda half, logp: math.log(half.rate.mean * (1 - half.rate.mean)),
-            "rate": lambda half, logp: math.log(half.rate.mean),
-            "prompt": lambda half, logp: math.log(half.prompt_tokens),
-            "confidence": lambda half, logp: sum(logp) / len(logp)}
+FEATURES = {
+    "spread": lambda half, logp: math.log(half.rate.mean * (1 - half.rate.mean)),
+    "rate": lambda half, logp: math.log(half.rate.mean),
+    "prompt": lambda half, logp: math.log(half.prompt_tokens),
+    "confidence": lambda half, logp: sum(logp) / len(logp),
+}
 
 
 def fit(cut: list[Half], mark: int, names: list[str]) -> Abort:
@@ -294,18 +384,31 @@ def fit(cut: list[Half], mark: int, names: list[str]) -> Abort:
     SCALES for a step at equal tokens, on the same rollouts."""
     feature_K, square_K, left_K = [], [], []
     for half in cut:
-        adv_G = leave_one_out(torch.tensor(half.reward_G)[None])[0].numpy()
+        adv_G = G * mean_weights(half.reward_G)
         for i in np.flatnonzero(half.len_G > mark):
-            feature_K.append([1.0, *(FEATURES[name](half, half.logp[i][:mark]) for name in names)])
+            feature_K.append(
+                [1.0, *(FEATURES[name](half, half.logp[i][:mark]) for name in names)]
+            )
             square_K.append(adv_G[i] ** 2 * half.product[i, i])
             left_K.append(half.len_G[i] - mark)
     features = np.array(feature_K)
-    slope = (log_linear(features, np.array(square_K)) - log_linear(features, np.array(left_K))) / 2
+    slope = (
+        log_linear(features, np.array(square_K))
+        - log_linear(features, np.array(left_K))
+    ) / 2
     center = (features @ slope).mean()
     fitted = dict(zip(names, map(float, slope[1:]), strict=True))
-    rules = [Abort(mark=mark, **{"spread": 0.0} | fitted, bias=float(slope[0] - center + math.log(scale)))
-             for scale in SCALES]
-    return min(rules, key=lambda rule: ratios(abort(cut, mark, by_rule(rule), masks=8))["step"])
+    rules = [
+        Abort(
+            mark=mark,
+            **{"spread": 0.0} | fitted,
+            bias=float(slope[0] - center + math.log(scale)),
+        )
+        for scale in SCALES
+    ]
+    return min(
+        rules, key=lambda rule: ratios(abort(cut, mark, by_rule(rule), masks=8))["step"]
+    )
 
 
 def log_linear(features: np.ndarray, value_K: np.ndarray) -> np.ndarray:
@@ -315,13 +418,17 @@ def log_linear(features: np.ndarray, value_K: np.ndarray) -> np.ndarray:
         mean_K = np.exp(np.clip(features @ slope, -10, 10)) + 1e-9
         target_K = features @ slope + (value_K - mean_K) / mean_K
         ridge = 1e-2 * np.eye(len(slope))
-        slope = np.linalg.solve(features.T @ (mean_K[:, None] * features) + ridge,
-                                features.T @ (mean_K * target_K))
+        slope = np.linalg.solve(
+            features.T @ (mean_K[:, None] * features) + ridge,
+            features.T @ (mean_K * target_K),
+        )
     return slope
 
 
 def by_rule(rule: Abort) -> Prob:
-    return lambda half, i, mark: go_on_prob(rule, half.rate.mean, half.prompt_tokens, half.logp[i][:mark])
+    return lambda half, i, mark: go_on_prob(
+        rule, half.rate.mean, half.prompt_tokens, half.logp[i][:mark]
+    )
 
 
 def fitted_abort(cut: list[Half], mark: int, names: list[str]) -> Sums:
@@ -329,11 +436,14 @@ def fitted_abort(cut: list[Half], mark: int, names: list[str]) -> Sums:
     sums: Sums = {}
     for odd in (0, 1):
         rule = fit([half for half in cut if half.scene % 2 != odd], mark, names)
-        sums |= abort([half for half in cut if half.scene % 2 == odd], mark, by_rule(rule))
+        sums |= abort(
+            [half for half in cut if half.scene % 2 == odd], mark, by_rule(rule)
+        )
     return sums
 
 
 # ---- baselines of a completion
+
 
 def shrunk(scenes: list[Scene], normalize: str) -> Sums:
     """Measure shrinkage baselines on whole steps: they tie the prompts of a step together."""
@@ -341,31 +451,62 @@ def shrunk(scenes: list[Scene], normalize: str) -> Sums:
     for number, scene in enumerate(scenes):
         product = products(scene, normalize)
         cut = halves([scene], normalize)
-        anchor, tokens = sum(variance(half.moments, G) for half in cut), scene.len_NG.sum().item()
+        anchor, tokens = (
+            sum(variance(half.moments, G) for half in cut),
+            scene.len_NG.sum().item(),
+        )
         further = 0.0
-        for now, before in ((slice(G, None), slice(G)), (slice(G), slice(G, None))):
-            step_NG, other_NG = scene.reward_NG[:, now].double(), scene.reward_NG[:, before].double()
-            plain, other = leave_one_out(step_NG).numpy() / G, leave_one_out(other_NG).numpy() / G
+        for now, before in WAYS:
+            step_NG, other_NG = (
+                scene.reward_NG[:, now].double(),
+                scene.reward_NG[:, before].double(),
+            )
+            plain, other = (
+                leave_one_out(step_NG).numpy() / G,
+                leave_one_out(other_NG).numpy() / G,
+            )
             new = shrinkage(step_NG).numpy() / G
             inner = product[:, now, :, now].reshape(plain.size, plain.size)
-            across = product[:, now, :, before].reshape(plain.size, plain.size) @ other.flatten()
-            further += new.flatten() @ inner @ new.flatten() - plain.flatten() @ inner @ plain.flatten()
+            across = (
+                product[:, now, :, before].reshape(plain.size, plain.size)
+                @ other.flatten()
+            )
+            further += (
+                new.flatten() @ inner @ new.flatten()
+                - plain.flatten() @ inner @ plain.flatten()
+            )
             further -= 2 * (new - plain).flatten() @ across
-        add(sums, number, anchor + further, tokens, anchor, tokens, sum(half.between for half in cut))
+        add(
+            sums,
+            number,
+            anchor + further,
+            tokens,
+            anchor,
+            tokens,
+            sum(half.between for half in cut),
+        )
     return sums
 
 
 # ---- baselines of a token
 
+
 def token_gradients(learner: Learner, whole: Decoder, group: Group, i: int) -> Tensor:
     """Compute the gradient of each token's log-prob, folded with random signs, [L, SKETCH]; `whole` is the
     policy as one unsharded model, whose graph can be passed many times."""
-    single, one_11 = Group(group.prompt, (group.samples[i],)), torch.ones(1, 1, dtype=torch.float64)
-    batch = Batch([], [single], one_11, one_11 > 0, one_11, keep_all(one_11), [0], 1, seed=0)
-    row, = learner.rows(minibatch(learner, batch, [0]))
+    single, one_11 = (
+        Group(group.prompt, (group.samples[i],)),
+        torch.ones(1, 1, dtype=torch.float64),
+    )
+    batch = Batch(
+        [], [single], one_11, one_11 > 0, one_11, keep_all(one_11), [0], 1, seed=0
+    )
+    (row,) = learner.rows(minibatch(learner, batch, [0]))
     weights, folded = list(whole.parameters()), []
     size = sum(p.numel() for p in weights)
-    sign = torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    sign = (
+        torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
+    )
     for logp in learner.log_probs(whole, row):
         parts = torch.autograd.grad(logp, weights, retain_graph=True)
         gradient = torch.zeros(-(-size // SKETCH) * SKETCH)
@@ -378,8 +519,8 @@ def token_gradients(learner: Learner, whole: Decoder, group: Group, i: int) -> T
 class Tokens:
     """The T tokens of a prompt's 2 G completions, laid end to end."""
 
-    product: Tensor      # between their gradients, [T, T]
-    of_T: Tensor         # which completion each is of
+    product: Tensor  # between their gradients, [T, T]
+    of_T: Tensor  # which completion each is of
     energy_GL: Tensor
     reward_G: Tensor
 
@@ -388,11 +529,13 @@ class Tokens:
         adv_T = torch.zeros(len(self.of_T), dtype=torch.float64)
         for adv_L, i in zip(adv_GL, now.tolist(), strict=True):
             own_T = self.of_T == i
-            adv_T[own_T] = adv_L[:int(own_T.sum())]
+            adv_T[own_T] = adv_L[: int(own_T.sum())]
         return adv_T
 
 
-def otb_sums(gradients_of: Callable[[int], Tensor], group: Group, reward_G: Tensor) -> dict:
+def otb_sums(
+    gradients_of: Callable[[int], Tensor], group: Group, reward_G: Tensor
+) -> dict:
     """Measure a prompt under each loss.normalize: its moments, and how much further than the anchor OTB is
     from the anchor's mean, in groups of 4 and of 8."""
     logp_GL, length_G = padded([list(sample.logp) for sample in group.samples])
@@ -401,11 +544,17 @@ def otb_sums(gradients_of: Callable[[int], Tensor], group: Group, reward_G: Tens
     of_T = torch.arange(2 * G).repeat_interleave(length_G)
     sums = {}
     for normalize in ("sequence", "sum"):
-        share_T = 1 / length_G[of_T].double() if normalize == "sequence" else torch.ones(len(of_T)).double()
+        share_T = (
+            1 / length_G[of_T].double()
+            if normalize == "sequence"
+            else torch.ones(len(of_T)).double()
+        )
         scaled = share_T[:, None] * product * share_T
         tokens = Tokens(scaled, of_T, energy(logp_GL, length_G), reward_G.double())
         one_GT = torch.nn.functional.one_hot(of_T).T.double()
-        moments = pair_moments((one_GT @ scaled @ one_GT.T).numpy(), tokens.reward_G.numpy())
+        moments = pair_moments(
+            (one_GT @ scaled @ one_GT.T).numpy(), tokens.reward_G.numpy()
+        )
         sums[normalize] = {"moments": moments, 4: further_than_the_mean(tokens, 4)}
         sums[normalize][G] = further_than_the_mean(tokens, G)
     return sums
@@ -420,7 +569,9 @@ def further_than_the_mean(tokens: Tokens, n: int) -> dict[str, float]:
 
     def plain(members: Tensor) -> Tensor:
         adv_G = leave_one_out(tokens.reward_G[None, members])[0] / len(members)
-        return tokens.spread(adv_G[:, None].expand(-1, tokens.energy_GL.shape[1]), members)
+        return tokens.spread(
+            adv_G[:, None].expand(-1, tokens.energy_GL.shape[1]), members
+        )
 
     for _ in range(SUBSETS):
         now, before = torch.randperm(2 * G, generator=generator).split([n, 2 * G - n])
@@ -429,8 +580,12 @@ def further_than_the_mean(tokens: Tokens, n: int) -> dict[str, float]:
             own = name == "own"
             adv_GL = token_advantage(tokens.reward_G[now], tokens.energy_GL[now], own)
             new_T = tokens.spread(adv_GL / (n - 1 if own else n), now)
-            square = new_T @ tokens.product @ new_T - anchor_T @ tokens.product @ anchor_T
-            of.append((square - 2 * (new_T - anchor_T) @ tokens.product @ target_T).item())
+            square = (
+                new_T @ tokens.product @ new_T - anchor_T @ tokens.product @ anchor_T
+            )
+            of.append(
+                (square - 2 * (new_T - anchor_T) @ tokens.product @ target_T).item()
+            )
     return {name: mean(of) for name, of in further.items()}
 
 
@@ -448,37 +603,63 @@ def otb(prompts: list[dict], normalize: str, n: int, which: str, over: int) -> d
 
 # ---- tables
 
-def measured(scenes: list[Scene], prompts: list[dict], normalize: str) -> dict[str, dict]:
+
+def measured(
+    scenes: list[Scene], prompts: list[dict], normalize: str
+) -> dict[str, dict]:
     """Measure all methods under one loss.normalize."""
     cut = halves(scenes, normalize)
-    rows = {f"allocation, {rule}": ratios(allocation(cut, rule))
-            for rule in ("uniform", "cost", "spread", "posterior", "length")}
+    rows = {
+        f"allocation, {rule}": ratios(allocation(cut, rule))
+        for rule in ("uniform", "cost", "spread", "posterior", "length")
+    }
     for mark in MARKS:
-        fits = {"pass rate": ["spread"], "pass rate, prompt": ["spread", "rate", "prompt"],
-                "all": [*FEATURES], "log-probs alone": ["confidence"]}
+        fits = {
+            "pass rate": ["spread"],
+            "pass rate, prompt": ["spread", "rate", "prompt"],
+            "all": [*FEATURES],
+            "log-probs alone": ["confidence"],
+        }
         for name, names in fits.items():
-            rows[f"abort at {mark}, fitted: {name}"] = ratios(fitted_abort(cut, mark, names))
-        rows[f"abort at {mark}, all with P = 0.7"] = ratios(abort(cut, mark, lambda *_: 0.7))
+            rows[f"abort at {mark}, fitted: {name}"] = ratios(
+                fitted_abort(cut, mark, names)
+            )
+        rows[f"abort at {mark}, all with P = 0.7"] = ratios(
+            abort(cut, mark, lambda *_: 0.7)
+        )
         for rule in ("dropped", "balanced"):
-            rows[f"abort at {mark}, {rule}, P = 0.5 (biased)"] = ratios(biased_abort(cut, mark, rule))
+            rows[f"abort at {mark}, {rule}, P = 0.5 (biased)"] = ratios(
+                biased_abort(cut, mark, rule)
+            )
     rows["shrinkage"] = ratios(shrunk(scenes, normalize))
     for n in (4, 8):
         for which in ("own", "others"):
-            rows[f"OTB over the mean, both at {n}: {which}"] = otb(prompts, normalize, n, which, n)
+            rows[f"OTB over the mean, both at {n}: {which}"] = otb(
+                prompts, normalize, n, which, n
+            )
     for which in ("own", "others", "mean"):
-        rows[f"OTB at 4 over the mean at 32: {which}"] = otb(prompts, normalize, 4, which, 32)
+        rows[f"OTB at 4 over the mean at 32: {which}"] = otb(
+            prompts, normalize, 4, which, 32
+        )
     return rows
 
 
 def share_of_prompts(cut: list[Half]) -> float:
     """Compute the share of a step's variance that comes from drawing the prompts."""
-    between, anchor = sum(half.between for half in cut), sum(variance(half.moments, G) for half in cut)
+    between, anchor = (
+        sum(half.between for half in cut),
+        sum(variance(half.moments, G) for half in cut),
+    )
     return between / (between + anchor)
 
 
 def printed(name: str, figures: dict) -> dict:
     """Write a row of a table."""
-    row = {"method": name, "error": f"{figures['error']:.3f}", "tokens": f"{figures['tokens']:.3f}"}
+    row = {
+        "method": name,
+        "error": f"{figures['error']:.3f}",
+        "tokens": f"{figures['tokens']:.3f}",
+    }
     for key in ("sampling", "step"):
         interval = f"[{figures[f'{key} low']:.3f}, {figures[f'{key} high']:.3f}]"
         row[key] = f"{figures[key]:.3f} {interval}"
@@ -505,12 +686,19 @@ def main() -> None:
             rows = []
             for name, figures in measured(scenes, prompts, normalize).items():
                 rows.append(printed(name, figures))
-                results.append({"when": when, "normalize": normalize, "method": name} | figures)
+                results.append(
+                    {"when": when, "normalize": normalize, "method": name} | figures
+                )
             drawn = share_of_prompts(halves(scenes, normalize))
-            show(f"{when}: after {steps} steps, loss.normalize={normalize}; {len(scenes)} rollouts, for OTB "
-                 f"{len(prompts)} prompts; drawing prompts is {drawn:.2f} of a step's variance", rows)
+            show(
+                f"{when}: after {steps} steps, loss.normalize={normalize}; {len(scenes)} rollouts, for OTB "
+                f"{len(prompts)} prompts; drawing prompts is {drawn:.2f} of a step's variance",
+                rows,
+            )
             for mark in MARKS:
-                rule = fit(halves(scenes, normalize), mark, ["spread", "rate", "prompt"])
+                rule = fit(
+                    halves(scenes, normalize), mark, ["spread", "rate", "prompt"]
+                )
                 print(f"rule fitted on all rollouts: {rule}")
     print_json("court", results=results)
     dist.close()
