@@ -18,19 +18,19 @@ anchor's are printed:
     step       the same with the variance that comes from drawing the prompts, on both sides: at equal tokens
                of a step, if tokens that are saved pay for more prompts
 
-Intervals are 95%, by a jackknife over the rollouts (for OTB over prompts). With `--keep` the inner products
-are stored in a folder, and read from there the next time.
+Groups of another size are printed too: drawing the prompts is a part of a step's variance, so that smaller
+groups of more prompts may be better at equal tokens, and a method must win against them. Intervals are 95%,
+by a jackknife over the rollouts. With `--keep` the inner products are stored in a folder, and read from there
+the next time. The optimal token baseline has a script of its own, measure_otb.py.
 """
 
 import math
 import sys
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from pathlib import Path
-from statistics import mean
 
 import numpy as np
 import torch
@@ -44,7 +44,6 @@ from common import parser, print_json, show  # noqa: E402
 from court.abort import Abort, go_on_prob  # noqa: E402
 from court.abort_controls import balanced  # noqa: E402
 from court.allocation import share_out, size_of  # noqa: E402
-from court.otb import energy, padded, token_advantage  # noqa: E402
 from court.pass_rates import Rate  # noqa: E402
 from court.shrinkage import shrinkage  # noqa: E402
 from court.survivors import leave_one_out_weighted  # noqa: E402
@@ -56,23 +55,17 @@ from collect import Sampler  # noqa: E402
 from history import PromptHistory  # noqa: E402
 from infra import dist  # noqa: E402
 from learner import Learner  # noqa: E402
-from model import Decoder, load_model  # noqa: E402
 from preflight import memory  # noqa: E402
-from prune import keep_all  # noqa: E402
-from records import Batch, Group, lengths  # noqa: E402
-from update import minibatch  # noqa: E402
+from records import lengths  # noqa: E402
 
 RECIPE = "grpo_hard.yaml"
 POINTS = {"early": 20, "late": 120}  # steps of training before the rollouts
 ROLLOUTS = 20
-OTB_ROLLOUTS = 2  # the first ones, also token by token
 G = 8
 MARKS = (8, 16)  # tokens after which rollouts are aborted
 MASKS = 32  # draws of who goes on
 SCALES = (0.5, 0.7, 1.0, 1.4, 2.0, 2.8, 4.0, 5.6)
 WAYS = ((slice(G, None), slice(G)), (slice(G), slice(G, None)))  # step and history
-SUBSETS = 80  # of a prompt's 16 completions, for a group size of OTB
-SKETCH = 2**16  # numbers that the gradient of a token is folded to
 
 
 # ---- rollouts and their gradients
@@ -89,9 +82,8 @@ class Scene:
     logp: list[list[list[float]]]  # of each prompt, completion and token
 
 
-def take_scenes(steps: int, folder: Path) -> tuple[list[Scene], list[dict]]:
-    """Train so many steps, and measure rollouts; the second list has OTB's sums of each prompt."""
-    errors = load(ROOT / "bench" / "prune.py")
+def trained(steps: int, folder: Path) -> tuple[Learner, Sampler, PromptHistory, int]:
+    """Train so many steps; return the policy, what samples from it, and the number of prompts in a step."""
     train.train(
         config.load(RECIPE, [f"steps={steps}", f"out={folder}", "data.eval=null"])
     )
@@ -101,10 +93,16 @@ def take_scenes(steps: int, folder: Path) -> tuple[list[Scene], list[dict]]:
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
-    whole = load_model(task.source, torch.float32, torch.device("cpu"))
-    scenes, of_otb = [], []
+    return learner, sampler, history, cfg.rollout.prompts_per_step
+
+
+def take_scenes(steps: int, folder: Path) -> list[Scene]:
+    """Train so many steps, and measure rollouts."""
+    errors = load(ROOT / "bench" / "prune.py")
+    learner, sampler, history, prompts = trained(steps, folder)
+    scenes = []
     for i in range(ROLLOUTS):
-        groups = sampler.rollout(history.draw(cfg.rollout.prompts_per_step))
+        groups = sampler.rollout(history.draw(prompts))
         reward_NG = sampler.score(groups).total_NG
         product = errors.inner_products(learner, groups, torch.ones_like(reward_NG))
         logp = [[list(s.logp) for s in group.samples] for group in groups]
@@ -112,18 +110,8 @@ def take_scenes(steps: int, folder: Path) -> tuple[list[Scene], list[dict]]:
         scenes.append(
             Scene(product, reward_NG, lengths(groups, 2 * G), prompt_tokens, logp)
         )
-        if i < OTB_ROLLOUTS:
-            for group, reward_G in zip(groups, reward_NG, strict=True):
-                if reward_G.std() > 0:
-                    of_otb.append(
-                        otb_sums(
-                            partial(token_gradients, learner, whole, group),
-                            group,
-                            reward_G,
-                        )
-                    )
         print(f"rollout {i + 1} of {ROLLOUTS}", file=sys.stderr, flush=True)
-    return scenes, of_otb
+    return scenes
 
 
 def products(scene: Scene, normalize: str) -> np.ndarray:
@@ -379,6 +367,14 @@ FEATURES = {
 }
 
 
+FITS = {
+    "pass rate": ["spread"],
+    "pass rate, prompt": ["spread", "rate", "prompt"],
+    "all": ["spread", "rate", "prompt", "confidence"],
+    "log-probs alone": ["confidence"],
+}
+
+
 def fit(cut: list[Half], mark: int, names: list[str]) -> Abort:
     """Fit P ~ sqrt(E[A^2 |S|^2] / E[tokens left]), log-linear in these features; the factor is the best of
     SCALES for a step at equal tokens, on the same rollouts."""
@@ -488,160 +484,33 @@ def shrunk(scenes: list[Scene], normalize: str) -> Sums:
     return sums
 
 
-# ---- baselines of a token
-
-
-def token_gradients(learner: Learner, whole: Decoder, group: Group, i: int) -> Tensor:
-    """Compute the gradient of each token's log-prob, folded with random signs, [L, SKETCH]; `whole` is the
-    policy as one unsharded model, whose graph can be passed many times."""
-    single, one_11 = (
-        Group(group.prompt, (group.samples[i],)),
-        torch.ones(1, 1, dtype=torch.float64),
-    )
-    batch = Batch(
-        [], [single], one_11, one_11 > 0, one_11, keep_all(one_11), [0], 1, seed=0
-    )
-    (row,) = learner.rows(minibatch(learner, batch, [0]))
-    weights, folded = list(whole.parameters()), []
-    size = sum(p.numel() for p in weights)
-    sign = (
-        torch.randint(2, (size,), generator=torch.Generator().manual_seed(0)) * 2.0 - 1
-    )
-    for logp in learner.log_probs(whole, row):
-        parts = torch.autograd.grad(logp, weights, retain_graph=True)
-        gradient = torch.zeros(-(-size // SKETCH) * SKETCH)
-        gradient[:size] = sign * torch.cat([part.flatten() for part in parts])
-        folded.append(gradient.view(-1, SKETCH).sum(dim=0))
-    return torch.stack(folded)
-
-
-@dataclass(frozen=True, slots=True)
-class Tokens:
-    """The T tokens of a prompt's 2 G completions, laid end to end."""
-
-    product: Tensor  # between their gradients, [T, T]
-    of_T: Tensor  # which completion each is of
-    energy_GL: Tensor
-    reward_G: Tensor
-
-    def spread(self, adv_GL: Tensor, now: Tensor) -> Tensor:
-        """Lay the advantages of some completions' tokens over all tokens, 0 at the others, [T]."""
-        adv_T = torch.zeros(len(self.of_T), dtype=torch.float64)
-        for adv_L, i in zip(adv_GL, now.tolist(), strict=True):
-            own_T = self.of_T == i
-            adv_T[own_T] = adv_L[: int(own_T.sum())]
-        return adv_T
-
-
-def otb_sums(
-    gradients_of: Callable[[int], Tensor], group: Group, reward_G: Tensor
-) -> dict:
-    """Measure a prompt under each loss.normalize: its moments, and how much further than the anchor OTB is
-    from the anchor's mean, in groups of 4 and of 8."""
-    logp_GL, length_G = padded([list(sample.logp) for sample in group.samples])
-    gradient = torch.cat([gradients_of(i) for i in range(2 * G)])
-    product = (gradient @ gradient.T).double()
-    of_T = torch.arange(2 * G).repeat_interleave(length_G)
-    sums = {}
-    for normalize in ("sequence", "sum"):
-        share_T = (
-            1 / length_G[of_T].double()
-            if normalize == "sequence"
-            else torch.ones(len(of_T)).double()
-        )
-        scaled = share_T[:, None] * product * share_T
-        tokens = Tokens(scaled, of_T, energy(logp_GL, length_G), reward_G.double())
-        one_GT = torch.nn.functional.one_hot(of_T).T.double()
-        moments = pair_moments(
-            (one_GT @ scaled @ one_GT.T).numpy(), tokens.reward_G.numpy()
-        )
-        sums[normalize] = {"moments": moments, 4: further_than_the_mean(tokens, 4)}
-        sums[normalize][G] = further_than_the_mean(tokens, G)
-    return sums
-
-
-def further_than_the_mean(tokens: Tokens, n: int) -> dict[str, float]:
-    """Average over random subsets of n completions, with the mean gradient from all others.
-
-    The own sample makes a gradient of n completions smaller by about (n - 1) / n, so it is scaled up first.
-    """
-    generator, further = torch.Generator().manual_seed(n), {"own": [], "others": []}
-
-    def plain(members: Tensor) -> Tensor:
-        adv_G = leave_one_out(tokens.reward_G[None, members])[0] / len(members)
-        return tokens.spread(
-            adv_G[:, None].expand(-1, tokens.energy_GL.shape[1]), members
-        )
-
-    for _ in range(SUBSETS):
-        now, before = torch.randperm(2 * G, generator=generator).split([n, 2 * G - n])
-        anchor_T, target_T = plain(now), plain(before)
-        for name, of in further.items():
-            own = name == "own"
-            adv_GL = token_advantage(tokens.reward_G[now], tokens.energy_GL[now], own)
-            new_T = tokens.spread(adv_GL / (n - 1 if own else n), now)
-            square = (
-                new_T @ tokens.product @ new_T - anchor_T @ tokens.product @ anchor_T
-            )
-            of.append(
-                (square - 2 * (new_T - anchor_T) @ tokens.product @ target_T).item()
-            )
-    return {name: mean(of) for name, of in further.items()}
-
-
-def otb(prompts: list[dict], normalize: str, n: int, which: str, over: int) -> dict:
-    """Compare OTB, or the plain mean, in groups of n with the mean in groups of `over`; rows are prompts."""
-    sums: Sums = {}
-    for place, prompt in enumerate(prompts):
-        moments = prompt[normalize]["moments"]
-        error = variance(moments, n)
-        if which != "mean":
-            error += prompt[normalize][n][which]
-        add(sums, place, error, 1.0, variance(moments, over), 1.0, moments[2])
-    return ratios(sums)
-
-
 # ---- tables
 
 
-def measured(
-    scenes: list[Scene], prompts: list[dict], normalize: str
-) -> dict[str, dict]:
+def measured(scenes: list[Scene], normalize: str) -> dict[str, dict]:
     """Measure all methods under one loss.normalize."""
     cut = halves(scenes, normalize)
-    rows = {
-        f"allocation, {rule}": ratios(allocation(cut, rule))
-        for rule in ("uniform", "cost", "spread", "posterior", "length")
-    }
+    rows = {f"groups of {n}": group_size(cut, n) for n in (2, 4, 6, 16)}
+    for rule in ("cost", "spread", "posterior", "length"):
+        rows[f"allocation, {rule}"] = allocation(cut, rule)
     for mark in MARKS:
-        fits = {
-            "pass rate": ["spread"],
-            "pass rate, prompt": ["spread", "rate", "prompt"],
-            "all": [*FEATURES],
-            "log-probs alone": ["confidence"],
-        }
-        for name, names in fits.items():
-            rows[f"abort at {mark}, fitted: {name}"] = ratios(
-                fitted_abort(cut, mark, names)
-            )
-        rows[f"abort at {mark}, all with P = 0.7"] = ratios(
-            abort(cut, mark, lambda *_: 0.7)
-        )
+        for name, names in FITS.items():
+            rows[f"abort at {mark}, fitted: {name}"] = fitted_abort(cut, mark, names)
+        rows[f"abort at {mark}, all with P = 0.7"] = abort(cut, mark, lambda *_: 0.7)
         for rule in ("dropped", "balanced"):
-            rows[f"abort at {mark}, {rule}, P = 0.5 (biased)"] = ratios(
-                biased_abort(cut, mark, rule)
-            )
-    rows["shrinkage"] = ratios(shrunk(scenes, normalize))
-    for n in (4, 8):
-        for which in ("own", "others"):
-            rows[f"OTB over the mean, both at {n}: {which}"] = otb(
-                prompts, normalize, n, which, n
-            )
-    for which in ("own", "others", "mean"):
-        rows[f"OTB at 4 over the mean at 32: {which}"] = otb(
-            prompts, normalize, 4, which, 32
-        )
-    return rows
+            name = f"abort at {mark}, {rule}, P = 0.5 (biased)"
+            rows[name] = biased_abort(cut, mark, rule)
+    rows["shrinkage"] = shrunk(scenes, normalize)
+    return {name: ratios(sums) for name, sums in rows.items()}
+
+
+def group_size(cut: list[Half], n: int) -> Sums:
+    """Compare leave-one-out in groups of n."""
+    sums: Sums = {}
+    for half in cut:
+        error, anchor = variance(half.moments, n), variance(half.moments, G)
+        add(sums, half.scene, error, n, anchor, G, half.between)
+    return sums
 
 
 def share_of_prompts(cut: list[Half]) -> float:
@@ -675,31 +544,28 @@ def main() -> None:
     for when, steps in POINTS.items():
         stored = keep / f"{when}.pt" if keep else None
         if stored and stored.is_file():
-            scenes, prompts = torch.load(stored, weights_only=False)
+            scenes = [Scene(**of) for of in torch.load(stored, weights_only=False)]
         else:
             with tempfile.TemporaryDirectory() as folder:
-                scenes, prompts = take_scenes(steps, Path(folder) / "run")
+                scenes = take_scenes(steps, Path(folder) / "run")
             if stored:
                 keep.mkdir(parents=True, exist_ok=True)
-                torch.save((scenes, prompts), stored)
+                torch.save([asdict(scene) for scene in scenes], stored)
         for normalize in ("sequence", "sum"):
             rows = []
-            for name, figures in measured(scenes, prompts, normalize).items():
+            for name, figures in measured(scenes, normalize).items():
                 rows.append(printed(name, figures))
-                results.append(
-                    {"when": when, "normalize": normalize, "method": name} | figures
-                )
-            drawn = share_of_prompts(halves(scenes, normalize))
+                about = {"when": when, "normalize": normalize, "method": name}
+                results.append(about | figures)
+            cut = halves(scenes, normalize)
             show(
-                f"{when}: after {steps} steps, loss.normalize={normalize}; {len(scenes)} rollouts, for OTB "
-                f"{len(prompts)} prompts; drawing prompts is {drawn:.2f} of a step's variance",
+                f"{when}: after {steps} steps, loss.normalize={normalize}; {len(scenes)} rollouts; drawing "
+                f"prompts is {share_of_prompts(cut):.2f} of a step's variance",
                 rows,
             )
             for mark in MARKS:
-                rule = fit(
-                    halves(scenes, normalize), mark, ["spread", "rate", "prompt"]
-                )
-                print(f"rule fitted on all rollouts: {rule}")
+                rule = fit(cut, mark, FITS["pass rate, prompt"])
+                print(f"fitted on all rollouts: {rule}", flush=True)
     print_json("court", results=results)
     dist.close()
 

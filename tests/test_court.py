@@ -3,8 +3,11 @@ the script that plugs it in."""
 
 import itertools
 import math
+import os
+import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -368,6 +371,17 @@ def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, com
     assert command(train, *words("abort", tmp_path / "parts", *settings)[1:], "--resume") == 0
     assert decisions(tmp_path / "parts") == decisions(tmp_path / "whole")
     assert sum(line["rollout/pending"] for line in metrics(tmp_path / "whole")) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["abort", "allocation"])
+def test_two_ranks_draw_and_decide_as_one(method, tmp_path):
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+    for name, launcher in {"one": [sys.executable], "two": torchrun}.items():
+        command = [*launcher, "experiments/try_method.py", *words(method, tmp_path / name, "steps=3")]
+        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
+        subprocess.run(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    assert decisions(tmp_path / "one") == decisions(tmp_path / "two")
 
 
 def test_settings_that_do_not_go_with_a_method_are_errors(plugged, command, tmp_path, capsys):

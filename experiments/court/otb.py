@@ -10,7 +10,7 @@ As released the sum is over all completions, the own one included, so that the g
 length, and with loss.normalize=sum the gradient is unbiased. W stays as it is behind a completion's end.
 
 The loop has one advantage for a completion, and for a token only a critic's. So OTB is measured
-(experiments/measure_court.py) and not trained with.
+(experiments/measure_otb.py) and not trained with.
 """
 
 import torch
