@@ -10,8 +10,8 @@ completions, and given the prompts.
 
 As released, the own completion is part of its baseline, which makes the gradient smaller. A smaller gradient
 has a smaller error whenever noise is large, and Adam does not see its size. So that gradient is first scaled
-up, by one factor for all prompts, until its mean is as long as the leave-one-out mean, along that; `length` is
-one over the factor. Intervals are 95%, by a jackknife over the prompts.
+up, by one factor for all prompts, until its mean is as long as the leave-one-out mean, along that. `length`
+is one over the factor. Intervals are 95%, by a jackknife over the prompts.
 """
 
 import math

@@ -29,6 +29,7 @@ from settings import kinds, loader
 
 sys.path.append(str(ROOT / "experiments"))
 import measure_court  # noqa: E402
+import measure_otb  # noqa: E402
 import try_method  # noqa: E402
 from court import abort, abort_controls, allocation, otb, pass_rates, shrinkage, survivors  # noqa: E402
 
@@ -310,6 +311,24 @@ def test_a_log_linear_fit_finds_the_slopes():
     features = np.column_stack([np.ones(200), np.linspace(-1, 1, 200), np.cos(np.arange(200))])
     slope = measure_court.log_linear(features, np.exp(features @ np.array([0.3, 1.5, -0.7])))
     assert slope[1:] == pytest.approx([1.5, -0.7], abs=0.01)
+
+
+def test_otb_of_equal_energies_is_the_mean_made_smaller_and_the_table_undoes_that():
+    """With one token each and the same energy, B is the mean of all: the gradient is (n - 1) / n of leave-one-out's."""
+    prompts = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        gradient = torch.randn(16, 30, dtype=torch.float64, generator=generator) + 0.3
+        reward_G = torch.arange(16).remainder(3 + seed).eq(0).double()
+        energy_GL = torch.ones(16, 1, dtype=torch.float64)
+        tokens = measure_otb.Tokens(gradient @ gradient.T, torch.arange(16), energy_GL, reward_G)
+        moments = measure_court.pair_moments(tokens.product.numpy(), reward_G.numpy())
+        prompts.append({"sum": {"moments": moments, 4: measure_otb.measure(tokens, 4)}})
+    row = measure_otb.figures(prompts, "sum", 4, "OTB, as released")
+    assert (row["length"], row["same"]) == pytest.approx((0.75, 1.0), abs=1e-4)
+    for baseline in ("mean", "OTB, leave-one-out"):
+        row = measure_otb.figures(prompts, "sum", 4, baseline)
+        assert (row["length"], row["same"]) == pytest.approx((1.0, 1.0), abs=1e-4) and row["at 32"] > 4
 
 
 # ---- through the script
