@@ -18,20 +18,15 @@ from try_method import COURT, load, plug_in
 
 RATE, COST = "1e-4", "generated tokens"
 ABORT = "{kind: abort, mark: 16, bias: 14.75, spread: 0.43, rate: -0.07, prompt: -5.11}"
+OF_4 = ("rollout.group_size=4", "rollout.prompts_per_step=32")
 # arm -> the file that brings it, and its settings
 ARMS = {
     "leave-one-out": ("shrinkage", ("advantage={kind: leave_one_out}",)),
     "abort": ("abort", ("advantage={kind: survivors}", f"prune.completions={ABORT}")),
-    "groups-of-4": (
-        "shrinkage",
-        (
-            "advantage={kind: leave_one_out}",
-            "rollout.group_size=4",
-            "rollout.prompts_per_step=32",
-        ),
-    ),
+    "groups-of-4": ("shrinkage", ("advantage={kind: leave_one_out}", *OF_4)),
     "allocation": ("allocation", ("advantage={kind: allocated, rule: cost}",)),
     "shrinkage": ("shrinkage", ("advantage={kind: shrinkage}",)),
+    "shrinkage-of-4": ("shrinkage", ("advantage={kind: shrinkage}", *OF_4)),
 }
 
 

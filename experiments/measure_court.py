@@ -441,47 +441,34 @@ def fitted_abort(cut: list[Half], mark: int, names: list[str]) -> Sums:
 # ---- baselines of a completion
 
 
-def shrunk(scenes: list[Scene], normalize: str) -> Sums:
-    """Measure shrinkage baselines on whole steps: they tie the prompts of a step together."""
+def shrunk(scenes: list[Scene], normalize: str, n: int) -> Sums:
+    """Measure shrinkage baselines over the mean, both in groups of n, on whole steps: they tie the prompts of
+    a step together."""
     sums: Sums = {}
     for number, scene in enumerate(scenes):
         product = products(scene, normalize)
         cut = halves([scene], normalize)
-        anchor, tokens = (
-            sum(variance(half.moments, G) for half in cut),
-            scene.len_NG.sum().item(),
-        )
+        anchor = sum(variance(half.moments, n) for half in cut)
+        between = sum(half.between for half in cut)
         further = 0.0
         for now, before in WAYS:
-            step_NG, other_NG = (
-                scene.reward_NG[:, now].double(),
-                scene.reward_NG[:, before].double(),
-            )
-            plain, other = (
-                leave_one_out(step_NG).numpy() / G,
-                leave_one_out(other_NG).numpy() / G,
-            )
-            new = shrinkage(step_NG).numpy() / G
-            inner = product[:, now, :, now].reshape(plain.size, plain.size)
-            across = (
-                product[:, now, :, before].reshape(plain.size, plain.size)
-                @ other.flatten()
-            )
-            further += (
-                new.flatten() @ inner @ new.flatten()
-                - plain.flatten() @ inner @ plain.flatten()
-            )
-            further -= 2 * (new - plain).flatten() @ across
-        add(
-            sums,
-            number,
-            anchor + further,
-            tokens,
-            anchor,
-            tokens,
-            sum(half.between for half in cut),
-        )
+            first = now.start or 0
+            step = slice(first, first + n)
+            reward_NG = scene.reward_NG[:, step].double()
+            plain_NG = leave_one_out(reward_NG).numpy() / n
+            new_NG = shrinkage(reward_NG).numpy() / n
+            other_NG = leave_one_out(scene.reward_NG[:, before].double()).numpy() / G
+            inner = product[:, step, :, step]
+            moved_NG = new_NG - plain_NG
+            further += square(new_NG, inner, new_NG) - square(plain_NG, inner, plain_NG)
+            further -= 2 * square(moved_NG, product[:, step, :, before], other_NG)
+        add(sums, number, anchor + further, 1.0, anchor, 1.0, between)
     return sums
+
+
+def square(left_NG: np.ndarray, product: np.ndarray, right_NG: np.ndarray) -> float:
+    """Multiply two sums of weighted gradients."""
+    return np.einsum("ng,ngmh,mh->", left_NG, product, right_NG, optimize=True).item()
 
 
 # ---- tables
@@ -500,7 +487,8 @@ def measured(scenes: list[Scene], normalize: str) -> dict[str, dict]:
         for rule in ("dropped", "balanced"):
             name = f"abort at {mark}, {rule}, P = 0.5 (biased)"
             rows[name] = biased_abort(cut, mark, rule)
-    rows["shrinkage"] = shrunk(scenes, normalize)
+    rows["shrinkage"] = shrunk(scenes, normalize, G)
+    rows["shrinkage in groups of 4, over groups of 4"] = shrunk(scenes, normalize, 4)
     return {name: ratios(sums) for name, sums in rows.items()}
 
 
