@@ -2,7 +2,7 @@
 
     python experiments/compare_court.py FILE.jsonl.xz [--seeds 5] [--arms leave-one-out,abort]
 
-docs/experiments.md says what is asked. Runs are kept in the file, and not made again (kept_runs.py).
+docs/experiments.md has the questions. Runs are kept in the file, and not made again (kept_runs.py).
 """
 
 import argparse

@@ -83,7 +83,7 @@ class Scene:
 
 
 def trained(steps: int, folder: Path) -> tuple[Learner, Sampler, PromptHistory, int]:
-    """Train so many steps; return the policy, what samples from it, and the number of prompts in a step."""
+    """Train so many steps; return policy, sampler, history, and the number of prompts in a step."""
     train.train(
         config.load(RECIPE, [f"steps={steps}", f"out={folder}", "data.eval=null"])
     )
@@ -189,7 +189,7 @@ def cross_product(scene: Scene, product: np.ndarray) -> float:
 def pair_moments(
     product: np.ndarray, reward_K: np.ndarray
 ) -> tuple[float, float, float]:
-    """Estimate E h_ij h_ik, E h_ij^2 and E h_ij h_kl for h_ij = (r_i - r_j)(S_i - S_j) / 2, whose mean over
+    """Estimate E h_ij h_ik, E h_ij^2 and E h_ij h_kl for h_ij = (r_i - r_j)(S_i - S_j) / 2. Its mean over
     pairs is the leave-one-out gradient."""
     pairs = np.array(list(combinations(range(len(reward_K)), 2)))
     half_P = (reward_K[pairs[:, 0]] - reward_K[pairs[:, 1]]) / 2
@@ -216,7 +216,7 @@ def variance(moments: tuple[float, float, float], n: float) -> float:
     return 2 / (n * (n - 1)) * (2 * (n - 2) * (one - mean_square) + two - mean_square)
 
 
-# ---- sums over rollouts, and what follows from them
+# ---- sums over rollouts, and their ratios
 
 # rollout -> error, tokens, the anchor's error and tokens, and the variance that comes from drawing prompts
 Sums = dict[int, list[float]]

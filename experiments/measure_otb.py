@@ -3,10 +3,9 @@
     python experiments/measure_otb.py
 
 GRPO trains the testbed for 20 steps and for 120. Then the gradient of every token's log-prob is computed for
-the 16 completions of 16 prompts whose completions are not all right or all wrong, from the rows and the model
-of the training step (folded to a sketch that keeps inner products up to a hundredth of the norms). The error
-of a baseline in groups of 4 or of 8 is averaged over random subsets, with the mean gradient from the other
-completions, and given the prompts.
+the 16 completions of each of 16 prompts with right and wrong ones, from the rows of the training step (folded
+to a sketch that keeps inner products up to a hundredth of the norms). The error of a baseline in groups of 4
+or of 8 is averaged over random subsets, with the mean gradient from the other completions, given the prompts.
 
 As released, the own completion is part of its baseline, which makes the gradient smaller. A smaller gradient
 has a smaller error whenever noise is large, and Adam does not see its size. So that gradient is first scaled
@@ -47,7 +46,7 @@ BASELINES = ("mean", "OTB, as released", "OTB, leave-one-out")
 
 def token_gradients(learner: Learner, whole: Decoder, group: Group, i: int) -> Tensor:
     """Compute the gradient of each token's log-prob, folded with random signs, [L, SKETCH]; `whole` is the
-    policy as one unsharded model, whose graph can be passed many times."""
+    policy as one unsharded model: its graph can be passed many times."""
     single = Group(group.prompt, (group.samples[i],))
     one_11 = torch.ones(1, 1, dtype=torch.float64)
     pruned = keep_all(one_11)

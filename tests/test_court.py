@@ -1,4 +1,4 @@
-"""The methods of experiments/court: what is unbiased is so over all outcomes, controls are not, and each runs through
+"""The methods of experiments/court: the unbiased ones are so over all outcomes, controls are not, and each runs through
 the script that plugs it in."""
 
 import itertools

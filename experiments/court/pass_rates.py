@@ -24,7 +24,7 @@ PLAIN = {
 
 @dataclass(frozen=True, slots=True)
 class Rate:
-    """What is known of a prompt."""
+    """The sums over a prompt's completions."""
 
     right: float      # sum of the rewards of its newest completions, by their weights
     count: float      # sum of these weights

@@ -1,4 +1,4 @@
-"""Train on a step's survivors by their weights: what abort.py and abort_controls.py share."""
+"""Train on a step's survivors by their weights: the part that abort.py and abort_controls.py share."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -28,7 +28,7 @@ class Drawn(Sample):
 
 
 def drawn(sample: Sample, **decided: float | bool) -> Drawn:
-    """Note on a completion what was decided of it."""
+    """Note the decision on a completion."""
     return Drawn(sample.ids, sample.logp, sample.finished, **decided)
 
 
@@ -59,7 +59,7 @@ def require(cfg: Config) -> None:
     require_plain(cfg)
     if cfg.advantage.kind != "survivors" or cfg.loss.normalize == "token" or cfg.prune.truncated:
         raise ConfigError("aborts need advantage.kind=survivors, prune.truncated=false and another "
-                          "loss.normalize than token, whose denominator would depend on the aborts")
+                          "loss.normalize than token: its denominator would depend on the aborts")
     mark, most = cfg.prune.completions.mark, cfg.rollout.max_new_tokens
     if mark >= most:
         raise ConfigError(f"prune.completions.mark={mark} must be below rollout.max_new_tokens={most}")
