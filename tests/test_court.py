@@ -73,6 +73,7 @@ def scores(answer: tuple[int, ...]) -> Tensor:
 SCORES = {answer: scores(answer) for answer in ANSWERS}
 LOGP = {answer: [float(x) for x in log_probs(answer, LOGITS)] for answer in ANSWERS}
 CHANCE = {answer: math.exp(sum(logp)) for answer, logp in LOGP.items()}
+WHOLE = {answer: score_L.sum(dim=0) for answer, score_L in SCORES.items()}
 TRUE = sum(CHANCE[answer] * reward * SCORES[answer].sum(dim=0) for answer, reward in ANSWERS.items())
 
 
@@ -81,17 +82,14 @@ def off(mean: Tensor, scale: float = 1.0) -> float:
     return ((mean - scale * TRUE).norm() / TRUE.norm()).item()
 
 
-def gradient(groups: list[Group], draws: list[PromptDraw], rewards: Rewards, adv_NG: Tensor, completions) -> Tensor:
-    """Of a step: the choice and the weights of the loop, under loss.normalize=sum."""
+def pulls(groups: list[Group], draws: list[PromptDraw], rewards: Rewards, adv_NG: Tensor, completions) -> Tensor:
+    """The weight of each completion's score in a step: the choice and the weights of the loop, under normalize=sum."""
     denominator = "kept" if getattr(completions, "aborted", "") == "dropped" else "all"
-    selection = Selection(None, config.Prune(completions=completions), "sum", None, True, None)
-    selection = replace(selection, rollout=config.Rollout(group_size=2, prompts_per_step=2, max_new_tokens=2))
+    rollout = config.Rollout(group_size=2, prompts_per_step=2, max_new_tokens=2)
+    selection = Selection(rollout, config.Prune(completions=completions), "sum", None, True, None)
     batch = choose(Rolled() + Rolled(draws, groups, rewards, adv_NG), selection, 0)
     weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), batch.pruned, "sum", denominator, 2, batch.offered)
-    pull_NG = weight_NG * adv_NG.masked_fill(~batch.pruned.keep_NG, 0.0)
-    return sum(pull_NG[n, g] * SCORES[tuple(sample.ids)][:sample.length].sum(dim=0) if tuple(sample.ids) in SCORES
-               else pull_NG[n, g] * SCORES[(*sample.ids, 0)][0]  # of an aborted one
-               for n, group in enumerate(groups) for g, sample in enumerate(group.samples))
+    return weight_NG * adv_NG.masked_fill(~batch.pruned.keep_NG, 0.0)
 
 
 # ---- aborts
@@ -125,8 +123,11 @@ def mean_over_aborts(settings: abort.Abort, size: int = 3) -> Tensor:
         rewards = Rewards({"accuracy": reward_1G}, {"accuracy": 1.0}, lengths(groups, size))
         rewards = pass_rates.noted(rewards, survivors.column(groups, "weight"))
         adv_1G = survivors.survivors_advantage(rewards, survivors.Survivors())
+        pull_G = pulls(groups, [PromptDraw(PROMPT, 0)], rewards, adv_1G, settings)[0]
         chance = math.prod(chance for chance, _ in joint)
-        total += chance * gradient(groups, [PromptDraw(PROMPT, 0)], rewards, adv_1G, settings)
+        for pull, sample in zip(pull_G, samples, strict=True):
+            ids = tuple(sample.ids) if tuple(sample.ids) in SCORES else (*sample.ids, 0)  # an aborted one
+            total += chance * pull * SCORES[ids][:sample.length].sum(dim=0)
     return total
 
 
@@ -170,18 +171,20 @@ def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
     assert sorted(draw.copy for draw in draws) == [0, 0, 1, 1, 2] and len(draws) == 5
     prompt_N = torch.tensor([0 if draw.prompt.id == "a" else 1 for draw in draws])
     sign = {"a": 1.0, "b": -0.25}
+    pull = {}  # by the rewards: the step's weights depend on nothing else
+    for bits in itertools.product([0.0, 1.0], repeat=5):
+        reward_N = torch.tensor([sign[draw.prompt.id] * bit for draw, bit in zip(draws, bits, strict=True)])
+        groups = [Group(draw.prompt, (Sample((0,), (-1.0,), True),)) for draw in draws]
+        adv_N1 = allocation.leave_one_copy_out(reward_N.double(), prompt_N)[:, None]
+        rewards = Rewards({"accuracy": reward_N.double()[:, None]}, {"accuracy": 1.0}, lengths(groups, 1))
+        plain = [replace(draw, weight=1.0) for draw in draws]
+        pull[bits] = [pulls(groups, of, rewards, adv_N1, kinds.KeepAll())[:, 0] for of in (draws, plain)]
     means = {"weighed": torch.zeros_like(LOGITS), "plain": torch.zeros_like(LOGITS)}
     for joint in itertools.product(CHANCE, repeat=5):
-        groups = [Group(draw.prompt, (Sample(answer, LOGP[answer], True),)) for draw, answer in
-                  zip(draws, joint, strict=True)]
-        reward_N = torch.tensor([sign[d.prompt.id] * ANSWERS[a] for d, a in zip(draws, joint, strict=True)],
-                                dtype=torch.float64)
-        adv_N1 = allocation.leave_one_copy_out(reward_N, prompt_N)[:, None]
-        rewards = Rewards({"accuracy": reward_N[:, None]}, {"accuracy": 1.0}, lengths(groups, 1))
         chance = math.prod(CHANCE[answer] for answer in joint)
-        for name, mean in means.items():
-            weighed = draws if name == "weighed" else [replace(draw, weight=1.0) for draw in draws]
-            mean += chance * gradient(groups, weighed, rewards, adv_N1, kinds.KeepAll())
+        score_N = torch.stack([WHOLE[answer] for answer in joint])
+        for mean, pull_N in zip(means.values(), pull[tuple(ANSWERS[answer] for answer in joint)], strict=True):
+            mean += chance * pull_N @ score_N
     assert off(means["weighed"], (1 - 0.25) / 2) < EXACT
     assert off(means["plain"], (1 - 0.25) / 2) > BIASED
 
