@@ -45,12 +45,11 @@ from court.abort import Abort, go_on_prob  # noqa: E402
 from court.abort_controls import balanced  # noqa: E402
 from court.allocation import share_out, size_of  # noqa: E402
 from court.pass_rates import Rate  # noqa: E402
-from court.shrinkage import shrinkage  # noqa: E402
 from court.survivors import leave_one_out_weighted  # noqa: E402
 
 import config  # noqa: E402
 import train  # noqa: E402
-from advantage import leave_one_out  # noqa: E402
+from advantage import leave_one_out, shrinkage  # noqa: E402
 from collect import Sampler  # noqa: E402
 from history import PromptHistory  # noqa: E402
 from infra import dist  # noqa: E402

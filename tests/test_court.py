@@ -31,7 +31,7 @@ sys.path.append(str(ROOT / "experiments"))
 import measure_court  # noqa: E402
 import measure_otb  # noqa: E402
 import try_method  # noqa: E402
-from court import abort, abort_controls, allocation, otb, pass_rates, shrinkage, survivors  # noqa: E402
+from court import abort, abort_controls, allocation, otb, pass_rates, survivors  # noqa: E402
 
 EXACT, BIASED = 1e-12, 1e-3
 PLUGGED = (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS)
@@ -208,41 +208,6 @@ def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
 
 # ---- baselines
 
-def test_shrinkage_is_the_papers_formula():
-    reward_NG = torch.rand(5, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)).round(decimals=1)
-    ours = shrinkage.shrinkage(reward_NG)
-    N, G = reward_NG.shape
-    for i, j in itertools.product(range(N), range(G)):
-        others = [reward_NG[k] for k in range(N) if k != i]
-        target = sum(r.mean() for r in others) / (N - 1)
-        v = sum(r.var() / G for r in others) / (N - 1)
-        s = sum((r.mean() - target) ** 2 for r in others) / (N - 1)
-        lam = (N - 1) / N * v / (v + s)
-        own = (reward_NG[i].sum() - reward_NG[i, j]) / (G - 1)
-        assert ours[i, j] == pytest.approx((reward_NG[i, j] - (1 - lam) * own - lam * target).item(), abs=1e-12)
-    torch.testing.assert_close(shrinkage.shrinkage(reward_NG[:1]), leave_one_out(reward_NG[:1]))
-    without = reward_NG.clone()
-    without[1, 2] = torch.nan
-    assert shrinkage.shrinkage(without).isnan().sum() == 1
-
-
-def test_shrinkage_has_the_true_gradient_over_all_outcomes_and_with_the_own_sample_it_does_not():
-    """Three prompts of two completions that are right with chance 0.2, 0.5 and 0.9: score r - p."""
-    p_N1 = torch.tensor([[0.2], [0.5], [0.9]], dtype=torch.float64)
-    ours, own = torch.zeros(3, dtype=torch.float64), torch.zeros(3, dtype=torch.float64)
-    for bits in itertools.product([0.0, 1.0], repeat=6):
-        reward_NG = torch.tensor(bits, dtype=torch.float64).view(3, 2)
-        chance = torch.where(reward_NG == 1, p_N1, 1 - p_N1).prod()
-        score_NG = reward_NG - p_N1
-        ours += chance * (shrinkage.shrinkage(reward_NG) * score_NG).mean(dim=1)
-        lam_N1, _ = shrinkage.amount(reward_NG)
-        shrunk_N1 = (1 - lam_N1) * reward_NG.mean(dim=1, keepdim=True) + lam_N1 * reward_NG.mean()
-        own += chance * ((reward_NG - shrunk_N1) * score_NG).mean(dim=1)
-    true = (p_N1 * (1 - p_N1))[:, 0]
-    assert ((ours - true).abs() / true).max() < EXACT
-    assert ((own - true).abs() / true).min() > BIASED
-
-
 @pytest.mark.parametrize("own", [False, True])
 def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
     mean = torch.zeros_like(LOGITS)
@@ -338,7 +303,6 @@ def test_otb_of_equal_energies_is_the_mean_made_smaller_and_the_table_undoes_tha
 
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
 METHODS = {
-    "shrinkage": ["advantage={kind: shrinkage}"],
     "allocation": ["advantage={kind: allocated}"],
     "abort": ["advantage={kind: survivors}", "prune.completions={kind: abort, mark: 8, bias: -0.5}"],
     "abort_controls": ["advantage={kind: survivors}",
