@@ -326,6 +326,7 @@ def metrics(out) -> list[dict]:
     return [line for line in runfolder.read_log(out / "metrics.jsonl") if "train/loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_trains_through_the_script(method, plugged, command, tmp_path):
     assert command(try_method, *words(method, tmp_path / "run")) == 0
@@ -340,6 +341,7 @@ def test_every_method_trains_through_the_script(method, plugged, command, tmp_pa
         assert 1 < second["prune/weight_max"] < 8
 
 
+@pytest.mark.slow
 def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, command, tmp_path):
     settings = ("steps=4", "checkpoint.every=1", "checkpoint.keep=all")
     assert command(try_method, *words("abort", tmp_path / "whole", *settings)) == 0
