@@ -7,13 +7,14 @@ that testbed), or SmolLM2 for 10 (`--task real`, after `make real`); then rollou
 taken. Every completion's share of the full-batch gradient comes from the training step's own loss, and from
 their inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2
 (gradients of more than 4M numbers are folded first, which keeps it to a thousandth). It is averaged over 40
-draws of the masks at each of 15 or 16 settings of a pruner, and between the settings interpolated (in logarithms)
-at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse than no step.
+draws of the masks at each of 15 or 16 settings of a pruner, and between the settings interpolated (in
+logarithms) at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse
+than no step.
 
 Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
 exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
-is kept. It is measured on every sixteenth completion. Prompts are pruned by another rollout of theirs under the
-same policy, so what they are pruned by is never out of date here.
+is kept. It is measured on every sixteenth completion. Prompts are pruned by another rollout of theirs under
+the same policy, so what they are pruned by is never out of date here.
 """
 
 import math
