@@ -7,13 +7,14 @@ that testbed), or SmolLM2 for 10 (`--task real`, after `make real`); then rollou
 taken. Every completion's share of the full-batch gradient comes from the training step's own loss, and from
 their inner products the error of any weighting is exact: |sum_i (w_i - 1) g_i|^2, here over |sum_i g_i|^2
 (gradients of more than 4M numbers are folded first, which keeps it to a thousandth). It is averaged over 40
-draws of the masks at each of 15 settings of a pruner, and between the settings interpolated (in logarithms)
-at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse than no step.
+draws of the masks at each of 15 or 16 settings of a pruner, and between the settings interpolated (in
+logarithms) at five shares of kept tokens. The interval is 95% over the rollouts. An error above 1 is worse
+than no step.
 
 Cuts of NAT are drawn for each completion by itself, so they add sum_i w_i^2 V_i, and V_i over all cuts is
 exact too: sum_t (1 / P_t - 1 / P_(t - 1)) |gradient of the tokens from t on|^2, P_t the chance that token t
-is kept. It is measured on every eighth completion. Prompts are pruned by another rollout of theirs under the
-same policy, so what they are pruned by is never out of date here.
+is kept. It is measured on every sixteenth completion. Prompts are pruned by another rollout of theirs under
+the same policy, so what they are pruned by is never out of date here.
 """
 
 import math
@@ -25,7 +26,6 @@ from fractions import Fraction
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, stdev
 
 import numpy as np
 import torch
@@ -57,14 +57,14 @@ from records import Batch, Group, PromptDraw, Pruned, Rewards
 from settings import kinds
 from settings.kinds import Completions, Pps, Prompts, TopK
 from update import add_gradient, minibatch, prepare_rows
+from verify.statistics import half_width
 
 # task -> its config, after how many steps it is looked at, and how many rollouts are taken
 TASKS = {"toy": ("grpo_toy.yaml", {"early": 3, "late": 8}, 20),
          "hard": ("grpo_hard.yaml", {"early": 20, "late": 120}, 20),
          "real": ("experiments/smollm2.yaml", {"after 10": 10}, 5)}
 DRAWS, BUDGETS = 40, (0.75, 0.5, 0.25, 0.125, 0.0625)
-STUDENT = {20: 2.093, 5: 2.776}  # rollouts -> t of 95%
-EIGHTH = 8       # of the completions are those whose tokens are measured
+SPARSE = 16      # every so many-th completion's tokens are measured
 SKETCH = 2**22   # numbers that a longer gradient is folded to
 
 
@@ -76,7 +76,7 @@ class Scene:
     rewards: Rewards
     last_N: Tensor          # mean |A| of another rollout of each prompt
     product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
-    suffix: dict[int, Tensor]  # of every eighth completion: |gradient of the tokens from t on|^2, [L]
+    suffix: dict[int, Tensor]  # of every SPARSE-th completion: |gradient of the tokens from t on|^2, [L]
     learned_NG: Tensor | None = None  # the norm by a regression on the scenes before; None in the first
 
 
@@ -228,7 +228,7 @@ def kept_mean(draw: Draw) -> Draw:
     return scaled
 
 
-BY_COST = arm(lambda k: Pps(keep=k, scope="batch", by_cost=True))
+BY_COST = by_size(surprise)  # as Pps(keep=k, scope="batch", by_cost=True) draws
 ARMS = {
     "topk, group, kept mean": kept_mean(arm(lambda k: TopK(keep=k))),
     "topk, batch, kept mean": kept_mean(arm(lambda k: TopK(keep=k, scope="batch"))),
@@ -257,6 +257,7 @@ ARMS = {
 # arm -> prune.tokens.whole by k
 WHOLE = {"pps surprise, cuts, whole 1/2": lambda k: 0.5, "cuts alone": lambda k: k / 16}
 CERTAIN = ("topk", "pods", "variance")  # nothing is left to chance
+FEWEST = 0.5  # of 16 that arms of one draw for the whole step keep at least; others keep 1
 
 
 def gradient_from(start: int, learner: Learner, groups: list[Group], adv_NG: Tensor, member: tuple[int, int],
@@ -301,9 +302,9 @@ def fold(gradient: Tensor) -> Tensor:
 
 
 def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[int, Tensor]:
-    """Measure |gradient of the tokens from t on|^2 of every eighth completion's term, [L]."""
+    """Measure |gradient of the tokens from t on|^2 of every SPARSE-th completion's term, [L]."""
     norms = {}
-    for i in range(0, adv_NG.numel(), EIGHTH):
+    for i in range(0, adv_NG.numel(), SPARSE):
         n, g = divmod(i, adv_NG.shape[1])
         length = groups[n].samples[g].length
         norms[i] = torch.zeros(length, dtype=torch.float64)
@@ -314,14 +315,15 @@ def suffix_norms(learner: Learner, groups: list[Group], adv_NG: Tensor) -> dict[
 
 
 def cut_errors(scene: Scene, whole: float) -> tuple[Tensor, Tensor]:
-    """Compute how many tokens of each completion are kept on average, and V_i, 8 times of every eighth."""
+    """Compute how many tokens of each completion are kept on average, and V_i: SPARSE times its value for
+    those that are measured."""
     mean, variance = [], torch.zeros(scene.candidates.adv_NG.numel(), dtype=torch.float64)
     for i, length in enumerate(scene.candidates.len_NG.flatten().tolist()):
         prob_L = prefix_prob(length, whole, 1)
         mean.append(prob_L.sum())
         if i in scene.suffix:
             rises_L = (1 / prob_L).diff(prepend=torch.ones(1, dtype=torch.float64))
-            variance[i] = EIGHTH * (rises_L * scene.suffix[i]).sum()
+            variance[i] = SPARSE * (rises_L * scene.suffix[i]).sum()
     return torch.stack(mean), variance
 
 
@@ -349,11 +351,13 @@ def at_budget(curve: list[tuple[float, float]], budget: float) -> float | None:
 
 
 def interval(errors: list[float | None]) -> str:
-    """Write mean and interval, or "-" where a rollout could not be pruned to this budget."""
-    if None in errors:
+    """Write mean and interval over the rollouts that can be pruned to this budget, and their number if it is
+    not all; "-" if fewer than half can."""
+    values = np.array([error for error in errors if error is not None])
+    if len(values) < len(errors) / 2:
         return "-"
-    half = STUDENT[len(errors)] * stdev(errors) / len(errors) ** 0.5
-    return f"{mean(errors):.3f} +- {half:.3f}"
+    some = f" ({len(values)})" * (len(values) < len(errors))
+    return f"{values.mean():.3f} +- {half_width(values):.3f}{some}"
 
 
 def repeated(scene: Scene) -> float:
@@ -401,7 +405,9 @@ def after_training(task: str, steps: int, out: Path,
         past.append(scene)
         signal.append(repeated(scene))
         for name in names:
-            curve = [errors(name, scene, k) for k in range(1, 16)]
+            fewest = [FEWEST] * name.startswith(("pps norm", "pps surprise", "pps oracle", "pps learned"))
+            fewest = [] if name.endswith(("group", "not by cost")) else fewest
+            curve = [errors(name, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():
                 of_rollouts.append(at_budget(curve, budget))
         print(f"rollout {i + 1} of {rollouts}", file=sys.stderr, flush=True)

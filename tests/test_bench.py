@@ -301,7 +301,7 @@ config.load = lambda name, sets=(): load(name, [*sets, "rollout.prompts_per_step
 bench = runpy.run_path("bench/prune.py", run_name="bench")
 some = {"topk, group, kept mean", "pps surprise", "pps oracle", "pps learned", "pps surprise, cube", "cuts alone"}
 names = bench["main"].__globals__
-names |= {"STUDENT": {2: 12.7}, "DRAWS": 2, "EIGHTH": 32, "TASKS": {"toy": ("grpo_toy.yaml", {"early": 1}, 2)}}
+names |= {"DRAWS": 2, "SPARSE": 32, "TASKS": {"toy": ("grpo_toy.yaml", {"early": 1}, 2)}}
 names["ARMS"] = {name: arm for name, arm in names["ARMS"].items() if name in some}
 bench["main"]()
 """)

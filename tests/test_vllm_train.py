@@ -193,6 +193,24 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     assert all(map(is_in_step, lines))
 
 
+def test_rollouts_that_are_aborted_or_go_on_with_vllm_and_do_so_again_when_repeated(tmp_path):
+    """experiments/court/abort.py: what goes on has the log-probs of the policy, and a second run the same tokens."""
+    settings = ["rollout.engine=vllm", "steps=3", "data.limit=8", "data.eval=null", "rollout.prompts_per_step=8",
+                "rollout.group_size=8", "optim.warmup_steps=0", "advantage={kind: survivors}",
+                "prune.completions={kind: abort, mark: 8, bias: -0.5}"]
+    decided = []
+    for name in ("run", "again"):
+        chosen = [word for s in (*settings, f"out={tmp_path / name}") for word in ("--set", s)]
+        done = run(sys.executable, "experiments/try_method.py", "abort", "--config", "grpo_toy.yaml", *chosen)
+        assert done.returncode == 0, done.stderr
+        decided.append(runfolder.read_log(tmp_path / name / "decisions.jsonl"))
+    lines = steps_of(tmp_path / "run")
+    assert lines[0]["rollout/pending"] == 0 and all(0 < line["rollout/pending"] < 64 for line in lines[1:])
+    assert all(map(is_in_step, lines)) and all(line["prune/offered"] == 64 for line in lines)
+    if PRECISION.exact:
+        assert decided[0] == decided[1]
+
+
 def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     """eval.py, greedy: every text, grade and score; only the engine's name in the head differs. In bfloat16, where two
     tokens are often equally likely, most of the texts and grades."""

@@ -1,0 +1,395 @@
+"""The methods of experiments/court: the unbiased ones are so over all outcomes, controls are not, and each runs through
+the script that plugs it in."""
+
+import itertools
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, toy_config
+from torch import Tensor
+
+import config
+import train
+from advantage import ESTIMATORS, leave_one_out
+from collect import Selection, choose
+from history import PromptHistory
+from infra import runfolder
+from loss import token_weight
+from methods import samplers
+from prune import COMPLETIONS
+from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
+from settings import kinds, loader
+
+sys.path.append(str(ROOT / "experiments"))
+import measure_court  # noqa: E402
+import measure_otb  # noqa: E402
+import try_method  # noqa: E402
+from court import abort, abort_controls, allocation, otb, pass_rates, survivors  # noqa: E402
+
+EXACT, BIASED = 1e-12, 1e-3
+PLUGGED = (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS)
+
+
+@pytest.fixture
+def plugged():
+    """Take every method out again that a test has plugged in."""
+    unions = [section.__annotations__[field] for section, field, _ in PLUGGED]
+    tables, choose_sampler = [dict(table) for _, _, table in PLUGGED], samplers.choose_sampler
+    yield try_method.plug_in
+    for (section, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
+        section.__annotations__[field] = union
+        table.clear()
+        table.update(before)
+    samplers.choose_sampler = choose_sampler
+    loader.hints.cache_clear()
+
+
+# ---- a policy that can be enumerated
+
+LOGITS = torch.tensor([0.3, -0.2, 0.5, 0.1, -0.4, 0.7, 0.2], dtype=torch.float64)
+# A completion is token 0, which ends it, or token 1 or 2 and then one of two more; its reward.
+ANSWERS = {(0,): 1.0, (1, 0): 0.0, (1, 1): 1.0, (2, 0): 0.0, (2, 1): 1.0}
+
+
+def log_probs(answer: tuple[int, ...], logits: Tensor) -> list[Tensor]:
+    """Of each token: 3 logits for the first token, 2 for the one behind 1, 2 for the one behind 2."""
+    first = logits[:3].log_softmax(0)[answer[0]]
+    return [first] if answer == (0,) else [first, logits[2 * answer[0] + 1:2 * answer[0] + 3].log_softmax(0)[answer[1]]]
+
+
+def scores(answer: tuple[int, ...]) -> Tensor:
+    """The gradient of each token's log-prob, [L, 7]."""
+    return torch.stack([torch.autograd.functional.jacobian(lambda x, t=t: log_probs(answer, x)[t], LOGITS)
+                        for t in range(len(answer))])
+
+
+SCORES = {answer: scores(answer) for answer in ANSWERS}
+LOGP = {answer: [float(x) for x in log_probs(answer, LOGITS)] for answer in ANSWERS}
+CHANCE = {answer: math.exp(sum(logp)) for answer, logp in LOGP.items()}
+WHOLE = {answer: score_L.sum(dim=0) for answer, score_L in SCORES.items()}
+TRUE = sum(CHANCE[answer] * reward * SCORES[answer].sum(dim=0) for answer, reward in ANSWERS.items())
+
+
+def off(mean: Tensor, scale: float = 1.0) -> float:
+    """How far a mean gradient is from the true one, over its norm."""
+    return ((mean - scale * TRUE).norm() / TRUE.norm()).item()
+
+
+def pulls(groups: list[Group], draws: list[PromptDraw], rewards: Rewards, adv_NG: Tensor, completions) -> Tensor:
+    """The weight of each completion's score in a step: the choice and the weights of the loop, under normalize=sum."""
+    denominator = "kept" if getattr(completions, "aborted", "") == "dropped" else "all"
+    rollout = config.Rollout(group_size=2, prompts_per_step=2, max_new_tokens=2)
+    selection = Selection(rollout, config.Prune(completions=completions), "sum", None, True, None)
+    batch = choose(Rolled() + Rolled(draws, groups, rewards, adv_NG), selection, 0)
+    weight_NG = token_weight(lengths(groups, adv_NG.shape[1]), batch.pruned, "sum", denominator, 2, batch.offered)
+    return weight_NG * adv_NG.masked_fill(~batch.pruned.keep_NG, 0.0)
+
+
+# ---- aborts
+
+PROMPT = Prompt("q", (5, 6), "1")
+RULE = abort.Abort(mark=1, bias=0.2, spread=0.5, confidence=0.8, floor=0.2)
+
+
+def abort_outcomes(settings: abort.Abort):
+    """Every outcome of one completion with its chance: it ends, goes on with probability P, or is aborted."""
+    for answer, chance in CHANCE.items():
+        ids, logp = answer[:1], LOGP[answer][:1]
+        prob = 1.0 if answer == (0,) else abort.go_on_prob(settings, 0.3, len(PROMPT.ids), logp)
+        kind, cut = getattr(settings, "aborted", "weighed"), getattr(settings, "cut", 0.0)
+        chance_on = float(prob >= cut) if kind == "failed" else prob
+        weight = 1 / prob if kind == "weighed" else 1.0
+        yield chance * chance_on, survivors.Drawn(answer, LOGP[answer], True, prob=prob, weight=weight)
+        failed = kind == "failed"
+        yield chance * (1 - chance_on), survivors.Drawn(
+            ids, logp, False, pending=not failed, prob=prob, weight=float(failed), aborted=True)
+
+
+def mean_over_aborts(settings: abort.Abort, size: int = 3) -> Tensor:
+    each = [outcome for outcome in abort_outcomes(settings) if outcome[0]]
+    assert sum(chance for chance, _ in each) == pytest.approx(1, abs=1e-12)
+    total = torch.zeros_like(LOGITS)
+    for joint in itertools.product(each, repeat=size):
+        samples = tuple(sample for _, sample in joint)
+        reward_1G = torch.tensor([[0.0 if s.aborted else ANSWERS[tuple(s.ids)] for s in samples]], dtype=torch.float64)
+        groups = [Group(PROMPT, samples)]
+        rewards = Rewards({"accuracy": reward_1G}, {"accuracy": 1.0}, lengths(groups, size))
+        rewards = pass_rates.noted(rewards, survivors.column(groups, "weight"))
+        adv_1G = survivors.survivors_advantage(rewards, survivors.Survivors())
+        pull_G = pulls(groups, [PromptDraw(PROMPT, 0)], rewards, adv_1G, settings)[0]
+        chance = math.prod(chance for chance, _ in joint)
+        for pull, sample in zip(pull_G, samples, strict=True):
+            ids = tuple(sample.ids) if tuple(sample.ids) in SCORES else (*sample.ids, 0)  # an aborted one
+            total += chance * pull * SCORES[ids][:sample.length].sum(dim=0)
+    return total
+
+
+def test_weighed_aborts_have_the_true_gradient_over_all_outcomes_and_the_controls_do_not(plugged):
+    plugged(abort)
+    plugged(abort_controls)
+    assert 0.2 < abort.go_on_prob(RULE, 0.3, 2, [-1.0]) < 0.9
+    assert off(mean_over_aborts(RULE)) < EXACT
+    for kind in ("dropped", "failed"):
+        cut = abort.go_on_prob(RULE, 0.3, 2, LOGP[1, 0][:1]) + 1e-6  # token 1 is rarer: it is aborted, and 2 is not
+        control = abort_controls.BiasedAbort(mark=1, bias=0.2, confidence=0.8, floor=0.2, aborted=kind, cut=cut)
+        mean = mean_over_aborts(control)
+        best = (mean @ TRUE / (TRUE @ TRUE)).item()  # no factor makes up for it either
+        assert off(mean) > BIASED and off(mean, best) > BIASED, kind
+
+
+def test_the_balance_keeps_both_ends():
+    assert abort_controls.balanced([-1.0, -5.0, -2.0, -3.0], 0.5) == [True, True, False, False]
+    assert abort_controls.balanced([-1.0, -5.0, -2.0], 0.5) == [True, True, False]
+    assert abort_controls.balanced([-3.0, -1.0], 0.5) == [False, True] and abort_controls.balanced([], 0.5) == []
+
+
+def test_a_probability_reads_the_prompt_and_the_tokens_before_the_mark():
+    rule = abort.Abort(bias=2.0, spread=0.5, rate=1.0, confidence=2.0, prompt=-1.0, floor=0.01)
+    expected = math.exp(2) * (0.25 * 0.75) ** 0.5 * 0.25 * math.exp(-0.4) / 4
+    assert abort.go_on_prob(rule, 0.25, 4, [-0.1, -0.3]) == pytest.approx(expected)
+    assert abort.go_on_prob(abort.Abort(), 0.5, 4, [-1.0]) == 1.0  # 2.5 / 2
+    assert abort.go_on_prob(abort.Abort(bias=-9.0), 0.5, 4, [-1.0]) == 0.1
+
+
+# ---- allocation
+
+def test_ragged_groups_have_the_true_gradient_over_all_outcomes(plugged):
+    """Two prompts with the same policy, of 2 and 3 copies. Without the weights prompts count by their numbers, so their
+    rewards differ."""
+    plugged(allocation)
+    prompts = [Prompt("a", (5,), "1"), Prompt("b", (6,), "1")]
+    history = allocation.Allocation(PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(), 2)
+    history.numbers = lambda draws: [2 if draw.prompt.id == "a" else 3 for draw in draws]
+    draws = history.draw(2)
+    assert sorted(draw.copy for draw in draws) == [0, 0, 1, 1, 2] and len(draws) == 5
+    prompt_N = torch.tensor([0 if draw.prompt.id == "a" else 1 for draw in draws])
+    sign = {"a": 1.0, "b": -0.25}
+    pull = {}  # by the rewards: the step's weights depend on nothing else
+    for bits in itertools.product([0.0, 1.0], repeat=5):
+        reward_N = torch.tensor([sign[draw.prompt.id] * bit for draw, bit in zip(draws, bits, strict=True)])
+        groups = [Group(draw.prompt, (Sample((0,), (-1.0,), True),)) for draw in draws]
+        adv_N1 = allocation.leave_one_copy_out(reward_N.double(), prompt_N)[:, None]
+        rewards = Rewards({"accuracy": reward_N.double()[:, None]}, {"accuracy": 1.0}, lengths(groups, 1))
+        plain = [replace(draw, weight=1.0) for draw in draws]
+        pull[bits] = [pulls(groups, of, rewards, adv_N1, kinds.KeepAll())[:, 0] for of in (draws, plain)]
+    means = {"weighed": torch.zeros_like(LOGITS), "plain": torch.zeros_like(LOGITS)}
+    for joint in itertools.product(CHANCE, repeat=5):
+        chance = math.prod(CHANCE[answer] for answer in joint)
+        score_N = torch.stack([WHOLE[answer] for answer in joint])
+        for mean, pull_N in zip(means.values(), pull[tuple(ANSWERS[answer] for answer in joint)], strict=True):
+            mean += chance * pull_N @ score_N
+    assert off(means["weighed"], (1 - 0.25) / 2) < EXACT
+    assert off(means["plain"], (1 - 0.25) / 2) > BIASED
+
+
+@pytest.mark.parametrize("rule", ["cost", "spread", "posterior", "length"])
+def test_numbers_cost_what_uniform_groups_cost_and_follow_the_rule(rule):
+    prompts = [Prompt(f"q{i}", (5,), "1") for i in range(40)]
+    history = allocation.Allocation(
+        PromptHistory(prompts, kinds.AllPrompts(), 0, 0.5), allocation.Allocated(rule=rule), 8)
+    rates = {f"q{i}": pass_rates.Rate(i % 9, 8.0, 10.0 + i, 2.0 * (i % 9), 20.0) for i in range(30)}
+    history.rates = rates
+    draws = [PromptDraw(prompt, 1) for prompt in prompts]
+    numbers = history.numbers(draws)
+    assert numbers == history.numbers(draws) and numbers[30:] == [8] * 10 and min(numbers) >= 2
+    tokens = sum(n * rates[f"q{i}"].tokens for i, n in enumerate(numbers[:30]))
+    assert tokens == pytest.approx(8 * sum(rate.tokens for rate in rates.values()), rel=0.05)
+    sizes = [allocation.size_of(rates[f"q{i}"], rule) for i in range(30)]
+    order = sorted(range(30), key=sizes.__getitem__)
+    assert numbers[order[-1]] > numbers[order[0]]
+
+
+# ---- baselines
+
+@pytest.mark.parametrize("own", [False, True])
+def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
+    mean = torch.zeros_like(LOGITS)
+    for joint in itertools.product(CHANCE, repeat=3):
+        reward_G = torch.tensor([ANSWERS[answer] for answer in joint], dtype=torch.float64)
+        adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([LOGP[answer] for answer in joint])), own)
+        pull = sum(adv_L[:len(answer)] @ SCORES[answer] for adv_L, answer in zip(adv_GL, joint, strict=True))
+        mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
+    best = (mean @ TRUE / (TRUE @ TRUE)).item()
+    assert off(mean) < EXACT if not own else min(off(mean), off(mean, best)) > BIASED
+
+
+def test_the_energy_adds_up_and_stays_behind_the_end():
+    energy_GL = otb.energy(*otb.padded([[math.log(0.5), math.log(0.25)], [math.log(0.9)]]))
+    torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
+
+
+# ---- the table of variances
+
+def test_the_variance_of_the_anchor_is_estimated_without_bias_for_any_group_size():
+    """From 4 completions, for groups of 2 and of 3: the mean over all outcomes is the true variance."""
+    answers = list(CHANCE)
+    whole = np.stack([SCORES[answer].sum(dim=0).numpy() for answer in answers])
+    reward = np.array([ANSWERS[answer] for answer in answers])
+    chance = np.array([CHANCE[answer] for answer in answers])
+
+    def joint(size: int):
+        for drawn in itertools.product(range(len(answers)), repeat=size):
+            yield chance[list(drawn)].prod(), list(drawn)
+
+    true, estimate = {}, dict.fromkeys((2, 3), 0.0)
+    for n in estimate:
+        square = 0.0
+        for p, drawn in joint(n):
+            adv_G = leave_one_out(torch.tensor(reward[drawn])[None])[0].numpy() / n
+            square += p * ((adv_G @ whole[drawn]) ** 2).sum()
+        true[n] = square - float(TRUE @ TRUE)
+    for p, drawn in joint(4):
+        moments = measure_court.pair_moments(whole[drawn] @ whole[drawn].T, reward[drawn])
+        for n in estimate:
+            estimate[n] += p * measure_court.variance(moments, n)
+    assert estimate == pytest.approx(true, rel=1e-9)
+    assert measure_court.variance(moments, 2.25) == pytest.approx(
+        0.75 * measure_court.variance(moments, 2) + 0.25 * measure_court.variance(moments, 3))
+
+
+def scene(seed: int) -> measure_court.Scene:
+    """A rollout of 3 prompts with random gradients."""
+    generator = torch.Generator().manual_seed(seed)
+    gradient = torch.randn(48, 20, dtype=torch.float64, generator=generator) + 0.5
+    reward_NG = torch.randint(2, (3, 16), generator=generator).double()
+    len_NG = torch.randint(4, 30, (3, 16), generator=generator)
+    logp = [[[-0.1] * length for length in row] for row in len_NG.tolist()]
+    return measure_court.Scene(gradient @ gradient.T, reward_NG, len_NG, [5, 6, 7], logp)
+
+
+def test_a_method_that_changes_nothing_has_the_anchors_error():
+    cut = measure_court.halves([scene(0), scene(1), scene(2)], "sequence")
+    for sums in (measure_court.abort(cut, 8, lambda *_: 1.0), measure_court.allocation(cut, "uniform")):
+        figures = measure_court.ratios(sums)
+        assert [figures[key] for key in ("error", "tokens", "sampling", "step")] == pytest.approx([1.0] * 4)
+        assert figures["step low"] == pytest.approx(1) == figures["step high"]
+    assert measure_court.ratios(measure_court.abort(cut, 8, lambda *_: 0.5))["error"] > 1.2
+    rule = measure_court.fit(cut, 8, ["spread", "prompt"])
+    assert rule.mark == 8 and rule.confidence == 0 and rule.prompt != 0
+
+
+def test_a_log_linear_fit_finds_the_slopes():
+    features = np.column_stack([np.ones(200), np.linspace(-1, 1, 200), np.cos(np.arange(200))])
+    slope = measure_court.log_linear(features, np.exp(features @ np.array([0.3, 1.5, -0.7])))
+    assert slope[1:] == pytest.approx([1.5, -0.7], abs=0.01)
+
+
+def test_otb_of_equal_energies_is_the_mean_made_smaller_and_the_table_undoes_that():
+    """With one token each and the same energy, B is the mean of all: the gradient is (n - 1) / n of leave-one-out's."""
+    prompts = []
+    for seed in range(3):
+        generator = torch.Generator().manual_seed(seed)
+        gradient = torch.randn(16, 30, dtype=torch.float64, generator=generator) + 0.3
+        reward_G = torch.arange(16).remainder(3 + seed).eq(0).double()
+        energy_GL = torch.ones(16, 1, dtype=torch.float64)
+        tokens = measure_otb.Tokens(gradient @ gradient.T, torch.arange(16), energy_GL, reward_G)
+        moments = measure_court.pair_moments(tokens.product.numpy(), reward_G.numpy())
+        prompts.append({"sum": {"moments": moments, 4: measure_otb.measure(tokens, 4)}})
+    row = measure_otb.figures(prompts, "sum", 4, "OTB, as released")
+    assert (row["length"], row["same"]) == pytest.approx((0.75, 1.0), abs=1e-4)
+    for baseline in ("mean", "OTB, leave-one-out"):
+        row = measure_otb.figures(prompts, "sum", 4, baseline)
+        assert (row["length"], row["same"]) == pytest.approx((1.0, 1.0), abs=1e-4) and row["at 32"] > 4
+
+
+# ---- through the script
+
+FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
+METHODS = {
+    "allocation": ["advantage={kind: allocated}"],
+    "abort": ["advantage={kind: survivors}", "prune.completions={kind: abort, mark: 8, bias: -0.5}"],
+    "abort_controls": ["advantage={kind: survivors}",
+                       "prune.completions={kind: biased_abort, mark: 8, aborted: balanced}"],
+}
+
+
+def words(method: str, out, *settings: str) -> list[str]:
+    plain = loader.flatten(toy_config(out, *FEW, name="grpo_toy.yaml"))
+    same = ("out", "model.path", "data.train", "data.limit", "model.dtype", "steps", "rollout.group_size",
+            "rollout.prompts_per_step", "rollout.max_new_tokens", "pack.capacity", "optim.warmup_steps")
+    chosen = [*(f"{key}={plain[key]}" for key in same), "data.eval=null", *METHODS[method], *settings]
+    return [method, "--config", "grpo_toy.yaml", *(word for setting in chosen for word in ("--set", setting))]
+
+
+def decisions(out) -> list[dict]:
+    return runfolder.read_log(out / "decisions.jsonl")
+
+
+def metrics(out) -> list[dict]:
+    return [line for line in runfolder.read_log(out / "metrics.jsonl") if "train/loss" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_trains_through_the_script(method, plugged, command, tmp_path):
+    assert command(try_method, *words(method, tmp_path / "run")) == 0
+    first, second = metrics(tmp_path / "run")
+    assert first["rollout/pending"] == 0 or method == "abort_controls"
+    if method.startswith("abort"):
+        assert second["rollout/pending"] > 0 and second["prune/offered"] == 16
+        assert second["prune/kept"] == 16 - second["rollout/pending"]
+        assert second["mismatch/logp_abs_max"] < 1e-9  # of both pieces
+    if method == "allocation":
+        assert first["rollout/prompts"] == 16
+        assert 1 < second["prune/weight_max"] < 8
+
+
+@pytest.mark.slow
+def test_an_abort_run_that_is_resumed_repeats_its_tokens_and_aborts(plugged, command, tmp_path):
+    settings = ("steps=4", "checkpoint.every=1", "checkpoint.keep=all")
+    assert command(try_method, *words("abort", tmp_path / "whole", *settings)) == 0
+    real, runs = train.asked_to_stop, iter([False, False, True])
+
+    def stop_in_the_middle(stop):
+        return next(runs)
+
+    train.asked_to_stop = stop_in_the_middle
+    try:
+        assert command(train, *words("abort", tmp_path / "parts", *settings)[1:]) != 0  # it is plugged in by now
+    finally:
+        train.asked_to_stop = real
+    assert len(decisions(tmp_path / "parts")) == 3
+    assert command(train, *words("abort", tmp_path / "parts", *settings)[1:], "--resume") == 0
+    assert decisions(tmp_path / "parts") == decisions(tmp_path / "whole")
+    assert sum(line["rollout/pending"] for line in metrics(tmp_path / "whole")) > 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["abort", "allocation"])
+def test_two_ranks_draw_and_decide_as_one(method, tmp_path):
+    torchrun = [str(Path(sys.executable).with_name("torchrun")), "--nproc_per_node", "2"]
+    for name, launcher in {"one": [sys.executable], "two": torchrun}.items():
+        command = [*launcher, "experiments/try_method.py", *words(method, tmp_path / name, "steps=3")]
+        env = {key: value for key, value in os.environ.items() if key not in ("RANK", "LOCAL_WORLD_SIZE")}
+        subprocess.run(command, cwd=ROOT, env=env | {"OMP_NUM_THREADS": "1"}, check=True, capture_output=True)
+    assert decisions(tmp_path / "one") == decisions(tmp_path / "two")
+
+
+def test_settings_that_do_not_go_with_a_method_are_errors(plugged, command, tmp_path, capsys):
+    plugged(abort)
+    for setting, named in {
+        "loss.normalize=token": "loss.normalize", "loss.denominator=kept": "loss.denominator=all",
+        "advantage={kind: centred}": "advantage.kind=survivors",
+        "prune.completions.mark=24": "rollout.max_new_tokens=24",
+        "prune.prompts={kind: bernoulli, drop_prob: 0.5}": "prune.prompts.kind=bernoulli must be none",
+    }.items():
+        assert command(train, *words("abort", tmp_path / "run", setting)[1:]) != 0
+        assert named in capsys.readouterr().err
+
+
+def test_an_unknown_method_is_an_error(command):
+    with pytest.raises(SystemExit):
+        command(try_method, "nothing")
+
+
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments" / "court").glob("*.yaml")), ids=lambda p: p.stem)
+def test_every_config_of_the_court_loads(path, plugged):
+    plugged(try_method.load(path.with_suffix(".py")))
+    assert config.load(path).out == f"runs/{path.stem}"
