@@ -158,11 +158,11 @@ class Cache:
         segments = Segments.plain(sizes, self.device)
         within = BACKENDS[self.attention](segments)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
             pair = self.of_prompts[layer]
             pair[0, row_T, :, position_T] = k
             pair[1, row_T, :, position_T] = v
-            return within(layer, q, k, v)
+            return within(layer, q, k, v, window)
 
         self.model.hidden(ids_T, position_T, attend)
 
@@ -216,11 +216,17 @@ class Cache:
         of_prompt = column[:longest] < self.length_S[:, None]
         of_slot = column[:own] <= used_S[:, None]
         seen = torch.cat([of_prompt, of_slot], dim=1)
-        bias = torch.where(seen, 0.0, -torch.inf)
-        bias = bias.repeat_interleave(self.heads, 0)[:, None]
+        bias_of = {}
+        for window in set(self.model.shape.windows):
+            if window is not None:  # keys by how far they are behind the new token
+                back_of_prompt = self.length_S[:, None] + used_S[:, None] - column[:longest]
+                back_of_slot = used_S[:, None] - column[:own]
+                near = torch.cat([back_of_prompt, back_of_slot], dim=1) < window
+            bias = torch.where(seen if window is None else seen & near, 0.0, -torch.inf)
+            bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
             pair = self.of_slots[layer]
             pair[0, slot_S, :, used_S] = k
             pair[1, slot_S, :, used_S] = v
@@ -236,7 +242,7 @@ class Cache:
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
             own_scores = torch.bmm(grouped, keys.mT)
             scores = torch.cat([prompt_scores, own_scores], dim=-1)
-            weight = scores.add_(bias).softmax(dim=-1)
+            weight = scores.add_(bias_of[window]).softmax(dim=-1)
             out = torch.bmm(weight[..., longest:], values)
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)

@@ -155,15 +155,16 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)])
+@pytest.mark.parametrize(("heads", "window"), [
+    ((4, 2), None), ((4, 4), None), ((6, 1), None), ((4, 2), 1), ((4, 2), 6)])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads):
+def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads, window):
     """With key heads that several query heads share, and without."""
     segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(sum(segments.queries), count, 8, dtype=torch.float64, generator=generator)
                      for count in (heads[0], heads[1], heads[1], heads[0]))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    outs = [decoder.sdpa_padded(segments)(0, *inputs), attention_by_mask(*inputs, segments)]
+    outs = [decoder.sdpa_padded(segments)(0, *inputs, window), attention_by_mask(*inputs, segments, window)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     for ours, expected in zip(*(torch.autograd.grad(out, inputs, grad) for out in outs), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
@@ -172,7 +173,7 @@ def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, he
 def test_a_prompt_and_its_completions_by_hand():
     """Prompt 0 1, completions 2 3 and 4: behind the prompt, 4 sees 0 1 4 and neither 2 nor 3."""
     q, v = torch.zeros(5, 1, 8), torch.eye(5)[:, None]
-    weight_TT = decoder.sdpa_padded(shared([(2, [2, 1])]))(0, q, q, torch.nn.functional.pad(v, (0, 3)))[:, 0, :5]
+    weight_TT = decoder.sdpa_padded(shared([(2, [2, 1])]))(0, q, q, torch.nn.functional.pad(v, (0, 3)), None)[:, 0, :5]
     expected = [[1, 0, 0, 0, 0], [1 / 2, 1 / 2, 0, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0], [1 / 4] * 4 + [0],
                 [1 / 3, 1 / 3, 0, 0, 1 / 3]]
     torch.testing.assert_close(weight_TT, torch.tensor(expected))
@@ -190,14 +191,15 @@ def test_padding_is_of_like_lengths():
     q = torch.zeros(sum(segments.queries), 1, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder.F, "scaled_dot_product_attention", watch)
-        decoder.sdpa_padded(segments)(0, q, q, q)
+        decoder.sdpa_padded(segments)(0, q, q, q, None)
     assert sum(sizes) < 2 * len(q)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
 @pytest.mark.parametrize("kind", ["alone", "shared"])
-def test_cuda_backends_agree_with_padded_attention(kind, backend):
+def test_cuda_backends_agree_with_padded_attention(kind, window, backend):
     try:
         choose_backend(backend, torch.device("cuda"), torch.bfloat16)
     except ConfigError as error:
@@ -208,7 +210,7 @@ def test_cuda_backends_agree_with_padded_attention(kind, backend):
     inputs = [x.requires_grad_() for x in (q, k, v)]
     segments = {"alone": Segments.plain([30, 10, 170, 90], torch.device("cuda")),
                 "shared": shared([(1, [6, 2]), (60, [1, 100, 30]), (40, [60])], "cuda")}[kind]
-    outs = [decoder.BACKENDS[name](segments)(0, *inputs) for name in (backend, "sdpa")]
+    outs = [decoder.BACKENDS[name](segments)(0, *inputs, window) for name in (backend, "sdpa")]
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
@@ -309,7 +311,7 @@ def test_rope_survives_a_cast_of_the_model(tiny):
     """Frequencies rounded to bfloat16 would turn far positions by radians."""
     queries = {}
     for dtype in (torch.float32, torch.bfloat16):
-        def attend(layer, q, k, v, dtype=dtype):
+        def attend(layer, q, k, v, window, dtype=dtype):
             queries.setdefault(dtype, q.float())
             return v.repeat_interleave(2, 1)
         with torch.no_grad():
@@ -325,10 +327,15 @@ def edit(folder, **changes):
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window attention is not supported"),
-    ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\]='chunked_attention' must be one of"),
+    ({"layer_types": ["full_attention"]}, "layer_types has 1 of 2 layers"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not supported for model_type=qwen2"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+    ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
     ({"torch_dtype": "auto"}, "torch_dtype='auto' must be one of float32, bfloat16, float16"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type='yarn' is not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_type='dynamic' is not supported"),
+    ({"rope_scaling": {"type": "linear", "factor": 4, "mscale": 2}}, "unknown key 'mscale'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
     ({"hidden_size": 64}, "weights do not match config.json"),
     ({"num_hidden_layers": 3}, "weights do not match config.json"),
     ({"tie_word_embeddings": False}, "lm_head.weight: file has nothing"),
