@@ -49,29 +49,23 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
     freq = rope.rope_theta ** -(plane_E / width)
     if not isinstance(rope, Linear):
         return freq, 1.0
-    old_length, kept, size = rope.original_max_position_embeddings, 0, 1.0
+    kept, size = 0, 1.0
     if isinstance(rope, Llama3):
-        turns = old_length * freq / (2 * math.pi)  # how often the wave turns within the old context
+        # How often the wave turns within the old context.
+        turns = rope.original_max_position_embeddings * freq / (2 * math.pi)
         low, high = rope.low_freq_factor, rope.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
     elif isinstance(rope, Yarn):
-        bounds = [width * math.log(old_length / (turns * 2 * math.pi)) / (2 * math.log(rope.rope_theta))
-                  for turns in (rope.beta_fast, rope.beta_slow)]
-        low, high = (math.floor(bounds[0]), math.ceil(bounds[1])) if rope.truncate else bounds
-        low, high = max(low, 0), min(high, width - 1)
+        log_lengths = [math.log(rope.original_max_position_embeddings / (2 * math.pi * turns))
+                       for turns in (rope.beta_fast, rope.beta_slow)]
+        low, high = (width * length / (2 * math.log(rope.rope_theta)) for length in log_lengths)
+        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
         kept = 1 - ((plane_E / 2 - low) / (high - low or 0.001)).clamp(0, 1)
-        size = yarn_size(rope)
+        # How much attention is sharpened.
+        growth, both = 0.1 * math.log(rope.factor), rope.mscale and rope.mscale_all_dim
+        above, below = (rope.mscale, rope.mscale_all_dim) if both else (1, 0)
+        size = rope.attention_factor or (above * growth + 1) / (below * growth + 1)
     return kept * freq + (1 - kept) * freq / rope.factor, size
-
-
-def yarn_size(rope: Yarn) -> float:
-    """Compute the factor of cosines and sines by which YaRN sharpens attention."""
-    if rope.attention_factor is not None:
-        return rope.attention_factor
-    growth = 0.1 * math.log(max(rope.factor, 1))
-    if rope.mscale and rope.mscale_all_dim:
-        return (rope.mscale * growth + 1) / (rope.mscale_all_dim * growth + 1)
-    return growth + 1
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -81,21 +75,16 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     return x_THE * cos_TE[:, None] + turned_THE * sin_TE[:, None]
 
 
-def rotate_part(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor, neighbours: bool) -> Tensor:
-    """Rotate the first numbers of each head alone. Planes of neighbours come apart first; queries and keys
-    do so alike, so no score changes."""
+def rotate_neighbours(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotate the first numbers of each head alone; plane i is (x[2i], x[2i + 1]). The planes come apart first:
+    they do so in queries and keys, so no score changes."""
     width = cos_TE.shape[-1]
-    turned_THE, still_THE = x_THE.split([width, x_THE.shape[-1] - width], dim=-1)
-    if neighbours:
-        turned_THE = turned_THE.unflatten(-1, (-1, 2)).mT.flatten(-2)
-    return torch.cat([rotate(turned_THE, cos_TE, sin_TE), still_THE], dim=-1)
+    planes_THE = x_THE[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
+    return torch.cat([rotate(planes_THE, cos_TE, sin_TE), x_THE[..., width:]], dim=-1)
 
 
 class OnePlusNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, rounded once."""
-
-    def reset_parameters(self) -> None:
-        nn.init.zeros_(self.weight)
 
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + at_least_float32(self.weight)
@@ -129,9 +118,7 @@ class Attention(nn.Module):
         elif shape.qk_norm:
             self.q_norm = NormOverHeads(query, eps=shape.norm_eps)
             self.k_norm = NormOverHeads(key, eps=shape.norm_eps)
-        self.rotate = rotate
-        if "partial_rotary_factor" in shape.family.settings:
-            self.rotate = partial(rotate_part, neighbours=shape.family.neighbours)
+        self.rotate = rotate_neighbours if shape.family.neighbours else rotate
 
     def forward(self, x_TD: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
         cos_TE, sin_TE, scale = turn
@@ -154,25 +141,20 @@ class MLP(nn.Module):
         width = shape.hidden_size
         inner = shape.intermediate_size
         self.activate = ACTIVATIONS[shape.activation]
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.fused = shape.family.fused_mlp
+        if self.fused:
+            self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        else:
+            self.gate_proj = nn.Linear(width, inner, bias=False)
+            self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
+        if self.fused:
+            gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+            return self.down_proj(self.activate(gate) * up)
         gate = self.activate(self.gate_proj(x_TD))
         return self.down_proj(gate * self.up_proj(x_TD))
-
-
-class FusedMLP(nn.Module):
-    def __init__(self, shape: Shape):
-        super().__init__()
-        self.activate = ACTIVATIONS[shape.activation]
-        self.gate_up_proj = nn.Linear(shape.hidden_size, 2 * shape.intermediate_size, bias=False)
-        self.down_proj = nn.Linear(shape.intermediate_size, shape.hidden_size, bias=False)
-
-    def forward(self, x_TD: Tensor) -> Tensor:
-        gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
-        return self.down_proj(self.activate(gate) * up)
 
 
 class Block(nn.Module):
@@ -182,15 +164,13 @@ class Block(nn.Module):
         super().__init__()
         self.layer = layer
         self.window = shape.windows[layer]
-        self.residual_scale = shape.residual_scale
         names = shape.family.norms
-        norms = [make_norm(shape, shape.hidden_size) if name else nn.Identity() for name in names]
-        parts = {names[0]: norms[0], "self_attn": Attention(shape), names[1]: norms[1], names[2]: norms[2],
-                 "mlp": FusedMLP(shape) if shape.family.fused_mlp else MLP(shape), names[3]: norms[3]}
-        for name, module in parts.items():
+        self.norms = [make_norm(shape, shape.hidden_size) if name else nn.Identity() for name in names]
+        first, second, third, fourth = zip(names, self.norms, strict=True)
+        attention, mlp = ("self_attn", Attention(shape)), ("mlp", MLP(shape))
+        for name, module in (first, attention, second, third, mlp, fourth):
             if name:
                 self.add_module(name, module)
-        self.norms = tuple(norms)
 
     def forward(self, x_TD: Tensor, turn: Turn, attend: Attend) -> Tensor:
         q_THE, k_THE, v_THE = self.before(x_TD, turn)
@@ -202,19 +182,13 @@ class Block(nn.Module):
 
     def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
         _, behind_attention, before_mlp, behind_mlp = self.norms
-        added_TD = behind_attention(self.self_attn.o_proj(attended_THE.flatten(1)))
-        x_TD = x_TD + scaled(added_TD, self.residual_scale)
-        added_TD = behind_mlp(self.mlp(before_mlp(x_TD)))
-        return x_TD + scaled(added_TD, self.residual_scale)
+        x_TD = x_TD + behind_attention(self.self_attn.o_proj(attended_THE.flatten(1)))
+        return x_TD + behind_mlp(self.mlp(before_mlp(x_TD)))
 
 
 def make_norm(shape: Shape, width: int) -> nn.RMSNorm:
     kind = OnePlusNorm if shape.family.one_plus else nn.RMSNorm
     return kind(width, eps=shape.norm_eps)
-
-
-def scaled(x: Tensor, scale: float) -> Tensor:
-    return x if scale == 1 else x * scale
 
 
 def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -295,7 +269,7 @@ class Decoder(nn.Module):
         call_block = BLOCK_CALLS[kind]
         for block in self.layers:
             x_TD = call_block(block, x_TD, turns[self.shape.ropes[block.layer]], attend)
-        return scaled(self.norm(x_TD), self.shape.logit_scale)
+        return self.norm(x_TD)
 
     def turns(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, Turn]:
         """Compute how each rope turns queries and keys at these positions."""
@@ -306,13 +280,11 @@ class Decoder(nn.Module):
             self.frequencies[rope] = freq, size
             angle_TE = position_T[:, None].float() * freq
             angle_TE = angle_TE.repeat(1, 2)
-            cos_TE = scaled(angle_TE.cos(), size).to(dtype)
-            sin_TE = scaled(angle_TE.sin(), size).to(dtype)
-            turns[rope] = cos_TE, sin_TE, scale
             if isinstance(rope, Yarn) and rope.llama_4_scaling_beta:
                 contexts_T = (position_T / rope.original_max_position_embeddings).floor()
                 growth_T = 1 + rope.llama_4_scaling_beta * (1 + contexts_T).log()
-                turns[rope] = cos_TE, sin_TE, growth_T[:, None, None].to(dtype)
+                scale = growth_T[:, None, None].to(dtype)
+            turns[rope] = (angle_TE.cos() * size).to(dtype), (angle_TE.sin() * size).to(dtype), scale
         return turns
 
     def compile_passes(self) -> None:
@@ -470,7 +442,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     query_S, prefix_S = torch.tensor([queries, prefixes], device=device)[:, :, None]
     keys_S = query_S + prefix_S
     first_S, first_key_S = segments.start_2S[:, members, None]
-    longest_prefix, longest = max(prefixes), max(queries) + max(prefixes)
+    longest_prefix = max(prefixes)
     place_M = torch.arange(max(queries), device=device)
     place_L = torch.arange(-longest_prefix, len(place_M), device=device)
     query_SM = first_S + torch.minimum(place_M, query_S - 1)
@@ -483,11 +455,10 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     @cache
     def mask(window: int | None) -> Tensor | None:
         """Mark the keys that a query sees. None: all up to its own, and nothing is padded before these."""
-        far = window is not None and window < longest
-        if not longest_prefix and not far:
+        if not longest_prefix and (window is None or window >= len(place_M)):
             return None
-        near_ML = (back_ML >= 0) & (back_ML < window) if far else back_ML >= 0
-        return (real_SL[:, None] & near_ML)[:, None]
+        seen_SML = real_SL[:, None] & (back_ML >= 0) & (back_ML < (window or math.inf))
+        return seen_SML[:, None]
 
     real_SM = place_M < query_S
     real_Q = real_SM.flatten().nonzero()[:, 0]

@@ -213,16 +213,16 @@ class Cache:
         longest = self.longest
         own = int(used_S.max()) + 1
         column = torch.arange(max(longest, own), device=self.device)
-        of_prompt = column[:longest] < self.length_S[:, None]
-        of_slot = column[:own] <= used_S[:, None]
-        seen = torch.cat([of_prompt, of_slot], dim=1)
+        position_S = self.length_S + used_S
+        # How far a key is behind the new token; -1: it is none.
+        of_prompt = position_S[:, None] - column[:longest]
+        of_prompt = of_prompt.where(column[:longest] < self.length_S[:, None], -1)
+        of_slot = used_S[:, None] - column[:own]
+        back = torch.cat([of_prompt, of_slot], dim=1)
         bias_of = {}
         for window in set(self.model.shape.windows):
-            if window is not None:  # keys by how far they are behind the new token
-                back_of_prompt = self.length_S[:, None] + used_S[:, None] - column[:longest]
-                back_of_slot = used_S[:, None] - column[:own]
-                near = torch.cat([back_of_prompt, back_of_slot], dim=1) < window
-            bias = torch.where(seen if window is None else seen & near, 0.0, -torch.inf)
+            seen = (back >= 0) & (back < (window or torch.inf))
+            bias = torch.where(seen, 0.0, -torch.inf)
             bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=self.device)
 
@@ -247,7 +247,7 @@ class Cache:
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = self.model.hidden(token_S, self.length_S + used_S, attend)
+        hidden_SD = self.model.hidden(token_S, position_S, attend)
         return self.model.logits(hidden_SD)
 
     def select(self, slots: Tensor) -> None:

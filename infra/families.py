@@ -21,12 +21,15 @@ from settings.loader import (
     Positive,
     PositiveOrZero,
     ZeroToOne,
+    at_least,
     build,
     convert,
     within,
 )
 
+record = dataclass(frozen=True, slots=True, kw_only=True)
 Dtype = Literal["float32", "bfloat16", "float16"]
+FULL, SLIDING = "full_attention", "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
 
 
@@ -38,7 +41,7 @@ ACTIVATIONS = {  # hidden_act -> function within the MLP
 
 # ---- rotary embeddings, in the names of config.json
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Rope:
     """A rotary embedding; the kinds below stretch its long waves."""
 
@@ -46,28 +49,28 @@ class Rope:
     partial_rotary_factor: ZeroToOne = 1.0  # share of a head that turns
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Linear(Rope):
-    factor: Positive
-    original_max_position_embeddings: Count  # without effect here
+    factor: Annotated[float, at_least(1)]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Llama3(Linear):
     low_freq_factor: Positive
     high_freq_factor: Positive
+    original_max_position_embeddings: Count
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Yarn(Linear):
     """YaRN (arXiv:2309.00071)."""
 
+    original_max_position_embeddings: Count
     beta_fast: Positive = 32.0
     beta_slow: Positive = 1.0
     attention_factor: Positive | None = None
-    mscale: PositiveOrZero | None = None
-    mscale_all_dim: PositiveOrZero | None = None
-    truncate: bool = True
+    mscale: Positive | None = None
+    mscale_all_dim: Positive | None = None
     llama_4_scaling_beta: PositiveOrZero = 0.0      # queries grow with the log of their position (Ministral)
     max_position_embeddings: Count | None = None    # Ministral repeats it here
 
@@ -77,7 +80,7 @@ ROPES = {"default": Rope, "linear": Linear, "llama3": Llama3, "yarn": Yarn}
 
 # ---- config.json
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Common:
     """The settings of config.json that every family reads, in Hugging Face's names."""
 
@@ -99,7 +102,7 @@ class Common:
     dtype: Dtype | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class ConfigFile(Common):
     """The settings of config.json; of these a family reads the ones in the `settings` of its row."""
 
@@ -108,17 +111,13 @@ class ConfigFile(Common):
     use_sliding_window: bool | None = None
     sliding_window: Count | None = None
     max_window_layers: CountOrZero = 0
-    sliding_window_pattern: Count = 1
+    sliding_window_pattern: Count | None = None
     layer_types: list[LayerType] | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count | None = None
     partial_rotary_factor: ZeroToOne = 1.0
     rope_local_base_freq: Positive | None = None  # of layers with a window
     query_pre_attn_scalar: Positive | None = None
-    attention_multiplier: Positive | None = None
-    embedding_multiplier: Positive = 1.0
-    residual_multiplier: Positive = 1.0
-    logits_scaling: Positive = 1.0
 
 
 # Settings that change no log-prob, or that transformers does not read either.
@@ -144,7 +143,7 @@ HARMLESS = {  # settings that change nothing at these values; at null none does
 
 # ---- the table
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@record
 class Family:
     """The properties of a family; the defaults are Llama's."""
 
@@ -157,36 +156,30 @@ class Family:
     qkv_bias: bool | None = None    # None: as attention_bias says
     out_bias: bool | None = None
     fused_mlp: bool = False         # gate_up_proj in place of gate_proj and up_proj
-    neighbours: bool = False        # the rotary embedding turns numbers 2i and 2i + 1, not i and i + E/2
+    # The rotary embedding turns numbers 2i and 2i + 1, of a part of the head, not i and i + E/2.
+    neighbours: bool = False
     rooted: bool = False            # embeddings are multiplied by the root of hidden_size
     theta: float = 10_000.0         # rope_theta if config.json has none
     # Layers with a window have a rope of their own, with this theta. None: all layers have one rope.
     local_theta: float | None = None
-    # (config, layer, whether it has a rope) -> whether it has a window, if layer_types does not say it
-    slides: Callable[[ConfigFile, int, bool], bool] = lambda said, layer, turns: False
+    # Without layer_types: all layers but every nth have a window. 1: none has.
+    full_every: int = 1
 
 
 BIAS = {"attention_bias": False}
+NEVER = 10**9
 WINDOW = {"sliding_window": 4096, "layer_types": None}
 QWEN_WINDOW = WINDOW | {"use_sliding_window": False, "max_window_layers": 28}
 BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
 
 
-def behind_the_first(said: ConfigFile, layer: int, turns: bool) -> bool:
-    return layer >= said.max_window_layers
-
-
-def all_but_every_nth(said: ConfigFile, layer: int, turns: bool) -> bool:
-    return (layer + 1) % said.sliding_window_pattern != 0
-
-
 FAMILIES = {  # model_type -> its properties
     "llama": Family(settings=BIAS),
-    "qwen2": Family(settings=QWEN_WINDOW, qkv_bias=True, out_bias=False, slides=behind_the_first),
-    "qwen3": Family(settings=BIAS | QWEN_WINDOW, qk_norm="head", slides=behind_the_first),
+    "qwen2": Family(settings=QWEN_WINDOW, qkv_bias=True, out_bias=False, full_every=NEVER),
+    "qwen3": Family(settings=BIAS | QWEN_WINDOW, qk_norm="head", full_every=NEVER),
     "mistral": Family(
         settings={"sliding_window": 4096, "num_key_value_heads": 8},
-        slides=lambda said, layer, turns: True,
+        full_every=NEVER,
     ),
     "smollm3": Family(
         settings=BIAS | WINDOW | {
@@ -198,20 +191,20 @@ FAMILIES = {  # model_type -> its properties
             "tie_word_embeddings": True,
         },
         theta=2e6,
-        slides=lambda said, layer, turns: not turns,
+        full_every=NEVER,
     ),
     "olmo2": Family(settings=BIAS, norms=BEHIND, qk_norm="all heads"),
     "olmo3": Family(
-        settings=BIAS | WINDOW | {"sliding_window_pattern": 4},
+        settings=BIAS | WINDOW,
         norms=BEHIND,
         qk_norm="all heads",
         theta=5e5,
         local_theta=5e5,
-        slides=all_but_every_nth,
+        full_every=4,
     ),
     "gemma3_text": Family(
         settings=BIAS | WINDOW | {
-            "sliding_window_pattern": 6,
+            "sliding_window_pattern": None,
             "hidden_activation": "gelu_pytorch_tanh",
             "rope_local_base_freq": None,
             "query_pre_attn_scalar": 256,
@@ -226,7 +219,7 @@ FAMILIES = {  # model_type -> its properties
         rooted=True,
         theta=1e6,
         local_theta=1e4,
-        slides=all_but_every_nth,
+        full_every=6,
     ),
     "glm4": Family(
         settings={
@@ -243,20 +236,14 @@ FAMILIES = {  # model_type -> its properties
     ),
     "ministral3": Family(
         settings={"sliding_window": None, "head_dim": 128, "num_key_value_heads": 8},
-        slides=lambda said, layer, turns: True,
+        full_every=NEVER,
     ),
-    "granite": Family(settings=BIAS | {
-        "attention_multiplier": 1.0,
-        "embedding_multiplier": 1.0,
-        "residual_multiplier": 1.0,
-        "logits_scaling": 1.0,
-    }),
 }
 
 
 # ---- a decoder's shape
 
-@dataclass(frozen=True, slots=True)
+@record
 class Shape:
     """The numbers that the decoder computes with."""
 
@@ -279,8 +266,6 @@ class Shape:
     windows: tuple[int | None, ...]   # of each layer: so many tokens, itself included, are seen
     embedding_scale: float
     query_scale: float    # of queries, beside the usual 1 / root of head_dim
-    residual_scale: float
-    logit_scale: float
     dtype: torch.dtype    # of the weights on disk; exports keep it
 
 
@@ -291,7 +276,7 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
         raise ConfigError(f"model_type={SHORT.repr(kind)} is not supported, only {', '.join(FAMILIES)}; "
-                          f"\"An architecture of yours\" in docs/running.md says how to add one")
+                          "\"An architecture of yours\" in docs/running.md says how to add one")
     read = family.settings.keys() | {f.name for f in fields(Common)}
     for name, value in raw.items():
         known = name in read or name in NEVER_READ
@@ -303,9 +288,6 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
     heads = said.num_attention_heads
     kv_heads = said.num_key_value_heads or heads
     head_dim = said.head_dim or said.hidden_size // heads
-    scale = (head_dim / (said.query_pre_attn_scalar or head_dim)) ** 0.5
-    if said.attention_multiplier:
-        scale = said.attention_multiplier * head_dim ** 0.5
     shape = Shape(
         family=family,
         vocab_size=said.vocab_size,
@@ -323,10 +305,8 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
         activation=said.hidden_activation or said.hidden_act,
         max_positions=said.max_position_embeddings,
         **read_layers(said, family),
-        embedding_scale=said.embedding_multiplier * (said.hidden_size ** 0.5 if family.rooted else 1),
-        query_scale=scale,
-        residual_scale=said.residual_multiplier,
-        logit_scale=1 / said.logits_scaling,
+        embedding_scale=said.hidden_size ** 0.5 if family.rooted else 1,
+        query_scale=(head_dim / (said.query_pre_attn_scalar or head_dim)) ** 0.5,
         dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"),
     )
     require_computable(shape)
@@ -336,12 +316,11 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
 def require_computable(shape: Shape) -> None:
     """Raise ConfigError for numbers that the decoder cannot compute with."""
     head_dim = shape.head_dim
-    shares = {rope.partial_rotary_factor for rope in shape.ropes if rope}
+    share = min((rope.partial_rotary_factor for rope in shape.ropes if rope), default=1)
     unsupported = {
         f"hidden_act={shape.activation!r}": shape.activation not in ACTIVATIONS,
         f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
-        f"partial_rotary_factor={min(shares, default=1)}": any(head_dim * share % 2 for share in shares) or (
-            "partial_rotary_factor" not in shape.family.settings and min(shares, default=1) < 1),
+        f"partial_rotary_factor={share}": head_dim * share % 2 or (share < 1 and not shape.family.neighbours),
         f"num_attention_heads={shape.heads}, no multiple of num_key_value_heads={shape.kv_heads},":
             shape.heads % shape.kv_heads,
     }
@@ -353,49 +332,42 @@ def require_computable(shape: Shape) -> None:
 def read_layers(said: ConfigFile, family: Family) -> dict[str, tuple]:
     """Return the rope and the window of each layer."""
     layers = range(said.num_hidden_layers)
-    every = said.no_rope_layer_interval
+    every, pattern = said.no_rope_layer_interval, said.sliding_window_pattern or family.full_every
     turns = said.no_rope_layers or [not every or (layer + 1) % every for layer in layers]
-    types = said.layer_types
-    if types is None:
-        slides = [family.slides(said, layer, bool(turn)) for layer, turn in enumerate(turns)]
-        types = ["sliding_attention" if sliding else "full_attention" for sliding in slides]
-    for name, listed in (("no_rope_layers", turns), ("layer_types", types)):
-        if len(listed) < len(layers):
-            raise ConfigError(f"{name} has {len(listed)} of {len(layers)} layers")
+    types = said.layer_types or [
+        SLIDING if layer >= said.max_window_layers and (layer + 1) % pattern and not (every and turn) else FULL
+        for layer, turn in enumerate(turns)]
+    if min(len(turns), len(types)) < len(layers):
+        raise ConfigError(f"no_rope_layers or layer_types has fewer than {len(layers)} entries")
     window = said.sliding_window
     if "use_sliding_window" in family.settings and not said.use_sliding_window:
         window = None
     ropes = read_ropes(said, family)
-    by_layer = list(zip(layers, types, turns, strict=False))
     return {
-        "ropes": tuple(ropes[kind] if turn else None for _, kind, turn in by_layer),
-        "windows": tuple(window if kind == "sliding_attention" else None for _, kind, _ in by_layer),
+        "ropes": tuple(ropes[types[layer]] if turns[layer] else None for layer in layers),
+        "windows": tuple(window if types[layer] == SLIDING else None for layer in layers),
     }
 
 
 def read_ropes(said: ConfigFile, family: Family) -> dict[str, Rope]:
     """Return the rope of each type of layer."""
     theta = said.rope_theta or family.theta
-    scaling, parts = said.rope_scaling or {}, said.rope_parameters or {}
+    scaling, given = said.rope_scaling or {}, said.rope_parameters or {}
     if family.local_theta is None:
-        rope = read_rope(scaling or parts, theta, said)
-        return {"full_attention": rope, "sliding_attention": rope}
-    parts = convert(parts, dict[LayerType, dict[str, Any] | None], "rope_parameters")
-    full, local = (parts.get(kind) or {} for kind in ("full_attention", "sliding_attention"))
+        rope = read_rope(scaling or given, theta, said)
+        return {FULL: rope, SLIDING: rope}
+    parts = {FULL: {}, SLIDING: {}} | convert(given, dict[LayerType, dict[str, Any]], "rope_parameters")
     local_theta = said.rope_local_base_freq or family.local_theta
     return {
-        "full_attention": read_rope(full | scaling, theta, said),
-        "sliding_attention": read_rope(local, local_theta, said),
+        FULL: read_rope(parts[FULL] | scaling, theta, said),
+        SLIDING: read_rope(parts[SLIDING], local_theta, said),
     }
 
 
 def read_rope(given: dict[str, Any], theta: float, said: ConfigFile) -> Rope:
-    given = {name: value for name, value in given.items() if value is not None}
+    given = {"rope_theta": theta, "partial_rotary_factor": said.partial_rotary_factor} | given
     kind = given.pop("type", "default")
     kind = given.pop("rope_type", kind)
     if str(kind) not in ROPES:
         raise ConfigError(f"rope_type={SHORT.repr(kind)} is not supported, only {', '.join(ROPES)}")
-    section = ROPES[kind]
-    if section is not Rope:
-        given.setdefault("original_max_position_embeddings", said.max_position_embeddings)
-    return build(section, {"rope_theta": theta, "partial_rotary_factor": said.partial_rotary_factor} | given)
+    return build(ROPES[kind], given)

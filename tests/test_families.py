@@ -44,9 +44,7 @@ CASES = {  # settings of config.json, in the layout of published folders; all th
         **YARN, "rope_theta": 1e6, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
         "llama_4_scaling_beta": 0.1}},
     "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, "type": "yarn", "beta_fast": 8}},
-    "qwen2-yarn": {"model_type": "qwen2", "rope_scaling": {**YARN, "truncate": False}},
-    "granite": {"attention_multiplier": 0.2, "embedding_multiplier": 6.0, "residual_multiplier": 0.3,
-                "logits_scaling": 4.0},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_scaling": {**YARN, "beta_slow": 0.5}},
 }
 
 
@@ -152,7 +150,8 @@ def test_two_ranks_have_the_gradient_of_one_and_so_have_recomputed_blocks(name, 
     ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
     ("mistral", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
     ("mistral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
-    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers has 2 of 4 layers"),
+    ("mistral", {"rope_scaling": {**YARN, "truncate": False}}, "unknown key 'truncate'"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers or layer_types has fewer than 4 entries"),
     ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3 is not supported"),
 ])
 def test_a_setting_that_is_not_computed_is_named(model_type, change, message, tmp_path):

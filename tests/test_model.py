@@ -328,7 +328,7 @@ def edit(folder, **changes):
     ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
     ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\]='chunked_attention' must be one of"),
-    ({"layer_types": ["full_attention"]}, "layer_types has 1 of 2 layers"),
+    ({"layer_types": ["full_attention"]}, "layer_types has fewer than 2 entries"),
     ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not supported for model_type=qwen2"),
     ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
     ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
