@@ -76,8 +76,8 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 
 
 def rotate_neighbours(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
-    """Rotate the first numbers of each head alone; plane i is (x[2i], x[2i + 1]). The planes come apart first:
-    they do so in queries and keys, so no score changes."""
+    """Rotate the first numbers of each head alone; plane i is (x[2i], x[2i + 1]). The numbers change places
+    first: they do so in queries and keys, so no score changes."""
     width = cos_TE.shape[-1]
     planes_THE = x_THE[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
     return torch.cat([rotate(planes_THE, cos_TE, sin_TE), x_THE[..., width:]], dim=-1)

@@ -1,4 +1,4 @@
-"""Say how model families differ: FAMILIES has a row for each model_type, and the decoder is built by its row.
+"""Say how model families differ: families.yaml has a row for each model_type, by which the decoder is built.
 
 All rows compute the same blocks: attention and an MLP, each between norms or behind one. `shape_of` reads a
 config.json as transformers does: a setting that is left out has the family's default, a setting that is
@@ -8,6 +8,7 @@ neither read nor known to change no result stops the run.
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from functools import partial
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
@@ -24,6 +25,7 @@ from settings.loader import (
     at_least,
     build,
     convert,
+    read,
     within,
 )
 
@@ -108,7 +110,7 @@ class ConfigFile(Common):
 
     attention_bias: bool | None = None
     hidden_activation: str | None = None
-    use_sliding_window: bool | None = None
+    use_sliding_window: bool | None = True
     sliding_window: Count | None = None
     max_window_layers: CountOrZero = 0
     sliding_window_pattern: Count | None = None
@@ -120,27 +122,6 @@ class ConfigFile(Common):
     query_pre_attn_scalar: Positive | None = None
 
 
-# Settings that change no log-prob, or that transformers does not read either.
-NEVER_READ = """
-    _name_or_path _sliding_window_pattern architectures bos_token_id cache_implementation do_sample
-    eos_token_id id2label initializer_range is_llama_config label2id max_length max_window_layers model_type
-    output_attentions output_hidden_states pad_token_id pretraining_tp problem_type return_dict temperature
-    top_k top_p torchscript transformers.js_config transformers_version unsloth_fixed unsloth_version
-    use_cache
-""".split()
-HARMLESS = {  # settings that change nothing at these values; at null none does
-    "attention_bias": False,
-    "attention_dropout": 0,
-    "chunk_size_feed_forward": 0,
-    "is_encoder_decoder": False,
-    "mlp_bias": False,
-    "rope_interleaved": False,
-    "use_bidirectional_attention": False,
-    "use_mrope": False,
-    "use_sliding_window": False,
-}
-
-
 # ---- the table
 
 @record
@@ -150,7 +131,8 @@ class Family:
     # Settings that it reads besides those that all families read -> value if config.json leaves them out.
     settings: dict[str, Any] = field(default_factory=dict)
     # Names of four norms: before and behind attention, before and behind the MLP.
-    norms: tuple[str | None, ...] = ("input_layernorm", None, "post_attention_layernorm", None)
+    norms: list[str | None] = field(
+        default_factory=lambda: ["input_layernorm", None, "post_attention_layernorm", None])
     one_plus: bool = False      # a norm multiplies by 1 + weight
     qk_norm: Literal["head", "all heads"] | None = None  # RMSNorm over these numbers of query and key
     qkv_bias: bool | None = None    # None: as attention_bias says
@@ -166,79 +148,9 @@ class Family:
     full_every: int = 1
 
 
-BIAS = {"attention_bias": False}
-NEVER = 10**9
-WINDOW = {"sliding_window": 4096, "layer_types": None}
-QWEN_WINDOW = WINDOW | {"use_sliding_window": False, "max_window_layers": 28}
-BEHIND = (None, "post_attention_layernorm", None, "post_feedforward_layernorm")
-
-
-FAMILIES = {  # model_type -> its properties
-    "llama": Family(settings=BIAS),
-    "qwen2": Family(settings=QWEN_WINDOW, qkv_bias=True, out_bias=False, full_every=NEVER),
-    "qwen3": Family(settings=BIAS | QWEN_WINDOW, qk_norm="head", full_every=NEVER),
-    "mistral": Family(
-        settings={"sliding_window": 4096, "num_key_value_heads": 8},
-        full_every=NEVER,
-    ),
-    "smollm3": Family(
-        settings=BIAS | WINDOW | {
-            "sliding_window": None,
-            "use_sliding_window": False,
-            "no_rope_layers": None,
-            "no_rope_layer_interval": 4,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-        },
-        theta=2e6,
-        full_every=NEVER,
-    ),
-    "olmo2": Family(settings=BIAS, norms=BEHIND, qk_norm="all heads"),
-    "olmo3": Family(
-        settings=BIAS | WINDOW,
-        norms=BEHIND,
-        qk_norm="all heads",
-        theta=5e5,
-        local_theta=5e5,
-        full_every=4,
-    ),
-    "gemma3_text": Family(
-        settings=BIAS | WINDOW | {
-            "sliding_window_pattern": None,
-            "hidden_activation": "gelu_pytorch_tanh",
-            "rope_local_base_freq": None,
-            "query_pre_attn_scalar": 256,
-            "head_dim": 256,
-            "num_key_value_heads": 4,
-            "tie_word_embeddings": True,
-        },
-        norms=("input_layernorm", "post_attention_layernorm",
-               "pre_feedforward_layernorm", "post_feedforward_layernorm"),
-        one_plus=True,
-        qk_norm="head",
-        rooted=True,
-        theta=1e6,
-        local_theta=1e4,
-        full_every=6,
-    ),
-    "glm4": Family(
-        settings={
-            "attention_bias": True,
-            "partial_rotary_factor": 0.5,
-            "head_dim": 128,
-            "num_key_value_heads": 2,
-        },
-        norms=("input_layernorm", "post_self_attn_layernorm",
-               "post_attention_layernorm", "post_mlp_layernorm"),
-        out_bias=False,
-        fused_mlp=True,
-        neighbours=True,
-    ),
-    "ministral3": Family(
-        settings={"sliding_window": None, "head_dim": 128, "num_key_value_heads": 8},
-        full_every=NEVER,
-    ),
-}
+TABLE = read(Path(__file__).with_suffix(".yaml"))
+HARMLESS = TABLE["harmless"]
+FAMILIES = {name: build(Family, row, f"{name}.") for name, row in TABLE["families"].items()}
 
 
 # ---- a decoder's shape
@@ -277,13 +189,13 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
     if family is None:
         raise ConfigError(f"model_type={SHORT.repr(kind)} is not supported, only {', '.join(FAMILIES)}; "
                           "\"An architecture of yours\" in docs/running.md says how to add one")
-    read = family.settings.keys() | {f.name for f in fields(Common)}
+    own = family.settings.keys() | {f.name for f in fields(Common)}
     for name, value in raw.items():
-        known = name in read or name in NEVER_READ
-        if not known and value is not None and value != HARMLESS.get(name):
+        known = name in own or HARMLESS.get(name, shape_of) in (None, value)
+        if not known and value is not None:
             raise ConfigError(f"{name}={SHORT.repr(value)} is not supported for model_type={kind}; if it "
                               "changes no log-prob, delete it there")
-    given = family.settings | {name: raw[name] for name in read if name in raw}
+    given = family.settings | {name: raw[name] for name in own if name in raw}
     said = build(ConfigFile, given)
     heads = said.num_attention_heads
     kv_heads = said.num_key_value_heads or heads
@@ -334,14 +246,13 @@ def read_layers(said: ConfigFile, family: Family) -> dict[str, tuple]:
     layers = range(said.num_hidden_layers)
     every, pattern = said.no_rope_layer_interval, said.sliding_window_pattern or family.full_every
     turns = said.no_rope_layers or [not every or (layer + 1) % every for layer in layers]
+    first = said.max_window_layers
     types = said.layer_types or [
-        SLIDING if layer >= said.max_window_layers and (layer + 1) % pattern and not (every and turn) else FULL
+        SLIDING if layer >= first and (layer + 1) % pattern and not (every and turn) else FULL
         for layer, turn in enumerate(turns)]
     if min(len(turns), len(types)) < len(layers):
         raise ConfigError(f"no_rope_layers or layer_types has fewer than {len(layers)} entries")
-    window = said.sliding_window
-    if "use_sliding_window" in family.settings and not said.use_sliding_window:
-        window = None
+    window = said.sliding_window if said.use_sliding_window else None
     ropes = read_ropes(said, family)
     return {
         "ropes": tuple(ropes[types[layer]] if turns[layer] else None for layer in layers),

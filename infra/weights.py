@@ -64,13 +64,18 @@ def read_section(section: type, raw: dict, path: Path) -> Any:
 
 def is_tied(folder: Path) -> bool:
     """Tell whether the weights have no head of their own, if config.json does not say it."""
-    if not any((folder / name).is_file() for name in WEIGHT_FILES):
-        return False
-    names: set[str] = set()
+    stored = any((folder / name).is_file() for name in WEIGHT_FILES)
+    return stored and "lm_head.weight" not in read_sizes(folder)
+
+
+def read_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the sizes of all tensors, from the headers of the files."""
+    sizes = {}
     for path in weight_files(folder):
         with open_tensors(path) as file:
-            names |= {*file.keys()}
-    return "lm_head.weight" not in names
+            for name in file.keys():  # noqa: SIM118
+                sizes[name] = tuple(file.get_slice(name).get_shape())
+    return sizes
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
@@ -101,12 +106,7 @@ class Index:
 def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
-    shape = read_shape(folder)
-    sizes = {}
-    for path in weight_files(folder):
-        with open_tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                sizes[name] = tuple(file.get_slice(name).get_shape())
+    shape, sizes = read_shape(folder), read_sizes(folder)
     layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
     first = "model.layers.0."
     expected = {
