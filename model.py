@@ -21,15 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infra.families import ACTIVATIONS, Linear, Llama3, Rope, Shape, Yarn
+from infra.families import Linear, Llama3, Rope, Shape, Yarn
 from infra.weights import hf_name, load_weights, read_shape
 from records import Segments
 
 # (layer, q_THE, k_THE, v_THE, window) -> out_THE. A token sees the last `window` tokens, itself included, by
 # position; without a window all.
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
-# cos_TE and sin_TE of a layer's rotary embedding, and a factor of its queries; None: they stay as they are.
-Turn = tuple[Tensor | None, Tensor | None, Tensor | float | None]
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}  # by hidden_act
 # Selective recomputation keeps the results of these operations, which take most of a block's time.
 KEPT_PRODUCTS = {
     "mm",
@@ -56,12 +55,12 @@ def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
         low, high = rope.low_freq_factor, rope.high_freq_factor
         kept = ((turns - low) / (high - low)).clamp(0, 1)
     elif isinstance(rope, Yarn):
-        log_lengths = [math.log(rope.original_max_position_embeddings / (2 * math.pi * turns))
-                       for turns in (rope.beta_fast, rope.beta_slow)]
-        low, high = (width * length / (2 * math.log(rope.rope_theta)) for length in log_lengths)
+        length = rope.original_max_position_embeddings / (2 * math.pi)
+        # The planes that turn so often within the old context.
+        low, high = (width / 2 * math.log(length / turns, rope.rope_theta)
+                     for turns in (rope.beta_fast, rope.beta_slow))
         low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
         kept = 1 - ((plane_E / 2 - low) / (high - low or 0.001)).clamp(0, 1)
-        # How much attention is sharpened.
         growth, both = 0.1 * math.log(rope.factor), rope.mscale and rope.mscale_all_dim
         above, below = (rope.mscale, rope.mscale_all_dim) if both else (1, 0)
         size = rope.attention_factor or (above * growth + 1) / (below * growth + 1)
@@ -120,7 +119,7 @@ class Attention(nn.Module):
             self.k_norm = NormOverHeads(key, eps=shape.norm_eps)
         self.rotate = rotate_neighbours if shape.family.neighbours else rotate
 
-    def forward(self, x_TD: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
         cos_TE, sin_TE, scale = turn
         by_head = -1, self.head_dim
         q_THE = self.q_proj(x_TD).unflatten(-1, by_head)
@@ -172,12 +171,12 @@ class Block(nn.Module):
             if name:
                 self.add_module(name, module)
 
-    def forward(self, x_TD: Tensor, turn: Turn, attend: Attend) -> Tensor:
+    def forward(self, x_TD: Tensor, turn: tuple, attend: Attend) -> Tensor:
         q_THE, k_THE, v_THE = self.before(x_TD, turn)
         attended_THE = attend(self.layer, q_THE, k_THE, v_THE, self.window)
         return self.after(x_TD, attended_THE)
 
-    def before(self, x_TD: Tensor, turn: Turn) -> tuple[Tensor, Tensor, Tensor]:
+    def before(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn(self.norms[0](x_TD), turn)
 
     def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
@@ -221,9 +220,8 @@ class Decoder(nn.Module):
         self.norm = make_norm(shape, shape.hidden_size)
         if not shape.tied:
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        ropes = dict.fromkeys(shape.ropes)
         # Not buffers: a cast of the model must not round them.
-        self.frequencies = {rope: rope_frequencies(rope, shape.head_dim) for rope in ropes if rope}
+        self.frequencies = {rope: rope_frequencies(rope, shape.head_dim) for rope in shape.ropes if rope}
 
     @property
     def head_VD(self) -> Tensor:
@@ -262,8 +260,8 @@ class Decoder(nn.Module):
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
         x_TD = self.embed_tokens(ids_T)
-        if self.shape.embedding_scale != 1:  # rounded as the embedding is
-            x_TD = x_TD * torch.tensor(self.shape.embedding_scale, dtype=x_TD.dtype, device="cpu")
+        if self.shape.family.rooted:  # rounded as the embedding is
+            x_TD = x_TD * torch.tensor(self.shape.hidden_size ** 0.5, dtype=x_TD.dtype)
         turns = self.turns(position_T, x_TD.dtype)
         kind = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
         call_block = BLOCK_CALLS[kind]
@@ -271,19 +269,19 @@ class Decoder(nn.Module):
             x_TD = call_block(block, x_TD, turns[self.shape.ropes[block.layer]], attend)
         return self.norm(x_TD)
 
-    def turns(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, Turn]:
-        """Compute how each rope turns queries and keys at these positions."""
-        scale = None if self.shape.query_scale == 1 else self.shape.query_scale
-        turns: dict[Rope | None, Turn] = {None: (None, None, scale)}
+    def turns(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, tuple]:
+        """Compute how each rope turns queries and keys at these positions: cos_TE, sin_TE and a factor of
+        queries. None: they stay as they are."""
+        scale = self.shape.query_scale
+        turns = {None: (None, None, scale)}
         for rope, (freq, size) in self.frequencies.items():
             freq = freq.to(position_T.device)
             self.frequencies[rope] = freq, size
             angle_TE = position_T[:, None].float() * freq
             angle_TE = angle_TE.repeat(1, 2)
             if isinstance(rope, Yarn) and rope.llama_4_scaling_beta:
-                contexts_T = (position_T / rope.original_max_position_embeddings).floor()
-                growth_T = 1 + rope.llama_4_scaling_beta * (1 + contexts_T).log()
-                scale = growth_T[:, None, None].to(dtype)
+                contexts_T11 = (position_T[:, None, None] / rope.original_max_position_embeddings).floor()
+                scale = (1 + rope.llama_4_scaling_beta * (1 + contexts_T11).log()).to(dtype)
             turns[rope] = (angle_TE.cos() * size).to(dtype), (angle_TE.sin() * size).to(dtype), scale
         return turns
 

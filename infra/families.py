@@ -7,12 +7,10 @@ neither read nor known to change no result stops the run.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-import torch.nn.functional as F
 
 from config import ConfigError
 from settings.loader import (
@@ -33,12 +31,7 @@ record = dataclass(frozen=True, slots=True, kw_only=True)
 Dtype = Literal["float32", "bfloat16", "float16"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
-
-
-ACTIVATIONS = {  # hidden_act -> function within the MLP
-    "silu": F.silu,
-    "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh"),
-}
+Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 
 # ---- rotary embeddings, in the names of config.json
@@ -96,7 +89,7 @@ class Common:
     num_key_value_heads: Count | None = None
     head_dim: Count | None = None
     tie_word_embeddings: bool | None = None
-    hidden_act: str = "silu"
+    hidden_act: Activation = "silu"
     rope_theta: Positive | None = None
     rope_scaling: dict[str, Any] | None = None
     rope_parameters: dict[str, Any] | None = None  # transformers 5 has theta and scaling in here
@@ -109,7 +102,7 @@ class ConfigFile(Common):
     """The settings of config.json; of these a family reads the ones in the `settings` of its row."""
 
     attention_bias: bool | None = None
-    hidden_activation: str | None = None
+    hidden_activation: Activation | None = None
     use_sliding_window: bool | None = True
     sliding_window: Count | None = None
     max_window_layers: CountOrZero = 0
@@ -117,7 +110,7 @@ class ConfigFile(Common):
     layer_types: list[LayerType] | None = None
     no_rope_layers: list[int] | None = None
     no_rope_layer_interval: Count | None = None
-    partial_rotary_factor: ZeroToOne = 1.0
+    partial_rotary_factor: Positive = 1.0
     rope_local_base_freq: Positive | None = None  # of layers with a window
     query_pre_attn_scalar: Positive | None = None
 
@@ -172,12 +165,11 @@ class Shape:
     qkv_bias: bool
     out_bias: bool
     qk_norm: str | None   # Family.qk_norm
-    activation: str       # a key of ACTIVATIONS
+    activation: str       # a key of model.ACTIVATIONS
     max_positions: int
     ropes: tuple[Rope | None, ...]    # of each layer
     windows: tuple[int | None, ...]   # of each layer: so many tokens, itself included, are seen
-    embedding_scale: float
-    query_scale: float    # of queries, beside the usual 1 / root of head_dim
+    query_scale: float | None   # a factor of queries, beside the usual 1 / root of head_dim
     dtype: torch.dtype    # of the weights on disk; exports keep it
 
 
@@ -217,8 +209,7 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
         activation=said.hidden_activation or said.hidden_act,
         max_positions=said.max_position_embeddings,
         **read_layers(said, family),
-        embedding_scale=said.hidden_size ** 0.5 if family.rooted else 1,
-        query_scale=(head_dim / (said.query_pre_attn_scalar or head_dim)) ** 0.5,
+        query_scale=said.query_pre_attn_scalar and (head_dim / said.query_pre_attn_scalar) ** 0.5,
         dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"),
     )
     require_computable(shape)
@@ -230,7 +221,6 @@ def require_computable(shape: Shape) -> None:
     head_dim = shape.head_dim
     share = min((rope.partial_rotary_factor for rope in shape.ropes if rope), default=1)
     unsupported = {
-        f"hidden_act={shape.activation!r}": shape.activation not in ACTIVATIONS,
         f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
         f"partial_rotary_factor={share}": head_dim * share % 2 or (share < 1 and not shape.family.neighbours),
         f"num_attention_heads={shape.heads}, no multiple of num_key_value_heads={shape.kv_heads},":
@@ -262,23 +252,19 @@ def read_layers(said: ConfigFile, family: Family) -> dict[str, tuple]:
 
 def read_ropes(said: ConfigFile, family: Family) -> dict[str, Rope]:
     """Return the rope of each type of layer."""
-    theta = said.rope_theta or family.theta
     scaling, given = said.rope_scaling or {}, said.rope_parameters or {}
     if family.local_theta is None:
-        rope = read_rope(scaling or given, theta, said)
-        return {FULL: rope, SLIDING: rope}
-    parts = {FULL: {}, SLIDING: {}} | convert(given, dict[LayerType, dict[str, Any]], "rope_parameters")
-    local_theta = said.rope_local_base_freq or family.local_theta
-    return {
-        FULL: read_rope(parts[FULL] | scaling, theta, said),
-        SLIDING: read_rope(parts[SLIDING], local_theta, said),
-    }
-
-
-def read_rope(given: dict[str, Any], theta: float, said: ConfigFile) -> Rope:
-    given = {"rope_theta": theta, "partial_rotary_factor": said.partial_rotary_factor} | given
-    kind = given.pop("type", "default")
-    kind = given.pop("rope_type", kind)
-    if str(kind) not in ROPES:
-        raise ConfigError(f"rope_type={SHORT.repr(kind)} is not supported, only {', '.join(ROPES)}")
-    return build(ROPES[kind], given)
+        given = dict.fromkeys((FULL, SLIDING), scaling or given)
+    given = {FULL: {}, SLIDING: {}} | convert(given, dict[LayerType, dict[str, Any]], "rope_parameters")
+    given[FULL] = given[FULL] | scaling
+    theta = said.rope_theta or family.theta
+    thetas = {FULL: theta, SLIDING: said.rope_local_base_freq or family.local_theta or theta}
+    ropes = {}
+    for layers, own in given.items():
+        own = {"rope_theta": thetas[layers], "partial_rotary_factor": said.partial_rotary_factor} | own
+        kind = own.pop("type", "default")
+        kind = own.pop("rope_type", kind)
+        if str(kind) not in ROPES:
+            raise ConfigError(f"rope_type={SHORT.repr(kind)} is not supported, only {', '.join(ROPES)}")
+        ropes[layers] = build(ROPES[kind], own)
+    return ropes

@@ -326,7 +326,7 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' must be one of silu, gelu_pytorch_tanh"),
     ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\]='chunked_attention' must be one of"),
     ({"layer_types": ["full_attention"]}, "layer_types has fewer than 2 entries"),
     ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not supported for model_type=qwen2"),
