@@ -447,17 +447,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     key_place_SL = (place_L + prefix_S).clamp(min=0)
     key_place_SL = torch.minimum(key_place_SL, keys_S - 1)
     key_SL = segments.key_K[first_key_S + key_place_SL]
-    back_ML = place_M[:, None] - place_L  # how far a key is behind a query
-    real_SL = place_L >= -prefix_S
-
-    @cache
-    def mask(window: int | None) -> Tensor | None:
-        """Mark the keys that a query sees. None: all up to its own, and nothing is padded before these."""
-        if not longest_prefix and (window is None or window >= len(place_M)):
-            return None
-        seen_SML = real_SL[:, None] & (back_ML >= 0) & (back_ML < (window or math.inf))
-        return seen_SML[:, None]
-
+    seen = cache(partial(mark_seen, place_M, place_L, place_L >= -prefix_S))
     real_SM = place_M < query_S
     real_Q = real_SM.flatten().nonzero()[:, 0]
 
@@ -466,7 +456,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
         return padded.unflatten(0, index_SL.shape).transpose(1, 2)
 
     def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-        seen_SML = mask(window)
+        seen_SML = seen(window)
         out = F.scaled_dot_product_attention(
             pad(q, query_SM),
             pad(k, key_SL),
@@ -479,6 +469,15 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
         return out.index_select(0, real_Q)
 
     return query_SM.flatten()[real_Q], attend
+
+
+def mark_seen(place_M: Tensor, place_L: Tensor, real_SL: Tensor, window: int | None) -> Tensor | None:
+    """Mark the keys that each query of a padded batch sees. None: all up to its own, without a prefix."""
+    if len(place_M) == len(place_L) and (window is None or window >= len(place_M)):
+        return None
+    back_ML = place_M[:, None] - place_L  # how far a key is behind a query
+    seen_SML = real_SL[:, None] & (back_ML >= 0) & (back_ML < (window or math.inf))
+    return seen_SML[:, None]
 
 
 def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
