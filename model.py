@@ -85,6 +85,9 @@ def rotate_neighbours(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
 class OnePlusNorm(nn.RMSNorm):
     """RMSNorm that multiplies by 1 + weight, rounded once."""
 
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
     def forward(self, x: Tensor) -> Tensor:
         weight = 1 + at_least_float32(self.weight)
         return F.rms_norm(at_least_float32(x), self.normalized_shape, weight, self.eps).to(x.dtype)

@@ -165,6 +165,10 @@ def block_bytes(given: Pass) -> int:
         stages += (norms(shape) - 2) * stages // 3
         per_token = stages * D + 4 * query + 4 * inner
         per_key = 4 * key
+    if shape.qk_norm and given.recomputed == "none":  # the inputs of these norms
+        per_token += query + key
+    if shape.family.one_plus and given.recomputed == "none":  # inputs of norms are float32
+        per_token += (norms(shape) * D + query + key) * 2 // given.element
     if given.lora.rank:
         per_token += len(layers) * given.lora.rank  # between the factors of an adapter
     kept = (given.tokens * per_token + given.keys * per_key) * given.element

@@ -30,6 +30,13 @@ MODELS = {
     "qwen2-untied": {"tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3},
+    "gemma3": {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 32,
+               "layer_types": ["sliding_attention", "full_attention"]},
+    "olmo3": {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": 32,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32},
+    "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0]},
 }
 SIZE = {"std": 0.15, "hidden_size": 128, "head_dim": 32}  # vLLM's CPU attention has no narrower heads
 MAX_LEN = 256
