@@ -170,6 +170,34 @@ def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, he
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+def reference_kernel(q, k, v, first_query, first_key, longest_query, longest_key, window_size) -> torch.Tensor:
+    """What the varlen kernels are said to compute: query i of a segment sees the keys from i + shift - window_size[0]
+    to i + shift + window_size[1], with shift = keys - queries; -1 has no end."""
+    outs = []
+    for query, key in zip(first_query.tolist()[:-1], first_key.tolist()[:-1], strict=True):
+        i = first_query.tolist().index(query)
+        queries, keys = (int(first[i + 1] - first[i]) for first in (first_query, first_key))
+        assert queries <= longest_query and keys <= longest_key
+        back_QK = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+        before, behind = window_size
+        seen_QK = (back_QK >= -behind) & (back_QK <= (before if before >= 0 else keys))
+        mine, others, values = (x[start:start + count].transpose(0, 1) for x, start, count in (
+            (q, query, queries), (k, key, keys), (v, key, keys)))
+        out = torch.nn.functional.scaled_dot_product_attention(mine, others, values, seen_QK, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_a_kernel_gets_the_window_that_an_explicit_mask_has(name, window):
+    segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(segments.queries), heads, 8, dtype=torch.float64, generator=generator)
+               for heads in (4, 2, 2))
+    out = decoder.attend_by_kernel(segments, reference_kernel)(0, q, k, v, window)
+    torch.testing.assert_close(out, attention_by_mask(q, k, v, segments, window), rtol=0, atol=1e-12)
+
+
 def test_a_prompt_and_its_completions_by_hand():
     """Prompt 0 1, completions 2 3 and 4: behind the prompt, 4 sees 0 1 4 and neither 2 nor 3."""
     q, v = torch.zeros(5, 1, 8), torch.eye(5)[:, None]
