@@ -234,7 +234,8 @@ class Decoder(nn.Module):
     def quadratic(self) -> float:
         """Compute the cost of attention over a sequence's squared length, in units of one token through all
         linear layers: a query meets half of its sequence on average, with two operations per key and head
-        dimension for the score and two for the value; a weight takes two operations per token.
+        dimension for the score and two for the value; a weight takes two operations per token. Layers with a
+        window are taken as if they had none.
         """
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights

@@ -115,7 +115,7 @@ def product_flop(policy: Decoder, tokens: int, scored: int) -> float:
 
 
 def attention_flop(policy: Decoder, rows: list[Segments]) -> float:
-    """Count the FLOP of causal attention over rows, forward and backward."""
+    """Count the FLOP of causal attention over rows, forward and backward, with no regard to windows."""
     met = 0.0
     for row in rows:
         for queries, keys in zip(row.queries, row.keys, strict=True):

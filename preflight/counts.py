@@ -1,6 +1,7 @@
 """Count the bytes of training from shapes: what lies on a rank, passes of an update, a rollout.
 
-Every count is a table of named parts, which `train.py --fit` prints; their sum has to fit.
+Every count is a table of named parts, which `train.py --fit` prints; their sum has to fit. Layers with a
+window are counted as if they had none: the embedded engine keeps all of their keys, and vLLM may need less.
 """
 
 from dataclasses import dataclass, replace
