@@ -10,6 +10,9 @@ from pathlib import Path
 
 import torch
 import transformers
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
 from conftest import Doubled, make_groups
 
 from infra.weights import hf_name
