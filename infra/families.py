@@ -179,8 +179,9 @@ def shape_of(raw: dict[str, Any], tied: Callable[[], bool]) -> Shape:
     kind = raw.get("model_type")
     family = FAMILIES.get(kind) if isinstance(kind, str) else None
     if family is None:
-        raise ConfigError(f"model_type={SHORT.repr(kind)} is not supported, only {', '.join(FAMILIES)}; "
-                          "\"An architecture of yours\" in docs/running.md says how to add one")
+        raise ConfigError(f"model_type={SHORT.repr(kind)} is not supported; use one of "
+                          f"{', '.join(FAMILIES)}; docs/running.md says how to add one "
+                          "(\"An architecture of yours\")")
     own = family.settings.keys() | {f.name for f in fields(Common)}
     for name, value in raw.items():
         known = name in own or HARMLESS.get(name, shape_of) in (None, value)

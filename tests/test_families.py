@@ -142,7 +142,7 @@ def test_two_ranks_have_the_gradient_of_one_and_so_have_recomputed_blocks(name, 
 
 
 @pytest.mark.parametrize(("model_type", "change", "message"), [
-    ("qwen3_moe", {}, "model_type='qwen3_moe' is not supported, only llama, .*An architecture of yours"),
+    ("qwen3_moe", {}, "model_type='qwen3_moe' is not supported; use one of llama, .*An architecture of yours"),
     ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
     ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
     ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "unknown key 'rope_parameters.rope_theta'"),
