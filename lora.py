@@ -44,8 +44,8 @@ from settings.loader import read_json
 from settings.paths import find_path
 
 ATTENTION_LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"]
-MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-TARGETS = {  # model.lora.targets -> layers of a block
+MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")]
+TARGETS = {  # model.lora.targets -> layers of a block, of which a family has some
     "all": ATTENTION_LAYERS + MLP_LAYERS,
     "attention": ATTENTION_LAYERS,
     "mlp": MLP_LAYERS,
@@ -119,8 +119,10 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
+        layers = dict(block.named_modules())
         for name in TARGETS[settings.targets]:
-            block.set_submodule(name, Adapted(block.get_submodule(name), settings, wide))
+            if name in layers:
+                block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 
 def load_with_adapters(model: Decoder, cfg: Config, source: Path) -> None:
@@ -233,7 +235,7 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
     said = PLAIN_PEFT | {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "target_modules": [name.rpartition(".")[2] for name in TARGETS[settings.targets]],
+        "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in find_adapters(model))),
         "task_type": "CAUSAL_LM",
         "lora_dropout": 0.0,
         "inference_mode": True,
