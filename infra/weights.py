@@ -194,8 +194,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     weights = dict(named_weights(model))
     expected = {name: tuple(p.shape) for name, p in weights.items()}
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
-        frequency = tensors.pop(name).float()
-        if frequency.shape != model.frequency.shape or not torch.allclose(frequency, model.frequency.cpu()):
+        stored = tensors.pop(name).float()
+        ours = [freq.cpu() for freq, _ in model.frequencies.values()]
+        if not any(freq.shape == stored.shape and torch.allclose(freq, stored) for freq in ours):
             raise ConfigError(f"{folder}: {name} has other rotary frequencies than config.json implies; mend "
                               "rope_theta or rope_scaling there")
     stored = {name: tuple(t.shape) for name, t in tensors.items()}
