@@ -75,6 +75,7 @@ OTHERS = {
                              "rollout.until=full", "pack.window=32", "pack.budget=3400")),
     "dppo-completions": ("dppo", (COMPLETIONS,)),
     "dppo-prompts": ("dppo", (PROMPTS,)),
+    "pps-keep1-of-8": ("pps", ("prune.completions={kind: pps, keep: 1, scope: batch, by_cost: true}",)),
     "pps-prompts": ("pps", ("prune.prompts={kind: pps, share: 0.5}",)),
     "pods": ("cppo", ("prune.completions={kind: pods, keep: 2}", "loss.denominator=kept")),
     "nat": ("grpo", ("prune.tokens={kind: prefix, whole: 0.5}",)),
