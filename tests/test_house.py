@@ -5,7 +5,6 @@ these tests; `make lint` and CI run them.
 import ast
 import io
 import re
-import runpy
 import subprocess
 import sys
 import tokenize
@@ -173,10 +172,9 @@ def test_the_page_of_settings_is_what_the_code_says_and_says_something_of_each()
         for kind in get_args(get_type_hints(section).get("kind"))}
 
 
-def test_the_picture_of_the_loop_is_what_its_script_draws():
-    drawn = runpy.run_path(str(ROOT / "assets" / "draw_loop.py"))["svg"]()
+def test_the_picture_of_the_loop_names_files_that_there_are():
+    drawn = (ROOT / "assets" / "loop.svg").read_text(encoding="utf-8")
     ElementTree.fromstring(drawn)  # raises where it is no XML
-    assert (ROOT / "assets" / "loop.svg").read_text(encoding="utf-8") == drawn, "python assets/draw_loop.py"
     files = set(re.findall(r"\w+\.py", drawn))
     assert files == {"history.py", "rollout.py", "reward.py", "advantage.py", "prune.py", "pack.py", "loss.py"}
     assert files <= {path.name for path in FILES.values()}
