@@ -37,8 +37,8 @@ from infra.lines import append, blame_file, read_log, replace, rewrite_log
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
-# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
 SILENT = 5  # steps without any signal that are warned of, once
+# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
 COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
