@@ -10,6 +10,7 @@ import transformers
 from conftest import TOY, load, toy_config, write_tiny
 from safetensors.torch import load_file, save_file
 
+import config
 import learner as programs
 import train
 from collect import Sampler
@@ -161,8 +162,7 @@ def test_a_date_is_there_if_it_is_set(tmp_path):
 def formats(read: Tokenizer, text: str) -> float:
     ids = read.encode([text])[0]
     group = Group(Prompt("a", (1,), ""), (Sample(ids, [0.0] * len(ids), True),) * 2)
-    cfg = toy_config(Path("unused"))
-    rewards = Sampler(None, read, cfg.rollout, Reward(accuracy=0, format=1), 0, graded=False).score([group])
+    rewards = Sampler(None, read, config.load("grpo_toy.yaml").rollout, Reward(accuracy=0, format=1), 0, graded=False).score([group])
     return rewards.components["format"][0, 0].item()
 
 
