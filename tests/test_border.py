@@ -162,7 +162,8 @@ def test_a_date_is_there_if_it_is_set(tmp_path):
 def formats(read: Tokenizer, text: str) -> float:
     ids = read.encode([text])[0]
     group = Group(Prompt("a", (1,), ""), (Sample(ids, [0.0] * len(ids), True),) * 2)
-    rewards = Sampler(None, read, config.load("grpo_toy.yaml").rollout, Reward(accuracy=0, format=1), 0, graded=False).score([group])
+    settings, reward = config.load("grpo_toy.yaml").rollout, Reward(accuracy=0, format=1)
+    rewards = Sampler(None, read, settings, reward, 0, graded=False).score([group])
     return rewards.components["format"][0, 0].item()
 
 
