@@ -13,6 +13,7 @@ import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
 from config import ConfigError, Data
 from infra.weights import read_shape
@@ -38,14 +39,17 @@ class Tokenizer:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
-        # The file may ask for both, as its last user did; ids are to depend on text and vocabulary alone.
+        # The file may ask for all three, as its last user did; ids are to depend on text and vocabulary alone.
         self.rust.no_truncation()
         self.rust.no_padding()
+        if isinstance(self.rust.model, BPE):
+            self.rust.model.dropout = None
         require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
         older = folder / "special_tokens_map.json"
         if older.is_file():
             settings = read_json(older) | settings
+        self.rust.encode_special_tokens = settings.get("split_special_tokens") is True
         self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
         self.special = {}  # name -> text, for templates
         for key, value in settings.items():

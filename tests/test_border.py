@@ -65,6 +65,7 @@ ASKED = {
     "truncation": {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
     "padding": {"padding": {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
                             "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+    "dropout": {"model": json.loads((TOY / "tokenizer.json").read_text())["model"] | {"dropout": 0.9}},
     "BOS": {"post_processor": begins_and_ends("<|endoftext|>", None)},
     "BOS and EOS": {"post_processor": begins_and_ends("<|endoftext|>", "<|im_end|>")},
 }
@@ -76,12 +77,18 @@ def test_ids_of_a_chat_are_a_function_of_text_and_vocabulary(asked, tmp_path):
     assert ours(folder, TALK) == theirs(folder, TALK) == ours(TOY, TALK)
 
 
-@pytest.mark.parametrize(("asked", "before"), [("truncation", []), ("padding", []), ("BOS", [0]), ("BOS and EOS", [0])])
+@pytest.mark.parametrize(("asked", "before"), [
+    ("truncation", []), ("padding", []), ("dropout", []), ("BOS", [0]), ("BOS and EOS", [0])])
 def test_a_plain_prompt_begins_once_and_does_not_end(asked, before, tmp_path):
     folder = folder_with(tmp_path / "model", tokenizer=ASKED[asked])
     bare = ours(TOY, TALK[:1], prompt="Q: {question}\nA:")
     assert ours(folder, TALK[:1], prompt="Q: {question}\nA:") == before + bare
     assert ours(folder, TALK[:1], prompt="<|endoftext|>Q: {question}\nA:") == [0, *bare]
+
+
+def test_special_tokens_of_a_text_are_split_where_the_config_says_so(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"split_special_tokens": True})
+    assert ours(folder, TALK) == theirs(folder, TALK) != ours(TOY, TALK)
 
 
 def test_tokens_that_only_the_config_has_are_added_as_in_transformers(tmp_path):
