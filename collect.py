@@ -163,6 +163,12 @@ def informative_groups(rolled: Rolled) -> Tensor:
     return ~flat_groups(rolled.rewards.compared_NG)
 
 
+def rank_informative(rolled: Rolled) -> list[int]:
+    """List the informative groups by their numbers: first those that have waited (rollout.max_age)."""
+    informative = informative_groups(rolled).nonzero()[:, 0].tolist()
+    return sorted(informative, key=lambda n: -rolled.kept[n].age)
+
+
 def missing_tokens(batch: Batch, budget: int) -> int:
     """Count the tokens that the trained completions, with their prompts, leave of the budget."""
     for n, g in batch.trained_NG.nonzero().tolist():
@@ -245,12 +251,20 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
     refilled = selection.prune.prompts.kind in REFILLING
     if selection.rollout.until == "informative":
         refilled = True
-        informative_N = informative_groups(rolled).nonzero()[:, 0]
-        chosen = informative_N[:selection.rollout.prompts_per_step].tolist()
+        chosen = rank_informative(rolled)[:selection.rollout.prompts_per_step]
     if refilled:
         return chosen, list(range(len(chosen))), len(chosen)
-    places = [place for place, draw in enumerate(rolled.draws) if draw.kept]
-    return chosen, places, len(rolled.draws)
+    chosen, places, offered = [], [], 0
+    numbered = enumerate(rolled.groups)
+    for draw in rolled.draws:
+        if draw.kept:
+            n, group = next(numbered)
+            if selection.rollout.in_flight > 1 and group.samples[0].pending:
+                continue  # a later step is offered it
+            chosen.append(n)
+            places.append(offered)
+        offered += 1
+    return chosen, places, offered
 
 
 def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> None:

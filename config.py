@@ -86,7 +86,15 @@ class Rollout:
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
-    window: int | None = None      # new tokens of a completion per step, more in the next (T-PPO); null: all
+    # New tokens of a completion at a time; null: all. A step is one window and trains on it (T-PPO), or with
+    # in_flight as many as it takes until N groups are whole.
+    window: int | None = None
+    # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
+    # the proof of unbiased pruning
+    in_flight: Annotated[float, at_least(1)] = 1.0
+    # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
+    # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
+    max_age: Count | None = None
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
@@ -178,7 +186,9 @@ class Loss:
     entropy: PositiveOrZero = 0.0  # weight of a bonus, the mean entropy over all tokens
     likelihood: PositiveOrZero = 0.0  # weight of -log pi of correct completions; VAPO has 0.1
     old_logp: Literal["recompute", "engine"] = "recompute"  # source of the ratio's denominator
-    tis_cap: Annotated[float, at_least(1)] | None = None  # weigh tokens by min(pi_old / pi_engine, cap)
+    # Weigh tokens by min(pi_old / pi_engine, cap); with old_logp: engine it bounds the trust region's ratio.
+    # pi_engine is the policy that drew the token, also if that was in an earlier step
+    tis_cap: Annotated[float, at_least(1)] | None = None
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
     mask_ratio: Annotated[float, settings.above(1)] | None = None
 
@@ -187,6 +197,8 @@ class Loss:
 class Update:
     epochs: Count = 1              # passes over each rollout
     minibatches: int = 1           # optimizer steps per pass, each on whole groups
+    # the learning rate times sqrt(ESS / n), the ratios' effective share of a step's n completions (VCPO)
+    rate_by_ess: bool = False
 
 
 @dataclass(frozen=True, slots=True)

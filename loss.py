@@ -147,6 +147,7 @@ class RowLoss:
     factor_C: Tensor         # multiplies each token's term (`weigh`); ones without
     f_C: Tensor              # the trust region's
     k3_C: Tensor | None      # None without a KL
+    logp_C: Tensor           # of the policy in this pass, in nats
 
 
 def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
@@ -154,6 +155,7 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     """Compute one row's term of the loss: sum_t w_t (-f_t A_t logp_t + beta k3_t) - likelihood_t logp_t
     - bonus_t H_t, with the entropies H if there is a bonus.
 
+    loss.old_logp=engine: the ratio is to the policy that drew each token, and tis_cap bounds it.
     loss.kl_corrected: k3 times the ratio and its gradient, which is r (logp - ref) grad logp: over samples of
     the old policy its mean is the KL's gradient.
     """
@@ -162,6 +164,8 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     if factor_C is None:
         factor_C = torch.ones_like(logp_C.detach())
     f_C = TRUST[loss.trust.kind](LogProbs(logp_C, old_C, adv_C, row.segment_C), loss.trust)
+    if loss.tis_cap and loss.old_logp == "engine":
+        f_C = f_C.clamp(max=loss.tis_cap)
     weight_C = row.weight_C * factor_C
     pull_C = weight_C * f_C * adv_C
     if row.likelihood_C is not None:
@@ -170,10 +174,11 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     if row.bonus_C is not None:
         total = total - (row.bonus_C * factor_C * entropy_C).sum()
     if not loss.kl:
-        return RowLoss(total, factor_C, f_C, None)
+        return RowLoss(total, factor_C, f_C, None, logp_C.detach())
     k3_C = k3(logp_C, prepared.ref_logp_C)
     ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
-    return RowLoss(total + loss.kl * (weight_C * ratio_C * k3_C).sum(), factor_C, f_C, k3_C.detach())
+    total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
+    return RowLoss(total, factor_C, f_C, k3_C.detach(), logp_C.detach())
 
 
 def needs_extra_pass(loss: Loss) -> bool:
@@ -187,7 +192,7 @@ def needs_extra_pass(loss: Loss) -> bool:
 
 def has_token_weights(loss: Loss) -> bool:
     """Tell whether `weigh` has something to do."""
-    return loss.tis_cap is not None or loss.mask_ratio is not None
+    return loss.old_logp == "recompute" and (loss.tis_cap is not None or loss.mask_ratio is not None)
 
 
 def weigh(rows: Sequence[Row], logp: Sequence[Tensor], entropy: Sequence[Tensor | None], loss: Loss,

@@ -52,12 +52,13 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     ended = [s for s in samples if not s.pending]
     tokens = sum(s.fresh for s in samples)
     offered = batch.offered * weight_NG.shape[1]
+    ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     metrics = {
         "rollout/rounds": len(rolled.sizes),
-        "rollout/prompts": len(rolled.groups),
+        "rollout/prompts": sum(draw.age == 0 for draw in rolled.kept),
         "rollout/tokens": tokens,
         "rollout/pending": len(samples) - len(ended),
-        "rollout/unscored": int(reward_NG.isnan().sum()),
+        "rollout/unscored": int((reward_NG.isnan() & ended_NG).sum()),
         "prune/skipped": len(rolled.draws) - len(rolled.groups),
         "prune/offered": offered - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
@@ -69,16 +70,16 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
         metrics["prune/weight_max"] = weight_NG.max().item()
         metrics["prune/ess"] = ess.item()
     metrics |= vote_metrics(rolled.groups)
-    if samples:
-        nats = sum(sum(s.logp[s.start:]) for s in samples)
+    if tokens:
+        nats = sum(sum(s.logp[s.start + s.old:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens
+    metrics |= age_metrics(batch)
     comparable_N = has_comparison(reward_NG)
     if comparable_N.any() and reward_NG.shape[1] > 1:
         flat_N = flat_groups(reward_NG[comparable_N])
         metrics["advantage/flat_groups"] = flat_N.double().mean().item()
     if not ended:
         return metrics
-    ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     components = rolled.rewards.components | {"mean": reward_NG}
     for name, value_NG in components.items():
         value = value_NG[ended_NG].nanmean().item()
@@ -90,6 +91,20 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     metrics["rollout/length"] = sum(s.length for s in ended) / len(ended)
     metrics["rollout/truncated"] = sum(not s.finished for s in ended) / len(ended)
     return metrics
+
+
+def age_metrics(batch: Batch) -> dict[str, float]:
+    """Compute the ages of the groups trained on, and their share of tokens by older policies; nothing if none
+    is older than the step."""
+    ages = [draw.age for draw in batch.draws]
+    if not any(ages):
+        return {}
+    samples = [s for group in batch.groups for s in group.samples]
+    return {
+        "age/mean": sum(ages) / len(ages),
+        "age/most": max(ages),
+        "age/old_tokens": sum(s.old for s in samples) / sum(s.length - s.start for s in samples),
+    }
 
 
 VOTES = {  # field of a Vote -> its metric
@@ -120,7 +135,7 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "rounds": number of groups in each round, "prompts": [...]}, each prompt with "id",
-    "epoch", "prob", "weight", and "copy" if its PromptDraw's is not 0.
+    "epoch", "prob", "weight", and its PromptDraw's "copy" and "age" if they are not 0.
     A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
     for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
     has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G].
@@ -141,8 +156,7 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     prompts = []
     for draw in rolled.draws:
         line = {"id": draw.prompt.id, "epoch": draw.epoch, "prob": draw.prob, "weight": draw.weight}
-        if draw.copy:
-            line["copy"] = draw.copy
+        line |= {name: value for name, value in (("copy", draw.copy), ("age", draw.age)) if value}
         if draw.kept:
             group, values = next(rolled_out)
             line[name] = []

@@ -66,7 +66,8 @@ class PromptDraw:
     epoch: int
     prob: float = 1.0     # of being rolled out
     weight: float = 1.0   # of its whole group: 1 / prob if pruning is unbiased, else 1; 0 if skipped
-    copy: int = 0         # which of the prompt's completions; each is a group of its own with rollout.window
+    copy: int = 0         # which of the prompt's completions, if each is a group of its own (T-PPO)
+    age: int = 0          # steps since it was drawn, if its group goes on or waits (rollout.max_age)
 
     @property
     def kept(self) -> bool:
@@ -80,8 +81,9 @@ class Sample:
     ids: Sequence[int]     # sampled tokens, with the EOS, or all that a stop text lies in, when `finished`
     logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]), nats, at the sampling temperature, before top-p
     finished: bool         # True: ended by an EOS or a stop. False: cut at rollout.max_new_tokens, or pending
-    start: int = 0         # tokens sampled in earlier steps, which were trained on there (rollout.window)
-    pending: bool = False  # cut at rollout.window, to go on in the next step
+    start: int = 0         # tokens sampled in earlier steps, which were trained on there (T-PPO)
+    pending: bool = False  # it has no reward yet: it, or another one of its group, goes on in the next step
+    old: int = 0           # tokens sampled in earlier steps, by older policies, and not trained on there
 
     def __post_init__(self):
         # Flat, as they travel and are packed: lists of Python's numbers take five times the room and time.
@@ -98,7 +100,7 @@ class Sample:
     @property
     def fresh(self) -> int:
         """Count the tokens that this step has sampled."""
-        return len(self.ids) - self.start
+        return len(self.ids) - self.start - self.old
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +113,7 @@ class Group:
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
-    """Count the tokens of each completion that this step has sampled, [N, G]; N may be 0."""
+    """Count the tokens of each completion that this step trains on, [N, G]; N may be 0."""
     counts = [[len(sample.ids) - sample.start for sample in group.samples] for group in groups]
     return torch.tensor(counts, dtype=torch.int64).view(-1, G)
 
@@ -246,7 +248,7 @@ class Row:
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
     last_S: Tensor      # place in T of the last token of each completion
     reward_S: Tensor    # of each completion, for a critic; 0 if it goes on
-    pending_S: Tensor   # bool: it goes on in the next step (rollout.window)
+    pending_S: Tensor   # bool: it goes on in the next step (T-PPO)
     length_S: Tensor    # tokens of its completion so far
     members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step

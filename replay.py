@@ -137,7 +137,8 @@ def find_draws(run: Run, line: dict) -> list[PromptDraw]:
         prompt = prompts.get(p["id"])
         if prompt is None:
             raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        draws.append(PromptDraw(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0)))
+        draws.append(PromptDraw(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0),
+                                p.get("age", 0)))
     return draws
 
 

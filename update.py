@@ -16,6 +16,7 @@ from loss import (
     needs_extra_pass,
     residual_advantage,
     row_loss,
+    segment_sum,
     token_weight,
     weigh,
 )
@@ -45,7 +46,7 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
         extra = settings.minibatches > 1 and needs_extra_pass(learner.loss)
         prepared = [prepare_rows(learner, rows, extra) for rows in packed]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
-    sums, norms, pairs = PassSums(learner.pack, learner.policy.quadratic), [], []
+    sums, norms, pairs, rates = PassSums(learner.pack, learner.policy.quadratic), [], [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
@@ -55,13 +56,15 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str,
                 pairs += compared
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
-                norm = optimizer_step(learner.policy, learner.optimizers, rate, learner.optim.clip_norm,
+                share = effective_share(passed) if settings.rate_by_ess else 1.0
+                rates.append(rate * share ** 0.5)
+                norm = optimizer_step(learner.policy, learner.optimizers, rates[-1], learner.optim.clip_norm,
                                       sums.sums["loss"], not_finite)
                 norms.append(norm)
     measured = sums.metrics(len(norms))
     if pairs:
         measured |= preference.pair_metrics(pairs)
-    return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": rate}
+    return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": sum(rates) / len(rates)}
 
 
 def split_prompts(seed: int, step: int, offered: int, count: int) -> list[list[int]]:
@@ -142,6 +145,24 @@ def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedR
         return [add_gradient(learner, given, unmoved) for given in prepared], pairs
     except torch.OutOfMemoryError as error:
         raise out_of_memory([given.row for given in prepared], learner.sequence, error) from None
+
+
+def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
+    """Compute ESS / n = (sum w)^2 / (n sum w^2) of a step's n completions: VCPO (arXiv:2602.17616).
+
+    w is a completion's probability under the policy over that under the policies that drew it. Collective.
+    """
+    count = first = second = 0.0
+    for given, terms in passed:
+        row = given.row
+        if row.counts:
+            gap_S = segment_sum(terms.logp_C - row.sampled_logp_C, row.segment_C)
+            ratio_S = gap_S.double().clamp(-100, 100).exp()
+            count += len(ratio_S)
+            first += float(ratio_S.sum())
+            second += float(ratio_S.square().sum())
+    total = dist.sum_over_ranks({"count": count, "first": first, "second": second})
+    return total["first"] ** 2 / (total["count"] * total["second"]) if total["count"] else 1.0
 
 
 def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tuple[PreparedRow, RowLoss]:

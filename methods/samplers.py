@@ -19,7 +19,7 @@ def choose_sampler(
         history = depo.FilteredHistory(history, source)
     if cfg.labels.kind == "votes":
         sampler = optpo.VotingSampler(sampler, cfg.labels)
-    if cfg.rollout.window:
-        history = window.Pool(history.prompts, history.pruning, history.seed, cfg.rollout.group_size)
+    if cfg.rollout.window or cfg.rollout.max_age:
+        history = window.Pool(history, cfg.rollout)
         sampler = window.WindowSampler(sampler, history)
     return history, sampler

@@ -1,10 +1,20 @@
-"""Sample at most rollout.window new tokens of every completion per step: T-PPO's successive batching
-(arXiv:2506.15050).
+"""Sample completions over several steps: groups that go on (rollout.in_flight), groups that wait
+(rollout.until=informative with max_age), and T-PPO's successive batching (rollout.window, arXiv:2506.15050).
 
-A completion that does not end goes on in the next step, and new prompts take the places of completions that
-have ended; fewer places than a group needs may stay empty. Every completion is a group of its own, since
-completions of a prompt end in different steps. `Pool` replaces the history of prompts, `WindowSampler` the
-sampler; the loop is the same. pack.window is something else: the sequences that packing chooses from.
+Groups that go on: in_flight x N groups are under way. All unfinished completions advance by rollout.window
+tokens at a time until N groups are whole, and these are trained on, the oldest first. The others keep their
+tokens, each with the log-prob of the policy that drew it, and go on in the next step, under the weights that
+the engine has then. A group of age max_age holds the step up until it is whole. Time is counted in tokens, so
+which groups are whole depends neither on the number of ranks nor on the speed of the machine. Every group is
+trained on once. It is off-policy and outside the proof of unbiased pruning: short groups come first, and a
+ratio for each token (loss.tis_cap, loss.old_logp) does not correct for the tokens before it.
+
+T-PPO: a step has one window and trains on its tokens at once. Every completion is then a group of its own,
+and new prompts take the places of completions that have ended; fewer places than a group needs may stay
+empty.
+
+`Pool` replaces the history of prompts, `WindowSampler` the sampler; the loop is the same. pack.window is
+something else: the sequences that packing chooses from.
 """
 
 from dataclasses import dataclass, replace
@@ -12,117 +22,170 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from collect import Sampler
+from collect import Sampler, rank_informative
+from config import Rollout
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample
-from settings.kinds import Prompts
+from records import Group, PromptDraw, Rewards, Rolled, Sample
+
+Begun = tuple[PromptDraw, tuple[Sample, ...]]  # a group that goes on or waits
 
 
 class Pool(PromptHistory):
-    """The history of prompts, and the unfinished completions that go on."""
+    """The history of prompts, and the groups that were begun in earlier steps and not trained on yet."""
 
-    def __init__(
-        self,
-        prompts: list[Prompt],
-        pruning: Prompts,
-        seed: int,
-        group_size: int,
-    ):
-        super().__init__(prompts, pruning, seed, middle=0.0)
+    def __init__(self, history: PromptHistory, sampling: Rollout):
+        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
         self.remembers = True
-        self.group_size = group_size
-        self.unfinished: list[tuple[PromptDraw, Sample]] = []
+        self.adapts = sampling.until == "informative"
+        self.sampling = sampling
+        self.one_by_one = sampling.max_age is None  # T-PPO: a completion is a group of its own
+        self.begun: list[Begun] = []
 
     def draw(self, count: int) -> list[PromptDraw]:
-        """Take the turns of single completions: all that go on, then new prompts while there is room."""
-        room = count * self.group_size - len(self.unfinished)
+        """Take the turns of all groups that were begun, then new prompts while there is room."""
+        copies = self.sampling.group_size if self.one_by_one else 1
+        room = int(self.sampling.in_flight * count) * copies - len(self.begun)
         new = []
-        for draw in super().draw(room // self.group_size):
-            new += [replace(draw, copy=copy) for copy in range(self.group_size)]
-        going_on = [draw for draw, _ in self.unfinished]
+        for draw in super().draw(max(0, room) // copies):
+            new += [replace(draw, copy=copy) for copy in range(copies)]
+        going_on = [draw for draw, _ in self.begun]
         return interleave(going_on, new)
 
     def record(self, rolled: Rolled) -> None:
-        """Keep the completions that go on."""
-        self.unfinished = []
-        for draw, group in zip(rolled.draws, rolled.groups, strict=True):
-            sample, = group.samples
-            if sample.pending:
-                self.unfinished.append((draw, sample))
+        """Keep the groups that go on. The others are remembered if prune.prompts needs them."""
+        self.begun = []
+        for draw, group in zip(rolled.kept, rolled.groups, strict=True):
+            if group.samples[0].pending:
+                self.keep(draw, group)
+        if self.pruning.kind != "none":
+            super().record(rolled)
+
+    def adapt(self, rolled: Rolled) -> None:
+        """Keep the informative groups that a step has left over, as many as max_age steps can train on."""
+        N = self.sampling.prompts_per_step
+        for i, n in enumerate(rank_informative(rolled)[N:]):
+            draw = rolled.kept[n]
+            if draw.age + 1 + i // N <= self.sampling.max_age:
+                self.keep(draw, rolled.groups[n])
+
+    def keep(self, draw: PromptDraw, group: Group) -> None:
+        self.begun.append((replace(draw, age=draw.age + 1), group.samples))
 
     def state(self) -> dict:
         pool = []
-        for draw, sample in self.unfinished:
-            ids = torch.frombuffer(sample.ids, dtype=torch.int32)
-            logp = torch.frombuffer(sample.logp, dtype=torch.float64)
-            pool.append((*completion_key(draw), ids, logp))
+        for draw, samples in self.begun:
+            kept = []
+            for sample in samples:
+                ids = torch.frombuffer(sample.ids, dtype=torch.int32)
+                logp = torch.frombuffer(sample.logp, dtype=torch.float64)
+                kept.append((ids, logp, sample.finished))
+            pool.append((draw.prompt.id, draw.epoch, draw.prob, draw.weight, draw.copy, draw.age, kept))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
         by_id = {prompt.id: prompt for prompt in self.prompts}
-        self.unfinished = []
-        for epoch, prompt_id, copy, ids, logp in state["pool"]:
-            draw = PromptDraw(by_id[prompt_id], epoch, copy=copy)
-            sample = Sample(ids.tolist(), logp.tolist(), finished=False, pending=True)
-            self.unfinished.append((draw, sample))
+        self.begun = []
+        for prompt_id, *turn, kept in state["pool"]:
+            samples = [Sample(ids.tolist(), logp.tolist(), finished) for ids, logp, finished in kept]
+            self.begun.append((PromptDraw(by_id[prompt_id], *turn), tuple(samples)))
 
 
 @dataclass(frozen=True, slots=True)
 class WindowSampler:
-    """Sample the next window of every completion, and score the completions that have ended."""
+    """Sample windows of every completion until a step has enough, and score what goes on no more."""
 
     sampler: Sampler
     pool: Pool
 
     def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        """Go on with the completions of the pool, and begin one for each new turn."""
-        settings = self.sampler.sampling
-        unfinished = {completion_key(draw): sample for draw, sample in self.pool.unfinished}
-        so_far = [unfinished.get(completion_key(draw)) for draw in draws]
-        prompts, seeds, limits = [], [], []
-        for draw, sample in zip(draws, so_far, strict=True):
-            ids = draw.prompt.ids
-            room = settings.max_new_tokens
-            if sample:
-                ids = (*ids, *sample.ids)
-                room -= sample.length
-            prompts.append(ids)
-            seeds.append(window_seed(self.sampler.seed, draw, sample))
-            limits.append(min(settings.window, room))
-        pieces = self.sampler.complete(prompts, seeds, limits)
+        """Go on with the groups of the pool, and begin one for each new draw that is kept."""
+        begun = {turn_key(draw): samples for draw, samples in self.pool.begun}
+        width = 1 if self.pool.one_by_one else self.pool.sampling.group_size
+        kept = [draw for draw in draws if draw.kept]
         groups = []
-        for draw, sample, piece in zip(draws, so_far, pieces, strict=True):
-            whole = append_piece(sample, piece)
-            pending = not whole.finished and whole.length < settings.max_new_tokens
-            groups.append(Group(draw.prompt, (replace(whole, pending=pending),)))
-        return groups
+        for draw in kept:
+            so_far = begun.get(turn_key(draw), ())
+            groups.append([self.carry(sample) for sample in so_far] or [None] * width)
+        leaving = None
+        while leaving is None:
+            self.advance(kept, groups)
+            leaving = self.find_leaving(kept, groups, skipped=len(draws) - len(kept))
+        rolled = []
+        for n, draw in enumerate(kept):
+            samples = [replace(sample, pending=n not in leaving) for sample in groups[n]]
+            rolled.append(Group(draw.prompt, tuple(samples)))
+        return rolled
+
+    def carry(self, sample: Sample) -> Sample:
+        """Mark the tokens of a completion as those of earlier steps."""
+        if self.pool.one_by_one:
+            return replace(sample, start=sample.length, pending=False)
+        return replace(sample, old=sample.length, pending=False)
+
+    def advance(self, draws: list[PromptDraw], groups: list[list[Sample | None]]) -> None:
+        """Sample the next window of every completion that is not whole, in place."""
+        settings = self.pool.sampling
+        places, prompts, seeds, limits = [], [], [], []
+        for n, (draw, samples) in enumerate(zip(draws, groups, strict=True)):
+            for g, sample in enumerate(samples):
+                ids, room = draw.prompt.ids, settings.max_new_tokens
+                if sample:
+                    ids = (*ids, *sample.ids)
+                    room -= sample.length
+                if not (sample and self.is_whole(sample)):
+                    places.append((n, g))
+                    prompts.append(ids)
+                    seeds.append(window_seed(self.sampler.seed, draw, g, sample))
+                    limits.append(min(settings.window or room, room))
+        pieces = self.sampler.complete(prompts, seeds, limits)
+        for (n, g), piece in zip(places, pieces, strict=True):
+            groups[n][g] = append_piece(groups[n][g], piece)
+
+    def is_whole(self, sample: Sample) -> bool:
+        return sample.finished or sample.length >= self.pool.sampling.max_new_tokens
+
+    def find_leaving(self, draws: list[PromptDraw], groups: list[list[Sample]], skipped: int,
+                     ) -> list[int] | None:
+        """Find the groups that leave the pool; None if the step needs another window.
+
+        Prompts that are skipped count among the N that the step is offered.
+        """
+        settings = self.pool.sampling
+        whole = [n for n, samples in enumerate(groups) if all(map(self.is_whole, samples))]
+        if settings.in_flight == 1:  # one window is a step
+            return whole
+        whole.sort(key=lambda n: -draws[n].age)
+        due = {n for n, draw in enumerate(draws) if draw.age >= settings.max_age}
+        needed = max(settings.prompts_per_step - skipped, len(due))
+        return whole[:needed] if len(whole) >= needed and due <= {*whole} else None
 
     def score(self, groups: list[Group]) -> Rewards:
-        """Score the completions that have ended; the others have 0 in every component, and 0 tokens."""
+        """Score the groups that go on no more. In every component the others have 0 in T-PPO, which trains on
+        them too, or else nan, no reward; and 0 tokens."""
         places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
-        ended = [groups[n] for n in places]
-        rewards = self.sampler.score(ended)
+        rewards = self.sampler.score([groups[n] for n in places])
         places_N = torch.tensor(places, dtype=torch.long)
+        width = len(groups[0].samples) if groups else self.pool.sampling.group_size
 
-        def among_all(value_NG: Tensor) -> Tensor:
-            zeros_NG = value_NG.new_zeros(len(groups), 1)
-            return zeros_NG.index_copy(0, places_N, value_NG.view(-1, 1))
+        def among_all(value_NG: Tensor, missing: float) -> Tensor:
+            missing_NG = value_NG.new_full((len(groups), width), missing)
+            return missing_NG.index_copy(0, places_N, value_NG.view(-1, width))
 
-        components = {name: among_all(value_NG) for name, value_NG in rewards.components.items()}
-        tokens_NG = among_all(rewards.tokens_NG)
-        return replace(rewards, components=components, tokens_NG=tokens_NG)
+        missing = 0.0 if self.pool.one_by_one else torch.nan
+        components = {name: among_all(value_NG, missing) for name, value_NG in rewards.components.items()}
+        return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG, 0))
 
 
-def completion_key(draw: PromptDraw) -> tuple[int, str, int]:
-    """Identify the completion of a turn."""
+def turn_key(draw: PromptDraw) -> tuple[int, str, int]:
+    """Identify a group over the steps that it takes."""
     return draw.epoch, draw.prompt.id, draw.copy
 
 
-def window_seed(seed: int, draw: PromptDraw, so_far: Sample | None) -> int:
+def window_seed(seed: int, draw: PromptDraw, g: int, so_far: Sample | None) -> int:
     """Derive the next window's seed; engines always start at the beginning of a seed's stream."""
-    first = sample_seed(seed, *completion_key(draw))
+    first = sample_seed(seed, draw.epoch, draw.prompt.id, draw.copy + g)
     if so_far is None:
         return first
     return seed_for(first, so_far.length)
@@ -134,14 +197,14 @@ def append_piece(so_far: Sample | None, piece: Sample) -> Sample:
         return piece
     ids = so_far.ids + piece.ids
     logp = so_far.logp + piece.logp
-    return Sample(ids, logp, piece.finished, start=so_far.length)
+    return replace(so_far, ids=ids, logp=logp, finished=piece.finished)
 
 
-def interleave(unfinished: list, new: list) -> list:
+def interleave(going_on: list, new: list) -> list:
     """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
     prompts alike."""
     places = []
-    for items in (unfinished, new):
+    for items in (going_on, new):
         for i, item in enumerate(items):
             place = (i + 0.5) / len(items)
             places.append((place, item))

@@ -2,7 +2,7 @@
 
 A rule has the name of a setting, whether its value is allowed, and which values are; config.load raises an
 error for the first broken rule. A choice is written as in a config, "loss.normalize=token or sum", or is
-the name of a setting that is not null, "loss.tis_cap".
+the name of a setting that is not null, "loss.tis_cap"; " without " and another choice may follow.
 """
 
 import re
@@ -24,6 +24,7 @@ ONLY_WITH = {
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
     "rollout.window": ["advantage.bootstrap: nothing is cut"],
+    "rollout.max_age": ["rollout.in_flight: no group may be older than its step"],
     "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
                            "reward.custom_workers"],
     "prune.prompts.estimate=head": ["prune.prompts.lr"],
@@ -69,11 +70,15 @@ REQUIRES = {
     "prune.prompts.kind=bernoulli or pps": [
         ("loss.denominator", "all", "its weights restore the full batch, not a mean over the kept"),
         ("rollout.until", "offered or full", "a prompt that is replaced must not be weighed for too")],
-    "loss.tis_cap": [("loss.old_logp", "recompute", "a ratio to the engine holds the correction already")],
     "loss.mask_ratio": [
         ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
         ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
-    "rollout.window": [
+    "rollout.max_age": [
+        ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
+        ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),
+        ("prune.prompts.kind", "none, bernoulli, pps or rank", "others draw more as a step's groups show"),
+    ],
+    "rollout.window without rollout.max_age": [
         ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
         ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
         ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
@@ -128,6 +133,17 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
     yield ("rollout.window", roll.window is None or 1 <= roll.window <= new,
            f"in 1..{new} (rollout.max_new_tokens), or null")
+    if roll.max_age is not None:
+        going_on, waits = roll.in_flight > 1, roll.until == "informative"
+        yield ("rollout.max_age", going_on != waits, "null, or beside it either rollout.in_flight above 1 "
+               "(groups go on) or rollout.until=informative (groups that are left over wait)")
+        yield ("rollout.window", (roll.window is not None) == going_on,
+               f"in 1..{new} with rollout.in_flight above 1, tokens after which a step looks for whole "
+               "groups, and null with groups that wait")
+        yield ("rollout.in_flight", roll.in_flight <= roll.max_age + 1,
+               f"at most {roll.max_age + 1}, rollout.max_age and 1: a step trains on prompts_per_step groups")
+        yield ("advantage.kind", cfg.advantage.kind != "soft_value",
+               "another kind with rollout.max_age: V* is estimated in one rollout of all prompts")
     yield ("update.minibatches", cfg.update.minibatches >= 1 and N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
     if cfg.advantage.kind == "gae":
@@ -212,9 +228,11 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
 
 def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
-    yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window),
+    yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window and not cfg.rollout.max_age),
            "0 with rollout.window: a step has only the last window of a correct answer")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
+    yield ("loss.tis_cap", loss.tis_cap is None or loss.old_logp == "recompute" or loss.trust.kind != "none",
+           "null with loss.old_logp=engine and loss.trust.kind=none, which has no ratio to cap")
     dual = getattr(loss.trust, "dual", None)
     if dual is not None:
         yield "loss.trust.dual", dual > 1 + loss.trust.high, "above 1 + loss.trust.high, or null"
@@ -222,6 +240,9 @@ def loss_rules(cfg: Any) -> Iterator[Rule]:
 
 def is_chosen(flat: dict[str, Any], choice: str) -> bool:
     """Tell whether a flat config makes a choice."""
+    choice, _, without = choice.partition(" without ")
+    if without and is_chosen(flat, without):
+        return False
     key, named, values = choice.partition("=")
     value = "null" if flat.get(key) is None else str(flat[key])
     return value in re.split(", | or ", values) if named else value != "null"
@@ -239,7 +260,7 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
                 shown = "null" if default is None else default
                 yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
     for choice, requirements in REQUIRES.items():
-        chosen = choice.partition("=")[0]
+        chosen = re.split("[= ]", choice)[0]
         for key, allowed, why in requirements if is_chosen(flat, choice) else ():
             yield key, is_chosen(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
 

@@ -89,6 +89,7 @@ def test_a_value_of_a_wrong_type_or_out_of_bounds_is_answered_with_all_that_is_a
 NAMED = {
     "BERNOULLI": "prune.completions={kind: bernoulli, drop_prob: 0.5}", "PPS": "prune.completions={kind: pps, keep: 2}",
     "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & rollout.window=4",
+    "FLIGHT": "rollout.in_flight=3 & rollout.max_age=2 & rollout.window=4",
     "RANKED": "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}", "GAE": "advantage.kind=gae",
     "ONE": "advantage.kind=soft_value & rollout.group_size=1", "DECOUPLED": "advantage.kind=decoupled",
     "RESIDUAL": "advantage={kind: soft_value, residual: 1e-3}", "INFORMATIVE": "rollout.until=informative",
@@ -127,7 +128,7 @@ NAMED = {
     ("VLLM & model.dtype=float64", "model.dtype=float64 must be auto, float32 or bfloat16 with rollout."),
     ("VLLM & rollout.temperature=0.001", "rollout.temperature=0.001 must be at least 0.01 unless"),
     ("VLLM & eval.temperature=0.005", "eval.temperature=0.005 must be 0 or at least 0.01 unless"),
-    ("loss.old_logp=engine & loss.tis_cap=2", "loss.old_logp=engine must be recompute with loss.tis_cap=2.0: a ratio"),
+    ("loss={old_logp: engine, tis_cap: 2, trust: {kind: none}}", "loss.tis_cap=2.0 must be null with loss.old_logp"),
     ("loss.old_logp=engine & loss.mask_ratio=2", "loss.old_logp=engine must be recompute with loss.mask_ratio=2.0"),
     ("PPS & loss.denominator=kept", "loss.denominator=kept must be all with prune.completions.kind=pps: its weights"),
     ("THINNED & loss.denominator=kept", "loss.denominator=kept must be all with"),
@@ -189,6 +190,21 @@ NAMED = {
     ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with rollout.window=4: an unfinished"),
     ("WINDOW & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with rollout.window=4: a prompt's"),
     ("WINDOW & rollout.until=informative", "rollout.until=informative must be offered with rollout.window"),
+    ("rollout.in_flight=0.5", "rollout.in_flight=0.5 must be at least 1"),
+    ("rollout.in_flight=2", "rollout.in_flight=2.0 must be left out, or 1.0, unless rollout.max_age: no group may"),
+    ("rollout.max_age=0", "rollout.max_age=0 must be at least 1"),
+    ("rollout.max_age=1", "rollout.max_age=1 must be null, or beside it either rollout.in_flight above 1"),
+    ("INFORMATIVE & rollout.max_age=1 & rollout.in_flight=2", "rollout.max_age=1 must be null, or beside it either"),
+    ("rollout.max_age=1 & rollout.in_flight=2", "rollout.window=None must be in 1..8 with rollout.in_flight above 1"),
+    ("INFORMATIVE & rollout.max_age=1 & rollout.window=4", "rollout.window=4 must be in 1..8 with rollout.in_flight"),
+    ("FLIGHT & rollout.max_age=1", "rollout.in_flight=3.0 must be at most 2, rollout.max_age and 1: a step trains"),
+    ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with rollout."),
+    ("FLIGHT & labels.kind=votes", "rollout.window=4 must be null with labels.kind=votes: unfinished answers do not"),
+    ("INFORMATIVE & rollout.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with rollout.max_age=1"),
+    ("FLIGHT & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none, bernoulli, pps or rank with"),
+    ("FLIGHT & prune.prompts.kind=depo", "prune.prompts.kind=depo must be none, bernoulli, pps or rank with"),
+    ("FLIGHT & advantage.kind=soft_value", "advantage.kind=soft_value must be another kind with rollout.max_age: V*"),
+    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with rollout.window: a text that lies across"),
     ("ONE & INFORMATIVE", "rollout.until=informative must be offered or full with rollout.group_size=1: the rewards"),
     ("ONE & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with rollout.group_size=1"),
     ("ONE & BERNOULLI", "prune.completions.kind=bernoulli must be none with rollout.group_size=1: there is nothing"),
@@ -375,6 +391,8 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     words["rollout.group_size"] = ("1",)
     demands = [f"{key}={allowed}" for required in rules.REQUIRES.values() for key, allowed, _ in required]
     for choice in [*rules.ONLY_WITH, *rules.REQUIRES, *demands]:
+        choice, _, without = choice.partition(" without ")
+        assert not without or without in LEAVES
         key, _, values = choice.partition("=")
         null = {"null"} if type(None) in words[key] else set()
         assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice

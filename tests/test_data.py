@@ -12,6 +12,7 @@ import torch
 import transformers
 from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
 
+import config
 import data
 from config import ConfigError
 from history import PromptHistory, epoch_order
@@ -288,9 +289,11 @@ def test_a_history_survives_a_checkpoint():
     remember(history, [1, 1], [0, 1])
     history.draw(4)
     history.explore = (0.3, 0.4)
-    pool, other_pool = (Pool(PROMPTS, AllPrompts(), seed=0, group_size=4) for _ in range(2))
+    sampling = config.Rollout(4, 2, 8, window=2, in_flight=2, max_age=2)
+    pool, other_pool = (Pool(history_of(AllPrompts()), sampling) for _ in range(2))
     pool.draw(1)
-    pool.unfinished = [(PromptDraw(PROMPTS[1], 3, copy=2), Sample((5, 6), (-0.1, -1 / 3), False, pending=True))]
+    pool.begun = [(PromptDraw(PROMPTS[1], 3, 0.5, 2.0, copy=2, age=1),
+                   (Sample((5, 6), (-0.1, -1 / 3), False), Sample((5,), (-0.5,), True)))]
     for saved, loaded in ((history, other), (pool, other_pool)):
         assert vars(loaded) != vars(saved)
         file = io.BytesIO()

@@ -11,6 +11,7 @@ import data
 import learner
 import train
 from collect import Sampler, Selection, choose
+from history import PromptHistory
 from infra import runfolder
 from methods import critic
 from methods.window import Pool, WindowSampler
@@ -79,6 +80,10 @@ def test_the_engine_reads_what_was_begun_with_the_weights_it_has_now(tmp_path):
     assert sum(line["rollout/tokens"] for line in lines) == sum(line["train/tokens"] for line in lines)
 
 
+def pool_of(cfg: config.Config, prompts: list[Prompt]) -> Pool:
+    return Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout)
+
+
 def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
     draws = pool.draw(count)
     groups = sampler.rollout(draws)
@@ -96,17 +101,17 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     task = train.load_task(cfg)
     _, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
     engine.sync(load(TOY, torch.float64))
-    pool = Pool(task.prompts, cfg.prune.prompts, cfg.seed, group_size=1)
+    pool = pool_of(cfg, task.prompts)
     sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0
     while len(ended) < 20:
         rolled = one_round(sampler, pool, 8)
         steps += 1
-        assert len(rolled.groups) == 8 and len(pool.unfinished) == sum(g.samples[0].pending for g in rolled.groups)
+        assert len(rolled.groups) == 8 and len(pool.begun) == sum(g.samples[0].pending for g in rolled.groups)
         assert all(g.samples[0].fresh <= window for g in rolled.groups)
         ended |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
     assert steps >= 3
-    order = [prompt for _, prompt in Pool(task.prompts, cfg.prune.prompts, cfg.seed, 1).coming(pool.place)]
-    assert ended.keys() | {draw.prompt.id for draw, _ in pool.unfinished} == {prompt.id for prompt in order}
+    order = [prompt for _, prompt in pool_of(cfg, task.prompts).coming(pool.place)]
+    assert ended.keys() | {draw.prompt.id for draw, _ in pool.begun} == {prompt.id for prompt in order}
     alone = engine.generate([p.ids for p in order], [0] * len(order), 48, 0.0)
     for prompt, sample in zip(order, alone, strict=True):
         if prompt.id in ended:
@@ -126,8 +131,8 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             self.seeds = seeds
             return [Sample((9,) * limit, (-0.5,) * limit, False) for limit in limits]
 
-    engine, pool, seeds = Endless(), Pool(prompts, cfg.prune.prompts, cfg.seed, group_size=3), []
-    pool.unfinished = [(PromptDraw(prompts[30], 0, copy=1), Sample((9,) * 16, (-1.0,) * 16, False, pending=True))]
+    engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
+    pool.begun = [(PromptDraw(prompts[30], 0, copy=1), (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
     sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):

@@ -301,7 +301,7 @@ def test_ranks_without_work_are_uneven(shape, tokens_packed, expected, monkeypat
         sums.append(PassSums(Pack(capacity=1000), quadratic=0.01))
         for row in (build_row(minibatch, plan) for plan in mine):
             zero_C = torch.zeros_like(row.weight_C)
-            terms = RowLoss(torch.tensor(0.0), factor_C=zero_C, f_C=zero_C, k3_C=None)
+            terms = RowLoss(torch.tensor(0.0), factor_C=zero_C, f_C=zero_C, k3_C=None, logp_C=zero_C)
             sums[-1].add(PreparedRow(row, row.adv_C, None, None), terms, first_pass=True)
     total = {name: sum(float(x.sums[name]) for x in sums) for name in sums[0].sums}
     monkeypatch.setattr(dist, "sum_over_ranks", lambda value: total)
