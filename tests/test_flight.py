@@ -1,6 +1,6 @@
 """Groups that go on over several steps, and those that wait: who is trained on when, and by which ratios."""
 
-import json
+
 from collections import Counter
 from dataclasses import replace
 
@@ -20,6 +20,7 @@ from infra import dist, runfolder
 from methods import samplers
 from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
+from preflight import memory
 from records import Group, Prompt, Rolled, Sample
 
 FLIGHT = ["steps=6", "optim.lr=1e-3", "rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8"]
@@ -141,7 +142,8 @@ def name_of(draw) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("settings", [
-    [], ["rollout.in_flight=1.5", "rollout.max_age=1"], ["rollout.in_flight=4", "rollout.max_age=3", "steps=9"], THINNED])
+    [], ["rollout.in_flight=1.5", "rollout.max_age=1"], ["rollout.in_flight=4", "rollout.max_age=3", "steps=9"],
+    THINNED])
 def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settings, watched, tmp_path):
     cfg = in_flight(tmp_path / "run", *settings)
     train.train(cfg)
@@ -154,7 +156,8 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     assert 0 < max(ages) <= cfg.rollout.max_age
     for batch in watched["batch"]:
         assert all(s.finished or s.length == cfg.rollout.max_new_tokens for g in batch.groups for s in g.samples)
-        assert batch.offered >= N and (batch.offered == N or max(draw.age for draw in batch.draws) == cfg.rollout.max_age)
+        oldest = max(draw.age for draw in batch.draws)
+        assert batch.offered == N or (batch.offered > N and oldest == cfg.rollout.max_age)
     skipped = [sum(not draw.kept for draw in new) for new in watched["new"]]
     assert any(skipped) == (settings == THINNED)
     for batch, missing in zip(watched["batch"], skipped, strict=True):
@@ -162,9 +165,10 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     weighed = {name_of(draw): draw.weight for new in watched["new"] for draw in new}
     assert all(draw.weight == weighed[name_of(draw)] for batch in watched["batch"] for draw in batch.draws)
     lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
-    sampled = sum(line["rollout/tokens"] for line in lines)
-    assert sampled == sum(s.length for batch in watched["batch"] for group in batch.groups for s in group.samples) + sum(
-        s.length for _, samples in watched["pool"].begun for s in samples)
+    whole = [group.samples for batch in watched["batch"] for group in batch.groups]
+    under_way = [samples for _, samples in watched["pool"].begun]
+    lengths = [s.length for samples in whole + under_way for s in samples]
+    assert sum(line["rollout/tokens"] for line in lines) == sum(lengths)
 
 
 def logp_of(policy, group: Group, sample: Sample) -> torch.Tensor:
@@ -179,8 +183,8 @@ def drawn_at(watched: dict, step: int, n: int, g: int) -> list[int]:
     batch, ends = watched["batch"][step], []
     key = name_of(batch.draws[n])
     for rolled in watched["rolled"][:step + 1]:
-        lengths = {name_of(draw): group.samples[g].length for draw, group in zip(rolled.kept, rolled.groups, strict=True)}
-        ends.append(lengths.get(key, 0))
+        pairs = zip(rolled.kept, rolled.groups, strict=True)
+        ends.append({name_of(draw): group.samples[g].length for draw, group in pairs}.get(key, 0))
     return [next(s for s, end in enumerate(ends) if t < end) for t in range(ends[-1])]
 
 
@@ -192,24 +196,25 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         loss, watched, tmp_path):
     """-1/(N G) sum_i 1/|o_i| sum_t f_t A_i grad log pi, with the ratio of every token to the policy that drew it: the
     weights of that step, run over the completion alone."""
-    cfg = in_flight(tmp_path / "run", *loss, "steps=5")
+    cfg = in_flight(tmp_path / "run", *loss, "rollout.in_flight=1.75")
     train.train(cfg)
-    batch, policy = watched["batch"][-1], load(TOY, torch.float64)
-    assert len({draw.age for draw in batch.draws}) > 1 and any(s.old for group in batch.groups for s in group.samples)
+    step = max(step for step, batch in enumerate(watched["batch"]) if len({draw.age for draw in batch.draws}) > 1)
+    batch, policy = watched["batch"][step], load(TOY, torch.float64)
+    assert any(s.old for group in batch.groups for s in group.samples)
     stopped = corrected = 0
-    policy.load_state_dict({name: p for name, p in watched["policy"][-1].items()}, strict=False)
+    policy.load_state_dict(watched["policy"][step], strict=False)
     versions = []
-    for kept in watched["policy"]:
+    for kept in watched["policy"][:step + 1]:
         version = load(TOY, torch.float64).requires_grad_(False)
         version.load_state_dict(kept, strict=False)
         versions.append(version)
     for n, group in enumerate(batch.groups):
         for g, sample in enumerate(group.samples):
-            steps = torch.tensor(drawn_at(watched, len(versions) - 1, n, g))
+            steps = torch.tensor(drawn_at(watched, step, n, g))
             by_version = torch.stack([logp_of(version, group, sample) for version in versions])
             drawn = by_version.gather(0, steps[None])[0]
             torch.testing.assert_close(torch.tensor(list(sample.logp), dtype=torch.float64), drawn, rtol=0, atol=1e-9)
-            assert sample.old == int((steps < len(versions) - 1).sum())
+            assert sample.old == int((steps < step).sum())
             A, logp = batch.adv_NG[n, g], logp_of(policy, group, sample)
             ratio = (logp.detach() - drawn).exp()
             if cfg.loss.old_logp == "recompute":
@@ -228,17 +233,106 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
     assert corrected or cfg.loss.trust.kind == "total_variation"
     assert stopped or cfg.loss.old_logp == "recompute"
     expected = gradients(policy)
-    learner = train.load_models(cfg_with_dtype(cfg), data.Task(TOY, data.Tokenizer(TOY), [], [], []))[0]
+    learner = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, data.Tokenizer(TOY), [], [], []))[0]
     with torch.no_grad():
         for name, p in learner.policy.named_parameters():
-            p.copy_(dist.sharded_like(watched["policy"][-1][name], p))
+            p.copy_(dist.sharded_like(watched["policy"][step][name], p))
     weighed = update.minibatch(learner, batch, list(range(batch.offered)))
     prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
     update.add_gradients(learner, weighed, prepared, unmoved=True)
     for name, ours in gradients(learner.policy).items():
-        torch.testing.assert_close(ours, expected[name], rtol=0, atol=1e-10 * float(expected[name].abs().max()), msg=name)
+        allowed = 1e-10 * float(expected[name].abs().max())
+        torch.testing.assert_close(ours, expected[name], rtol=0, atol=allowed, msg=name)
 
 
-def cfg_with_dtype(cfg: config.Config) -> config.Config:
-    from preflight import memory
-    return memory.resolve_auto(cfg, TOY)
+@pytest.mark.parametrize("settings", [[], THINNED, ["rollout.in_flight=4", "rollout.max_age=3"]])
+def test_ranks_do_not_matter(settings, tmp_path):
+    """1, 2 and 4: the same groups are whole after the same windows, and the parameters are the same."""
+    runs = {}
+    for ranks in (1, 2, 4):
+        cfg = in_flight(tmp_path / f"run{ranks}", "steps=5", "data.eval=null", *settings)
+        runs[ranks] = on_ranks(ranks, tmp_path, trained_unchecked, cfg)[0]
+    decisions = [(tmp_path / f"run{ranks}" / "decisions.jsonl").read_text() for ranks in runs]
+    assert decisions[0] == decisions[1] == decisions[2] and '"age": 1' in decisions[0]
+    alone = step_metrics(tmp_path / "run1")
+    for ranks in (2, 4):
+        assert step_metrics(tmp_path / f"run{ranks}") == pytest.approx(alone, rel=1e-7, abs=1e-9)
+        for name, p in runs[1].items():
+            torch.testing.assert_close(runs[ranks][name], p, rtol=0, atol=1e-9)
+
+
+@pytest.mark.parametrize(("name", "settings"), [
+    ("flight_toy.yaml", FLIGHT), ("flight_toy.yaml", [*FLIGHT, *THINNED, "steps=6"]),
+    ("surplus_toy.yaml", ["steps=6", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4"])])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
+    """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding."""
+    cfg = toy_config(tmp_path / "whole", *settings, "data.eval=null", "checkpoint.every=1", name=name)
+    whole = trained_unchecked(cfg)
+    first = replace(cfg, out=str(tmp_path / "cut"), steps=3)
+    on_ranks(ranks, tmp_path, trained_unchecked, first)
+    saved = torch.load(tmp_path / "cut" / "checkpoints" / "step_000003" / "extra.pt", weights_only=True)
+    assert saved["history"]["pool"]
+    resumed = weights(train.train(replace(first, steps=6), resume="always"))
+    decided = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("whole", "cut")]
+    assert decided[0] == decided[1] and '"age"' in decided[0]
+    for key, p in whole.items():
+        torch.testing.assert_close(resumed[key], p, rtol=0, atol=0 if ranks == 1 else 1e-9)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_kill_9_in_mid_pool_and_the_run_is_the_same_byte_for_byte(ranks, tmp_path):
+    """tests/survive.py, with groups that go on and prompts that are skipped."""
+    more = ["rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8", "loss.tis_cap=2"]
+    survive.finish(tmp_path / "whole", ranks, 6, more)
+    for seconds in (0.1, 1.0, 0.4):
+        process = survive.start(tmp_path / "cut", ranks, 6, more)
+        survive.interrupt(process, tmp_path / "cut", "any", survive.signal.SIGKILL, "all", seconds)
+        process.wait()
+    survive.finish(tmp_path / "cut", ranks, 6, more)
+    assert survive.record(tmp_path / "cut") == survive.record(tmp_path / "whole")
+    decided = (tmp_path / "cut" / "decisions.jsonl").read_text()
+    assert '"age": 1' in decided
+
+
+def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
+    plain, other = (toy_config(tmp_path / str(i), "data.eval=null", *more, name="grpo_toy.yaml")
+                    for i, more in enumerate([[], ["rollout.in_flight=1"]]))
+    assert replace(plain, out="") == replace(other, out="")
+    sampler = samplers.choose_sampler(plain, TOY, PromptHistory([], plain.prune.prompts, 0, 0.5), "sampler")[1]
+    assert sampler == "sampler"
+
+
+# ---- groups that wait
+
+def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(watched, tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=6", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=3",
+                     "data.eval=null", name="surplus_toy.yaml")
+    train.train(cfg)
+    trained = Counter(name_of(draw) for batch in watched["batch"] for draw in batch.draws)
+    assert set(trained.values()) == {1}
+    waited = 0
+    selection = Selection.of(cfg)
+    for step, rolled in enumerate(watched["rolled"]):
+        old = [draw for draw in rolled.kept if draw.age]
+        used = {name_of(draw) for draw in watched["batch"][step].draws}
+        assert all(name_of(draw) in used and draw.age == 1 for draw in old), "one step, and no longer"
+        waited += len(old)
+        if step + 1 < len(watched["rolled"]):
+            informative = [rolled.kept[n] for n in train_informative(rolled)]
+            spare = [name_of(draw) for draw in informative if name_of(draw) not in used]
+            following = [name_of(draw) for draw in watched["rolled"][step + 1].kept if draw.age]
+            assert following == spare[:selection.rollout.prompts_per_step]
+    assert waited
+    lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]
+    assert max(line.get("age/most", 0) for line in lines) == 1
+    assert sum(line["rollout/prompts"] for line in lines) == len({name_of(d) for new in watched["new"] for d in new})
+    fresh = sum(s.length for new in watched["rolled"] for draw, group in zip(new.kept, new.groups, strict=True)
+                for s in group.samples if draw.age == 0)
+    assert sum(line["rollout/tokens"] for line in lines) == fresh
+
+
+def train_informative(rolled: Rolled) -> list[int]:
+    values = rolled.rewards.components["accuracy"].tolist()
+    return [n for n, row in enumerate(values) if len(set(row)) > 1]

@@ -33,10 +33,12 @@ RUNS = {
                                   "prune.completions={kind: topk, keep: 3}", "loss.denominator=kept"]),
     "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
     "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
+    "flight": ("flight_toy.yaml", ["rollout.max_age=2", "optim.lr=1e-3", "data.limit=32"]),
+    "surplus": ("surplus_toy.yaml", ["rollout.prompts_per_step=2", "rollout.oversample=4", "data.limit=32"]),
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
 }
-FAST = ("cppo", "dppo")
+FAST = ("cppo", "dppo", "flight")
 
 
 def run_config(name: str, out: Path, *settings: str) -> config.Config:
@@ -93,7 +95,7 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
         assert text.endswith(": the same bit for bit\n"), text
         again, logged = norms(text)
         assert again == logged > 0
-        if name not in ("dppo", "critic"):  # which take several optimizer steps
+        if name not in ("dppo", "critic", "surplus"):  # which take several optimizer steps
             assert row(text, "the run's")[2] == pytest.approx(logged, rel=1e-4)  # five digits are printed
         # In the groups' lines every completion stands once.
         groups = [p for p in decided[step - 1]["prompts"] if "place" in p]
@@ -102,6 +104,7 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
             str(g) for p in groups for g in range(len(p["completion_weight"])))
     assert contents(folder) == before
     assert name != "dppo" or any(p["weight"] == 0 for line in decided for p in line["prompts"])
+    assert name not in ("flight", "surplus") or any(p.get("age") for p in decided[-1]["prompts"])
     assert name != "rounds" or any(len(line["rounds"]) > 1 for line in decided)
 
 
