@@ -33,7 +33,7 @@ RUNS = {
                                   "prune.completions={kind: topk, keep: 3}", "loss.denominator=kept"]),
     "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
     "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
-    "flight": ("flight_toy.yaml", ["rollout.max_age=2", "optim.lr=1e-3", "data.limit=32"]),
+    "flight": ("flight_toy.yaml", ["seed=3", "rollout.max_age=2", "optim.lr=1e-3", "data.limit=32"]),
     "surplus": ("surplus_toy.yaml", ["rollout.prompts_per_step=2", "rollout.oversample=4", "data.limit=32"]),
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
