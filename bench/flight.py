@@ -8,9 +8,9 @@ predicted  A step of published configs on 8 H100s, at 1, 2 and 4 groups in fligh
            with a share of completions that run into it, as loops do. The engine stays awake through the
            update, so that a sync is a reload. All of that is assumed, and none of it measured.
 measured   Steps of a model of 1M random weights with the embedded engine, at 1, 1.5, 2 and 4 in flight, in
-           turns. Each token ends its completion with the same small probability, so that lengths have a tail:
-           68 in the mean, 256 at most. Random rewards; the update is training's. The first steps fill the
-           pool and are not counted.
+           turns. Lengths are given, from the same kind of distribution: 40 in the mean, and 3% run into the
+           limit of 512. Random rewards; the update is training's. The first steps fill the pool and are not
+           counted.
 
 `slots busy` is the share of an engine's slots that had a token to sample, over the token steps of a rollout.
 Figures are medians over the rounds, with the least and the largest.
@@ -74,6 +74,14 @@ PREDICTED = {1.0: 1, 2.0: 3, 4.0: 8}
 MEASURED = {1.0: 1, 1.5: 3, 2.0: 3, 4.0: 8}
 
 
+def draw_length(case: Case, limit: int, rng: np.random.Generator) -> int:
+    """Draw the tokens of a completion."""
+    if rng.random() < case.runaway:
+        return limit
+    mu = np.log(case.mean) - case.sigma ** 2 / 2
+    return int(min(max(1, round(rng.lognormal(mu, case.sigma))), limit))
+
+
 # ---- predicted
 
 @dataclass
@@ -95,7 +103,7 @@ class TimedSampler:
         pieces, work = [], []
         for ids, limit in zip(prompts, limits, strict=True):
             if len(ids) == 1:  # a prompt: its completion begins
-                self.lengths.append(self.draw_length())
+                self.lengths.append(draw_length(self.case, self.sampling.max_new_tokens, self.rng))
             number = len(self.lengths) - 1 if len(ids) == 1 else ids[1]
             left = self.lengths[number] - (len(ids) - 1)
             made = min(left, limit)
@@ -106,13 +114,6 @@ class TimedSampler:
         self.token_steps += max(part[:, 0].max() for part in engines)
         self.tokens += sum(made for made, _ in work)
         return pieces
-
-    def draw_length(self) -> int:
-        limit = self.sampling.max_new_tokens
-        if self.rng.random() < self.case.runaway:
-            return limit
-        mu = np.log(self.case.mean) - self.case.sigma ** 2 / 2
-        return int(min(max(1, round(self.rng.lognormal(mu, self.case.sigma))), limit))
 
     def decode_seconds(self, part: np.ndarray) -> float:
         """Compute the seconds of one engine: all its sequences decode in lock-step, each until its end."""
@@ -198,6 +199,30 @@ class CountedDecoding(rollout.Decoding):
         super().step(*given)
 
 
+class Tailed:
+    """The embedded engine, with completions of given lengths."""
+
+    case = Case("", 0, 40, 0.5, 0.03)
+
+    def __init__(self, engine: rollout.TorchEngine, limit: int):
+        self.engine, self.limit = engine, limit
+        self.left: dict[tuple[int, ...], int] = {}  # tokens that are missing, by prompt and tokens so far
+        self.rng = np.random.default_rng(0)
+
+    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int], *given: object,
+                 **named: object) -> list[Sample]:
+        left = [self.left.pop(ids, 0) or draw_length(self.case, self.limit, self.rng) for ids in prompts]
+        made = [min(pair) for pair in zip(left, limits, strict=True)]
+        samples = []
+        pieces = self.engine.generate(prompts, seeds, made, *given, **named)
+        for ids, piece, missing in zip(prompts, pieces, left, strict=True):
+            ended = piece.length == missing
+            samples.append(replace(piece, finished=ended))
+            if not ended:
+                self.left[*ids, *piece.ids] = missing - piece.length
+        return samples
+
+
 @dataclass
 class Arm:
     """A run at so many groups in flight, with a pool of its own and the models of all."""
@@ -238,21 +263,22 @@ class Arm:
 
 def arms(folder: Path, window: int, prompts: int) -> list[Arm]:
     """Make the arms, with one learner and one engine for all."""
-    made, learner, engine = [], None, None
+    made, learner, engine, limit = [], None, None, 512
     for in_flight, max_age in MEASURED.items():
         going_on = [f"rollout.in_flight={in_flight}", f"rollout.max_age={max_age}",
                     f"rollout.window={window}", "loss.tis_cap=2"]
         cfg = config.load("grpo_toy.yaml", [
-            f"model.path={folder}", "optim.lr=1e-12", "rollout.group_size=8", "rollout.max_new_tokens=256",
+            f"model.path={folder}", "optim.lr=1e-12", "rollout.group_size=8",
+            f"rollout.max_new_tokens={limit}",
             f"rollout.prompts_per_step={prompts}", *(going_on if in_flight > 1 else [])])
         task = train.load_task(cfg)
         cfg = memory.resolve_auto(cfg, task.source)
         if learner is None:
             learner, engine = train.load_models(cfg, task)
             engine.sync(learner.policy)
-            engine.eos_ids = frozenset(range(10, 17))  # 7 of 477, nearly equally likely
+            engine.eos_ids = frozenset()
         history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
-        sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+        sampler = Sampler(Tailed(engine, limit), task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         history, sampler = train.samplers.choose_sampler(cfg, task.source, history, sampler)
         made.append(Arm(cfg, learner, sampler, history))
     return made
@@ -294,7 +320,7 @@ def main() -> None:
     options.add_argument("--steps", type=int, default=6, help="measured: of each arm in a round")
     options.add_argument("--windows", default="32,128", help="predicted: rollout.window, tokens")
     options.add_argument("--window", type=int, default=64, help="measured: rollout.window, tokens")
-    options.add_argument("--prompts", type=int, default=8, help="measured: groups in a step")
+    options.add_argument("--prompts", type=int, default=4, help="measured: groups in a step")
     args = options.parse_args()
     windows = [int(window) for window in args.windows.split(",")]
     measure = {"predicted": lambda: predictions(windows),
