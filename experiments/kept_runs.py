@@ -38,7 +38,8 @@ from settings.loader import flatten  # noqa: E402
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
 RECIPE = "grpo_hard.yaml"  # that every arm of a comparison is a difference from
 KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens", "prune/kept",
-        "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "time/rollout",
+        "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "age/mean",
+        "age/old_tokens", "mismatch/ess", "time/rollout",
         "time/reward", "time/score", "time/update", "time/critic", "time/sync", "time/step", "time/eval")
 DIGITS = 6   # behind the point
 LAST = 0.75  # the end of a curve is what lies behind this share of the cost
