@@ -103,13 +103,18 @@ class TimedSampler:
         pieces, work = [], []
         for ids, limit in zip(prompts, limits, strict=True):
             if len(ids) == 1:  # a prompt: its completion begins
-                self.lengths.append(draw_length(self.case, self.sampling.max_new_tokens, self.rng))
-            number = len(self.lengths) - 1 if len(ids) == 1 else ids[1]
+                length = draw_length(self.case, self.sampling.max_new_tokens, self.rng)
+                self.lengths.append(length)
+                number = len(self.lengths) - 1
+            else:
+                number = ids[1]
             left = self.lengths[number] - (len(ids) - 1)
             made = min(left, limit)
-            pieces.append(Sample([number] * made, [0.0] * made, made == left))
+            piece = Sample([number] * made, [0.0] * made, made == left)
+            pieces.append(piece)
             work.append((made, len(ids)))
-        engines = [part for part in np.array_split(np.array(work), GPUS) if len(part)]
+        shares = np.array_split(np.array(work), GPUS)
+        engines = [part for part in shares if len(part)]
         self.seconds += max(self.decode_seconds(part) for part in engines)
         self.token_steps += max(part[:, 0].max() for part in engines)
         self.tokens += sum(made for made, _ in work)
@@ -127,10 +132,14 @@ class TimedSampler:
 
     def token_seconds(self, busy: int, context: float) -> float:
         """Compute the seconds of one token step: weights and keys are read, logits and softmax written."""
-        shape, size = self.shape, counts.parameters(self.shape)
+        shape = self.shape
+        size = counts.parameters(shape)
         keys = 4 * shape.layers * shape.kv_heads * shape.head_dim
-        read = 2 * size + busy * context * keys + 16 * busy * shape.vocab_size
-        return max(read / BANDWIDTH, 2 * size * busy / FLOPS) + TOKEN_STEP
+        read = 2 * size
+        read += busy * context * keys
+        read += 16 * busy * shape.vocab_size
+        flop = 2 * size * busy
+        return max(read / BANDWIDTH, flop / FLOPS) + TOKEN_STEP
 
 
 def update_seconds(cfg: config.Config, shape: Shape, tokens: float) -> float:
@@ -145,18 +154,25 @@ def predict(case: Case, in_flight: float, window: int, steps: int = STEPS) -> di
     """Predict the seconds of a step, and how old its groups are."""
     cfg = config.load(case.config)
     shape = shape_of(cfg.model.path)
-    more = {"in_flight": in_flight, "max_age": PREDICTED[in_flight], "window": window, "until": "offered"}
-    if in_flight == 1:
-        more["window"] = None
-    sampling = replace(cfg.rollout, **more)
+    sampling = replace(
+        cfg.rollout,
+        in_flight=in_flight,
+        max_age=PREDICTED[in_flight],
+        window=window if in_flight > 1 else None,
+        until="offered",
+    )
     prompts = [Prompt(str(n), (0,), "") for n in range(10_000)]
-    pool = Pool(PromptHistory(prompts, AllPrompts(), 0, middle=0.5), sampling)
+    history = PromptHistory(prompts, AllPrompts(), 0, middle=0.5)
+    pool = Pool(history, sampling)
     timed = TimedSampler(case, sampling, shape)
     sampler = WindowSampler(timed, pool)
-    seconds, busy, trained, ages = [], [], [], []
-    slots = GPUS * -(-int(in_flight * sampling.prompts_per_step) * sampling.group_size // GPUS)
+    seconds, busy = [], []
+    trained, ages = [], []
+    asked = int(in_flight * sampling.prompts_per_step) * sampling.group_size
+    slots = GPUS * -(-asked // GPUS)
     for step in range(steps):
-        timed.seconds, timed.token_steps, timed.tokens = 0.0, 0.0, 0
+        timed.seconds = timed.token_steps = 0.0
+        timed.tokens = 0
         draws = pool.draw(sampling.prompts_per_step)
         groups = sampler.rollout(draws)
         pool.record(Rolled(draws, groups))
@@ -168,10 +184,18 @@ def predict(case: Case, in_flight: float, window: int, steps: int = STEPS) -> di
                     ages.append(draw.age)
                     trained.append(sum(sample.length for sample in group.samples))
     updated = update_seconds(cfg, shape, sum(trained) / len(seconds))
-    return {"config": case.config.removesuffix(".yaml"), "in flight": in_flight, "window": window,
-            "rollout s": mean(seconds), "update s": updated, "sync s": SYNC,
-            "step s": mean(seconds) + updated + SYNC, "slots busy": mean(busy),
-            "age": mean(ages), "oldest": max(ages)}
+    return {
+        "config": case.config.removesuffix(".yaml"),
+        "in flight": in_flight,
+        "window": window,
+        "rollout s": mean(seconds),
+        "update s": updated,
+        "sync s": SYNC,
+        "step s": mean(seconds) + updated + SYNC,
+        "slots busy": mean(busy),
+        "age": mean(ages),
+        "oldest": max(ages),
+    }
 
 
 def predictions(windows: list[int], steps: int = STEPS) -> list[dict]:
@@ -211,7 +235,10 @@ class Tailed:
 
     def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int], *given: object,
                  **named: object) -> list[Sample]:
-        left = [self.left.pop(ids, 0) or draw_length(self.case, self.limit, self.rng) for ids in prompts]
+        left = []
+        for ids in prompts:
+            missing = self.left.pop(ids, 0)
+            left.append(missing or draw_length(self.case, self.limit, self.rng))
         made = [min(pair) for pair in zip(left, limits, strict=True)]
         samples = []
         pieces = self.engine.generate(prompts, seeds, made, *given, **named)
@@ -244,33 +271,52 @@ class Arm:
         accuracy_NG = rewards.components["accuracy"]
         drawn_NG = torch.rand(accuracy_NG.shape, dtype=accuracy_NG.dtype, generator=generator)
         drawn_NG = drawn_NG.where(~accuracy_NG.isnan(), torch.nan)
-        rewards = replace(rewards, components=rewards.components | {"accuracy": drawn_NG})
-        rolled = Rolled() + Rolled(draws, groups, rewards, advantage(rewards, self.cfg.advantage))
+        components = rewards.components | {"accuracy": drawn_NG}
+        rewards = replace(rewards, components=components)
+        adv_NG = advantage(rewards, self.cfg.advantage)
+        rolled = Rolled() + Rolled(draws, groups, rewards, adv_NG)
         if self.history.remembers:
             self.history.record(rolled)
         batch = choose(rolled, Selection.of(self.cfg), seed=0)
         update(self.learner, batch, 0, clock)
+        seconds = perf_counter() - start
+        sampling = clock.metrics()["time/rollout"]
         tokens = sum(sample.fresh for group in groups for sample in group.samples)
         trained = sum(sample.length for group in batch.groups for sample in group.samples)
-        seconds = clock.metrics()
-        G, in_flight = self.cfg.rollout.group_size, self.cfg.rollout.in_flight
-        slots = min(self.cfg.rollout.slots, int(in_flight * self.cfg.rollout.prompts_per_step) * G)
-        return {"tokens/s": tokens / seconds["time/rollout"], "rollout s": seconds["time/rollout"],
-                "step s": perf_counter() - start, "trained tokens/s": trained / (perf_counter() - start),
-                "slots busy": CountedDecoding.busy / (CountedDecoding.taken * slots),
-                "age": mean(draw.age for draw in batch.draws)}
+        settings = self.cfg.rollout
+        asked = int(settings.in_flight * settings.prompts_per_step) * settings.group_size
+        slots = min(settings.slots, asked)
+        return {
+            "tokens/s": tokens / sampling,
+            "rollout s": sampling,
+            "step s": seconds,
+            "trained tokens/s": trained / seconds,
+            "slots busy": CountedDecoding.busy / (CountedDecoding.taken * slots),
+            "age": mean(draw.age for draw in batch.draws),
+        }
 
 
 def arms(folder: Path, window: int, prompts: int) -> list[Arm]:
     """Make the arms, with one learner and one engine for all."""
-    made, learner, engine, limit = [], None, None, 512
+    made = []
+    learner = engine = None
+    limit = 512
     for in_flight, max_age in MEASURED.items():
-        going_on = [f"rollout.in_flight={in_flight}", f"rollout.max_age={max_age}",
-                    f"rollout.window={window}", "loss.tis_cap=2"]
-        cfg = config.load("grpo_toy.yaml", [
-            f"model.path={folder}", "optim.lr=1e-12", "rollout.group_size=8",
+        settings = [
+            f"model.path={folder}",
+            "optim.lr=1e-12",
+            "rollout.group_size=8",
             f"rollout.max_new_tokens={limit}",
-            f"rollout.prompts_per_step={prompts}", *(going_on if in_flight > 1 else [])])
+            f"rollout.prompts_per_step={prompts}",
+        ]
+        if in_flight > 1:
+            settings += [
+                f"rollout.in_flight={in_flight}",
+                f"rollout.max_age={max_age}",
+                f"rollout.window={window}",
+                "loss.tis_cap=2",
+            ]
+        cfg = config.load("grpo_toy.yaml", settings)
         task = train.load_task(cfg)
         cfg = memory.resolve_auto(cfg, task.source)
         if learner is None:
@@ -300,7 +346,8 @@ def measurements(rounds: int, steps: int, window: int, prompts: int) -> list[dic
             for i in range(rounds):
                 for arm, of_arm in zip(made, measured, strict=True):
                     taken = [arm.step((i + 1) * steps + number) for number in range(steps)]
-                    of_arm.append({key: mean(each[key] for each in taken) for key in taken[0]})
+                    means = {key: mean(each[key] for each in taken) for key in taken[0]}
+                    of_arm.append(means)
     rows = []
     for arm, of_arm in zip(made, measured, strict=True):
         row = {"in flight": arm.cfg.rollout.in_flight}

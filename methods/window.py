@@ -80,7 +80,8 @@ class Pool(PromptHistory):
                 ids = torch.frombuffer(sample.ids, dtype=torch.int32)
                 logp = torch.frombuffer(sample.logp, dtype=torch.float64)
                 kept.append((ids, logp, sample.finished))
-            pool.append((draw.prompt.id, draw.epoch, draw.prob, draw.weight, draw.copy, draw.age, kept))
+            turn = draw.epoch, draw.prob, draw.weight, draw.copy, draw.age
+            pool.append((draw.prompt.id, *turn, kept))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
@@ -88,8 +89,9 @@ class Pool(PromptHistory):
         by_id = {prompt.id: prompt for prompt in self.prompts}
         self.begun = []
         for prompt_id, *turn, kept in state["pool"]:
+            draw = PromptDraw(by_id[prompt_id], *turn)
             samples = [Sample(ids.tolist(), logp.tolist(), finished) for ids, logp, finished in kept]
-            self.begun.append((PromptDraw(by_id[prompt_id], *turn), tuple(samples)))
+            self.begun.append((draw, tuple(samples)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,10 +110,11 @@ class WindowSampler:
         for draw in kept:
             so_far = begun.get(turn_key(draw), ())
             groups.append([self.carry(sample) for sample in so_far] or [None] * width)
+        skipped = len(draws) - len(kept)
         leaving = None
         while leaving is None:
             self.advance(kept, groups)
-            leaving = self.find_leaving(kept, groups, skipped=len(draws) - len(kept))
+            leaving = self.find_leaving(kept, groups, skipped)
         rolled = []
         for n, draw in enumerate(kept):
             samples = [replace(sample, pending=n not in leaving) for sample in groups[n]]
@@ -128,9 +131,10 @@ class WindowSampler:
         """Sample the next window of every completion that is not whole, in place."""
         settings = self.pool.sampling
         places, prompts, seeds, limits = [], [], [], []
-        for n, (draw, samples) in enumerate(zip(draws, groups, strict=True)):
-            for g, sample in enumerate(samples):
-                ids, room = draw.prompt.ids, settings.max_new_tokens
+        for n, draw in enumerate(draws):
+            for g, sample in enumerate(groups[n]):
+                ids = draw.prompt.ids
+                room = settings.max_new_tokens
                 if sample:
                     ids = (*ids, *sample.ids)
                     room -= sample.length
@@ -146,8 +150,12 @@ class WindowSampler:
     def is_whole(self, sample: Sample) -> bool:
         return sample.finished or sample.length >= self.pool.sampling.max_new_tokens
 
-    def find_leaving(self, draws: list[PromptDraw], groups: list[list[Sample]], skipped: int,
-                     ) -> list[int] | None:
+    def find_leaving(
+        self,
+        draws: list[PromptDraw],
+        groups: list[list[Sample]],
+        skipped: int,
+    ) -> list[int] | None:
         """Find the groups that leave the pool; None if the step needs another window.
 
         Prompts that are skipped count among the N that the step is offered.
@@ -159,7 +167,9 @@ class WindowSampler:
         whole.sort(key=lambda n: -draws[n].age)
         due = {n for n, draw in enumerate(draws) if draw.age >= settings.max_age}
         needed = max(settings.prompts_per_step - skipped, len(due))
-        return whole[:needed] if len(whole) >= needed and due <= {*whole} else None
+        if len(whole) < needed or not due <= set(whole):
+            return None
+        return whole[:needed]
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score the groups that go on no more. In every component the others have 0 in T-PPO, which trains on

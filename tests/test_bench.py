@@ -18,11 +18,13 @@ from test_memory import small
 import lora
 from advantage import flat_groups
 from config import ConfigError, Lora
+from infra import dist
 from model import Decoder
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
 import common  # noqa: E402
+import flight  # noqa: E402
 import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
 import grade  # noqa: E402
@@ -262,6 +264,19 @@ def test_the_bench_of_a_step_has_less_to_do_where_less_is_kept(capsys):
     assert whole["tokens"] > 2 * some["tokens"] and whole["update of unpruned"] == [1.0]
     assert all(whole[f"{name} s"] > 0 for name in ("rollout", "reward", "pack", "update", "sync", "step"))
     assert capsys.readouterr().out.count("\n| ") == 4
+
+
+def test_the_bench_of_groups_in_flight_predicts_shorter_steps_and_measures_a_round(capsys, monkeypatch):
+    monkeypatch.setattr(flight, "CASES", flight.CASES[:1])
+    one, two, four = flight.predictions([128], steps=9)
+    assert 0 < four["rollout s"] < two["rollout s"] < one["rollout s"] and one["age"] == 0 < two["age"] < four["age"]
+    assert four["oldest"] <= flight.PREDICTED[4.0] and four["times faster"] > two["times faster"] > 1
+    monkeypatch.setattr(flight, "MEASURED", {1.0: 1, 2.0: 3})
+    monkeypatch.setattr(dist, "close", lambda: None)
+    one, two = flight.measurements(rounds=1, steps=1, window=64, prompts=2)
+    assert one["times faster"] == [1.0] and one["age"] == [0] and min(two["tokens/s"]) > 0
+    assert 0 < min(two["slots busy"]) <= max(two["slots busy"]) <= 1
+    assert capsys.readouterr().out.count("\n| ") == 5 + 4
 
 
 def test_the_bench_of_packing_sees_idle_ranks():

@@ -13,6 +13,7 @@ sys.path.append(str(ROOT / "experiments"))
 
 import claims  # noqa: E402
 import compare  # noqa: E402
+import compare_flight  # noqa: E402
 import kept_runs  # noqa: E402
 
 
@@ -59,3 +60,24 @@ def test_a_correlation_by_hand_and_a_verdict_that_two_arms_carry_is_none():
     assert every[2].startswith("correlation -0.9") and every[3] == "cannot tell"
     errors = claims.gradient_errors(kept_runs.RESULTS)
     assert len(errors) == 14 and sum(not claims.is_biased(name) for name in errors) == 7
+
+
+def test_the_comparison_of_groups_in_flight_by_hand(tmp_path, capsys):
+    results = tmp_path / "results.jsonl.xz"
+    arms = {"grpo": 0.1, "flight-2": 0.2, "stages": 0.15}
+    for seed in range(2):
+        for name, gain in arms.items():
+            make(results, compare_flight.run_of(name, seed, 135), gain)
+    compare_flight.report(results, list(arms), range(2))
+    printed = capsys.readouterr().out
+    areas = json.loads(printed.splitlines()[-1])["areas"]
+    assert {*areas["seconds"]["arms"]} == {*arms} and {*areas["steps"]["arms"]} == {"grpo", "flight-2"}
+    means = {name: sum(of.values()) for name, of in areas["generated tokens"]["arms"].items()}
+    assert means["flight-2"] > means["stages"] > means["grpo"]
+
+
+def test_every_arm_of_groups_in_flight_is_a_run_that_there_can_be():
+    for name in compare_flight.ARMS:
+        settings = compare_flight.run_of(name, 0, 135).plain_settings()
+        offered = settings["steps"] * settings["rollout.prompts_per_step"]
+        assert offered == 135 * 16 and settings["steps"] * settings["update.minibatches"] == 135

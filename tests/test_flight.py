@@ -3,6 +3,7 @@
 
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import survive
@@ -245,7 +246,30 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         torch.testing.assert_close(ours, expected[name], rtol=0, atol=allowed, msg=name)
 
 
-@pytest.mark.parametrize("settings", [[], THINNED, ["rollout.in_flight=4", "rollout.max_age=3"]])
+def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
+    """VCPO by hand: two rows of one and of two completions, and a row that only keeps its rank in step."""
+    def passed(gaps: list[list[float]], counts: bool = True):
+        gap_C = torch.tensor([gap for of in gaps for gap in of], dtype=torch.float64)
+        segment_C = torch.tensor([i for i, of in enumerate(gaps) for _ in of])
+        row = SimpleNamespace(counts=counts, sampled_logp_C=torch.zeros_like(gap_C), segment_C=segment_C)
+        return SimpleNamespace(row=row), SimpleNamespace(logp_C=gap_C)
+
+    log2 = 0.6931471805599453
+    rows = [passed([[0.0, 0.0]]), passed([[log2, log2], [-log2]]), passed([[9.0]], counts=False)]
+    assert update.effective_share(rows) == pytest.approx((1 + 4 + 0.5) ** 2 / 3 / (1 + 16 + 0.25))
+    assert update.effective_share([]) == 1
+    assert 0 < update.effective_share([passed([[1e4], [0.0]])]) < 1
+    runs = [toy_config(tmp_path / name, "steps=3", "optim.lr=1e-3", "update.minibatches=2", "data.eval=null",
+                       f"update.rate_by_ess={name}", name="grpo_toy.yaml") for name in ("true", "false")]
+    for cfg in runs:
+        train.train(cfg)
+    rates = [[line["train/lr"] for line in runfolder.read_log(tmp_path / name / "metrics.jsonl") if "train/lr" in line]
+             for name in ("true", "false")]
+    assert rates[1] == [1e-3] * 3 and all(0 < rate < 1e-3 for rate in rates[0])
+
+
+@pytest.mark.parametrize("settings", [
+    [], THINNED, ["rollout.in_flight=4", "rollout.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"]])
 def test_ranks_do_not_matter(settings, tmp_path):
     """1, 2 and 4: the same groups are whole after the same windows, and the parameters are the same."""
     runs = {}

@@ -1,6 +1,6 @@
 """Do groups that go on, or a few large stages, teach more in equal time than GRPO whose steps wait?
 
-    python experiments/flight.py FILE.jsonl.xz [--seeds 5] [--steps 135] [--arms grpo,flight-2]
+    python experiments/compare_flight.py FILE.jsonl.xz [--seeds 5] [--steps 135] [--arms grpo,flight-2]
 
 docs/experiments.md has the questions. Runs are kept in the file, and not made again (kept_runs.py). With
 --steps a run is shorter, by 27 steps or a multiple of it, since a stage takes the prompts of 27 steps.
@@ -21,8 +21,13 @@ TWO = ("rollout.in_flight=2", "rollout.max_age=3", "rollout.window=8")
 FOUR = ("rollout.in_flight=4", "rollout.max_age=8", "rollout.window=8")
 CAPPED = ("loss.tis_cap=2",)                            # min(pi_old / pi that drew it, 2), and the clip
 ENGINE = ("loss.old_logp=engine", "loss.tis_cap=2")     # the clip's ratio is to the policy that drew it
-STAGES = (f"rollout.prompts_per_step={16 * STAGE}", f"update.minibatches={STAGE}", "optim.warmup_steps=0",
-          "loss.trust={low: 0.5, high: 1}", "update.rate_by_ess=true")
+STAGES = (
+    f"rollout.prompts_per_step={16 * STAGE}",
+    f"update.minibatches={STAGE}",
+    "optim.warmup_steps=0",
+    "loss.trust={low: 0.5, high: 1}",
+    "update.rate_by_ess=true",
+)
 # arm -> its settings; the first is what the others are compared with
 ARMS = {
     "grpo": (),
@@ -62,7 +67,7 @@ def report(results: Path, arms: list[str], seeds: range) -> None:
         costs = [f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}" for cost in COSTS]
         spent.append([name, *costs, *(f"{value:.3f}" for value in means)])
     print(*table(["arm", *COSTS, *MEANS], spent), sep="\n")
-    print(json.dumps({"bench": "flight", "areas": printed}))
+    print(json.dumps({"bench": "compare_flight", "areas": printed}))
 
 
 def compare(kept: dict[str, dict[int, Record]], cost: str) -> dict:
@@ -99,7 +104,9 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=135)
     parser.add_argument("--arms", default=",".join(ARMS))
     args = parser.parse_args()
-    arms, seeds, results = args.arms.split(","), range(args.seeds), args.results.resolve()
+    arms = args.arms.split(",")
+    seeds = range(args.seeds)
+    results = args.results.resolve()
     with tqdm(unit="run") as bar:
         for seed in seeds:
             for arm in arms:
