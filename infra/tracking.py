@@ -43,7 +43,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
         kept = place is not None and bool(pruned.keep_NG[place, g])
         trained = 0
         if kept and batch.trained_NG[place, g]:
-            trained = len(batch.tokens[place][g]) if batch.tokens else sample.fresh
+            trained = len(batch.tokens[place][g]) if batch.tokens else sample.length - sample.start
         yield {
             "text": decode(sample.ids, True),
             "tokens": sample.length,

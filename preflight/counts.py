@@ -305,7 +305,7 @@ def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 def longest(cfg: Config) -> int:
     """Return the tokens of the longest sequence that the engine samples."""
-    new = max(cfg.rollout.window or cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    new = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
     return cfg.data.max_prompt_tokens + new
 
 
