@@ -193,6 +193,24 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     assert all(map(is_in_step, lines))
 
 
+@two_ranks
+def test_groups_go_on_with_vllm_on_two_ranks_and_do_so_again_when_repeated(tmp_path):
+    """With weights that stand still, tokens of earlier steps have the log-probs of now."""
+    settings = ["rollout.engine=vllm", "steps=4", "rollout.prompts_per_step=4", "rollout.group_size=8", "data.limit=64",
+                "data.eval=null", "rollout.max_age=2", "optim.lr=1e-12", "optim.warmup_steps=0"]
+    decided = []
+    for name in ("run", "again"):
+        chosen = [word for s in (*settings, f"out={tmp_path / name}") for word in ("--set", s)]
+        done = run(*TORCHRUN, "train.py", "--config", "flight_toy.yaml", *chosen)
+        assert done.returncode == 0, done.stderr
+        decided.append(runfolder.read_log(tmp_path / name / "decisions.jsonl"))
+    lines = steps_of(tmp_path / "run")
+    assert all(map(is_in_step, lines)) and sum(line.get("age/old_tokens", 0) for line in lines) > 0
+    assert max(line.get("age/most", 0) for line in lines) <= 2 and lines[0]["rollout/pending"] > 0
+    if PRECISION.exact:
+        assert decided[0] == decided[1]
+
+
 def test_rollouts_that_are_aborted_or_go_on_with_vllm_and_do_so_again_when_repeated(tmp_path):
     """experiments/court/abort.py: what goes on has the log-probs of the policy, and a second run the same tokens."""
     settings = ["rollout.engine=vllm", "steps=3", "data.limit=8", "data.eval=null", "rollout.prompts_per_step=8",
