@@ -44,12 +44,12 @@ COSTS = ("seconds", "generated tokens", "steps")
 MEANS = ("age/mean", "age/old_tokens", "mismatch/ess")  # of a run's steps
 
 
-def run_of(arm: str, seed: int, steps: int) -> Run:
+def run_of(arm: str, seed: int, steps: int, more: tuple[str, ...] = ()) -> Run:
     """Make a run of the comparison, evaluated at nine moments, or after every stage."""
     every = max(1, steps // 9)
     if arm == "stages":
         steps, every = steps // STAGE, 1
-    return Run(arm, (*ARMS[arm], f"steps={steps}", f"eval.every={every}"), RATE, seed)
+    return Run(arm, (*ARMS[arm], f"steps={steps}", f"eval.every={every}", *more), RATE, seed)
 
 
 def report(results: Path, arms: list[str], seeds: range) -> None:
@@ -103,6 +103,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--steps", type=int, default=135)
     parser.add_argument("--arms", default=",".join(ARMS))
+    parser.add_argument("--set", action="append", default=[], help="change one setting of every run")
     args = parser.parse_args()
     arms = args.arms.split(",")
     seeds = range(args.seeds)
@@ -110,7 +111,7 @@ def main() -> None:
     with tqdm(unit="run") as bar:
         for seed in seeds:
             for arm in arms:
-                keep(run_of(arm, seed, args.steps), results, bar)
+                keep(run_of(arm, seed, args.steps, tuple(args.set)), results, bar)
     report(results, arms, seeds)
 
 

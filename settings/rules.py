@@ -142,6 +142,8 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
                "groups, and null with groups that wait")
         yield ("rollout.in_flight", roll.in_flight <= roll.max_age + 1,
                f"at most {roll.max_age + 1}, rollout.max_age and 1: a step trains on prompts_per_step groups")
+        yield ("rollout.in_flight", not going_on or int(roll.in_flight * N) > N,
+               f"1, or enough for one group more than {N} (rollout.prompts_per_step)")
         yield ("advantage.kind", cfg.advantage.kind != "soft_value",
                "another kind with rollout.max_age: V* is estimated in one rollout of all prompts")
     yield ("update.minibatches", cfg.update.minibatches >= 1 and N % cfg.update.minibatches == 0,

@@ -118,6 +118,12 @@ BUGS = {
         ('if settings.bootstrap == "prev" else after_S', "", "objectives"),
         ("return value_C + gae(", "return gae(", "critic"),
     ],
+    "methods/window": [
+        ("draw.age >= settings.max_age", "draw.age > settings.max_age", "flight"),
+        ("settings.prompts_per_step - skipped", "settings.prompts_per_step", "flight"),
+        ("replace(sample, old=sample.length, pending=False)", "replace(sample, pending=False)", "flight"),
+        ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
+    ],
     "methods/gae": [
         ("same_segment = segment_C[m:] == segment_C[:-m]", "same_segment = segment_C[m:] >= 0", "advantage"),
         ("lam_C[:-m] ** m * total_C[m:]", "lam_C[:-m] * total_C[m:]", "advantage"),

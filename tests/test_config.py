@@ -198,6 +198,7 @@ NAMED = {
     ("rollout.max_age=1 & rollout.in_flight=2", "rollout.window=None must be in 1..8 with rollout.in_flight above 1"),
     ("INFORMATIVE & rollout.max_age=1 & rollout.window=4", "rollout.window=4 must be in 1..8 with rollout.in_flight"),
     ("FLIGHT & rollout.max_age=1", "rollout.in_flight=3.0 must be at most 2, rollout.max_age and 1: a step trains"),
+    ("FLIGHT & rollout.in_flight=1.1", "rollout.in_flight=1.1 must be 1, or enough for one group more than 6"),
     ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with rollout."),
     ("FLIGHT & labels.kind=votes", "rollout.window=4 must be null with labels.kind=votes: unfinished answers do not"),
     ("INFORMATIVE & rollout.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with rollout.max_age=1"),
