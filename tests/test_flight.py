@@ -270,7 +270,9 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
 
 
 @pytest.mark.parametrize("settings", [
-    [], THINNED, ["rollout.in_flight=4", "rollout.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"]])
+    [], pytest.param(THINNED, marks=pytest.mark.slow),
+    pytest.param(["rollout.in_flight=4", "rollout.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"],
+                 marks=pytest.mark.slow)])
 def test_ranks_do_not_matter(settings, tmp_path):
     """1, 2 and 4: the same groups are whole after the same windows, and the parameters are the same."""
     runs = {}
@@ -287,9 +289,9 @@ def test_ranks_do_not_matter(settings, tmp_path):
 
 
 @pytest.mark.parametrize(("name", "settings"), [
-    ("flight_toy.yaml", FLIGHT), ("flight_toy.yaml", [*FLIGHT, *THINNED, "steps=6"]),
+    ("flight_toy.yaml", [*FLIGHT, *THINNED, "steps=6"]),
     ("surplus_toy.yaml", ["steps=6", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4"])])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
     """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding."""
     cfg = toy_config(tmp_path / "whole", *settings, "data.eval=null", "checkpoint.every=1", name=name)
