@@ -4,16 +4,19 @@ Every count is a table of named parts, which `train.py --fit` prints; their sum 
 window are counted as if they had none: the embedded engine keeps all of their keys, and vLLM may need less.
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from config import Config, Lora, has_reference
+from infra.rows import NAMED_SETS
 from infra.weights import Shape
-from rollout_vllm import cache_bytes
+from rollout_vllm import PREFILL_TOKENS, cache_bytes
 from settings.kinds import Gae
 
 Parts = dict[str, float]  # bytes by name
+GRAPHS, NCCL = 2**30, 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,14 @@ def planned_row(cfg: Config) -> tuple[int, int]:
     return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
 
 
+def planned_share(cfg: Config, ranks: int) -> int:
+    """Count a rank's tokens of a mini-batch of planned lengths, of the completions that are kept."""
+    prompt, completion = planned_lengths(cfg)
+    kept = getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
+    group = prompt + kept * completion
+    return cfg.rollout.prompts_per_step * group // cfg.update.minibatches // ranks
+
+
 def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
     """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
     the longest mini-batch, than which no row is longer."""
@@ -215,9 +226,11 @@ def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 
 
 def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
-    """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones."""
+    """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones; and
+    the parts of vLLM's that stay while it samples nothing."""
+    engine = idle_parts(cfg, shape, ranks)
     if is_offloaded(cfg):
-        return {}
+        return engine
     lora, learnt = cfg.model.lora, trained(shape, cfg.model.lora)
     weights, moments = 4 * learnt, 8 * learnt
     base = initial = critic = 0
@@ -236,7 +249,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
         "moments": moments // ranks,
         "reference": initial // ranks,
         "critic and its moments": critic // ranks,
-    }
+    } | engine
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -275,8 +288,8 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 # ---- a rollout
 
-def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
-    return sum(rollout_parts(cfg, shape, ranks, slots).values())
+def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int | None = None) -> int:
+    return sum(rollout_parts(cfg, shape, ranks, slots or cfg.rollout.slots).values())
 
 
 def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
@@ -284,7 +297,45 @@ def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
     sampling = cfg.rollout
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
     engine = engine_parts(shape, element_size(cfg), slots, longest(cfg), spread, sampling.cache_gib)
+    if sampling.engine == "vllm":
+        widest = 4 * shape.hidden_size + 3 * shape.intermediate_size // spread
+        engine["activations of prompts"] = PREFILL_TOKENS * widest * element_size(cfg)
     return held_parts(cfg, shape, ranks) | engine
+
+
+def idle_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
+    """Count the parts of vLLM's that stay on a GPU while it samples nothing."""
+    sampling = cfg.rollout
+    if sampling.engine != "vllm" or cfg.device != "cuda":
+        return {}
+    staying = {"CUDA graphs, and NCCL": GRAPHS + NCCL * (ranks > 1)}
+    if sampling.sleep == "never":
+        parts = engine_parts(shape, element_size(cfg), sampling.slots, longest(cfg), sampling.tensor_parallel,
+                             sampling.cache_gib)
+        parts.pop("what tokens are drawn from")
+        staying |= parts
+    return staying
+
+
+def sequences_asked(cfg: Config, ranks: int) -> float:
+    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation; infinite
+    if that is not known without the data."""
+    sampling, limit = cfg.rollout, cfg.eval.limit or math.inf
+    prompts = sampling.prompts_per_step
+    if sampling.until == "informative":
+        prompts = int(sampling.oversample * prompts)
+    most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
+    for name in (cfg.data.eval or "").split(","):
+        problems = NAMED_SETS[name][0] if name in NAMED_SETS else math.inf if name else 0
+        most = max(most, min(problems, limit) * cfg.eval.n)
+    if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
+        most = math.inf
+    engines = ranks // sampling.tensor_parallel if sampling.engine == "vllm" else ranks
+    return most if most == math.inf else -(-most // engines)
+
+
+def sync_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
+    return sum(sync_parts(cfg, shape, ranks).values())
 
 
 def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
