@@ -4,7 +4,6 @@ Every count is a table of named parts, which `train.py --fit` prints; their sum 
 window are counted as if they had none: the embedded engine keeps all of their keys, and vLLM may need less.
 """
 
-import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +15,7 @@ from rollout_vllm import PREFILL_TOKENS, cache_bytes
 from settings.kinds import Gae
 
 Parts = dict[str, float]  # bytes by name
+MANY = 10**9  # sequences: more than any engine has slots for
 GRAPHS, NCCL = 2**30, 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
@@ -317,21 +317,22 @@ def idle_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     return staying
 
 
-def sequences_asked(cfg: Config, ranks: int) -> float:
-    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation; infinite
+def sequences_asked(cfg: Config, ranks: int) -> int:
+    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
     if that is not known without the data."""
-    sampling, limit = cfg.rollout, cfg.eval.limit or math.inf
+    sampling, limit = cfg.rollout, cfg.eval.limit or MANY
     prompts = sampling.prompts_per_step
     if sampling.until == "informative":
         prompts = int(sampling.oversample * prompts)
     most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
-    for name in (cfg.data.eval or "").split(","):
-        problems = NAMED_SETS[name][0] if name in NAMED_SETS else math.inf if name else 0
+    for name in map(str.strip, (cfg.data.eval or "").split(",")):
+        problems = NAMED_SETS[name][0] if name in NAMED_SETS else MANY * bool(name)
         most = max(most, min(problems, limit) * cfg.eval.n)
     if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
-        most = math.inf
-    engines = ranks // sampling.tensor_parallel if sampling.engine == "vllm" else ranks
-    return most if most == math.inf else -(-most // engines)
+        most = MANY
+    if sampling.engine == "vllm":  # ranks that hold one engine together sample for each other
+        most *= sampling.tensor_parallel
+    return -(-most // ranks)
 
 
 def sync_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
