@@ -39,6 +39,8 @@ VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama gemma3 olmo3 glm4 mist
 define vllm_tests
 for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
+$(1) -m pytest -m vllm tests/test_vllm.py --vllm-awake --vllm-async
+$(1) -m pytest -m vllm tests/test_vllm_arguments.py
 $(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_train.py
 endef
 

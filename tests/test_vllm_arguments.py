@@ -228,9 +228,12 @@ def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
     assert (named["fp8"]["engine"], named["none"]["engine"]) == ("vllm fp8", "vllm")
 
 
+cuda_wheel = pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.version.cuda is None,
+                                reason="vLLM's CUDA wheel is not installed")
+
+
 @pytest.mark.vllm
-@pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.version.cuda is None,
-                    reason="vLLM's CUDA wheel is not installed")
+@cuda_wheel
 @pytest.mark.parametrize(("name", "ranks", "settings"), [
     ("cppo_gsm8k.yaml", 1, {}), ("cppo_gsm8k.yaml", 4, {"sleeps": True}), ("cppo_math.yaml", 8, {}),
     ("cppo_math.yaml", 8, {"tensor_parallel": 4}), ("dapo_math.yaml", 16, {}),
@@ -255,3 +258,18 @@ def test_vllms_own_configuration_takes_them(name, ranks, settings, tmp_path):
 
 def name_of_size(path: str) -> str:
     return next(part for part in Path(path).name.split("-") if part in shapes.SHAPES)
+
+
+@pytest.mark.vllm
+@cuda_wheel
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_sampler_of_cuda_draws_from_the_softmax_by_our_seeds():
+    """vLLM's second model runner, whose sampler is a Triton kernel: by Triton's interpreter, on the CPU."""
+    told = subprocess.run([sys.executable, "tests/vllm_sampler.py"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)})
+    assert told.returncode == 0, told.stderr
+    seen = json.loads(told.stdout.splitlines()[-1])
+    assert seen["chi_squared"] < 60  # of 30 degrees of freedom: 1 in 1,000 is above 59.7
+    assert abs(seen["equal"] - seen["equal_by_chance"]) < 4 * seen["equal_by_chance"] ** 0.5
+    assert seen["again"] == seen["draws"]  # the same seed and place draw the same
+    assert seen["largest_logp_error"] < 1e-5 and seen["logp_shape"] == [50, 1]

@@ -54,9 +54,10 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 @pytest.mark.parametrize(("launcher", "settings", "steps"), [
     pytest.param([sys.executable], [], 15, id="1 rank"),
+    pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep", marks=pytest.mark.slow),
     pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
     pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank", marks=pytest.mark.slow),
-    pytest.param(TORCHRUN, ADAPTER, 15, id="lora, 2 ranks", marks=two_ranks)])
+    pytest.param(TORCHRUN, [*ADAPTER, "rollout.sleep=always"], 15, id="lora, 2 ranks, asleep", marks=two_ranks)])
 def test_the_toy_learns(launcher, settings, steps, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", f"steps={steps}", *settings))
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,8 @@ def test_the_toy_learns(launcher, settings, steps, tmp_path):
     before, *_, learnt = (line for line in lines if "eval/test/accuracy" in line)
     assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
     assert len(steps_of(tmp_path / "run")) == steps
+    chosen = json.loads((tmp_path / "run" / "env.json").read_text())["chosen"]
+    assert chosen.get("rollout.sleep") == (None if "rollout.sleep=always" in settings else "never")
     for line in steps_of(tmp_path / "run"):
         assert is_in_step(line) and line["mismatch/logp_abs_mean"] > 0
         assert line["mismatch/kl"] < PRECISION.mean / 10 and line["mismatch/ess"] > 0.99
@@ -170,6 +173,15 @@ rollout_vllm.VLLMEngine.generate = failing
     steps = steps_of(tmp_path / "cut")
     assert len(steps) == len(whole) == 4 and all(map(is_in_step, steps))
     assert steps == whole or not PRECISION.exact
+
+
+@pytest.mark.skipif(PRECISION.device == "cuda", reason="there weights of 8 bits can be sampled with")
+def test_weights_of_8_bits_on_a_cpu_are_one_line_with_the_remedy(tmp_path):
+    done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.quantization=fp8"))
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: rollout.engine=vllm cannot start"), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):

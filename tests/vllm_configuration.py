@@ -24,8 +24,8 @@ H100 = SimpleNamespace(total_memory=80 * GIB, multi_processor_count=132, major=9
 # Functions of the driver that vLLM's libraries link to; 100 says that there is no device.
 DRIVER = ("cuGetProcAddress_v2 cuPointerGetAttribute cuTensorMapEncodeTiled cuCtxGetCurrent cuCtxSetCurrent "
           "cuDeviceGetAttribute cuDevicePrimaryCtxRetain cuGetErrorString cuMemAddressFree cuMemAddressReserve "
-          "cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuInit cuDriverGetVersion "
-          "cuDeviceGetCount cuGetProcAddress cuDeviceGet").split()
+          "cuMemCreate cuMemGetAllocationGranularity cuMemMap cuMemRelease cuMemSetAccess cuMemUnmap cuInit "
+          "cuDriverGetVersion cuDeviceGetCount cuGetProcAddress cuDeviceGet").split()
 
 
 def stand_in_for_the_driver() -> None:
