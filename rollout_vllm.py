@@ -21,7 +21,6 @@ from records import EngineSpec, Sample
 
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
-QUANTIZATIONS = {"fp8": "fp8_per_tensor"}  # rollout.quantization -> vLLM's name; it quantises again at a sync
 
 
 def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
@@ -185,8 +184,8 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         # start beside the trainer.
         "gpu_memory_utilization": 0.01,
     }
-    if spec.quantization != "none":
-        options["quantization"] = QUANTIZATIONS[spec.quantization]
+    if spec.quantization == "fp8":  # at each sync; vLLM's own "fp8" is for weights that are stored so
+        options["quantization"] = "fp8_per_tensor"
     if spec.tensor_parallel > 1:
         # Their kernels share memory between processes in a way that expandable segments refuse
         # (preflight/memory.py, find_device): the processes would exit without a traceback.
@@ -199,7 +198,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
     return options | {
         "enable_chunked_prefill": False,
         "enforce_eager": True,
-        "max_num_batched_tokens": max(PREFILL_TOKENS, spec.slots, spec.max_len),
+        "max_num_batched_tokens": options["max_num_batched_tokens"] + spec.max_len,
     }
 
 

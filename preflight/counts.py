@@ -15,8 +15,8 @@ from rollout_vllm import PREFILL_TOKENS, cache_bytes
 from settings.kinds import Gae
 
 Parts = dict[str, float]  # bytes by name
-MANY = 10**9  # sequences: more than any engine has slots for
-GRAPHS, NCCL = 2**30, 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
+MANY = 1_000_000_000  # sequences: more than any engine has slots for
+GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -288,32 +288,33 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 # ---- a rollout
 
-def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int | None = None) -> int:
-    return sum(rollout_parts(cfg, shape, ranks, slots or cfg.rollout.slots).values())
+def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
+    return sum(rollout_parts(cfg, shape, ranks, slots).values())
 
 
 def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
     """Count what is in use on one rank while the engine samples in so many slots at full length."""
-    sampling = cfg.rollout
+    return held_parts(cfg, shape, ranks) | sampling_parts(cfg, shape, slots)
+
+
+def sampling_parts(cfg: Config, shape: Shape, slots: int) -> Parts:
+    sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
-    engine = engine_parts(shape, element_size(cfg), slots, longest(cfg), spread, sampling.cache_gib)
-    if sampling.engine == "vllm":
+    parts = engine_parts(shape, element, slots, longest(cfg), spread, sampling.cache_gib)
+    if spread:
         widest = 4 * shape.hidden_size + 3 * shape.intermediate_size // spread
-        engine["activations of prompts"] = PREFILL_TOKENS * widest * element_size(cfg)
-    return held_parts(cfg, shape, ranks) | engine
+        parts["activations of prompts"] = PREFILL_TOKENS * widest * element
+    return parts
 
 
 def idle_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count the parts of vLLM's that stay on a GPU while it samples nothing."""
-    sampling = cfg.rollout
-    if sampling.engine != "vllm" or cfg.device != "cuda":
+    if cfg.rollout.engine != "vllm" or cfg.device != "cuda":
         return {}
     staying = {"CUDA graphs, and NCCL": GRAPHS + NCCL * (ranks > 1)}
-    if sampling.sleep == "never":
-        parts = engine_parts(shape, element_size(cfg), sampling.slots, longest(cfg), sampling.tensor_parallel,
-                             sampling.cache_gib)
-        parts.pop("what tokens are drawn from")
-        staying |= parts
+    if cfg.rollout.sleep == "never":
+        parts = sampling_parts(cfg, shape, cfg.rollout.slots)
+        staying |= {name: parts[name] for name in ("engine's weights", "KV cache")}
     return staying
 
 
@@ -326,24 +327,19 @@ def sequences_asked(cfg: Config, ranks: int) -> int:
         prompts = int(sampling.oversample * prompts)
     most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
     for name in map(str.strip, (cfg.data.eval or "").split(",")):
-        problems = NAMED_SETS[name][0] if name in NAMED_SETS else MANY * bool(name)
+        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
         most = max(most, min(problems, limit) * cfg.eval.n)
     if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
         most = MANY
-    if sampling.engine == "vllm":  # ranks that hold one engine together sample for each other
-        most *= sampling.tensor_parallel
-    return -(-most // ranks)
-
-
-def sync_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
-    return sum(sync_parts(cfg, shape, ranks).values())
+    # Ranks that hold one engine together sample for each other.
+    return -(-most * sampling.tensor_parallel // ranks)
 
 
 def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count what is in use on one rank while the engine takes over the weights: its own, and of these the
     largest gathered beside them. With an adapter that one was made in float32."""
     element = element_size(cfg)
-    spread = cfg.rollout.tensor_parallel if cfg.rollout.engine == "vllm" else 1
+    spread = cfg.rollout.tensor_parallel
     # A rank casts its own part, and gathers the rest.
     largest = shape.vocab_size * shape.hidden_size * element * (1 + 1 / ranks)
     for inputs, outputs in adapted_sizes(shape, cfg.model.lora):
@@ -352,6 +348,15 @@ def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     return held_parts(cfg, shape, ranks) | {
         "engine's weights": parameters(shape) * element // spread,
         "weights held twice": int(largest),
+    }
+
+
+def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
+    """Count what is in use on one rank in each phase of a step."""
+    return {
+        "update": update_parts(cfg, shape, ranks),
+        "sync": sync_parts(cfg, shape, ranks),
+        "rollout": rollout_parts(cfg, shape, ranks, cfg.rollout.slots),
     }
 
 

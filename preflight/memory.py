@@ -22,15 +22,14 @@ from infra.weights import Shape, read_shape
 from model import BLOCK_CALLS
 from preflight.counts import (
     engine_parts,
+    phases,
     planned_share,
     rollout_bytes,
     row_range,
     sequences_asked,
-    sync_bytes,
     update_bytes,
 )
 from records import EngineSpec
-from rollout import Engine
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -181,9 +180,9 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     engine = pick("rollout.engine", machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention),
                    rollout=replace(cfg.rollout, engine=engine))
-    wanted = slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
+    slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
     if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
-        slots = saved.get("rollout.slots", wanted)
+        slots = saved.get("rollout.slots", slots)
     here = choose_sleep(with_rollout(here, slots=slots), shape, machine, saved)
     room = USABLE_SHARE * machine.free
     most = slots_that_fit(slots, room, partial(rollout_bytes, here, shape, machine.ranks))
@@ -209,7 +208,7 @@ def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Co
     if wanted == "never":
         return awake
     room = USABLE_SHARE * machine.free * (OVERCOUNT if before == "never" else 1)  # rows may be measured ones
-    needed = max(size(awake, shape, machine.ranks) for size in (update_bytes, sync_bytes, rollout_bytes))
+    needed = max(sum(parts.values()) for parts in phases(awake, shape, machine.ranks).values())
     rows, how = awake.pack.capacity, awake.model.checkpoint_blocks
     one_row = rows >= planned_share(cfg, machine.ranks) and how != "all"
     alike = rows >= min(asleep.pack.capacity, ENOUGH_TOKENS) and how == asleep.model.checkpoint_blocks
@@ -219,10 +218,9 @@ def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Co
 def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
     """Say why a choice is not the expected one."""
     slots, free = here.rollout.slots, machine.free / 2**30
-    wanted = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
-    if slots < wanted:
+    if slots < min(cfg.rollout.slots, sequences_asked(here, machine.ranks)):
         why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
-        yield f"rollout.slots={slots}, not {wanted}: {why}"
+        yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = update_bytes(here, shape, machine.ranks) / 2**30
     if needed > free:
         yield (f"an update is counted to need {needed:.1f} GiB on a rank, and {free:.1f} are free: train an "
@@ -372,7 +370,7 @@ def peak_resident_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def metrics(device: torch.device, engine: Engine) -> dict[str, float]:
+def metrics(device: torch.device, engine: object) -> dict[str, float]:
     """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
     held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}

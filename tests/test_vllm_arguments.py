@@ -252,7 +252,7 @@ def test_vllms_own_configuration_takes_them(name, ranks, settings, tmp_path):
     assert made["disable_custom_all_reduce"] == (not alone) and not made["fuse_allreduce_rms"]
     assert made["sleep_mode"] == spec.sleeps and made["head_dtype"] == "torch.float32"
     assert made["max_num_batched_tokens"] == rollout_vllm.PREFILL_TOKENS
-    assert made["quantization"] == rollout_vllm.QUANTIZATIONS.get(spec.quantization)
+    assert made["quantization"] == ("fp8_per_tensor" if spec.quantization == "fp8" else None)
     assert made["graphs"] > 0 and made["executor"] == "ExecutorWithExternalLauncher"
 
 
