@@ -239,6 +239,27 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
 
 
+@two_ranks
+def test_the_bench_of_a_gpus_first_minutes_answers_its_questions(tmp_path):
+    """On a CPU with its own sizes, which say that it runs: vLLM on two ranks, over both, and its seconds."""
+    parts = ["vllm_ranks", "vllm_tensor_parallel", "vllm_custom_all_reduce", "vllm_rollout"]
+    done = run(sys.executable, "bench/gpu.py", "--shapes", "1M", "--parts", ",".join(parts), "--out",
+               tmp_path / "results.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    for part in parts[:3]:
+        passed = [row["passed"] for row in rows if row["part"] == part and "passed" in row]
+        assert len(passed) >= 11 and all(passed)
+    assert [row["ended"] for row in rows if "ended" in row] == ["well"]
+    of_engine = {row["way"]: row for row in rows if row["part"] == "vllm_rollout"}
+    sync = of_engine["sleep and sync"]
+    for name in ("sleep s", "wake weights s", "reload s", "wake cache s", "sync s"):
+        assert len(sync[name]) == 2 and min(sync[name]) >= 0
+    assert min(sync["sync s"]) >= min(sync["reload s"]) > 0
+    measured = [row["ms a token"] for way, row in of_engine.items() if way.endswith(" sequences")]
+    assert len(measured) == 3 and min(map(min, measured)) > 0
+
+
 @pytest.mark.slow
 def test_the_bench_of_engines_has_vllm_as_winnow_runs_it_and_as_it_is_installed():
     small = ("--rounds", "1", "--shapes", "1M", "--slots", "32")
