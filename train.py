@@ -115,8 +115,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
         engine.sleep()  # an export gathers weights in float32
-        texts = run.task.tokenizer.exported(cfg.data.system_prompt)
-        lora.export_both(learner.policy, run.task.source, cfg, texts)
+        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy
