@@ -28,6 +28,7 @@ import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
 import grade  # noqa: E402
 import peers  # noqa: E402
+import plan  # noqa: E402
 import shapes  # noqa: E402
 import step  # noqa: E402
 
@@ -202,6 +203,24 @@ def test_an_engines_milliseconds_are_asked_for_at_two_sizes_unless_others_are_na
         ran.clear()
         gpu.bench(Namespace(shapes=shapes_asked, parts=["vllm_rollout"], out=tmp_path / "out.jsonl"))
         assert ran == ["", *expected]
+
+
+def test_a_plan_is_that_of_fit_and_too_much_of_a_card_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--configs", "cppo_math.yaml,dapo_math.yaml"])
+    assert plan.main() == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(printed.splitlines()[-1])["rows"]
+    assert [(row["config"], row["on"], row["fits"]) for row in rows] == [
+        ("cppo_math", "1 x H100", False), ("cppo_math", "8 x H100", True), ("cppo_math", "1 x H200", False),
+        ("dapo_math", "8 x H100", False), ("dapo_math", "16 x H100", True)]
+    chosen = rows[1]
+    assert (chosen["slots"], chosen["sleep"]) == (63, "never")
+    assert chosen["peak"] / 79 == pytest.approx(chosen["of card"])
+    together = sum(chosen[name] for name in plan.PARTS if name != "sampling")
+    assert chosen["peak"] == pytest.approx(together)  # awake: an update beside the engine
+    assert "0 of 2 that fit plan more than 95% of a card" in printed
+    monkeypatch.setattr(plan, "LIMIT", 0.8)
+    assert plan.main() == 1
 
 
 def test_a_sync_is_predicted_by_what_it_copies():
