@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import vllm_async
 from conftest import PRECISION, make_groups, write_tiny
 from test_rollout import spec, trainer_logp
 
@@ -19,7 +20,7 @@ import data
 from infra import dist
 from model import Decoder, empty_model, load_model, sdpa_padded
 from records import Sample, Segments
-from rollout_vllm import VLLMEngine, import_vllm
+from rollout_vllm import VLLMEngine
 
 pytestmark = pytest.mark.vllm
 
@@ -65,27 +66,9 @@ def folder(tmp_path_factory, request):
 
 @pytest.fixture(scope="session")
 def queued_steps(request, device) -> list[int]:
-    """Switch on asynchronous scheduling, which CUDA has and vLLM's CPU build switches off, if that is asked for. The
-    list gets the length of the queue at each step."""
-    lengths: list[int] = []
-    if PRECISION.exact and request.config.getoption("--vllm-async"):
-        import_vllm(device)  # patches of the CPU build come first
-        from vllm.platforms.cpu import CpuPlatform
-        from vllm.v1.engine.core import EngineCore
-
-        as_shipped, step = CpuPlatform.check_and_update_config, EngineCore.step_with_batch_queue
-
-        def check_and_update_config(cls, vllm_config):
-            as_shipped(vllm_config)
-            vllm_config.scheduler_config.async_scheduling = True
-
-        def counted(core):
-            lengths.append(len(core.batch_queue))
-            return step(core)
-
-        CpuPlatform.check_and_update_config = classmethod(check_and_update_config)
-        EngineCore.step_with_batch_queue = counted
-    return lengths
+    """The length of CUDA's queue of steps at each step, if that scheduler is asked for in the CPU build."""
+    asked = PRECISION.exact and request.config.getoption("--vllm-async")
+    return vllm_async.switch_on() if asked else []
 
 
 @pytest.fixture(scope="session")

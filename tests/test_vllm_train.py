@@ -148,6 +148,26 @@ def whole(tmp_path_factory) -> list[dict]:
     return steps_of(folder)
 
 
+AHEAD = """
+import atexit
+sys.path.insert(0, "tests")
+import vllm_async
+lengths = vllm_async.switch_on()
+atexit.register(lambda: print("steps with a queue:", len(lengths)))
+"""
+
+
+@pytest.mark.parametrize("sleep", ["always", "never"])
+def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole, tmp_path):
+    """And under CUDA's scheduler, which leaves a step in its queue at each sleep and sync. auto took `never`."""
+    done = run(*after(AHEAD * PRECISION.exact, f"out={tmp_path / 'run'}", f"rollout.sleep={sleep}", *WHOLE))
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 4 and all(map(is_in_step, steps))
+    if PRECISION.exact:
+        assert steps == whole and int(done.stdout.rpartition("steps with a queue:")[2]) > 100
+
+
 @pytest.mark.parametrize(("how", "status", "says"), [
     ("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"]),
     ("signal.raise_signal(signal.SIGTERM)", 130, ["stopping: samples under way are dropped", "interrupted; --resume"]),
