@@ -187,7 +187,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
     if spec.quantization == "fp8":  # at each sync; vLLM's own "fp8" is for weights that are stored so
         options["quantization"] = "fp8_per_tensor"
     if spec.tensor_parallel > 1:
-        # Their kernels share memory between processes in a way that expandable segments refuse
+        # vLLM's own all-reduce shares memory between processes in a way that expandable segments refuse
         # (preflight/memory.py, find_device): the processes would exit without a traceback.
         options["disable_custom_all_reduce"] = True
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
