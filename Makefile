@@ -35,7 +35,7 @@ test-long: .venv/dev ## the long forms: all slow tests, every preset trains, 60 
 	$(VENV)/python tests/fuzz.py --mutants 10000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.
-VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama,qwen2)
+VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama gemma3 olmo3 glm4 mistral smollm3,qwen2)
 define vllm_tests
 for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done

@@ -63,7 +63,7 @@ class Sampler:
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
         completions = []
         for sample, prompt in dist.local_slice(answered):
-            text = self.tokenizer.decode(sample.ids)
+            text = self.tokenizer.read(sample.ids)
             completions.append((text, prompt, len(sample.ids)))
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)

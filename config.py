@@ -64,6 +64,7 @@ class Data:
     system_prompt: str | None = None  # put before every question; null: the chat template's own
     chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
     template: dict[str, Any] | None = None  # arguments of the chat template: {enable_thinking: false}
+    date: str | None = None        # YYYY-MM-DD that a template may write as today's; null: it gets none
     prompt: str | None = None      # in place of any template: "Question: {question}\nAnswer:"
     max_prompt_tokens: Count = 512  # a longer prompt is an error, never cut
     drop_longer: bool = False      # longer training prompts are left out, and their number is printed

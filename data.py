@@ -1,8 +1,9 @@
 """Load problems, and render them as prompts.
 
 A data line is {"question", "answer"} with optional "id", "solution", "level" and "subject", or other names
-for them (data.columns); a question may be a list of messages. GSM8K's and MATH's own columns are understood:
-an answer behind "####" in the solution, or in its last \\boxed{}.
+for them (data.columns); a question may be a list of messages, and the assistant's last one is the solution.
+A solution in the place of the answer is taken apart as a completion is: its last box, or the text behind
+"####" or "the answer is".
 """
 
 import sys
@@ -18,18 +19,21 @@ from infra.rows import (
     find_file,
     messages_of,
     missing_column,
-    read_hub,
+    read_named,
+    spelled,
+    with_letters,
 )
 from infra.tokenizer import Tokenizer
 from records import Problem, Prompt
 from settings.loader import SHORT
-from verify.extract import last_boxed
+from verify.extract import extract, last_boxed
 
 # Marks of rows that nobody should train on, and why.
 DOUBTFUL_ROWS = {
     "overlaps_eval": "are problems of an evaluation set",
     "all_boxed": "have a solution that boxes several answers",
 }
+LONGEST_ANSWER = 40  # words of a final answer; a longer one is a solution
 NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or custom alone"
 
 
@@ -44,7 +48,8 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     """
     columns = columns if columns and name not in NAMED_SETS else {}
     path = find_file(name, folder)
-    rows = list(READERS[path.suffix](path) if path else read_hub(name))
+    rows = [(place, with_letters(row))
+            for place, row in (READERS[path.suffix](path) if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:
         rows = drop_unanswered(rows, name, columns)
@@ -94,22 +99,24 @@ def to_problem(row: object, place: str, default_id: str, columns: dict[str, str 
     question = find_cell(row, "question", columns)
     answer = find_cell(row, "answer", columns)
     solution = find_cell(row, "solution", columns) or ""
-    messages = messages_of(question, place)
+    messages, reply = messages_of(question, place)
     if messages:
         question = messages[-1]["content"]
-    if isinstance(answer, list):  # OlympiadBench's several answers, and solutions
-        answer = ", ".join(map(str, answer))
+        if isinstance(row.get("system"), str) and messages[0]["role"] != "system":  # as ShareGPT has it
+            messages = ({"role": "system", "content": row["system"]}, *messages)
     if isinstance(solution, list):
         solution = "\n".join(map(str, solution))
-    if isinstance(answer, str) and "####" in answer:
-        solution = answer
-        answer = answer.rpartition("####")[2].strip()
+    answer, solution = spelled(answer), solution or reply
+    marked = extract(answer) if isinstance(answer, str) else None
+    if marked is not None or (isinstance(answer, str) and "####" in answer):  # a whole solution
+        answer, solution = (marked or "").strip(), answer
     elif answer is None and isinstance(solution, str) and columns.get("answer", "answer"):
-        answer = last_boxed(solution)
-    if isinstance(answer, int | float) and not isinstance(answer, bool):
-        answer = str(answer)
+        answer = extract(solution)
     if answer is None and not needs_answer:
         answer = ""
+    if needs_answer and isinstance(answer, str) and len(answer.split()) > LONGEST_ANSWER:
+        raise ConfigError(f"{place}: the answer is a text of {len(answer.split())} words and marks none of "
+                          "them as its final answer; write that alone, or in \\boxed{}, or behind ####")
     for key, value in (("question", question), ("answer", answer), ("solution", solution)):
         if value is None:
             advice = NO_ANSWER if key == "answer" else ""

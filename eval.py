@@ -3,6 +3,7 @@
     python eval.py --model DIR_or_name --data NAME_or_file[,...] [--data-dir DIR] [--out results.json]
     python eval.py --model DIR_or_name --config eval/dapo.yaml  # as a paper does it: configs/eval/
     python eval.py --model RUN/hf --config RUN/config.yaml      # as the run itself does it; or a checkpoint
+    python eval.py --model DIR [DIR ...] --suite competitions   # frozen: a line to cite, LaTeX, paired table
     python eval.py --rescore results.json                       # grade the same responses again
     python eval.py --rescore results.json --also math-verify    # and math-verify's verdicts beside ours
     python eval.py --compare a.json b.json                      # paired: difference, interval, McNemar's test
@@ -38,7 +39,7 @@ from infra.runfolder import COPIES, changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
-from page.evaluations import comparison_table, count_right, mean_reward, results_table
+from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from preflight.memory import choose_backend, find_device, fit_engine
 from records import EngineSpec, Problem, Prompt, Rewards, plain
 from reward import list_components, reward_range, score
@@ -46,9 +47,12 @@ from rollout import Engine, start_engine
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
 from verify.grade import grade, name_unreadable
-from verify.statistics import bounded_interval, majority_at, mean, pass_at, vote, wilson
+from verify.statistics import bounded_interval, detectable, majority_at, mean, pass_at, vote, wilson
 
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
+# What a suite leaves open: the machine.
+MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",
+           "model.dtype=", "model.attention=", "device=", "data.dir=")
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
@@ -132,7 +136,7 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
     seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in local_requests]
     samples = engine.generate([prompt.ids for prompt, _ in local_requests], seeds, sampling.max_new_tokens,
                               sampling.temperature, sampling.top_p, progress)
-    texts = [tokenizer.decode(sample.ids) for sample in samples]
+    texts = [tokenizer.read(sample.ids) for sample in samples]
     answers = [(text, prompt, sample.length)
                for (prompt, _), sample, text in zip(local_requests, samples, texts, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
@@ -340,7 +344,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
         problems = load_problems(name, data.dir, False, data.columns, reward.needs_answers)
         graded = all_have_answers(problems, short)
         if graded:
-            name_unreadable(short, {p.id: p.answer for p in problems})
+            name_unreadable(short, {p.id: p.answer for p in problems}, reward.needs_answers)
         prompts = to_prompts(problems, tokenizer, data.system_prompt, data.max_prompt_tokens)
         sets.append(EvalSet(short, problems, prompts, None if reward.accuracy else reward, graded))
     return sets
@@ -399,11 +403,14 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, sets))
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
-    store = None
-    if out:
-        stored = read_result(out) if dist.rank() == 0 and out.is_file() else None
+    store = head = None
+    if args.suite and dist.rank() == 0:
+        print_detectable(sets, sampling.n)
+    if out or args.suite:
+        stored = read_result(out) if dist.rank() == 0 and out and out.is_file() else None
         head, stored = dist.gather([describe_result(cfg, sampling, spec, tokenizer, sets), stored]
                                    if dist.rank() == 0 else [])
+    if out:
         if stored:
             require_same_head(out, stored["head"], head)
             print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
@@ -419,12 +426,31 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     if store and dist.rank() == 0:
         write_result(out, {"head": head, "results": results})
         store.remove()
-    return {"results": results}
+    return {"head": head, "results": results}
+
+
+def print_detectable(sets: list[EvalSet], n: int) -> None:
+    """Say before sampling which difference of two models each set can show."""
+    for s in sets:
+        count = len(s.problems)
+        print(f"{s.name}: {count} problems x {n} answers show a difference of two models from about "
+              f"{100 * detectable(count, n):.0f} points on")
+
+
+def suite_config(args: argparse.Namespace) -> str:
+    """Name the config of a suite. Raises ConfigError for what would change its prompts or sampling."""
+    changed = [text for text in args.set if not text.startswith(MACHINE)]
+    if args.data or args.config or changed:
+        raise ConfigError(f"--suite {args.suite} is frozen: leave out --data and --config, and --set only "
+                          f"{', '.join(MACHINE)}")
+    return f"eval/suite_{args.suite}.yaml"
 
 
 def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
-    cfg = config.load(args.config, args.set)
+    name = suite_config(args) if args.suite else args.config or "eval/default.yaml"
+    args.config = name
+    cfg = config.load(name, args.set)
     if args.data is not None:
         cfg = replace(cfg, data=replace(cfg.data, eval=args.data))
     if args.data_dir is not None:
@@ -435,12 +461,16 @@ def evaluate_models(args: argparse.Namespace) -> None:
         raise ConfigError("--data must be given: sets separated by commas, or a --config that has some")
     require_sizes(args.k, cfg.eval.n)
     files, engines = list_models(args.model, args.out), Engines()
+    results = {}
     for path, out in files:
         model = replace(cfg.model, path=path)
         result = evaluate_model(replace(cfg, model=model), args, out, engines)
         if dist.rank() == 0:
             name = [path] if len(files) > 1 else []
             print_result(result, args, *name)
+            results[path] = result
+    if args.suite and dist.rank() == 0:
+        print(*suite_lines(args.suite, results), sep="\n")
 
 
 def print_result(result: dict, args: argparse.Namespace, *above: str) -> None:
@@ -477,8 +507,9 @@ def main() -> int:
         help="Hugging Face folders, checkpoints, patterns of these, or a hub name")
     add("--data", help="sets separated by commas (data.eval)")
     add("--data-dir", help="folder with the files of named sets (data.dir)")
-    add("--config", default="eval/default.yaml",
-        help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml")
+    add("--config", help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml; "
+        "without it eval/default.yaml")
+    add("--suite", help="frozen sets, prompts and sampling: configs/eval/suite_NAME.yaml")
     add("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     add("--k", type=parse_counts, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
     add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")

@@ -9,7 +9,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +17,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+import config
 import lora
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Role, original_model, require_whole
 from infra.runfolder import COPIES
 from infra.signals import exit_status
+from infra.tokenizer import Tokenizer
 from infra.weights import export, find_model
 from loss import has_token_weights
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
@@ -221,9 +223,18 @@ def export_checkpoint(step: Path, out: Path) -> None:
     source = find_model(original_model(step))
     dist.init("cpu")
     model = lora.load_policy(step, source, torch.float32)
-    template = step.parents[1] / COPIES["data.chat_template"]  # of the run
-    export(model, source, out, template.read_text() if template.is_file() else None)
+    export(model, source, out, texts_of_run(step.parents[1], source))
     lora.export_adapter(model, original_model(step), out.with_name(f"{out.name}_adapter"))
+
+
+def texts_of_run(run: Path, source: Path) -> dict[str, str]:
+    """Write what the run's own export has in place of the source's files; nothing for a checkpoint alone."""
+    if not (run / "config.yaml").is_file():
+        return {}
+    cfg = config.load(str(run / "config.yaml"))
+    template = run / COPIES["data.chat_template"]
+    data = replace(cfg.data, chat_template=str(template)) if template.is_file() else cfg.data
+    return Tokenizer(source, data, cfg.rollout.stop or ()).exported(data.system_prompt)
 
 
 if __name__ == "__main__":

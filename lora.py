@@ -41,10 +41,11 @@ from infra.weights import (
 )
 from model import Decoder, empty_model, load_model
 from settings.loader import read_json
+from settings.paths import find_path
 
 ATTENTION_LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"]
-MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "down")]
-TARGETS = {  # model.lora.targets -> layers of a block
+MLP_LAYERS = [f"mlp.{name}_proj" for name in ("gate", "up", "gate_up", "down")]
+TARGETS = {  # model.lora.targets -> layers of a block, of which a family has some
     "all": ATTENTION_LAYERS + MLP_LAYERS,
     "attention": ATTENTION_LAYERS,
     "mlp": MLP_LAYERS,
@@ -118,8 +119,10 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
+        layers = dict(block.named_modules())
         for name in TARGETS[settings.targets]:
-            block.set_submodule(name, Adapted(block.get_submodule(name), settings, wide))
+            if name in layers:
+                block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 
 def load_with_adapters(model: Decoder, cfg: Config, source: Path) -> None:
@@ -210,10 +213,10 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     return stored
 
 
-def export_both(model: Decoder, source: Path, cfg: Config, template: str | None) -> None:
-    """Write the trained model to hf/, with the user's own `template`, and an adapter to hf_adapter/ as well.
-    Collective."""
-    export(model, source, Path(cfg.out) / "hf", template)
+def export_both(model: Decoder, source: Path, cfg: Config, texts: dict[str, str]) -> None:
+    """Write the trained model to hf/, with `texts` (Tokenizer.exported), and an adapter to hf_adapter/ as
+    well. Collective."""
+    export(model, source, Path(cfg.out) / "hf", texts)
     export_adapter(model, cfg.model.path, Path(cfg.out) / "hf_adapter")
 
 
@@ -228,15 +231,16 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
                 tensors[stored_name(name, factor)] = tensor.to("cpu", copy=True).contiguous()
     if not tensors:
         return
-    settings = layer.settings
+    settings, path = layer.settings, find_path(base)
     said = PLAIN_PEFT | {
         "r": settings.rank,
         "lora_alpha": settings.alpha,
-        "target_modules": [name.rpartition(".")[2] for name in TARGETS[settings.targets]],
+        "target_modules": list(dict.fromkeys(name.rpartition(".")[2] for name in find_adapters(model))),
         "task_type": "CAUSAL_LM",
         "lora_dropout": 0.0,
         "inference_mode": True,
-        "base_model_name_or_path": base,
+        # A path that peft finds from any folder, or a name on the hub.
+        "base_model_name_or_path": str(path.resolve()) if path.is_dir() else base,
     }
     with replace_folder(folder) as fresh:
         (fresh / CONFIG).write_text(json.dumps(said, indent=1) + "\n")

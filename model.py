@@ -1,4 +1,4 @@
-"""One decoder for Qwen2/2.5, Qwen3 and Llama 3: Hugging Face folder in, log-probs out.
+"""One decoder for the families of infra/families.py: Hugging Face folder in, log-probs out.
 
 Tokens are always packed: sequences lie one behind the other in a single [T] axis, so there is no batch
 dimension and no padding. The function `attend`, an argument of `forward`, decides which tokens a token sees:
@@ -12,7 +12,7 @@ import inspect
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import partial
+from functools import cache, partial
 from operator import call
 from pathlib import Path
 
@@ -21,10 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from infra.weights import Shape, hf_name, load_weights, read_shape
+from infra.families import Linear, Llama3, Rope, Shape, Yarn
+from infra.weights import hf_name, load_weights, read_shape
 from records import Segments
 
-Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # (layer, q_THE, k_THE, v_THE) -> out_THE
+# (layer, q_THE, k_THE, v_THE, window) -> out_THE. A token sees the last `window` tokens, itself included, by
+# position; without a window all.
+Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
+ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}  # by hidden_act
 # Selective recomputation keeps the results of these operations, which take most of a block's time.
 KEPT_PRODUCTS = {
     "mm",
@@ -36,18 +40,31 @@ KEPT_PRODUCTS = {
 }
 
 
-def rope_frequencies(shape: Shape) -> Tensor:
-    """Compute radians per position of the head_dim / 2 planes; llama3 scaling stretches the long waves."""
-    plane_E = torch.arange(0, shape.head_dim, 2, device="cpu").float()
-    freq = shape.rope_theta ** -(plane_E / shape.head_dim)
-    scaling = shape.rope_scaling
-    if scaling is None:
-        return freq
-    old_length = scaling["original_max_position_embeddings"]
-    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
-    turns = old_length * freq / (2 * math.pi)  # how often the wave turns within the old context
-    blend = ((turns - low) / (high - low)).clamp(0, 1)
-    return blend * freq + (1 - blend) * freq / scaling["factor"]
+def rope_frequencies(rope: Rope, head_dim: int) -> tuple[Tensor, float]:
+    """Compute radians per position of the planes that turn, and the factor of cosines and sines. Scaling
+    stretches the waves that turn seldom within the old context, and the others partly or not at all."""
+    width = int(head_dim * rope.partial_rotary_factor)
+    plane_E = torch.arange(0, width, 2, device="cpu").float()
+    freq = rope.rope_theta ** -(plane_E / width)
+    if not isinstance(rope, Linear):
+        return freq, 1.0
+    kept, size = 0, 1.0
+    if isinstance(rope, Llama3):
+        # How often the wave turns within the old context.
+        turns = rope.original_max_position_embeddings * freq / (2 * math.pi)
+        low, high = rope.low_freq_factor, rope.high_freq_factor
+        kept = ((turns - low) / (high - low)).clamp(0, 1)
+    elif isinstance(rope, Yarn):
+        length = rope.original_max_position_embeddings / (2 * math.pi)
+        # The planes that turn so often within the old context.
+        low, high = (width / 2 * math.log(length / turns, rope.rope_theta)
+                     for turns in (rope.beta_fast, rope.beta_slow))
+        low, high = max(math.floor(low), 0), min(math.ceil(high), width - 1)
+        kept = 1 - ((plane_E / 2 - low) / (high - low or 0.001)).clamp(0, 1)
+        growth, both = 0.1 * math.log(rope.factor), rope.mscale and rope.mscale_all_dim
+        above, below = (rope.mscale, rope.mscale_all_dim) if both else (1, 0)
+        size = rope.attention_factor or (above * growth + 1) / (below * growth + 1)
+    return kept * freq + (1 - kept) * freq / rope.factor, size
 
 
 def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
@@ -55,6 +72,32 @@ def rotate(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
     left, right = x_THE.chunk(2, dim=-1)
     turned_THE = torch.cat([-right, left], dim=-1)
     return x_THE * cos_TE[:, None] + turned_THE * sin_TE[:, None]
+
+
+def rotate_neighbours(x_THE: Tensor, cos_TE: Tensor, sin_TE: Tensor) -> Tensor:
+    """Rotate the first numbers of each head alone; plane i is (x[2i], x[2i + 1]). The numbers change places
+    first: they do so in queries and keys, so no score changes."""
+    width = cos_TE.shape[-1]
+    planes_THE = x_THE[..., :width].unflatten(-1, (-1, 2)).mT.flatten(-2)
+    return torch.cat([rotate(planes_THE, cos_TE, sin_TE), x_THE[..., width:]], dim=-1)
+
+
+class OnePlusNorm(nn.RMSNorm):
+    """RMSNorm that multiplies by 1 + weight, rounded once."""
+
+    def reset_parameters(self) -> None:
+        nn.init.zeros_(self.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = 1 + at_least_float32(self.weight)
+        return F.rms_norm(at_least_float32(x), self.normalized_shape, weight, self.eps).to(x.dtype)
+
+
+class NormOverHeads(nn.RMSNorm):
+    """RMSNorm over the numbers of all heads together."""
+
+    def forward(self, x_THE: Tensor) -> Tensor:
+        return super().forward(x_THE.flatten(1)).view_as(x_THE)
 
 
 class Attention(nn.Module):
@@ -71,22 +114,26 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(width, key, bias=shape.qkv_bias)
         self.o_proj = nn.Linear(query, width, bias=shape.out_bias)
         self.q_norm = self.k_norm = nn.Identity()
-        if shape.qk_norm:
-            self.q_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
-            self.k_norm = nn.RMSNorm(shape.head_dim, eps=shape.norm_eps)
+        if shape.qk_norm == "head":
+            self.q_norm = make_norm(shape, shape.head_dim)
+            self.k_norm = make_norm(shape, shape.head_dim)
+        elif shape.qk_norm:
+            self.q_norm = NormOverHeads(query, eps=shape.norm_eps)
+            self.k_norm = NormOverHeads(key, eps=shape.norm_eps)
+        self.rotate = rotate_neighbours if shape.family.neighbours else rotate
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
+    def forward(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
+        cos_TE, sin_TE, scale = turn
         by_head = -1, self.head_dim
         q_THE = self.q_proj(x_TD).unflatten(-1, by_head)
         k_THE = self.k_proj(x_TD).unflatten(-1, by_head)
         v_THE = self.v_proj(x_TD).unflatten(-1, by_head)
-        q_THE = rotate(self.q_norm(q_THE), cos_TE, sin_TE)
-        k_THE = rotate(self.k_norm(k_THE), cos_TE, sin_TE)
+        q_THE, k_THE = self.q_norm(q_THE), self.k_norm(k_THE)
+        if cos_TE is not None:
+            q_THE = self.rotate(q_THE, cos_TE, sin_TE)
+            k_THE = self.rotate(k_THE, cos_TE, sin_TE)
+        if scale is not None:
+            q_THE = q_THE * scale
         return q_THE, k_THE, v_THE
 
 
@@ -95,47 +142,55 @@ class MLP(nn.Module):
         super().__init__()
         width = shape.hidden_size
         inner = shape.intermediate_size
-        self.gate_proj = nn.Linear(width, inner, bias=False)
-        self.up_proj = nn.Linear(width, inner, bias=False)
+        self.activate = ACTIVATIONS[shape.activation]
+        self.fused = shape.family.fused_mlp
+        if self.fused:
+            self.gate_up_proj = nn.Linear(width, 2 * inner, bias=False)
+        else:
+            self.gate_proj = nn.Linear(width, inner, bias=False)
+            self.up_proj = nn.Linear(width, inner, bias=False)
         self.down_proj = nn.Linear(inner, width, bias=False)
 
     def forward(self, x_TD: Tensor) -> Tensor:
-        gate = F.silu(self.gate_proj(x_TD))
+        if self.fused:
+            gate, up = self.gate_up_proj(x_TD).chunk(2, dim=-1)
+            return self.down_proj(self.activate(gate) * up)
+        gate = self.activate(self.gate_proj(x_TD))
         return self.down_proj(gate * self.up_proj(x_TD))
 
 
 class Block(nn.Module):
+    """Attention and an MLP, each between two norms, of which families leave some out."""
+
     def __init__(self, shape: Shape, layer: int):
         super().__init__()
         self.layer = layer
-        self.input_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.self_attn = Attention(shape)
-        self.post_attention_layernorm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
-        self.mlp = MLP(shape)
+        self.window = shape.windows[layer]
+        names = shape.family.norms
+        self.norms = [make_norm(shape, shape.hidden_size) if name else nn.Identity() for name in names]
+        first, second, third, fourth = zip(names, self.norms, strict=True)
+        attention, mlp = ("self_attn", Attention(shape)), ("mlp", MLP(shape))
+        for name, module in (first, attention, second, third, mlp, fourth):
+            if name:
+                self.add_module(name, module)
 
-    def forward(
-        self,
-        x_TD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-        attend: Attend,
-    ) -> Tensor:
-        q_THE, k_THE, v_THE = self.before(x_TD, cos_TE, sin_TE)
-        attended_THE = attend(self.layer, q_THE, k_THE, v_THE)
+    def forward(self, x_TD: Tensor, turn: tuple, attend: Attend) -> Tensor:
+        q_THE, k_THE, v_THE = self.before(x_TD, turn)
+        attended_THE = attend(self.layer, q_THE, k_THE, v_THE, self.window)
         return self.after(x_TD, attended_THE)
 
-    def before(
-        self,
-        x_TD: Tensor,
-        cos_TE: Tensor,
-        sin_TE: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        x_TD = self.input_layernorm(x_TD)
-        return self.self_attn(x_TD, cos_TE, sin_TE)
+    def before(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
+        return self.self_attn(self.norms[0](x_TD), turn)
 
     def after(self, x_TD: Tensor, attended_THE: Tensor) -> Tensor:
-        x_TD = x_TD + self.self_attn.o_proj(attended_THE.flatten(1))
-        return x_TD + self.mlp(self.post_attention_layernorm(x_TD))
+        _, behind_attention, before_mlp, behind_mlp = self.norms
+        x_TD = x_TD + behind_attention(self.self_attn.o_proj(attended_THE.flatten(1)))
+        return x_TD + behind_mlp(self.mlp(before_mlp(x_TD)))
+
+
+def make_norm(shape: Shape, width: int) -> nn.RMSNorm:
+    kind = OnePlusNorm if shape.family.one_plus else nn.RMSNorm
+    return kind(width, eps=shape.norm_eps)
 
 
 def keep_products(context, op, *args, **kwargs) -> CheckpointPolicy:
@@ -165,10 +220,11 @@ class Decoder(nn.Module):
         self.elementwise = log_prob, logits_gradient
         self.embed_tokens = nn.Embedding(shape.vocab_size, shape.hidden_size)
         self.layers = nn.ModuleList(Block(shape, i) for i in range(shape.layers))
-        self.norm = nn.RMSNorm(shape.hidden_size, eps=shape.norm_eps)
+        self.norm = make_norm(shape, shape.hidden_size)
         if not shape.tied:
             self.lm_head = nn.Linear(shape.hidden_size, shape.vocab_size, bias=False)
-        self.frequency = rope_frequencies(shape)  # not a buffer: a cast of the model must not round it
+        # Not buffers: a cast of the model must not round them.
+        self.frequencies = {rope: rope_frequencies(rope, shape.head_dim) for rope in shape.ropes if rope}
 
     @property
     def head_VD(self) -> Tensor:
@@ -178,7 +234,8 @@ class Decoder(nn.Module):
     def quadratic(self) -> float:
         """Compute the cost of attention over a sequence's squared length, in units of one token through all
         linear layers: a query meets half of its sequence on average, with two operations per key and head
-        dimension for the score and two for the value; a weight takes two operations per token.
+        dimension for the score and two for the value; a weight takes two operations per token. Layers with a
+        window are taken as if they had none.
         """
         weights = sum(p.numel() for p in self.parameters())
         return self.shape.layers * self.shape.heads * self.shape.head_dim / weights
@@ -206,17 +263,31 @@ class Decoder(nn.Module):
 
     def hidden(self, ids_T: Tensor, position_T: Tensor, attend: Attend) -> Tensor:
         """Compute final hidden states, [T, D], for `logits` or for log-probs of targets."""
-        self.frequency = self.frequency.to(ids_T.device)
-        angle_TE = position_T[:, None].float() * self.frequency
-        angle_TE = angle_TE.repeat(1, 2)
         x_TD = self.embed_tokens(ids_T)
-        cos_TE = angle_TE.cos().to(x_TD.dtype)
-        sin_TE = angle_TE.sin().to(x_TD.dtype)
+        if self.shape.family.rooted:  # rounded as the embedding is
+            x_TD = x_TD * torch.tensor(self.shape.hidden_size ** 0.5, dtype=x_TD.dtype)
+        turns = self.turns(position_T, x_TD.dtype)
         kind = self.checkpoint_blocks if torch.is_grad_enabled() else "none"
         call_block = BLOCK_CALLS[kind]
         for block in self.layers:
-            x_TD = call_block(block, x_TD, cos_TE, sin_TE, attend)
+            x_TD = call_block(block, x_TD, turns[self.shape.ropes[block.layer]], attend)
         return self.norm(x_TD)
+
+    def turns(self, position_T: Tensor, dtype: torch.dtype) -> dict[Rope | None, tuple]:
+        """Compute how each rope turns queries and keys at these positions: cos_TE, sin_TE and a factor of
+        queries. None: they stay as they are."""
+        scale = self.shape.query_scale
+        turns = {None: (None, None, scale)}
+        for rope, (freq, size) in self.frequencies.items():
+            freq = freq.to(position_T.device)
+            self.frequencies[rope] = freq, size
+            angle_TE = position_T[:, None].float() * freq
+            angle_TE = angle_TE.repeat(1, 2)
+            if isinstance(rope, Yarn) and rope.llama_4_scaling_beta:
+                contexts_T11 = (position_T[:, None, None] / rope.original_max_position_embeddings).floor()
+                scale = (1 + rope.llama_4_scaling_beta * (1 + contexts_T11).log()).to(dtype)
+            turns[rope] = (angle_TE.cos() * size).to(dtype), (angle_TE.sin() * size).to(dtype), scale
+        return turns
 
     def compile_passes(self) -> None:
         """Fuse elementwise work by torch.compile, in blocks before and after attention, and in the head."""
@@ -354,8 +425,8 @@ def sdpa_padded(segments: Segments) -> Attend:
     order_T = torch.cat([query_Q for query_Q, _ in padded])
     back_T = order_T.argsort()
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        out = torch.cat([attend_batch(layer, q, k, v) for _, attend_batch in padded])
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        out = torch.cat([attend_batch(layer, q, k, v, window) for _, attend_batch in padded])
         return out.index_select(0, back_T)
 
     return attend
@@ -380,12 +451,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     key_place_SL = (place_L + prefix_S).clamp(min=0)
     key_place_SL = torch.minimum(key_place_SL, keys_S - 1)
     key_SL = segments.key_K[first_key_S + key_place_SL]
-    seen_SML = None
-    if longest_prefix:
-        real_SL = place_L >= -prefix_S
-        causal_ML = place_L <= place_M[:, None]
-        seen_SML = real_SL[:, None] & causal_ML
-        seen_SML = seen_SML[:, None]
+    seen = cache(partial(mark_seen, place_M, place_L, place_L >= -prefix_S))
     real_SM = place_M < query_S
     real_Q = real_SM.flatten().nonzero()[:, 0]
 
@@ -393,13 +459,14 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
         padded = x.index_select(0, index_SL.flatten())
         return padded.unflatten(0, index_SL.shape).transpose(1, 2)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        seen_SML = seen(window)
         out = F.scaled_dot_product_attention(
             pad(q, query_SM),
             pad(k, key_SL),
             pad(v, key_SL),
             attn_mask=seen_SML,
-            is_causal=not longest_prefix,
+            is_causal=seen_SML is None,
             enable_gqa=q.shape[1] != k.shape[1],
         )
         out = out.transpose(1, 2).flatten(0, 1)
@@ -408,30 +475,40 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
     return query_SM.flatten()[real_Q], attend
 
 
+def mark_seen(place_M: Tensor, place_L: Tensor, real_SL: Tensor, window: int | None) -> Tensor | None:
+    """Mark the keys that each query of a padded batch sees. None: all up to its own, without a prefix."""
+    if len(place_M) == len(place_L) and (window is None or window >= len(place_M)):
+        return None
+    back_ML = place_M[:, None] - place_L  # how far a key is behind a query
+    seen_SML = real_SL[:, None] & (back_ML >= 0) & (back_ML < (window or math.inf))
+    return seen_SML[:, None]
+
+
 def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Attend:
-    """Make the attention that a kernel computes from q, each segment's keys and values, and their places."""
+    """Make the attention that a kernel computes from q, each segment's keys and values, their places, and how
+    many keys a query sees before and behind its own. A segment's keys lie in the order of their positions."""
     places = *segments.start_2S, max(segments.queries), max(segments.keys)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
         k = k.index_select(0, segments.key_K)
         v = v.index_select(0, segments.key_K)
-        return kernel(q, k, v, *places)
+        before = -1 if window is None else window - 1  # -1: all
+        return kernel(q, k, v, *places, window_size=(before, 0))
 
     return attend
 
 
 def torch_varlen(segments: Segments) -> Attend:
-    """Attend by torch's own varlen flash attention, CUDA only. A window without end makes it causal."""
+    """Attend by torch's own varlen flash attention, CUDA only."""
     from torch.nn.attention.varlen import varlen_attn
-    causal = partial(varlen_attn, window_size=(-1, 0))
     if "enable_gqa" in inspect.signature(varlen_attn).parameters:  # torch 2.12 and later
-        return attend_by_kernel(segments, partial(causal, enable_gqa=True))
+        return attend_by_kernel(segments, partial(varlen_attn, enable_gqa=True))
 
-    def kernel(q: Tensor, k: Tensor, v: Tensor, *places) -> Tensor:
+    def kernel(q: Tensor, k: Tensor, v: Tensor, *places, window_size: tuple[int, int]) -> Tensor:
         repeats = q.shape[1] // k.shape[1]
         k = k.repeat_interleave(repeats, dim=1)
         v = v.repeat_interleave(repeats, dim=1)
-        return causal(q, k, v, *places)
+        return varlen_attn(q, k, v, *places, window_size=window_size)
 
     return attend_by_kernel(segments, kernel)
 

@@ -158,11 +158,11 @@ class Cache:
         segments = Segments.plain(sizes, self.device)
         within = BACKENDS[self.attention](segments)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
             pair = self.of_prompts[layer]
             pair[0, row_T, :, position_T] = k
             pair[1, row_T, :, position_T] = v
-            return within(layer, q, k, v)
+            return within(layer, q, k, v, window)
 
         self.model.hidden(ids_T, position_T, attend)
 
@@ -213,14 +213,20 @@ class Cache:
         longest = self.longest
         own = int(used_S.max()) + 1
         column = torch.arange(max(longest, own), device=self.device)
-        of_prompt = column[:longest] < self.length_S[:, None]
-        of_slot = column[:own] <= used_S[:, None]
-        seen = torch.cat([of_prompt, of_slot], dim=1)
-        bias = torch.where(seen, 0.0, -torch.inf)
-        bias = bias.repeat_interleave(self.heads, 0)[:, None]
+        position_S = self.length_S + used_S
+        # How far a key is behind the new token; -1: it is none.
+        of_prompt = position_S[:, None] - column[:longest]
+        of_prompt = of_prompt.where(column[:longest] < self.length_S[:, None], -1)
+        of_slot = used_S[:, None] - column[:own]
+        back = torch.cat([of_prompt, of_slot], dim=1)
+        bias_of = {}
+        for window in set(self.model.shape.windows):
+            seen = (back >= 0) & (back < (window or torch.inf))
+            bias = torch.where(seen, 0.0, -torch.inf)
+            bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
             pair = self.of_slots[layer]
             pair[0, slot_S, :, used_S] = k
             pair[1, slot_S, :, used_S] = v
@@ -236,12 +242,12 @@ class Cache:
             prompt_scores = self.by_prompt(grouped, prompt_keys.mT)
             own_scores = torch.bmm(grouped, keys.mT)
             scores = torch.cat([prompt_scores, own_scores], dim=-1)
-            weight = scores.add_(bias).softmax(dim=-1)
+            weight = scores.add_(bias_of[window]).softmax(dim=-1)
             out = torch.bmm(weight[..., longest:], values)
             out += self.by_prompt(weight[..., :longest], prompt_values)
             return out.view(q.shape).to(q.dtype)
 
-        hidden_SD = self.model.hidden(token_S, self.length_S + used_S, attend)
+        hidden_SD = self.model.hidden(token_S, position_S, attend)
         return self.model.logits(hidden_SD)
 
     def select(self, slots: Tensor) -> None:

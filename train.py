@@ -114,7 +114,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
-        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer.own_template)
+        texts = run.task.tokenizer.exported(cfg.data.system_prompt)
+        lora.export_both(learner.policy, run.task.source, cfg, texts)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy
@@ -217,7 +218,8 @@ def load_task(cfg: Config) -> data.Task:
     problems = problems[:settings.limit]
     graded = not gold or all_have_answers(problems, settings.train)
     if graded and gold:
-        name_unreadable(settings.train, {p.id: p.answer for p in problems})
+        golds = {p.id: p.answer for p in problems}
+        name_unreadable(settings.train, golds, cfg.reward.needs_answers)
     custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(
         problems,

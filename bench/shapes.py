@@ -39,9 +39,17 @@ SHAPES = {  # width, width within the MLP, layers, heads, key heads, vocabulary
     "7B": (3584, 18944, 28, 28, 4, 152_064),           # Qwen2.5-7B
     "32B": (5120, 27648, 64, 40, 8, 152_064),          # Qwen2.5-32B
     "4B": (2560, 9728, 36, 32, 8, 151_936),            # Qwen3-4B
+    "gemma": (2560, 10240, 34, 8, 4, 262_208),         # Gemma 3 4B, its text model
+    "olmo": (4096, 11008, 32, 32, 32, 100_278),        # OLMo 3 7B
+    "glm": (4096, 13696, 40, 32, 2, 151_552),          # GLM-4-9B
 }
-OF_FAMILY = {"4B": {"model_type": "qwen3", "head_dim": 128}}
-UNTIED = ("7B", "32B")
+OF_FAMILY = {
+    "4B": {"model_type": "qwen3", "head_dim": 128},
+    "gemma": {"model_type": "gemma3_text", "head_dim": 256, "sliding_window": 1024},
+    "olmo": {"model_type": "olmo3"},
+    "glm": {"model_type": "glm4", "head_dim": 128},
+}
+UNTIED = ("7B", "32B", "olmo", "glm")
 # By a word of a GPU's name: FLOP/s in bfloat16, dense, and bytes/s of its memory, as its maker gives them.
 PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.04e12)}
 # Shares of a peak that are assumed to be reached, by large products, by attention, and by elementwise work.
@@ -107,7 +115,7 @@ def product_flop(policy: Decoder, tokens: int, scored: int) -> float:
 
 
 def attention_flop(policy: Decoder, rows: list[Segments]) -> float:
-    """Count the FLOP of causal attention over rows, forward and backward."""
+    """Count the FLOP of causal attention over rows, forward and backward, with no regard to windows."""
     met = 0.0
     for row in rows:
         for queries, keys in zip(row.queries, row.keys, strict=True):

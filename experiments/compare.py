@@ -28,7 +28,6 @@ from kept_runs import (
     cpu_share,
     curve,
     difference,
-    holm,
     keep,
     least,
     read,
@@ -39,6 +38,7 @@ from tqdm import tqdm
 import config
 from page.runs import COSTS, format_value
 from page.summary import phase_seconds
+from verify.statistics import holm
 
 sys.path.append(str(ROOT / "toy"))
 

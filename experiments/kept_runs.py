@@ -285,15 +285,6 @@ def quantile(p: float, df: int) -> float:
     return low
 
 
-def holm(p: list[float]) -> list[float]:
-    """Correct p-values for their number. holm([0.01, 0.04, 0.03]) = [0.03, 0.06, 0.06]."""
-    corrected, largest = [0.0] * len(p), 0.0
-    for rank, i in enumerate(sorted(range(len(p)), key=p.__getitem__)):
-        largest = max(largest, min(1.0, (len(p) - rank) * p[i]))
-        corrected[i] = largest
-    return corrected
-
-
 def table(head: list[str], rows: list[list[str]]) -> list[str]:
     """Write a table as markdown."""
     return [f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows)]

@@ -1,12 +1,16 @@
 """Read data sets of questions and answers: each row with its place, for error messages."""
 
+import ast
 import csv
 import difflib
 import json
 import math
+import random
 import re
 import sys
 from collections.abc import Iterator
+from decimal import Decimal
+from hashlib import sha256
 from pathlib import Path
 
 from config import ConfigError
@@ -22,14 +26,28 @@ NAMED_SETS = {
     "math500": (500, "math500.jsonl", "HuggingFaceH4/MATH-500", "default", "test"),
     "aime24": (30, "aime24.jsonl", "HuggingFaceH4/aime_2024", "default", "train"),
     "aime25": (30, "aime25.jsonl", "math-ai/aime25", "default", "test"),
+    "aime26": (30, "aime26.jsonl", "MathArena/aime_2026", "default", "train"),
+    "hmmt_feb25": (30, "hmmt_feb25.jsonl", "MathArena/hmmt_feb_2025", "default", "train"),
+    "hmmt_nov25": (30, "hmmt_nov25.jsonl", "MathArena/hmmt_nov_2025", "default", "train"),
+    "hmmt_feb26": (33, "hmmt_feb26.jsonl", "MathArena/hmmt_feb_2026", "default", "train"),
+    "brumo25": (30, "brumo25.jsonl", "MathArena/brumo_2025", "default", "train"),
+    "gpqa_diamond": (198, "gpqa_diamond.jsonl", "Idavidrein/gpqa", "gpqa_diamond", "train"),
     "amc23": (40, "amc23.jsonl", "math-ai/amc23", "default", "test"),
     "minerva": (272, "minerva_math.jsonl", "math-ai/minervamath", "default", "test"),
     # 674 on the hub
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
+LETTERS = "ABCD"
+SUMS = 300  # problems of a generated set
+GENERATED = re.compile(r"sums-\d+")
 # Other names of columns, as in GSM8K and MATH.
-OTHER_NAMES = {"question": ("problem",), "answer": ("final_answer",), "subject": ("type",)}
-ROLES = ("system", "user", "assistant")
+OTHER_NAMES = {
+    "question": ("problem", "prompt", "messages", "conversations"),
+    "answer": ("final_answer",),
+    "subject": ("type",),
+}
+# A message is {"role", "content"}, or as in ShareGPT {"from", "value"}; other names of the roles.
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
@@ -78,9 +96,12 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
             raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
 
 
-def read_hub(name: str) -> Iterator[tuple[str, dict]]:
-    """Yield a place and the row for each row of a set on the hub, a named one or "user/set:config:split".
-    Raises ConfigError."""
+def read_named(name: str) -> Iterator[tuple[str, dict]]:
+    """Yield a place and the row for each row of generated sums, or of a set on the hub, a named one or
+    "user/set:config:split". Raises ConfigError."""
+    if GENERATED.fullmatch(name):
+        yield from generate_sums(name)
+        return
     import datasets  # slow to import, and needed for names only
 
     name, config, split = NAMED_SETS[name][2:] if name in NAMED_SETS else name.split(":")
@@ -93,8 +114,42 @@ def read_hub(name: str) -> Iterator[tuple[str, dict]]:
     yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
 
 
+def with_letters(row: object) -> object:
+    """Write a row of GPQA as a question with four lettered choices, in an order that its texts decide."""
+    if not isinstance(row, dict) or "Correct Answer" not in row or "answer" in row:
+        return row
+    right, question = row["Correct Answer"], row["Question"]
+    choices = [right, *(row[f"Incorrect Answer {i}"] for i in (1, 2, 3))]
+    ordered = sorted(choices, key=lambda choice: sha256(f"{question}{choice}".encode()).digest())
+    lines = [f"{letter}) {choice.strip()}" for letter, choice in zip(LETTERS, ordered, strict=True)]
+    return row | {
+        "question": "\n".join([question.strip(), "", *lines]),
+        "answer": LETTERS[ordered.index(right)],
+        "solution": row.get("Explanation") or "",
+        "subject": row.get("High-level domain"),
+    }
+
+
+def generate_sums(name: str) -> Iterator[tuple[str, dict]]:
+    """Generate the set "sums-SEED": SUMS problems of 2 to 7 numbers, which no text held before somebody chose
+    the seed. `level` counts the numbers."""
+    draw = random.Random(name)
+    for i in range(SUMS):
+        total, term = 0, draw.randint(2, 99)
+        text, level = f"{term}", 2 + i % 6
+        for _ in range(level - 1):
+            sign, number = draw.choice("+-+-*"), draw.randint(2, 99)
+            text += f" {sign} {number}"
+            if sign == "*":
+                term *= number
+            else:
+                total, term = total + term, number if sign == "+" else -number
+        row = {"question": f"Compute {text}.", "answer": str(total + term), "level": level}
+        yield f"{name}: row {i}", row
+
+
 READERS = {".jsonl": read_jsonl, ".csv": read_csv, ".parquet": read_parquet}
-CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, "
+CHOICES = (f"give a {', '.join(READERS)} file, one of {', '.join(NAMED_SETS)}, sums-SEED for generated sums, "
            "or a hub name such as openai/gsm8k:main:train")
 
 
@@ -106,7 +161,7 @@ def find_file(name: str, folder: str | None) -> Path | None:
         raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
     if path.suffix in READERS:
         return path
-    if name in NAMED_SETS or (name.count(":") == 2 and "/" in name):
+    if name in NAMED_SETS or GENERATED.fullmatch(name) or (name.count(":") == 2 and "/" in name):
         return None
     raise ConfigError(f"data set {name!r} is not known; {CHOICES}")
 
@@ -144,7 +199,8 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
             value = row
             for key in place.split("."):
                 value = value.get(key) if isinstance(value, dict) else None
-        empty = isinstance(value, float) and not math.isfinite(value)  # pandas writes nan for an empty cell
+        # pandas writes nan for an empty cell
+        empty = isinstance(value, float | Decimal) and not math.isfinite(value)
         if value is not None and not empty:
             return value
     return None
@@ -164,32 +220,65 @@ def missing_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
             f"data.columns={{{name}: ...}} to the column that has it")
 
 
-def messages_of(question: object, place: str) -> tuple[dict, ...]:
-    """Read a question that is a list of messages, or such a list as JSON; () for any other text.
-
-    The last message must be the user's. Raises ConfigError.
+def messages_of(question: object, place: str) -> tuple[tuple[dict, ...], str]:
+    """Read a question that is a list of messages, or such a list as JSON, and the assistant's last message if
+    there is one behind the user's: the solution. () and "" for any other text. Raises ConfigError.
     """
     if isinstance(question, str):
-        if not re.match(r"""\s*\[\s*\{\s*["'](role|content)["']\s*:""", question):
-            return ()
+        if not re.match(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""", question):
+            return (), ""
         try:
             question = json.loads(question)
         except (json.JSONDecodeError, RecursionError) as error:
             raise ConfigError(f"{place}: the question looks like a list of messages, but is not valid JSON "
                               f"({error}); write it with json.dumps") from None
     if not isinstance(question, list) or not question:
-        return ()
-    messages = []
-    for message in question:
-        content = message.get("content") if isinstance(message, dict) else None
-        if not isinstance(content, str) or message.get("role") not in ROLES:
-            raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, "
-                              f"and 'content', a text, not {str(message)[:200]}")
-        messages.append({key: value for key, value in message.items() if value is not None})
+        return (), ""
+    messages = [read_message(message, place) for message in question]
+    solution = ""
+    if len(messages) > 1 and messages[-1]["role"] == "assistant":
+        solution = messages.pop()["content"]
     if messages[-1]["role"] != "user":
-        raise ConfigError(f"{place}: the last message must be the user's, which is to be answered, not the "
-                          f"{messages[-1]['role']}'s")
-    return tuple(messages)
+        raise ConfigError(f"{place}: the last message, or that before the assistant's, must be the user's, "
+                          f"which is to be answered, not the {messages[-1]['role']}'s")
+    return tuple(messages), solution
+
+
+def read_message(message: object, place: str) -> dict:
+    """Read a message with our names. Raises ConfigError."""
+    named = {}
+    if isinstance(message, dict):
+        names = {"from": "role", "value": "content"}
+        named = {names.get(key, key): value for key, value in message.items() if value is not None}
+    role = ROLES.get(named.get("role"))
+    if role is None or not isinstance(named.get("content"), str):
+        raise ConfigError(f"{place}: a message must be an object with 'role', one of {', '.join(ROLES)}, and "
+                          f"'content', a text (or 'from' and 'value'), not {str(message)[:200]}")
+    return named | {"role": role}
+
+
+def spelled(answer: object) -> object:
+    """Spell an answer as a person would: 27, not 27.0; a list of texts, or such a list as JSON, Python or
+    numpy writes it, joined."""
+    if isinstance(answer, str) and re.match(r"""\s*\[\s*["']""", answer):
+        answer = parse_list(answer)
+    if isinstance(answer, list):  # OlympiadBench's several answers
+        return ", ".join(str(spelled(one)) for one in answer)
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
+        return answer
+    if answer == int(answer):
+        return str(int(answer))
+    return f"{answer.normalize():f}" if isinstance(answer, Decimal) else str(answer)
+
+
+def parse_list(text: str) -> object:
+    with_commas = re.sub(r"'\s+'", "', '", text.strip())  # numpy writes none
+    for parse, written in ((json.loads, text), (ast.literal_eval, with_commas)):
+        try:
+            return parse(written)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def all_have_answers(problems: list[Problem], name: str) -> bool:

@@ -37,6 +37,7 @@ from infra.lines import append, blame_file, read_log, replace, rewrite_log
 from infra.tracking import Tracker
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
+SILENT = 5  # steps without any signal that are warned of, once
 # Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
 COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
@@ -252,6 +253,7 @@ class RunLog:
         self.tracker: Tracker | None = None
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
+        self.silent = 0  # steps in a row without a group of different rewards
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
@@ -404,6 +406,13 @@ class RunLog:
     def step(self, step: int, metrics: dict[str, float]) -> None:
         """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""
         self.measure({"step": step} | metrics)
+        flat = metrics.get("advantage/flat_groups")  # None if a step rolls nothing out
+        if flat is not None:
+            self.silent = self.silent + 1 if flat == 1 else 0
+        if flat == 1 and self.silent == SILENT:
+            self.say(f"step {step}: no group of the last {SILENT} steps has different rewards, and "
+                     f"{metrics['rollout/truncated']:.0%} of these completions are truncated: nothing is "
+                     "learnt; look at samples.jsonl, allow longer completions or take easier problems")
         names = {"reward": "reward/mean", "length": "rollout/length"}  # absent if a step rolls nothing out
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
         shown["kept"] = f"{metrics['prune/kept']}/{metrics['prune/offered']}"

@@ -2,20 +2,27 @@
 
 import difflib
 import json
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Sequence
+from datetime import date
 from pathlib import Path
 
 import jinja2
+import jinja2.ext
 import jinja2.meta
 from jinja2.sandbox import ImmutableSandboxedEnvironment
+from tokenizers import AddedToken
 from tokenizers import Tokenizer as RustTokenizer
+from tokenizers.models import BPE
 
 from config import ConfigError, Data
 from infra.weights import read_shape
 from records import Stops
 from settings.loader import SHORT, read_json
 
-RENDER_ARGUMENTS = ("messages", "add_generation_prompt")  # every template gets them, beside special tokens
+# Every template gets them, beside special tokens.
+RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
+OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
 class Tokenizer:
@@ -32,8 +39,18 @@ class Tokenizer:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
+        # The file may ask for all three, as its last user did; ids depend on text and vocabulary alone.
+        self.rust.no_truncation()
+        self.rust.no_padding()
+        if isinstance(self.rust.model, BPE):
+            self.rust.model.dropout = None
         require_file(folder / "tokenizer_config.json", "the chat template")
         settings = read_json(folder / "tokenizer_config.json")
+        older = folder / "special_tokens_map.json"
+        if older.is_file():
+            settings = read_json(older) | settings
+        self.rust.encode_special_tokens = settings.get("split_special_tokens") is True
+        self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
         self.special = {}  # name -> text, for templates
         for key, value in settings.items():
             if key.endswith("_token"):
@@ -47,18 +64,37 @@ class Tokenizer:
         ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
         self.eos_ids = ends | set(map(self.rust.token_to_id, stop_tokens))
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
+        self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
+        self.begin = self.find_begin()
         self.plain = data.prompt if data else None
+        self.date = data.date if data else None
         self.arguments = dict(data.template or {}) if data else {}
         if self.plain is None:
             self.read_template(folder, data.chat_template if data else None, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
+        self.opened = self.find_opened()
 
-    def read_template(self, folder: Path, own: str | None, configured: str | None) -> None:
+    def add_tokens(self, listed: dict[str, dict], path: Path) -> None:
+        """Add the tokens that tokenizer_config.json has beyond tokenizer.json, as transformers does. Raises
+        ConfigError for one with another id."""
+        names = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
+        for i, token in sorted((int(i), token) for i, token in listed.items()):
+            text = token["content"]
+            if self.rust.token_to_id(text) is None:
+                self.rust.add_tokens([AddedToken(**{name: token[name] for name in names if name in token})])
+            if self.rust.token_to_id(text) != i:
+                raise ConfigError(f"{path} makes token {self.rust.token_to_id(text)} of {text!r}, and "
+                                  f"tokenizer_config.json says {i}; take files that belong together")
+
+    def read_template(self, folder: Path, own: str | None, configured: object) -> None:
         """Read the template: the user's `own` file, the model's file, or the text in its config."""
         path = Path(own) if own else folder / "chat_template.jinja"
+        older = folder / "chat_template.json"  # of a processor
+        if configured is None and older.is_file():
+            configured = read_json(older).get("chat_template")
         try:
-            self.source = path.read_text() if own or path.is_file() else configured
+            self.source = path.read_text() if own or path.is_file() else choose_template(configured, folder)
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigError(f"the chat template {path} cannot be read: {error}") from None
         self.own_template = self.source if own else None
@@ -66,7 +102,7 @@ class Tokenizer:
             raise ConfigError(
                 f"{folder} has a tokenizer without a chat template, as base models do; set data.prompt to a "
                 'plain text such as "Question: {question}\\nAnswer:", or data.chat_template to a jinja file')
-        environment = chat_environment()
+        environment = chat_environment(self.date)
         where = path if path.is_file() else folder
         try:
             self.template = environment.from_string(self.source)
@@ -81,6 +117,39 @@ class Tokenizer:
             raise ConfigError(
                 f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} has no "
                 f"argument of that name; {advice}")
+
+    def exported(self, system: str | None) -> dict[str, str]:
+        """Write the files by which an exported model is prompted and ends its answers as here: name -> text.
+
+        The template has `system` and data.template for those who give none of their own.
+        """
+        files = {}
+        if self.own_template or self.plain is not None or system or self.arguments:
+            files["chat_template.jinja"] = self.whole_template(system)
+        path = self.folder / "generation_config.json"
+        said = read_json(path) if path.is_file() else {}
+        ends = said.get("eos_token_id")
+        if self.eos_ids != set(ends if isinstance(ends, list) else [ends]):
+            said["eos_token_id"] = sorted(self.eos_ids)
+            files[path.name] = json.dumps(said, indent=2) + "\n"
+        return files
+
+    def whole_template(self, system: str | None) -> str:
+        """Write a template that renders a question as `render` does."""
+        if self.plain is not None:
+            parts = self.plain.format(question="\0").split("\0")
+            start = self.decode(self.begin, special=True)
+            if not parts[0].startswith(start):
+                parts[0] = start + parts[0]
+            return "{{ messages[0]['content'] }}".join(f"{{{{ {literal(part)} }}}}" for part in parts)
+        text = ""
+        for name, value in self.arguments.items():
+            text += f"{{% if {name} is not defined %}}{{% set {name} = {literal(value)} %}}{{% endif %}}"
+        if system:
+            first = f"[{{'role': 'system', 'content': {literal(system)}}}]"
+            text += (f"{{% if messages[0]['role'] != 'system' %}}{{% set messages = {first} + messages %}}"
+                     "{% endif %}")
+        return text + self.source
 
     def is_special(self, text: str) -> bool:
         """Tell whether a text is one token that decoding leaves out."""
@@ -109,13 +178,15 @@ class Tokenizer:
                     "data.prompt takes one question, and a row has several messages; set data.chat_template "
                     "instead")
             return self.plain.format(question=messages[0]["content"])
-        arguments = self.special | self.arguments
+        arguments = {"tools": None, "documents": None} | self.special | self.arguments
         try:
             return self.template.render(messages=messages, add_generation_prompt=generate, **arguments)
         except Exception as error:  # a template may compute anything
+            advice = "does it accept data.system_prompt?"
+            if "strftime_now" in str(error):
+                advice = "it writes today's date: set data.date to one that stays, such as 2026-01-31"
             raise ConfigError(
-                f"the chat template fails: {type(error).__name__}: {error}; does it accept "
-                "data.system_prompt?") from error
+                f"the chat template fails: {type(error).__name__}: {error}; {advice}") from error
 
     def closing_token(self) -> int | None:
         """Find the first special token that the template writes behind an answer; None without one."""
@@ -126,10 +197,35 @@ class Tokenizer:
         tail, = self.encode([text.rpartition("ANSWER")[2]])
         return next((i for i in tail if not self.decode([i])), None)
 
+    def find_begin(self) -> tuple[int, ...]:
+        """Find the ids that the tokenizer puts before a text, such as a BOS. Those behind a text are never
+        used, for a prompt goes on."""
+        bare, whole = (self.rust.encode("a", add_special_tokens=added).ids for added in (False, True))
+        starts = [i for i in range(len(whole)) if whole[i:i + len(bare)] == bare]
+        return tuple(whole[:starts[0]]) if starts else ()
+
+    def find_opened(self) -> str:
+        """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""
+        question = [{"role": "user", "content": "?"}]
+        try:
+            text = self.conversation(question, generate=True)
+        except ConfigError:  # said with the first problem, if it fails there too
+            return ""
+        opened = ""
+        while tags := [*OPENING_TAG.finditer(text)]:
+            tag = tags[-1]
+            if tag.end() < len(text) or tag[0].strip() in self.special.values():
+                break
+            text, opened = text[:tag.start()], tag[0] + opened
+        return opened
+
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
-        """Tokenize texts. Special tokens are added to plain prompts alone: a template has written them."""
-        encoded = self.rust.encode_batch(texts, add_special_tokens=self.template is None)
-        ids = [tuple(e.ids) for e in encoded]
+        """Tokenize texts. A plain prompt gets a BOS, once, if the tokenizer adds one; a template writes its
+        own."""
+        ids = [tuple(e.ids) for e in self.rust.encode_batch(texts, add_special_tokens=False)]
+        if self.template is None:
+            count = len(self.begin)
+            ids = [x if x[:count] == self.begin else self.begin + x for x in ids]
         highest = max(map(max, filter(None, ids)), default=0)
         if highest >= self.size:
             raise ConfigError(
@@ -140,6 +236,30 @@ class Tokenizer:
     def decode(self, ids: Iterable[int], special: bool = False) -> str:
         """Decode tokens, by default without special ones, the EOS among them."""
         return self.rust.decode(list(ids), skip_special_tokens=not special)
+
+    def read(self, ids: Iterable[int]) -> str:
+        """Decode a completion as rewards and the verifier read it: behind the tags that its prompt opens,
+        with special tokens that mark something, and without EOS, BOS and padding."""
+        shown = [i for i in ids if i not in self.hidden]
+        return self.opened + self.rust.decode(shown, skip_special_tokens=False)
+
+
+def literal(value: object) -> str:
+    """Write a value as jinja does."""
+    return "none" if value is None else json.dumps(value, ensure_ascii=False)
+
+
+def choose_template(configured: object, folder: Path) -> object:
+    """Choose the template named "default" if a model names several. Raises ConfigError."""
+    if isinstance(configured, list):
+        configured = {one.get("name"): one.get("template") for one in configured if isinstance(one, dict)}
+    if not isinstance(configured, dict):
+        return configured
+    if "default" not in configured:
+        raise ConfigError(
+            f"{folder} has the chat templates {', '.join(map(str, configured))} and none named default; "
+            "write one to a file, and set data.chat_template to it")
+    return configured["default"]
 
 
 def require_file(path: Path, what: str) -> Path:
@@ -168,11 +288,26 @@ def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     return frozenset(ids)
 
 
-def chat_environment() -> ImmutableSandboxedEnvironment:
+class GenerationTag(jinja2.ext.Extension):
+    """{% generation %} ... {% endgeneration %}, by which transformers finds the tokens of an assistant; it
+    renders its body."""
+
+    tags = {"generation"}
+
+    def parse(self, parser: jinja2.parser.Parser) -> jinja2.nodes.Node:
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        return jinja2.nodes.CallBlock(self.call_method("render_body"), [], [], body).set_lineno(line)
+
+    def render_body(self, caller: Callable) -> str:
+        return caller()
+
+
+def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:
     """Build the jinja dialect of chat templates (transformers, chat_template_utils).
 
-    strftime_now is left out on purpose: with it Llama 3's prompts change from day to day, and a run resumed
-    tomorrow is another run; without it the template falls back on its own fixed date.
+    strftime_now is there if `today` (data.date) is: a prompt with the real date would make a run that is
+    resumed tomorrow another run. Without it Llama 3's template falls back on its own fixed date.
     """
 
     def refuse(message: str) -> None:
@@ -189,7 +324,12 @@ def chat_environment() -> ImmutableSandboxedEnvironment:
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     env = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
+        trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
     env.filters["tojson"] = to_json  # jinja's own escapes <, > and & for HTML
     env.globals["raise_exception"] = refuse
+    if today:
+        try:
+            env.globals["strftime_now"] = date.fromisoformat(today).strftime
+        except ValueError as error:
+            raise ConfigError(f"data.date={today!r} must be a day as YYYY-MM-DD: {error}") from None
     return env

@@ -4,9 +4,10 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import dataclass, fields
+from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict, snapshot_download
@@ -16,12 +17,12 @@ from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
-from settings.loader import SHORT, Count, CountOrZero, Positive, PositiveOrZero, build, read_json
+from infra.families import Shape, shape_of
+from settings.loader import build, read_json
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
-MODEL_TYPES = ("qwen2", "qwen3", "llama")
-Dtype = Literal["float32", "bfloat16", "float16"]
+EMBEDDING = "model.embed_tokens.weight"
 
 
 def find_model(path: str) -> Path:
@@ -41,63 +42,15 @@ def find_model(path: str) -> Path:
                           f"{str(error).splitlines()[0]}") from error
 
 
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """The numbers of config.json that the decoder computes with."""
-
-    vocab_size: int
-    hidden_size: int
-    intermediate_size: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    norm_eps: float
-    tied: bool            # the LM head is the embedding
-    qkv_bias: bool
-    out_bias: bool
-    qk_norm: bool         # Qwen3: RMSNorm on every head's query and key
-    max_positions: int
-    rope_theta: float
-    rope_scaling: dict | None   # llama3 only
-    dtype: torch.dtype    # of the weights on disk; exports keep it
-
-
-@dataclass(frozen=True, slots=True)
-class ConfigFile:
-    """The settings of config.json that Winnow reads, in Hugging Face's names; it ignores all others."""
-
-    vocab_size: Count
-    hidden_size: Count
-    intermediate_size: Count
-    num_hidden_layers: Count
-    num_attention_heads: Count
-    rms_norm_eps: PositiveOrZero
-    max_position_embeddings: Count
-    num_key_value_heads: Count | None = None
-    head_dim: Count | None = None
-    tie_word_embeddings: bool | None = None
-    attention_bias: bool | None = None
-    mlp_bias: bool | None = None
-    hidden_act: str = "silu"
-    use_sliding_window: bool | None = None
-    max_window_layers: CountOrZero | None = None
-    layer_types: list[str] | None = None
-    rope_theta: Positive | None = None
-    rope_scaling: dict[str, Any] | None = None
-    rope_parameters: dict[str, Any] | None = None  # transformers 5 has both in here
-    torch_dtype: Dtype | None = None
-    dtype: Dtype | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Llama3:
-    """The numbers of Llama 3's rotary scaling."""
-
-    factor: Positive
-    low_freq_factor: Positive
-    high_freq_factor: Positive
-    original_max_position_embeddings: Count
+def read_shape(folder: Path) -> Shape:
+    """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
+    path = Path(folder) / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
+    try:
+        return shape_of(read_json(path), partial(is_tied, Path(folder)))
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}; mend it, download it again, or take another model") from None
 
 
 def read_section(section: type, raw: dict, path: Path) -> Any:
@@ -109,65 +62,20 @@ def read_section(section: type, raw: dict, path: Path) -> Any:
         raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
 
 
-def read_shape(folder: Path) -> Shape:
-    """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
-    path = Path(folder) / "config.json"
-    if not path.is_file():
-        raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
-    raw = read_json(path)
-    kind = raw.get("model_type")
-    if kind not in MODEL_TYPES:
-        raise ConfigError(
-            f"{path}: model_type={SHORT.repr(kind)} is not supported; use one of {', '.join(MODEL_TYPES)}")
-    rope = raw.get("rope_parameters")
-    if isinstance(rope, dict) and "rope_theta" in rope:
-        raw["rope_theta"] = rope["rope_theta"]
-    said = read_section(ConfigFile, raw, path)
-    scaling = said.rope_scaling or said.rope_parameters or {}
-    rope_type = scaling.get("rope_type", scaling.get("type", "default"))
-    heads = said.num_attention_heads
-    kv_heads = said.num_key_value_heads or heads
-    head_dim = said.head_dim or said.hidden_size // heads
-    unsupported = {
-        f"rope_type={rope_type!r}": rope_type not in ("default", "llama3"),
-        f"hidden_act={said.hidden_act!r}": said.hidden_act != "silu",
-        "sliding-window attention": has_sliding_window(said),
-        "mlp_bias=true": said.mlp_bias,
-        f"a head_dim of {head_dim}, which is odd,": head_dim % 2 or not head_dim,
-        f"num_attention_heads={heads}, no multiple of num_key_value_heads={kv_heads},": heads % kv_heads,
-    }
-    for name, present in unsupported.items():
-        if present:
-            raise ConfigError(f"{path}: {name} is not supported; use a checkpoint without it")
-    llama3 = asdict(read_section(Llama3, scaling, path)) if rope_type == "llama3" else None
-    return Shape(
-        vocab_size=said.vocab_size,
-        hidden_size=said.hidden_size,
-        intermediate_size=said.intermediate_size,
-        layers=said.num_hidden_layers,
-        heads=heads,
-        kv_heads=kv_heads,
-        head_dim=head_dim,
-        norm_eps=said.rms_norm_eps,
-        tied=bool(said.tie_word_embeddings),
-        qkv_bias=bool(said.attention_bias) or kind == "qwen2",
-        out_bias=bool(said.attention_bias) and kind != "qwen2",
-        qk_norm=kind == "qwen3",
-        max_positions=said.max_position_embeddings,
-        rope_theta=said.rope_theta or 10_000.0,
-        rope_scaling=llama3,
-        dtype=getattr(torch, said.dtype or said.torch_dtype or "float32"),
-    )
+def is_tied(folder: Path) -> bool:
+    """Tell whether the weights have no head of their own, if config.json does not say it."""
+    stored = any((folder / name).is_file() for name in WEIGHT_FILES)
+    return stored and "lm_head.weight" not in read_sizes(folder)
 
 
-def has_sliding_window(said: ConfigFile) -> bool:
-    """Tell whether a layer attends within a sliding window. Without layer_types, all layers from
-    max_window_layers on do."""
-    if not said.use_sliding_window:
-        return False
-    if said.layer_types:
-        return "sliding_attention" in said.layer_types
-    return (said.max_window_layers or 0) < said.num_hidden_layers
+def read_sizes(folder: Path) -> dict[str, tuple[int, ...]]:
+    """Read the sizes of all tensors, from the headers of the files."""
+    sizes = {}
+    for path in weight_files(folder):
+        with open_tensors(path) as file:
+            for name in file.keys():  # noqa: SIM118
+                sizes[name] = tuple(file.get_slice(name).get_shape())
+    return sizes
 
 
 def check_positions(folder: Path, tokens: int, settings: str) -> None:
@@ -198,17 +106,12 @@ class Index:
 def check_sizes(folder: Path) -> None:
     """Raise ConfigError if the weights have other sizes than config.json says: memory for these might not be
     there, or loading take days. Reads only the headers of the files."""
-    shape = read_shape(folder)
-    sizes = {}
-    for path in weight_files(folder):
-        with open_tensors(path) as file:
-            for name in file.keys():  # noqa: SIM118
-                sizes[name] = tuple(file.get_slice(name).get_shape())
+    shape, sizes = read_shape(folder), read_sizes(folder)
     layers = len({name.split(".")[2] for name in sizes if name.startswith("model.layers.")})
     first = "model.layers.0."
     expected = {
-        "model.embed_tokens.weight": (shape.vocab_size, shape.hidden_size),
-        f"{first}mlp.up_proj.weight": (shape.intermediate_size, shape.hidden_size),
+        EMBEDDING: (shape.vocab_size, shape.hidden_size),
+        f"{first}mlp.down_proj.weight": (shape.hidden_size, shape.intermediate_size),
         f"{first}self_attn.q_proj.weight": (shape.head_dim * shape.heads, shape.hidden_size),
     }
     for name, size in expected.items():
@@ -243,7 +146,17 @@ def weight_files(folder: Path) -> list[Path]:
     for shard in shards:
         if Path(shard).name != shard or not os.path.isfile(folder / shard):
             raise ConfigError(f"{index} names {shard[:200]}, which is missing there; download it again")
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name not in shards and not path.name.startswith("consolidated"):  # Mistral's own copy
+            raise two_sets(folder, shards[0], path.name)
+    if (folder / "adapter_config.json").is_file():  # transformers would add it
+        raise two_sets(folder, shards[0], "adapter_config.json")
     return [folder / shard for shard in shards]
+
+
+def two_sets(folder: Path, one: str, other: str) -> ConfigError:
+    return ConfigError(f"{folder} holds {one} and {other}, and a model has one set of weights; keep those "
+                       "that are meant in a folder of their own")
 
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
@@ -251,7 +164,10 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for path in files:
         with open_tensors(path) as file:
-            tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            for name in file.keys():  # noqa: SIM118
+                if name in tensors:
+                    raise ConfigError(f"{path}: {name} is in another file too; download the weights again")
+                tensors[name] = file.get_tensor(name)
     return tensors
 
 
@@ -269,11 +185,19 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     not finite.
     """
     tensors = read_tensors(weight_files(folder))
-    if model.shape.tied:
-        tensors.pop("lm_head.weight", None)  # some exports repeat the embedding
+    head = tensors.pop("lm_head.weight", None) if model.shape.tied else None  # some exports repeat it
+    if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
+        raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
+                          "tie_word_embeddings to false there if the head is its own")
     weights = dict(named_weights(model))
     expected = {name: tuple(p.shape) for name, p in weights.items()}
-    stored = {name: tuple(t.shape) for name, t in tensors.items() if not name.endswith("rotary_emb.inv_freq")}
+    for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
+        stored = tensors.pop(name).float()
+        ours = [freq.cpu() for freq, _ in model.frequencies.values()]
+        if not any(freq.shape == stored.shape and torch.allclose(freq, stored) for freq in ours):
+            raise ConfigError(f"{folder}: {name} has other rotary frequencies than config.json implies; mend "
+                              "rope_theta or rope_scaling there")
+    stored = {name: tuple(t.shape) for name, t in tensors.items()}
     if wrong := find_mismatches(expected, stored):
         name = wrong[0]
         raise ConfigError(
@@ -288,9 +212,9 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         p.copy_(dist.sharded_like(t, p))
 
 
-def export(model: nn.Module, source: Path, folder: Path, template: str | None = None) -> None:
+def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] | None = None) -> None:
     """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
-    `source`, except the text of the user's own `template` (data.chat_template).
+    `source`, except the files in `texts` (Tokenizer.exported).
 
     All ranks of a sharded model must call it; rank 0 writes.
     """
@@ -300,8 +224,8 @@ def export(model: nn.Module, source: Path, folder: Path, template: str | None = 
                 copied = path.suffix in (".json", ".jinja", ".txt", ".model")
                 if copied and path.is_file() and path.name not in WEIGHT_FILES:
                     shutil.copyfile(path, fresh / path.name)
-            if template:
-                (fresh / "chat_template.jinja").write_text(template)
+            for name, text in (texts or {}).items():
+                (fresh / name).write_text(text)
         save_weights(model, fresh)
 
 

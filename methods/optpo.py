@@ -123,7 +123,7 @@ class VotingSampler:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
         ballots = []
         for of_prompt in dist.local_slice(samples):
-            texts = [self.sampler.tokenizer.decode(s.ids) for s in of_prompt]
+            texts = [self.sampler.tokenizer.read(s.ids) for s in of_prompt]
             answers = [extract(until_end(text)) for text in texts]
             ballots.append(classify(answers, first_equal))
         return dist.gather(ballots)

@@ -3,13 +3,15 @@
 Dimension key:  N problems.
 """
 
+import json
 import sys
+from hashlib import sha256
 
 import numpy as np
 
 from config import ConfigError
 from infra.results import differences
-from verify.statistics import mcnemar, mean, paired_interval
+from verify.statistics import holm, mcnemar, mean, paired_interval, sign_flip
 
 
 def results_table(results: dict[str, dict]) -> str:
@@ -116,6 +118,49 @@ def reward_row(name: str, a: dict, b: dict) -> str:
     bounds = f"[{low:+.3f}, {high:+.3f}]"
     return (f"{name + ' reward':<16} {len(difference_N):>8} {a['reward']:>7.3f} {b['reward']:>7.3f} "
             f"{difference_N.mean():>+10.3f} {bounds:<18} -")
+
+
+# ---- suites
+
+def suite_lines(suite: str, results: dict[str, dict]) -> list[str]:
+    """Write what a paper needs of one suite's results {model: result}: a line to cite for each set and model,
+    a row of LaTeX for each model, and from two models on a table of differences to the first."""
+    lines = []
+    for model, result in results.items():
+        cells = []
+        for name, r in result["results"].items():
+            bounds = f"[{r['low']:.1%}, {r['high']:.1%}]"
+            lines.append(f"{name} {r['accuracy']:.1%} {bounds} avg@{r['n']}, suite {suite} "
+                         f"{suite_hash(result['head'], name)}, model {model} "
+                         f"{result['head']['model']['files'][:12]}")
+            cells.append(f"{100 * r['accuracy']:.1f}")
+        latex = model.replace("_", r"\_")
+        lines.append(f"{latex} & {' & '.join(cells)} \\\\")
+    return [*lines, *ranking(results)] if len(results) > 1 else lines
+
+
+def suite_hash(head: dict, name: str) -> str:
+    """Identify how a set was evaluated, apart from the model: its problems, sampling, prompt and verifier."""
+    keys = ("sampling", "system_prompt", "stop", "verifier")
+    said = [head["sets"][name]["data"], *(head[key] for key in keys)]
+    return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
+
+
+def ranking(results: dict[str, dict]) -> list[str]:
+    """Tabulate each model's accuracy less the first one's on the same problems, with p-values of flipped
+    signs that are corrected for all rows (Holm)."""
+    first, *others = results
+    rows, p_values = [], []
+    for name, a in results[first]["results"].items():
+        for other in others:
+            b = results[other]["results"][name]
+            shares = [[count_right(problem) / r["n"] for problem in r["problems"]] for r in (a, b)]
+            difference_N = np.subtract(shares[1], shares[0])
+            low, high = paired_interval(difference_N)
+            p_values.append(sign_flip(difference_N))
+            bounds = f"[{low:+.1%}, {high:+.1%}]"
+            rows.append(f"{name:<16} {other} less {first}: {difference_N.mean():+.1%} {bounds}")
+    return [f"{row}, p = {p:.3g}" for row, p in zip(rows, holm(p_values), strict=True)]
 
 
 def count_right(problem: dict) -> int:

@@ -13,8 +13,8 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from config import Config, ConfigError, Rollout
-from data import Task, Tokenizer
+from config import NEED_ANSWER, Config, ConfigError, Reward, Rollout
+from data import Task, Tokenizer, render_problem
 from history import sample_seed
 from infra import dist
 from infra.signals import SAVE_MEMORY
@@ -23,6 +23,7 @@ from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
 from preflight import counts, memory
 from records import Group, Problem, Prompt, Row, Sample
+from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.extract import extract
 from verify.grade import grade
@@ -30,6 +31,7 @@ from verify.grade import grade
 # Prompts that a rank tries, samples of each, and tokens of a sample.
 PROBES, SAMPLES, NEW_TOKENS = 4, 4, 32
 SOLUTIONS = 64  # gold solutions that the verifier is tried on
+ENDING = 40     # characters of a prompt's end that are compared
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,9 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
         check_seeds(groups),
         check_ends(groups, engine, task.tokenizer, policy),
         check_template(task.tokenizer, cfg.data.system_prompt),
+        check_prompts(task, cfg.data.system_prompt),
         check_verifier(task.problems),
+        check_rewards(cfg.reward, task),
         check_memory(update_peak, rollout_peak, memory.total_bytes(learner.device), counted),
     ]
 
@@ -83,7 +87,7 @@ def require_checks(checks: list[Check]) -> None:
 
 def print_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
     """Print the table of all checks; returns the exit status, 2 if one failed."""
-    checks = run_checks(cfg, learner, engine, task)
+    checks = [*run_checks(cfg, learner, engine, task), *compare_with_transformers(cfg, task)]
     if dist.rank() == 0:
         for check in checks:
             print(f"{'pass' if check.passed else 'FAIL':<5} {check.name:<30} {check.figures}", flush=True)
@@ -266,6 +270,83 @@ def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
     return Check("chat template opens the answer", opens, repr(opening),
                  "the template ignores add_generation_prompt, so the model would continue the question; "
                  "take the template of an instruct model")
+
+
+def squeeze(text: str) -> str:
+    """Leave out white space, which tokenizers may change at the ends of a text."""
+    return "".join(text.split())
+
+
+def check_prompts(task: Task, system: str | None) -> Check:
+    """Check that what is sampled from ends as the rendered text ends."""
+    problem, ids = task.problems[0], task.prompts[0].ids
+    end = squeeze(render_problem(problem, task.tokenizer, system))[-ENDING:]
+    sampled = squeeze(task.tokenizer.decode(ids, special=True))[-ENDING:]
+    figures = f"{len(ids)} tokens that end in {end!r}"
+    return Check("whole prompts are sampled from", sampled == end, figures,
+                 f"the tokens of {problem.id} end in {sampled!r}: the tokenizer loses or changes text; take "
+                 "the one that belongs to the model")
+
+
+def check_rewards(settings: Reward, task: Task) -> Check:
+    """Check that a good completion reaches the rewards as it was written, and that one can have the best
+    value of each built-in component with a weight."""
+    tokenizer = task.tokenizer
+    built_in = replace(settings, custom=None, custom_file=None)
+    tried = [problem for problem in task.problems if problem.answer][:SOLUTIONS]
+    missing = {name for name in built_in.weights if tried or name not in NEED_ANSWER}
+    lost = ""
+    for problem in tried or task.problems[:1]:
+        for text in forge(problem.answer, tokenizer.opened):
+            ids, = tokenizer.encode([text])
+            read = tokenizer.read(ids)
+            if squeeze(read) != squeeze(tokenizer.opened + text):
+                lost = lost or text
+            row, = score([(read, problem, 1)], 2 * (settings.overlong_tokens or 1), built_in, task.graded)
+            values = zip(list_components(built_in, task.graded), row, strict=True)
+            missing -= {name for name, value in values if name in missing and value == best(name, settings)}
+        if not missing:
+            break
+    figures = f"{', '.join(sorted(missing)) or 'no component'} out of reach"
+    if lost:
+        figures += f"; decoding changes {lost[:ENDING]!r}"
+    return Check("good answers are rewarded", not missing and not lost, figures,
+                 "no completion can be rewarded: the tokenizer cannot write or read the marks, or the gold "
+                 "answers are of another kind; choose another component of reward, or another tokenizer")
+
+
+def best(name: str, settings: Reward) -> float:
+    """Return the value of a component that its weight rewards most."""
+    _, low, high = COMPONENTS[name]
+    return high if settings.weights[name] > 0 else low
+
+
+def forge(gold: str, opened: str) -> list[str]:
+    """Write completions with the marks that built-in rewards look for, right ones and a wrong one."""
+    thought = "<think>\nIt is so.\n</think>\n"
+    texts = [f"{thought}<answer>{gold}</answer>", f"So \\boxed{{{gold}}}.", "So \\boxed{?}."]
+    return [text.removeprefix(opened.strip()) if opened else text for text in texts]
+
+
+def compare_with_transformers(cfg: Config, task: Task) -> list[Check]:
+    """Check that prompts of the model's own template are those of transformers, if that is installed."""
+    data, tokenizer = cfg.data, task.tokenizer
+    if tokenizer.template is None or data.date:
+        return []
+    try:
+        from transformers import AutoTokenizer  # slow to import, and no requirement of a run
+    except ImportError:
+        return []
+    problem = task.problems[0]
+    messages = [*problem.messages] or [{"role": "user", "content": problem.question}]
+    if data.system_prompt and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    theirs = AutoTokenizer.from_pretrained(task.source).apply_chat_template(
+        messages, chat_template=tokenizer.own_template, add_generation_prompt=True, return_dict=False,
+        **tokenizer.arguments)
+    return [Check("prompts equal transformers'", tuple(theirs) == task.prompts[0].ids,
+                  f"{len(theirs)} tokens there, {len(task.prompts[0].ids)} here",
+                  "the folder asks for something that is read otherwise there; compare both, and report it")]
 
 
 def check_verifier(problems: list[Problem]) -> Check:

@@ -1,6 +1,7 @@
 """Count the bytes of training from shapes: what lies on a rank, passes of an update, a rollout.
 
-Every count is a table of named parts, which `train.py --fit` prints; their sum has to fit.
+Every count is a table of named parts, which `train.py --fit` prints; their sum has to fit. Layers with a
+window are counted as if they had none: the embedded engine keeps all of their keys, and vLLM may need less.
 """
 
 from dataclasses import dataclass, replace
@@ -48,11 +49,13 @@ def attention_widths(shape: Shape) -> tuple[int, int]:
 
 
 def linear_sizes(shape: Shape) -> dict[str, list[tuple[int, int]]]:
-    """Return inputs and outputs of a block's linear layers: q, k, v, o, and gate, up, down."""
+    """Return inputs and outputs of a block's linear layers: q, k, v, o, and gate, up, down, or the first two
+    of these as one."""
     D, inner = shape.hidden_size, shape.intermediate_size
     query, key = attention_widths(shape)
     attention = [(D, query), (D, key), (D, key), (query, D)]
-    mlp = [(D, inner), (D, inner), (inner, D)]
+    mlp = [(D, 2 * inner)] if shape.family.fused_mlp else [(D, inner), (D, inner)]
+    mlp.append((inner, D))
     return {
         "attention": attention,
         "mlp": mlp,
@@ -64,15 +67,22 @@ def block_weights(shape: Shape) -> int:
     """Count the weights of one block."""
     D = shape.hidden_size
     query, key = attention_widths(shape)
-    weights = 2 * D  # of two norms
+    weights = norms(shape) * D
     weights += sum(inputs * outputs for inputs, outputs in linear_sizes(shape)["all"])
     if shape.qkv_bias:
         weights += query + 2 * key
     if shape.out_bias:
         weights += D
-    if shape.qk_norm:
+    if shape.qk_norm == "head":
         weights += 2 * shape.head_dim
+    elif shape.qk_norm:
+        weights += query + key
     return weights
+
+
+def norms(shape: Shape) -> int:
+    """Count the norms of a block beside attention and the MLP."""
+    return sum(name is not None for name in shape.family.norms)
 
 
 def adapted_sizes(shape: Shape, lora: Lora) -> list[tuple[int, int]]:
@@ -149,12 +159,17 @@ def block_bytes(given: Pass) -> int:
         per_token = 3 * D + 2 * query + 2 * key + 2 * inner
         per_key = 0
     elif given.fused:  # of each norm input and output; queries, keys, values, attention's output; the MLP
-        per_token = 4 * D + 2 * query + 4 * inner
+        per_token = (2 + norms(shape)) * D + 2 * query + 4 * inner
         per_key = 2 * key
     else:  # norms have two stages more unless frozen; queries, keys, values and the output, also padded
         stages = 4 if layers else 6
+        stages += (norms(shape) - 2) * stages // 3
         per_token = stages * D + 4 * query + 4 * inner
         per_key = 4 * key
+    if shape.qk_norm and given.recomputed == "none":  # the inputs of these norms
+        per_token += query + key
+    if shape.family.one_plus and given.recomputed == "none":  # inputs of norms are float32
+        per_token += (norms(shape) * D + query + key) * 2 // given.element
     if given.lora.rank:
         per_token += len(layers) * given.lora.rank  # between the factors of an adapter
     kept = (given.tokens * per_token + given.keys * per_key) * given.element

@@ -202,14 +202,15 @@ def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor
     return Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
 
 
-def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:
+def attention_by_mask(q, k, v, segments: Segments, window: int | None = None) -> torch.Tensor:
     """What segments say, written out over the whole row: a query sees which of its T tokens."""
     seen_TT = torch.zeros(len(q), len(q), dtype=torch.bool, device=q.device)
     query = key = 0
     for queries, keys in zip(segments.queries, segments.keys, strict=True):
         tokens = segments.key_K[key:key + keys]
         for i in range(queries):
-            seen_TT[query + i, tokens[:keys - queries + i + 1]] = True
+            seen = tokens[:keys - queries + i + 1]
+            seen_TT[query + i, seen[-window:] if window else seen] = True
         query, key = query + queries, key + keys
     assert query == len(q) and key == len(segments.key_K)
     k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
@@ -219,12 +220,12 @@ def attention_by_mask(q, k, v, segments: Segments) -> torch.Tensor:
 
 def mask_backend(segments: Segments) -> decoder.Attend:
     """An entry for model.BACKENDS that leaves nothing to a kernel."""
-    return lambda layer, q, k, v: attention_by_mask(q, k, v, segments)
+    return lambda layer, q, k, v, window: attention_by_mask(q, k, v, segments, window)
 
 
-def attend_alone(layer: int, q, k, v) -> torch.Tensor:
+def attend_alone(layer: int, q, k, v, window=None) -> torch.Tensor:
     """Causal attention of one sequence that is all there is."""
-    return attention_by_mask(q, k, v, Segments.plain([len(q)]))
+    return attention_by_mask(q, k, v, Segments.plain([len(q)]), window)
 
 
 def verdict(gold: str, answer: str | None) -> str:

@@ -21,8 +21,8 @@ def short_of_memory(rows: set[int], where: str):
     def backend(segments):
         attend = attention(segments)
 
-        def attend_or_not(layer, q, k, v):
-            out = attend(layer, q, k, v)
+        def attend_or_not(layer, q, k, v, window):
+            out = attend(layer, q, k, v, window)
             again = torch._C._current_graph_task_id() != -1  # in backward, where blocks are recomputed
             if layer == 0 and torch.is_grad_enabled() and not again:
                 passed.append(layer)

@@ -57,7 +57,8 @@ def model(tmp_path) -> Path:
     ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
     ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
     ("config.json", {"intermediate_size": 10**12}, "weights do not match config.json"),
-    ("config.json", {"num_hidden_layers": 10**9}, "they have 4 layers .* it says 1000000000 and"),
+    ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be in \[1, 10000\]"),
+    ("config.json", {"num_hidden_layers": 10**4}, "they have 4 layers .* it says 10000 and"),
     ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
     ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
     ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
@@ -92,6 +93,8 @@ def model(tmp_path) -> Path:
 def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
     """A mapping changes the file's settings; None leaves its first half."""
     path = model / name
+    if name.endswith("index.json"):
+        (model / "model.safetensors").rename(model / "model-1.safetensors")
     if isinstance(content, dict):
         content = json.dumps(json.loads(path.read_text()) | content).encode()
     path.write_bytes(path.read_bytes()[:path.stat().st_size // 2] if content is None else content)

@@ -45,7 +45,7 @@ def test_the_columns_of_gsm8k_math_and_the_hubs_evaluation_sets_are_understood(t
         Problem("mixed/1", "q", "42", "6 * 7 = <<6*7=42>>42\n#### 42"),
         Problem("mixed/2", "q", r"\frac{1}{2}", r"so \boxed{\frac{1}{2}}.", level="1"),
         Problem("mixed/3", "q\u2028\x85", "7"),
-        Problem("mixed/4", "q", "27.0", level="?", subject="Algebra"),
+        Problem("mixed/4", "q", "27", level="?", subject="Algebra"),
         Problem("mixed/5", "q", "$1$, $2$"),
     ]
 
@@ -373,7 +373,7 @@ def test_a_named_set_that_is_not_whole_is_said_to_be_so(tmp_path, capsys):
 def test_gold_answers_that_cannot_be_read_are_named_and_only_their_spelling_is_right(capsys):
     problems = [Problem("fine", "q", r"\frac{1}{2}"), Problem("odd", "q", r"\frac{1}{"), Problem("n", "q", "7"),
                 Problem("text", "q", "east"), Problem("code", "q", "1,2,?!")]
-    name_unreadable("few", {p.id: p.answer for p in problems})
+    name_unreadable("few", {p.id: p.answer for p in problems}, needed=True)
     assert capsys.readouterr().err == ("few: 2 of 5 gold answers cannot be read, and only the same spelling counts as "
                                        "right: odd, code\n")
     assert verdict(r"\frac{1}{", r"\frac{1}{ ") == "right"

@@ -4,23 +4,27 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
 import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 import survive
 import torch
-from conftest import ROOT, TOY, toy_config
+from conftest import ROOT, TOY, toy_config, write_tiny
 
 import config
 import data
 import eval as evaluation
 import train
 from config import ConfigError
+from data import load_problems
 from infra import runfolder
 from infra.results import differences
 from preflight import memory
@@ -281,7 +285,8 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     assert found == expected[:5] and expected[5] in cfg.data.system_prompt
     assert cfg.reward.accuracy and cfg.data.max_prompt_tokens >= 512 and cfg.eval.limit == 7
     names = {path.stem for path in (config.CONFIGS / "eval").glob("*.yaml")}
-    assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"}
+    suites = {"suite_competitions", "suite_school", "suite_sums"}
+    assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"} | suites
 
 
 def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
@@ -322,3 +327,48 @@ def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, 
     assert run("--model", TOY, "--data", "toy/test.jsonl", *changes) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"error: {message}") and said.count("\n") == 1
+
+
+# ---- suites
+
+def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys):
+    """Two models on generated sums: a citable line and a row of LaTeX for each, and their paired difference."""
+    other = write_tiny(tmp_path / "other_model")
+    assert run("--suite", "sums", "--model", str(TOY), str(other)) == 0
+    said = capsys.readouterr().out
+    assert "sums-2026: 300 problems x 1 answers show a difference of two models from about 8 points on" in said
+    cited = re.findall(r"sums-2026 [\d.]+% \[.*\] avg@1, suite sums (\w{12}), model (\S+) (\w{12})", said)
+    assert [model for _, model, _ in cited] == [str(TOY), str(other)] and cited[0][0] == cited[1][0]
+    assert cited[0][2] != cited[1][2] and "other\\_model & " in said
+    assert re.search(r"sums-2026 +\S*other_model less \S+model: -?\+?[\d.]+% \[.*\], p = ", said)
+    for more in (["--data", "gsm8k"], ["--set", "eval.temperature=1"], ["--config", "grpo_toy.yaml"]):
+        assert run("--suite", "sums", "--model", str(TOY), *more) == 2
+        assert "--suite sums is frozen: leave out --data and --config" in capsys.readouterr().err
+
+
+def test_generated_sums_are_right_and_another_seed_is_another_set():
+    problems = load_problems("sums-7")
+    for problem in problems:
+        assert eval(problem.question.removeprefix("Compute ").removesuffix(".")) == int(problem.answer)
+    assert len(problems) == 300 and problems == load_problems("sums-7") != load_problems("sums-8")
+    assert [p.level for p in problems[:6]] == ["2", "3", "4", "5", "6", "7"]
+
+
+def test_gpqa_is_asked_by_letters(tmp_path):
+    rows = [{"Record ID": f"r{i}", "Question": f"Why {i}? ", "Correct Answer": "yes", "Incorrect Answer 1": "no",
+             "Incorrect Answer 2": "maybe", "Incorrect Answer 3": " never", "Explanation": "So.",
+             "High-level domain": "Physics"} for i in range(40)]
+    (tmp_path / "gpqa_diamond.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    problems = load_problems("gpqa_diamond", str(tmp_path))
+    assert Counter(p.answer for p in problems).keys() == set("ABCD") and problems[0].subject == "Physics"
+    for problem in problems:
+        question, _, *choices = problem.question.split("\n")
+        assert f"{problem.answer}) yes" in choices and [c[:3] for c in choices] == ["A) ", "B) ", "C) ", "D) "]
+    assert problems == load_problems("gpqa_diamond", str(tmp_path))
+
+
+def test_holm_and_flipped_signs_by_hand():
+    assert statistics.holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06]) and statistics.holm([]) == []
+    assert statistics.sign_flip(np.array([1.0, 1, 1, 1])) == pytest.approx(2 / 16, abs=0.02)
+    assert statistics.sign_flip(np.array([1.0, -1, 0, 0])) == 1
+    assert statistics.detectable(30, 10**9) == pytest.approx(2.8 * (0.08 / 30) ** 0.5)

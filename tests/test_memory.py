@@ -27,7 +27,7 @@ import shapes  # noqa: E402
 GIB, CPU, CUDA = 2**30, torch.device("cpu"), torch.device("cuda")
 FREE = {24: fit.CARDS["4090"], 80: fit.CARDS["H100"]}  # GB of a GPU -> GiB that are free on it
 SMALL = {"vocab_size": 10, "hidden_size": 4, "intermediate_size": 6, "layers": 2, "heads": 2, "kv_heads": 1,
-         "head_dim": 2, "tied": False, "qkv_bias": False, "out_bias": False, "qk_norm": False}
+         "head_dim": 2, "tied": False, "qkv_bias": False, "out_bias": False, "qk_norm": None}
 
 
 def small(**changes):
@@ -42,7 +42,8 @@ def pass_bytes(given: counts.Pass) -> int:
     return sum(counts.pass_parts(given).values())
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}, {"out_bias": True}, {"qk_norm": True}])
+@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}, {"out_bias": True}, {"qk_norm": "head"},
+                                     {"qk_norm": "all heads"}])
 def test_parameters_are_those_of_the_decoder(changes):
     with torch.device("meta"):
         expected = sum(p.numel() for p in Decoder(small(**changes)).parameters())
@@ -65,7 +66,7 @@ def test_a_pass_is_counted_by_hand():
 
 
 @pytest.mark.parametrize("targets", lora.TARGETS)
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": True, "tied": True}])
+@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": "head", "tied": True}])
 def test_what_is_trained_of_an_adapter_is_that_of_the_decoder(changes, targets):
     with torch.device("meta"):
         model = Decoder(small(**changes))

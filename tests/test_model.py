@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from conftest import attention_by_mask, load, write_tiny
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import model as decoder
 from config import ConfigError
@@ -155,24 +155,53 @@ SEGMENTS = {
 }
 
 
-@pytest.mark.parametrize("heads", [(4, 2), (4, 4), (6, 1)])
+@pytest.mark.parametrize(("heads", "window"), [
+    ((4, 2), None), ((4, 4), None), ((6, 1), None), ((4, 2), 1), ((4, 2), 6)])
 @pytest.mark.parametrize("name", SEGMENTS)
-def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads):
+def test_padded_attention_equals_an_explicit_mask_in_value_and_gradient(name, heads, window):
     """With key heads that several query heads share, and without."""
     segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
     q, k, v, grad = (torch.randn(sum(segments.queries), count, 8, dtype=torch.float64, generator=generator)
                      for count in (heads[0], heads[1], heads[1], heads[0]))
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    outs = [decoder.sdpa_padded(segments)(0, *inputs), attention_by_mask(*inputs, segments)]
+    outs = [decoder.sdpa_padded(segments)(0, *inputs, window), attention_by_mask(*inputs, segments, window)]
     torch.testing.assert_close(*outs, rtol=0, atol=1e-12)
     for ours, expected in zip(*(torch.autograd.grad(out, inputs, grad) for out in outs), strict=True):
         torch.testing.assert_close(ours, expected, rtol=0, atol=1e-12)
 
 
+def reference_kernel(q, k, v, first_query, first_key, longest_query, longest_key, window_size) -> torch.Tensor:
+    """What the varlen kernels are said to compute: query i of a segment sees the keys from i + shift - window_size[0]
+    to i + shift + window_size[1], with shift = keys - queries; -1 has no end."""
+    outs = []
+    for query, key in zip(first_query.tolist()[:-1], first_key.tolist()[:-1], strict=True):
+        i = first_query.tolist().index(query)
+        queries, keys = (int(first[i + 1] - first[i]) for first in (first_query, first_key))
+        assert queries <= longest_query and keys <= longest_key
+        back_QK = torch.arange(queries)[:, None] + keys - queries - torch.arange(keys)
+        before, behind = window_size
+        seen_QK = (back_QK >= -behind) & (back_QK <= (before if before >= 0 else keys))
+        mine, others, values = (x[start:start + count].transpose(0, 1) for x, start, count in (
+            (q, query, queries), (k, key, keys), (v, key, keys)))
+        out = torch.nn.functional.scaled_dot_product_attention(mine, others, values, seen_QK, enable_gqa=True)
+        outs.append(out.transpose(0, 1))
+    return torch.cat(outs)
+
+
+@pytest.mark.parametrize("window", [None, 1, 6])
+@pytest.mark.parametrize("name", SEGMENTS)
+def test_a_kernel_gets_the_window_that_an_explicit_mask_has(name, window):
+    segments, generator = SEGMENTS[name], torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(sum(segments.queries), heads, 8, dtype=torch.float64, generator=generator)
+               for heads in (4, 2, 2))
+    out = decoder.attend_by_kernel(segments, reference_kernel)(0, q, k, v, window)
+    torch.testing.assert_close(out, attention_by_mask(q, k, v, segments, window), rtol=0, atol=1e-12)
+
+
 def test_a_prompt_and_its_completions_by_hand():
     """Prompt 0 1, completions 2 3 and 4: behind the prompt, 4 sees 0 1 4 and neither 2 nor 3."""
     q, v = torch.zeros(5, 1, 8), torch.eye(5)[:, None]
-    weight_TT = decoder.sdpa_padded(shared([(2, [2, 1])]))(0, q, q, torch.nn.functional.pad(v, (0, 3)))[:, 0, :5]
+    weight_TT = decoder.sdpa_padded(shared([(2, [2, 1])]))(0, q, q, torch.nn.functional.pad(v, (0, 3)), None)[:, 0, :5]
     expected = [[1, 0, 0, 0, 0], [1 / 2, 1 / 2, 0, 0, 0], [1 / 3, 1 / 3, 1 / 3, 0, 0], [1 / 4] * 4 + [0],
                 [1 / 3, 1 / 3, 0, 0, 1 / 3]]
     torch.testing.assert_close(weight_TT, torch.tensor(expected))
@@ -190,14 +219,15 @@ def test_padding_is_of_like_lengths():
     q = torch.zeros(sum(segments.queries), 1, 8)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(decoder.F, "scaled_dot_product_attention", watch)
-        decoder.sdpa_padded(segments)(0, q, q, q)
+        decoder.sdpa_padded(segments)(0, q, q, q, None)
     assert sum(sizes) < 2 * len(q)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["varlen", "flash"])
+@pytest.mark.parametrize("window", [None, 1, 20, 64])
 @pytest.mark.parametrize("kind", ["alone", "shared"])
-def test_cuda_backends_agree_with_padded_attention(kind, backend):
+def test_cuda_backends_agree_with_padded_attention(kind, window, backend):
     try:
         choose_backend(backend, torch.device("cuda"), torch.bfloat16)
     except ConfigError as error:
@@ -208,7 +238,7 @@ def test_cuda_backends_agree_with_padded_attention(kind, backend):
     inputs = [x.requires_grad_() for x in (q, k, v)]
     segments = {"alone": Segments.plain([30, 10, 170, 90], torch.device("cuda")),
                 "shared": shared([(1, [6, 2]), (60, [1, 100, 30]), (40, [60])], "cuda")}[kind]
-    outs = [decoder.BACKENDS[name](segments)(0, *inputs) for name in (backend, "sdpa")]
+    outs = [decoder.BACKENDS[name](segments)(0, *inputs, window) for name in (backend, "sdpa")]
     torch.testing.assert_close(*outs, rtol=2e-2, atol=2e-2)
     torch.testing.assert_close(*(torch.autograd.grad(out, inputs, grad) for out in outs), rtol=5e-2, atol=5e-2)
 
@@ -309,7 +339,7 @@ def test_rope_survives_a_cast_of_the_model(tiny):
     """Frequencies rounded to bfloat16 would turn far positions by radians."""
     queries = {}
     for dtype in (torch.float32, torch.bfloat16):
-        def attend(layer, q, k, v, dtype=dtype):
+        def attend(layer, q, k, v, window, dtype=dtype):
             queries.setdefault(dtype, q.float())
             return v.repeat_interleave(2, 1)
         with torch.no_grad():
@@ -324,11 +354,16 @@ def edit(folder, **changes):
 
 @pytest.mark.parametrize(("change", "message"), [
     ({"model_type": "gpt2"}, "model_type='gpt2' is not supported"),
-    ({"hidden_act": "gelu"}, "hidden_act='gelu' is not supported"),
-    ({"use_sliding_window": True, "max_window_layers": 1}, "sliding-window attention is not supported"),
-    ({"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "sliding-window"),
+    ({"hidden_act": "gelu"}, "hidden_act='gelu' must be one of silu, gelu_pytorch_tanh"),
+    ({"layer_types": ["full_attention", "chunked_attention"]}, r"layer_types\[1\]='chunked_attention' must be one of"),
+    ({"layer_types": ["full_attention"]}, "layer_types has fewer than 2 entries"),
+    ({"quantization_config": {"bits": 4}}, "quantization_config={.*} is not supported for model_type=qwen2"),
+    ({"attn_logit_softcapping": 50.0}, "attn_logit_softcapping=50.0 is not supported"),
+    ({"sliding_window": 0}, "sliding_window=0 must be at least 1"),
     ({"torch_dtype": "auto"}, "torch_dtype='auto' must be one of float32, bfloat16, float16"),
-    ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope_type='yarn' is not supported"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 4}}, "rope_type='dynamic' is not supported"),
+    ({"rope_scaling": {"type": "linear", "factor": 4, "mscale": 2}}, "unknown key 'mscale'"),
+    ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor=0.5 is not supported"),
     ({"hidden_size": 64}, "weights do not match config.json"),
     ({"num_hidden_layers": 3}, "weights do not match config.json"),
     ({"tie_word_embeddings": False}, "lm_head.weight: file has nothing"),
@@ -361,12 +396,3 @@ def test_missing_weights_are_named(tmp_path):
         load(folder)
     with pytest.raises(ConfigError, match="config.json not found"):
         load(tmp_path / "nowhere")
-
-
-def test_the_copy_of_a_tied_head_that_some_exports_carry_is_ignored(tmp_path):
-    folder = write_tiny(tmp_path)
-    path = folder / "model.safetensors"
-    tensors = load_file(path)
-    before = packed_logits(load(folder), segments())
-    save_file(tensors | {"lm_head.weight": torch.zeros_like(tensors["model.embed_tokens.weight"])}, path)
-    torch.testing.assert_close(packed_logits(load(folder), segments()), before, rtol=0, atol=0)

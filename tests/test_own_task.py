@@ -100,7 +100,7 @@ def test_messages_of_a_parquet_file_have_no_empty_keys(tmp_path):
     ([{"role": "bot", "content": "x"}], r"a message must be an object with 'role'.*not \{'role': 'bot'"),
     ([{"role": "user", "content": [{"type": "text"}]}], r"and 'content', a text"),
     (["hello"], r"a message must be an object"),
-    (SHOTS[:3], r"the last message must be the user's, which is to be answered, not the assistant's"),
+    (SHOTS[:1], r"the last message, or that before the assistant's, must be the user's, which is to be answered, not"),
     ("[{'role': 'user', 'content': 'x'}]", r"looks like a list of messages, but is not valid JSON"),
     ([], r"'question' must be a non-empty text, not \[\]"),
 ])
@@ -210,7 +210,8 @@ def test_template_arguments_reach_the_template_as_in_transformers(arguments, tmp
 def test_the_trained_model_has_the_template_that_it_was_trained_with(tmp_path):
     folder = base_model(tmp_path / "model")
     (tmp_path / "qwen3.jinja").write_text(QWEN3)
-    export(load(folder), folder, tmp_path / "hf", QWEN3)
+    read = data.Tokenizer(folder, asking(chat_template=str(tmp_path / "qwen3.jinja")))
+    export(load(folder), folder, tmp_path / "hf", read.exported(None))
     theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
     assert theirs.chat_template == data.Tokenizer(tmp_path / "hf").source == QWEN3
 

@@ -21,8 +21,8 @@ from records import Problem, Segments
 from rollout import TorchEngine
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
-         "distinct samples", "ends of an answer", "chat template opens the answer", "verifier accepts the gold",
-         "memory"]
+         "distinct samples", "ends of an answer", "chat template opens the answer", "whole prompts are sampled from",
+         "verifier accepts the gold", "good answers are rewarded", "memory"]
 
 
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
@@ -242,3 +242,47 @@ def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():
     prompts = data.to_prompts(data.load_problems(str(ROOT / "toy" / "train.jsonl")), tokenizer, None, 128)
     assert [len(p.ids) for p in preflight.probe_prompts(prompts, 300)][-1] == 300
     assert len(preflight.probe_prompts(prompts, 4096)[-1].ids) == 512
+
+
+def task_of(folder, **reward) -> tuple:
+    cfg = toy_config(folder / "run", f"model.path={folder / 'model'}", *(f"reward.{k}={v}" for k, v in reward.items()))
+    return cfg, train.load_task(cfg)
+
+
+def test_a_tokenizer_that_changes_text_fails_both_ways(tmp_path):
+    """Prompts are not what the template wrote, and completions not what the model wrote."""
+    write_tiny(tmp_path / "model")
+    path = tmp_path / "model" / "tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": {"type": "Replace", "pattern": {
+        "String": "i"}, "content": "j"}}))
+    cfg, task = task_of(tmp_path)
+    assert not preflight.check_prompts(task, None).passed and not preflight.check_rewards(cfg.reward, task).passed
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"normalizer": None}))
+    cfg, task = task_of(tmp_path)
+    assert preflight.check_prompts(task, None).passed and preflight.check_rewards(cfg.reward, task).passed
+    assert preflight.compare_with_transformers(cfg, task)[0].passed
+
+
+def test_a_reward_that_no_completion_can_get_is_named(tmp_path):
+    write_tiny(tmp_path / "model")
+    cfg, task = task_of(tmp_path, accuracy=1, wrong=-1, boxed=0.1, format=1, tag_exact=1, tag_number=1)
+    assert preflight.check_rewards(cfg.reward, task).figures == "no component out of reach"
+    words = [replace(problem, answer="Paris") for problem in task.problems[:3]]
+    failed = preflight.check_rewards(cfg.reward, replace(task, problems=words))
+    assert not failed.passed and failed.figures == "tag_number out of reach"
+
+
+def test_prompts_that_transformers_makes_otherwise_are_named(tmp_path):
+    write_tiny(tmp_path / "model")
+    cfg, task = task_of(tmp_path)
+    other = replace(task.prompts[0], ids=task.prompts[0].ids[1:])
+    checked, = preflight.compare_with_transformers(cfg, replace(task, prompts=[other]))
+    assert not checked.passed and checked.figures.endswith("there, 49 here")
+    plain = toy_config(tmp_path / "run", "data.prompt=Q: {question}")
+    assert preflight.compare_with_transformers(plain, train.load_task(plain)) == []
+
+
+def test_a_run_without_any_signal_says_so_once(tmp_path, capsys):
+    train.train(toy_config(tmp_path / "run", "steps=8", "rollout.max_new_tokens=2", "data.eval=null"))
+    said = capsys.readouterr().err
+    assert said.count("no group of the last 5 steps has different rewards, and 100% of these completions are tru") == 1

@@ -86,7 +86,7 @@ def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the
     assert torch.equal(tensors[f"{layer}.k_proj.weight"], weights["blk.0.attn_k"])
     assert torch.equal(tensors["model.layers.0.mlp.down_proj.weight"], weights["blk.0.ffn_down"])
     shape = read_shape(folder)
-    assert (shape.norm_eps, shape.rope_theta, shape.max_positions) == (1e-5, 5000, 512)
+    assert (shape.norm_eps, shape.ropes[0].rope_theta, shape.max_positions) == (1e-5, 5000, 512)
     tokenizer, text = Tokenizer(folder), "15 more, naïve\n"
     ids, = tokenizer.encode([text])
     assert tokenizer.decode(ids) == text

@@ -305,7 +305,7 @@ BROKEN = {
     "no folder": (["out={bad}/bad.jsonl/run"], "bad.jsonl is no folder or not writable; set `out` to a place that is"),
     "not a run folder": (["out={folder}"], "exists and is not a run folder; set `out` to a new folder"),
     "malformed data": (["data.train={bad}/bad.jsonl", "out={new}"], "bad.jsonl:2: there is no column 'answer' for"),
-    "unknown architecture": (["model.path={bad}", "out={new}"], "model_type='gpt2' is not supported; use one of qwen2"),
+    "unknown architecture": (["model.path={bad}", "out={new}"], "model_type='gpt2' is not supported; use one of llama"),
     "no chat template": (["model.path={mute}", "out={new}"], "{mute} has a tokenizer without a chat template, as"),
     "no weights": (["model.path={empty}", "out={new}"], "{empty} has no model.safetensors.index.json or"),
     "kernel without CUDA": (["model.attention=varlen", "out={new}"], "model.attention=varlen cannot run on cpu"),

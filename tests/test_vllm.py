@@ -30,6 +30,14 @@ MODELS = {
     "qwen2-untied": {"tie_word_embeddings": False},
     "qwen3": {"model_type": "qwen3", "architectures": ["Qwen3ForCausalLM"]},
     "llama": {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "rope_parameters": LLAMA3},
+    "gemma3": {"model_type": "gemma3_text", "architectures": ["Gemma3ForCausalLM"], "sliding_window": 32,
+               "layer_types": ["sliding_attention", "full_attention"], "std": 0.04},  # larger ones repeat one token
+    "olmo3": {"model_type": "olmo3", "architectures": ["Olmo3ForCausalLM"], "sliding_window": 32,
+              "layer_types": ["sliding_attention", "full_attention"]},
+    "glm4": {"model_type": "glm4", "architectures": ["Glm4ForCausalLM"]},
+    "mistral": {"model_type": "mistral", "architectures": ["MistralForCausalLM"], "sliding_window": 32},
+    "smollm3": {"model_type": "smollm3", "architectures": ["SmolLM3ForCausalLM"], "no_rope_layers": [1, 0],
+                "pad_token_id": 0},
 }
 SIZE = {"std": 0.15, "hidden_size": 128, "head_dim": 32}  # vLLM's CPU attention has no narrower heads
 MAX_LEN = 256
@@ -52,7 +60,7 @@ def device(process_group):
 
 @pytest.fixture(scope="session")
 def folder(tmp_path_factory, request):
-    return write_tiny(tmp_path_factory.mktemp("model"), **SIZE, **MODELS[request.config.getoption("--vllm-model")])
+    return write_tiny(tmp_path_factory.mktemp("model"), **SIZE | MODELS[request.config.getoption("--vllm-model")])
 
 
 @pytest.fixture(scope="session")
@@ -78,7 +86,7 @@ def policy(folder, device, tmp_path, request):
     """New weights for every test."""
     changes = MODELS[request.config.getoption("--vllm-model")]
     seed = zlib.crc32(request.node.name.encode())
-    return load_model(write_tiny(tmp_path / "policy", seed=seed, **SIZE, **changes), PRECISION.dtype, device)
+    return load_model(write_tiny(tmp_path / "policy", seed=seed, **SIZE | changes), PRECISION.dtype, device)
 
 
 def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from string import ascii_letters
 
 from verify.number import LONGEST, THOUSANDS, number, same_numbers
-from verify.spelling import UNITS, normalise, without_unit
+from verify.spelling import normalise, read_unit, without_unit
 
 DEEPEST = 20      # brackets within brackets
 LONGEST_LIST = 40      # members of a list that are compared one by one
@@ -40,8 +40,9 @@ RANGED = re.compile(rf"{VARIABLE}(?:\([a-zA-Z]\))?|\\(?:sin|cos|tan|cot) ?(?:\(?
 RELATION = re.compile(r"(?<![=<>≤≥≠])(?:=|<|>|≤|≥|≠|\\in(?![a-z]))(?![^{}]*(?<!\\)\})(?![^()\[]*\))")
 FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤"}
 SET_SIGNS = re.compile(r"\\(?:cup|cap|setminus|backslash|infty|emptyset)(?![a-z])")
-MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pb]?matrix|smallmatrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
-                    r"\\end\{[a-z]+\}[\])]*")
+MATRIX = re.compile(r"[\[(]*\\begin\{(?:[pbB]?(?:small)?matrix|array)\}(?:\{[lcr|]*\})?(.*?)(?:\\\\)?"
+                    r"\\end\{[a-zA-Z]+\}[\])]*")
+TRANSPOSED = re.compile(r"(.*)\^\{?\\?(?:[Tt]|top|intercal)\}?")
 BASED = re.compile(r"([-+]?[0-9A-Z]+)_\{?(\d+)\}?")
 CHOICE = re.compile(r'"?\s*\(?([A-Z])[).:]\s*"?\s*([^\s∧∨,].*)')
 RADIANS = ("radian", "radians", "rad")
@@ -89,7 +90,8 @@ def strip_wrapping(answer: str) -> tuple[str, str]:
     """Strip units, outer brackets, one side of an "about equal", and spaces. Return value and last unit."""
     left, about, right = answer.partition("\\approx")
     if about:
-        answer = right if not left.strip(" =") or NAME.fullmatch(left.strip(" =")) else left
+        name = left.strip(' ="')
+        answer = right if not name or NAME.fullmatch(name) else left
     value, unit = without_unit(answer.strip())
     while value != answer:
         answer, value = value, without_unit(value)[0]
@@ -200,13 +202,33 @@ def intersect_conditions(x: str) -> str:
     return x
 
 
-def take_apart(x: str) -> tuple[str, list[str]]:
+def list_rows(x: str, upright: bool) -> list[list[str]]:
+    """List the rows of a matrix in TeX or of a list of lists; no rows for anything else.
+
+    A plain list or tuple is a column if `upright`, else a row.
+    """
+    if transposed := TRANSPOSED.fullmatch(x):
+        rows = list_rows(transposed[1], upright=False)
+        return [list(column) for column in itertools.zip_longest(*rows, fillvalue="")]
+    if matrix := MATRIX.fullmatch(x):
+        return [row.split("&") for row in re.split(r"(?:\\\\)+", matrix[1])]
+    if x[:1] + x[-1:] not in ("()", "[]") or "\\begin" in x or not closes_at_end(x):
+        return []
+    lines = split_top_level(x[1:-1], ";")
+    members = [f"[{line}]" for line in lines] if len(lines) > 1 else split_top_level(x[1:-1], ",")
+    rows = [list_rows(member, upright=False) for member in members]
+    if all(rows):
+        return sum(rows, [])
+    return [[member] for member in members] if upright else [members]
+
+
+def take_apart(x: str, other: str = "") -> tuple[str, list[str]]:
     """Return the kind of a value ("" for an expression) and its members.
 
-    Kinds are tuples and intervals, matrices, ratios and times, numbers in a base.
+    Kinds are tuples and intervals, matrices, ratios and times, numbers in a base. If the `other` value is a
+    matrix in TeX, a list of lists is one too, and a plain list is a row or a column, as the other is.
     """
-    if matrix := MATRIX.fullmatch(x):
-        rows = [row.split("&") for row in re.split(r"(?:\\\\)+", matrix[1])]
+    if "\\begin" in x + other and (rows := list_rows(x, upright="&" not in x + other)):
         widths = [len(row) for row in rows]
         return f"matrix {widths}", sum(rows, [])
     if x and x[0] in "([" and x[-1] in ")]" and closes_at_end(x):
@@ -265,11 +287,11 @@ def same_answers(gold: str, answer: str, compare: Compare, labelled: bool = True
 
 
 def units_differ(gold_unit: str, answer_unit: str) -> bool:
-    """Tell whether two units differ: both are known, or one of them is "modulo" a number."""
-    kinds = [UNITS.get(unit, unit) for unit in (gold_unit, answer_unit)]
-    if not gold_unit or not answer_unit or kinds[0] == kinds[1]:
+    """Tell whether two units differ: all their names are known, or one of them is "modulo" a number."""
+    if not gold_unit or not answer_unit or gold_unit == answer_unit:
         return False
-    return gold_unit in UNITS and answer_unit in UNITS or "modulo" in gold_unit + answer_unit
+    powers = read_unit(gold_unit), read_unit(answer_unit)
+    return None not in powers and powers[0] != powers[1] or "modulo" in gold_unit + answer_unit
 
 
 def same_in_order(gold: list[str], answer: list[str], compare: Compare) -> bool:
@@ -379,7 +401,8 @@ def same_values(gold: str, answer: str, compare: Compare) -> bool:
         return equal_numbers
     if read_words(gold) or read_words(answer) or len(gold) == len(answer) == 1:
         return read_words(gold) is not None and read_words(gold) == read_words(answer)
-    (gold_kind, gold_members), (answer_kind, answer_members) = take_apart(gold), take_apart(answer)
+    gold_kind, gold_members = take_apart(gold, answer)
+    answer_kind, answer_members = take_apart(answer, gold)
     if gold_kind == answer_kind != "":
         return same_in_order(gold_members, answer_members, compare)
     if "\\begin" in gold and "\\begin" in answer:

@@ -1,25 +1,36 @@
 r"""Find the answer that a completion marks as its final one. Every function reads its text once.
 
-The last \boxed{} or \fbox{} counts. Boxes that are joined by a comma or "and" are one list. A box that is
-empty or never closes is a wrong answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the
-answer is x" counts. The last number of a text without a mark is no answer; only lenient grading looks at it.
+The last \boxed{} or \fbox{} counts; \boxed7 is a box too, and so is \\boxed{7} of a text that was escaped
+twice. Boxes that are joined by a comma or "and" are one list. A box that is empty or never closes is a wrong
+answer. Without a box, the last of "#### x", "<answer>x</answer>" and "the answer is x" counts. The last
+number of a text without a mark is no answer; only lenient grading looks at it.
 """
 
 import re
 from collections import deque
 
+from verify.spelling import undouble
+
 TAIL, MARKS = 1000, 50  # characters read after a mark; only so many last marks are tried
 
 END = re.compile(r"<\|(?:im_end|im_start|endoftext|eot_id|eom_id|end_of_text)\|>|<｜[^｜\n]{1,40}｜>|"
                  r"</s>|<eos>|<end_of_turn>")
-BRACES = re.compile(r"\\(?:boxed|fbox)\s*\{|\\(?:boxed|fbox)\s+(?P<bare>[^\s{}$\\,]+)|\\.|[{}]", re.DOTALL)
-BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\q?quad\b|\\text|\band\b|"
-                           r"\bor\b|\bfor part \(\w\))*")
+BOX = r"(?<!\\)\\+(?:boxed|fbox)(?![a-zA-Z])\s*"  # a model may write its backslash twice
+BRACED = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+# A box without braces holds one token in TeX. Here it holds the formula or the number up to a space or a
+# comma, because a reader of \boxed12 and \boxed2\sqrt3 means the whole. Words in a box need braces.
+BARE = (r"(?=[-+.(\\$]*[^\W_])(?!\(?[a-zA-Z]{2})"
+        r"(?:[^\s{}()\[\]$\\,<`*?\u3000-\u9fff\uff00-\uffef]|,(?=\d{3}(?!\d))|<(?!/)|\*+(?=\w)|\([^()]*\)|"
+        r"\[[^\[\]]*\]|\\[$%]|\\(?:text|math|[dt]?frac|sqrt)[a-z]*\s+[a-zA-Z](?![a-zA-Z])|"
+        rf"\\(?!end|q?quad|hspace|tag|label)[a-zA-Z]+(?:\s*(?:{BRACED}|\d))*|{BRACED})+")
+BRACES = re.compile(rf"{BOX}\{{|{BOX}(?P<bare>{BARE})|\\.|[{{}}]", re.DOTALL)
+BETWEEN_BOXES = re.compile(r"(?:[\s$,;&{}]|\b[a-zA-Z](?:_\w)?\s*=|\\[()\[\],;: \\]|\\{1,2}(?:q?quad\b|text)|"
+                           r"\band\b|\bor\b|\bfor part \(\w\))*")
 MARK = re.compile(r"####(?!#)(?!\s*(?:step|part|case|\d\.[ ]+[A-Z]))|<answer>|"
                   r"(?<![</])\banswers?\b(?:[^.:=\n$\\<]{0,80}?(?:\b(?:is|are|be|equals)\b|[:=])|[*_#\s]*\n)"
                   r"[\s:*_]*", re.IGNORECASE)
 # Money: an opening dollar sign before a space, or a closing one after a space or before a digit.
-MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\\[(.+?)\\\]|\\\((.+?)\\\))"
+MATH = re.compile(r"(?:\$\$(.+?)\$\$|\$(?!\s)([^$\n]+?)(?<![\s\\])\$(?!\d)|\\+\[(.+?)\\+\]|\\+\((.+?)\\+\))"
                   r"[\s.*]*", re.DOTALL)
 SENTENCE_END = re.compile(r"[.!?*\"]*(?:\.(?=\s|\Z)|\n|\Z|</answer>)|"
                           r"[;,]?\s(?:because|since|which|where|so|given|therefore|thus|hence)\b|"
@@ -50,7 +61,7 @@ def last_number(text: str) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last \boxed{...} or \boxed 7, and of the boxes joined to it.
+    r"""Return the content of the last \boxed{...} or \boxed7, and of the boxes joined to it.
 
     The outermost of nested boxes counts. "" if the last box never closes, None if there is no box.
     """
@@ -112,7 +123,7 @@ def extract(text: str) -> str | None:
 
     Text behind an end-of-sequence token does not count. Thoughts count only if no answer follows them.
     """
-    text = until_end(text)
+    text = undouble(until_end(text))
     for searched in dict.fromkeys((text.rpartition("</think>")[2], text)):
         answer = last_boxed(searched)
         if answer is None:

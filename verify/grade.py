@@ -296,10 +296,14 @@ def algebra_can_read(expression: str) -> bool:
         return False
 
 
-def name_unreadable(name: str, golds: dict[str, str]) -> None:
-    """Warn of the gold answers {id: answer} of the data set `name` that the verifier cannot read."""
+def name_unreadable(name: str, golds: dict[str, str], needed: bool) -> None:
+    """Warn of the gold answers {id: answer} of the data set `name` that the verifier cannot read. Raises
+    VerifyError if they are `needed` and it can read none."""
     unread = unreadable(golds.values())
     ids = [i for i, gold in golds.items() if gold in unread]
+    if ids and needed and len(ids) == len(golds):
+        raise VerifyError(f"{name}: none of the {len(golds)} gold answers can be read, for example "
+                          f"{golds[ids[0]][:200]!r} of {ids[0]}")
     if ids:
         shown = ", ".join(ids[:SHOWN_IDS]) + (" ..." if len(ids) > SHOWN_IDS else "")
         print(f"{name}: {len(ids)} of {len(golds)} gold answers cannot be read, and only the same spelling "

@@ -6,6 +6,7 @@ answer mean nothing. No rule here changes a value. answer.py splits an answer in
 
 import re
 import unicodedata
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -14,18 +15,47 @@ CHARACTERS = str.maketrans({
     "°": r"^\circ ", "≤": r"\le ", "≥": r"\ge ", "≠": r"\ne ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ",
     "±": r"\pm ", "∅": r"\emptyset ", "≈": r"\approx ", "√": r"\sqrt ",
     "½": r"\frac{1}{2}", "¼": r"\frac{1}{4}", "¾": r"\frac{3}{4}",
-    "∖": r"\setminus ", "⟨": "(", "⟩": ")", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
+    "∖": r"\setminus ", "“": None, "”": None, '"': None, "′": "'", "’": "'", "、": ",",
     "。": ".", "∴": None, **{c: f"^{{{i}}}" for i, c in enumerate("⁰¹²³⁴⁵⁶⁷⁸⁹")}})
 NUMERALS = {"two": "2", "three": "3", "four": "4", "five": "5", "six": "6", "seven": "7", "eight": "8",
             "nine": "9", "ten": "10"}
 FACTORS = {"dozen": "12", "hundred": "100", "thousand": "1000", "million": "10^{6}", "billion": "10^{9}",
            "trillion": "10^{12}"}
 CURRENCIES = {"$": "dollars", "£": "sterling", "€": "euros", "¥": "yen", "₹": "rupees"}
-BRACED = r"\s*\{((?:[^{}]|\{[^{}]*\})*)\}"
-ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z](?![a-zA-Z]))"
+# The names of one unit stand between commas, its parts behind the equals sign. Different units differ.
+SYNONYMS = """
+    mm millimeter millimeters millimetre millimetres, cm centimeter centimeters centimetre centimetres,
+    m meter meters metre metres, km kilometer kilometers kilometre kilometres, inch inches in, foot feet ft,
+    yard yards yd, mile miles mi, second seconds s sec, minute minutes min, hour hours h hr hrs, day days,
+    week weeks, month months, year years, cent cents, dollar dollars, gram grams g, kg kilogram kilograms, mg,
+    pound pounds lb lbs, ounce ounces oz, degree degrees deg, radian radians rad = m m^-1,
+    liter liters litre litres l L, gallon gallons, ml mL, A ampere amperes, K kelvin, C, F, T, kJ, eV,
+    mol mole moles, nm, um, ton tons, man men, cup cups, way ways, euro euros, sterling, yen, rupee rupees,
+    mph = mile h^-1, kph kmph = km h^-1, Hz hertz = s^-1, N newton newtons = kg m s^-2,
+    J joule joules = kg m^2 s^-2, W watt watts = kg m^2 s^-3, Pa pascal pascals = kg m^-1 s^-2,
+    V volt volts = kg m^2 s^-3 A^-1, ohm ohms = kg m^2 s^-3 A^-2
+"""
+UNITS = {name: parts or names.split()[0]  # the unit's parts, or its first name
+         for names, _, parts in (text.partition("=") for text in SYNONYMS.split(","))
+         for name in names.split()}
+POWER = r"\^\s*(?:-?\d+|\{\s*-?\d+\s*\})"
+# Texts in quotes side by side, each with its power; a text may contain \cdot and powers.
+UNIT_PRODUCT = rf'"(?:[^"{{}}\\]|\\cdot|\{{-?\d+\}})*"(?:{POWER})?'
+UNIT_PRODUCT += rf"(?: ?(?:\\cdot|/)? ?{UNIT_PRODUCT})*"
+BODY = r"((?:[^{}]|\{[^{}]*\})*)"
+BRACED = rf"\s*\{{{BODY}\}}"
+ABOUT_WORD = (r"(?i:\(?\b(?:is )?(?:about|approximately|approx|roughly|around|circa|ca)\b\.?"
+              r"(?: equal to)?\)?)")
+# Behind a number or a group, ~ is a range or a relation: 5 ~ 7.
+ABOUT_SIGN = (r"(?:\\(?:(?:thick)?approx|approxeq|simeq|eqsim|(?:fallingdots|risingdots|dot)eq)(?![a-zA-Z])|"
+              r"[≃≐≒]|(?<![\d%}])(?<![\d}] )(?:\\(?:(?:thick)?sim|cong|textasciitilde)(?![a-zA-Z])(?:\{\})?|"
+              r"[∼≅])|(?<=[a-zA-Z] )~)")
+ARGUMENT = r"\s*(\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}|\d|\\[a-zA-Z]+|[a-zA-Z])"
 CIRCLE = r"\s*\^\s*(?:\\circ(?![a-z])|\{\s*\\circ\s*\})"
 TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![a-z])")
 ORDINAL = '"?(?:st|nd|rd|th)"?'
+TWICE = r"(?<!\\)(?:\\\\)+[a-zA-Z(\[{$%]"
+ONCE = r'(?<!\\)(?:\\\\)*\\(?![\\nrt"/])'
 DEGREES = re.compile(r"(?<![\d.])(\d+(?:\.\d*)?)" + CIRCLE)
 
 
@@ -36,7 +66,26 @@ def macro(*names: str) -> str:
 
 def with_braces(match: re.Match) -> str:
     """Put braces around the arguments of a fraction that have none."""
-    return "\\frac" + "".join(x if x[0] == "{" else f"{{{x}}}" for x in match.groups())
+    command, *arguments = match.groups()
+    return command + "".join(x if x[0] == "{" else f"{{{x}}}" for x in arguments)
+
+
+def undouble(text: str) -> str:
+    r"""Take back the second escape of a text that was escaped twice: in it, \\frac stands for \frac.
+
+    No command of such a text has an odd number of backslashes, but a line may end with \n, as in JSON. If no
+    row of a matrix ends with four, the end of a row was not escaped and stays.
+    """
+    while re.search(TWICE, text) and not re.search(ONCE, text):
+        plain_rows = "begin" in text and r"\\\\" not in text
+        text = re.sub(r"\\\\(?=[^\s\d])" if plain_rows else r"\\\\", r"\\", text)
+    return text
+
+
+def write_unit(match: re.Match) -> str:
+    r"""Write a formula of texts as one text: "N"\cdot "m" is "N m", and \frac{60 "km"}{"h"} is 60 "km/h"."""
+    number, *factors = [x or "" for x in match.groups()]
+    return number + '"' + re.sub(r'\\cdot|["{}]', " ", "/".join(factors)) + '"'
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,26 +106,41 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
      "1\u200b2", "12"),
     ("white space", r"\s+", " ", "1 \n 2", "1 2"),
     ("an equals sign at the start", r"^[\s=]+|\\? ?$", "", "= 5", "5"),
+    ("the upright font of plain TeX", r"\{\s*\\rm\s" + BODY + r"\}|\\rm" + BRACED,
+     r"{\\mathrm{\1\2}}", r"5{\rm cm}", r"5{\mathrm{cm}}"),
     ("boxes, sizes and fonts without an argument",
      macro("boxed", "fbox", "displaystyle", "textstyle", "limits", "bf", "rm", "small", "large", "Large",
              "LARGE", "huge", "Huge", "checkmark", "therefore", "underline"), "", r"\displaystyle 5", " 5"),
-    ("colours and tags", r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}", "", r"5\tag{1}", "5"),
+    ("colours, tags and alignments",
+     r"\\(?:text)?color\{[^{}]*\}|\\tag\{[^{}]*\}|(?<=matrix)\*(?=\})|(?<=matrix\*\})\[[lcr]\]", "",
+     r"5\tag{1}", "5"),
     # money and delimiters of formulas
     ("a currency's sign", r"^\\?([\$£€¥₹])\s*([\d.,]+)$", lambda m: f'{m[2]} "{CURRENCIES[m[1]]}"',
      r"\$5", '5 "dollars"'),
-    ("thousands before a unit", r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])',
-     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
     ("delimiters of a formula", r"(?<!\\)\\[()\[\]]|\\?\$|" + macro("pounds", "euro") + "|[£€₹¥]", "",
      "$x$", "x"),
     # sizes and fonts; texts in quotes
     ("bold markdown", r"\*\*(?=\s*$)|^\s*\*\*", "", "**5**", "5"),
     ("a power as in Python", r"\*\*", "^", "x**2", "x^2"),
-    ("sizes of fractions", r"\\[tdc]frac", r"\\frac", r"\dfrac12", r"\frac12"),
-    ("sizes of binomials", r"\\[td]binom", r"\\binom", r"\dbinom{3}{2}", r"\binom{3}{2}"),
+    ("sizes of fractions", r"\\[tdc](frac|binom)", r"\\\1", r"\dfrac12", r"\frac12"),
     ("sizes of brackets", macro("left", "right", "[bB]igg?[lr]?") + r"\.?", "", r"\left(1\right)", "(1)"),
+    ("a font's argument without braces",
+     r"\\(text|math)(rm|bf|it|sf)?(?:\s*(\d+)|\s+([a-zA-Z](?![a-zA-Z])))", r"\\\1\2{\3\4}",
+     r"\text7", r"\text{7}"),
+    ("degrees by siunitx", r"\\ang" + BRACED, r"\1^\\circ", r"\ang{5}", r"5^\circ"),
+    ("numbers by siunitx", r"\\(?:num|SI|qty)(?:\[[^\]]*\])?" + BRACED, r"\1\\unit",
+     r"\SI{5}{cm}", r"5\unit{cm}"),
+    ("units by siunitx", macro("si", "unit") + f"(?:{BRACED})?",
+     lambda m: '"' + re.sub(r"\\(kilo|centi|milli)?\\?", r" \1", m[1] or "") + '"',
+     r"\unit{\kilo\metre}", '" kilometre"'),
+    ("operators that are units", r"\\operatorname\s*\{(?=(?:" + "|".join(UNITS) + r")\})", r"\\mathrm{",
+     r"5\operatorname{cm}", r"5\mathrm{cm}"),
+    ("an upright fraction", r"\\(mathrm|text)\s*\{\s*\\frac" + BRACED + BRACED + r"\s*\}",
+     r"\\frac{\\\1{\2}}{\\\1{\3}}", r"\mathrm{\frac{m}{s}}", r"\frac{\mathrm{m}}{\mathrm{s}}"),
     ("texts", r"\\(?:text(?:rm|bf|it|normal|sf|tt)?|mbox|hbox|emph)" + BRACED, r'"\1"',
      r"\text{east}", '"east"'),
-    ("upright words", r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\})*)\}", r'"\1"',
+    ("upright words",
+     r"\\mathrm\s*\{((?![eid]\})(?:[^{}\\]|\{[^{}]*\}|\\(?:cdot|times|mu|Omega|[,:;! ]))*)\}", r'"\1"',
      r"5 \mathrm{cm}", '5 "cm"'),
     ("fonts", r"\\(?:mathrm|mathbf|mathit|mathsf|boldsymbol|bm|operatorname|mathcal)\s*\{([^{}]*)\}", r"\1",
      r"\mathbf{v}", "v"),
@@ -94,11 +158,19 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("primes", r"([A-Za-z])(?:\^\s*\{?\s*\\prime\s*\}?|')", r"\1_{p}", "x'", "x_{p}"),
     ("Greek indices", r"_\{\\([a-z]+)\s*\}", r"_{\1}", r"x_{\alpha}", "x_{alpha}"),
     ("marks on letters", r"\\(vec|hat|bar)\s+([a-zA-Z])", r"\\\1{\2}", r"\vec v", r"\vec{v}"),
+    ("a matrix by plain TeX", r"\\([pb]?matrix)" + BRACED, r"\\begin{\1}\2\\end{\1}",
+     r"\pmatrix{1&2}", r"\begin{pmatrix}1&2\end{pmatrix}"),
     ("space between rows", r"\\\\\[-?[\d.]+[a-z]+\]", r"\\\\", r"1\\[4pt]2", r"1\\2"),
     ("the end of a row", macro("cr"), r"\\\\", r"1\cr 2", r"1\\ 2"),
     # spaces, thousands, bases
     ("a comma in braces", r"\{,\}", ",", "1{,}234", "1,234"),
     ("a colon in braces", r"\{:\}", ":", "2{:}3", "2:3"),
+    ("about", rf'(?:\{{\}})?(\{{)?(?:{ABOUT_SIGN}|"(?:[^"\d]*(?:\bis|:))?\s*{ABOUT_WORD}\s*"|{ABOUT_WORD})' +
+     r'(?(1)\})(?:\s|\\[,:;! ]|~)*(?=[-+]?\s*"?\s*\{?(?:[\d.]|\\(?:frac|sqrt)\s*\{?\d|\\pi))', r"\\approx ",
+     r"x\sim 5", r"x\approx 5"),
+    ("thousands before a unit or behind about",
+     r'^[-+]?\d{1,3}(,\d{3})+(?=[ .\d]*["a-zA-Z\\/])|(?<=\\approx )[-+]?\d{1,3}(,\d{3})+(?![,\d])',
+     lambda m: m[0].replace(",", ""), "1,234 km", "1234 km"),
     ("a space backwards", r"(?<!\\)\\!\s*", "", r"1,\!234", "1,234"),
     ("wide space between numbers", r"(?<=\d)\s*\\q?quad\s*(?=\d)", " ; ", r"1\quad 2", "1 ; 2"),
     ("space", r"(?<!\\)\\[,;: ]|~|\\q?quad(?![a-z])|\\hspace\{[^{}]*\}|\\phantom\s*(?:\{[^{}]*\}|.)", " ",
@@ -115,26 +187,29 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a base's name", r'_\{"?(' + "|".join(NUMERALS) + r')"?\}', lambda m: f"_{{{NUMERALS[m[1]]}}}",
      "43_{five}", "43_{5}"),
     # units that are signs
-    ("degrees of temperature", CIRCLE + r'\s*"?\s*([CF])"?\s*\.?$', r'"\1"', r"30^\circ C", '30"C"'),
+    ("degrees of temperature", rf'(?:{CIRCLE}|\s*"?\s*\bdegrees?)\s*"?\s*([CF])"?\s*\.?$', r'"\1"',
+     r"30^\circ C", '30"C"'),
     ("degrees", CIRCLE + r"\s*\.?$", '"degrees"', r"60^\circ", '60"degrees"'),
     ("degrees within a formula", CIRCLE + "|" + macro("degree", "deg"), "", r"60^\circ, 30", "60, 30"),
     ("percent", r"\\?%|(?i:\b(?:percent|per cent|pct|percentage points?)\b)", "", r"25\%", "25"),
-    ("micro", r'\\mu\s*"(\w)"', r'"u\1"', r'5\mu "m"', '5"um"'),
-    ("ohm", r"\\Omega\s*$", '"ohm"', r"5\Omega", '5"ohm"'),
+    ("micro", r'"?\\mu\s*"?(\w+)"', r'"u\1"', r'5\mu "m"', '5"um"'),
+    ("ohm", r'"(\w?)\\Omega\s*"|\\Omega\s*(?=$|(?:\\cdot|/) ?")', r'"\1ohm"', r"5\Omega", '5"ohm"'),
     ("ordinals",
      r'^([\s{"]*\d+)\s*(?:\^\s*)?(?:\{\s*' + ORDINAL + r"\s*\}|" + ORDINAL + r')(?=[\s.}]*(?:$|"| [a-z]{4}))',
      r"\1", "15th", "15"),
     # relations, operators, sets
+    ("angles by the signs of relations", r"(^|=)\s*<([^<>=,]*,[^<>=]*)>\s*$", r"\1(\2)",
+     "v = <1, 2>", "v =(1, 2)"),
     ("at most", macro("le", "leq", "leqslant") + "|<=|=<", "≤", r"x \le 1", "x ≤ 1"),
     ("at least", macro("ge", "geq", "geqslant") + "|>=|=>", "≥", "x >= 1", "x ≥ 1"),
     ("less", macro("lt"), "<", r"x \lt 1", "x < 1"),
     ("greater", macro("gt"), ">", r"x \gt 1", "x > 1"),
-    ("other than", macro("ne", "neq") + r"|!=|\\not\s*=", "≠", r"x \ne 1", "x ≠ 1"),
+    ("other than", macro("ne", "neq") + r"|!=|\\not\s*(?:=|\\approx|\\sim|\\cong)", "≠", r"x \ne 1", "x ≠ 1"),
     ("the empty set", macro("varnothing", "emptyset") + r"|\\\{\s*\\\}", r"\\emptyset ",
      r"\{\}", r"\emptyset "),
     ("and so on", macro("ldots", "cdots", "dots"), r"\\ldots ", r"1,\dots,n", r"1,\ldots ,n"),
-    ("an opening angle", macro("langle"), "(", r"\langle 1", "( 1"),
-    ("a closing angle", macro("rangle"), ")", r"1\rangle", "1)"),
+    ("an opening angle", macro("langle") + "|[⟨〈]", "(", r"\langle 1", "( 1"),
+    ("a closing angle", macro("rangle") + "|[⟩〉]", ")", r"1\rangle", "1)"),
     ("an opening brace", macro("lbrace"), r"\\{", r"\lbrace 1", r"\{ 1"),
     ("a closing brace", macro("rbrace"), r"\\}", r"1\rbrace", r"1\}"),
     ("x as a sign before a power of ten", r"(?<=\d) ?x ?(?=10\s*\^)", r"\\cdot ", "3 x 10^8", r"3\cdot 10^8"),
@@ -146,17 +221,22 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("a binomial by TeX", r"\{([^{}]*)\\choose([^{}]*)\}", r"\\binom{\1}{\2}",
      r"{3\choose 2}", r"\binom{3}{ 2}"),
     # spellings of programs and in words
-    ("a module", r"\b(?:np|math|sympy)\.(?=[a-z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("a module", r"\b(?:np|numpy|math|sp|sympy|torch)\.(?=[a-zA-Z])", "", "math.sqrt(2)", "sqrt(2)"),
+    ("a matrix of a program",
+     r'(?<![a-zA-Z])"?(?:[a-zA-Z]*[mM]atrix|array|tensor|[vV]ector)"?\s*\((\[.*\])\)', r"\1",
+     "Matrix([[1], [2]])", "[[1], [2]]"),
     ("infinity", r"(?i:\binfinity\b|\binf\b)|\boo\b", r"\\infty ", "oo", r"\infty "),
     ("functions without a backslash",
      r"(?<![\\a-zA-Z])(sqrt|pi|sin|cos|tan|arcsin|arccos|arctan|ln|log|exp)(?![a-zA-Z])", r"\\\1",
      "sin x", r"\sin x"),
     ("the natural logarithm", r"\\log_\s*\{?e\}?(?![a-z])", r"\\ln ", r"\log_e 2", r"\ln  2"),
     ("a root in brackets", r"\\sqrt\s*\(([^()]*)\)", r"\\sqrt{\1}", r"\sqrt(2)", r"\sqrt{2}"),
-    ("a root without braces", r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
+    ("a root without braces",
+     r"\\sqrt(\[[^\]]*\])?\s*(\d+|\\frac(?:\s*(?:\{[^{}]*\}|\d)){2}|\\[a-z]+|[a-zA-Z])", r"\\sqrt\1{\2}",
      r"\sqrt2", r"\sqrt{2}"),
-    ("a fraction without braces", r"\\frac" + ARGUMENT + ARGUMENT, with_braces, r"\frac12", r"\frac{1}{2}"),
-    ("a fraction inside another", r"(?<=[{}\w])\\frac" + ARGUMENT + ARGUMENT, with_braces,
+    ("a fraction without braces", r"(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
+     r"\frac12", r"\frac{1}{2}"),
+    ("a fraction inside another", r"(?<=[{}\w])(\\frac|\\binom)" + ARGUMENT + ARGUMENT, with_braces,
      r"{\frac12}", r"{\frac{1}{2}}"),
     # numbers
     ("e-notation", r"(?<![a-zA-Z\\}\d.])(\d+\.?\d*|\.\d+)[eE]([-+]?\d+)(?!\.?\d|[a-zA-Z])",
@@ -180,12 +260,23 @@ RULES = [Respelling(what, re.compile(pattern), new, before, after) for what, pat
     ("and within a text", r'(?<=\d) ?"([^"\d]*\w) and ?"', r' "\1"∧', '7 " goats and "4', '7 " goats"∧4'),
     ("and", r'"?\s?,?\s?\band\b\s?"?|' + macro("land", "wedge"), "∧", "1 and 2", "1∧2"),
     ("or", r'"?\s?,?\s?\bor\b\s?"?|' + macro("lor", "vee"), "∨", "1 or 2", "1∨2"),
+    # formulas of units
+    ("a fraction of units",
+     r'(?:(?<=[\w)}\]]) ?(?:\\cdot ?)?\\frac\{1?|(?:(?<=[\w)}\]]) ?\\cdot ?)?\\frac\{([^{}"]*?) ?(' +
+     UNIT_PRODUCT + r"))\}\{(?:1(?![\d.]) ?)?(" + UNIT_PRODUCT + r")\}", write_unit,
+     r'\frac{5 "m"}{"s"}', '5" m / s "'),
+    ("brackets around a unit",
+     r'(?<=[\d)}\]"]) ?(/|\\cdot )? ?(?:[(\[]|(?<!\})(?<!\} )\{) ?(' + UNIT_PRODUCT + r") ?[)\]}]", r" \1\2",
+     '5("m")', '5 "m"'),
+    ("a product of units", rf"(?:^|(?<=[\w)}}\]])) ?()((?:\\cdot|/)? ?{UNIT_PRODUCT})", write_unit,
+     '5 "m"/"s"', '5" m / s "'),
 )]
 
 
 def normalise(answer: str) -> str:
     """Rewrite an answer in its normal spelling, without changing its value."""
-    answer = unicodedata.normalize("NFKC", answer.translate(CHARACTERS)).translate(CHARACTERS).strip()
+    answer = unicodedata.normalize("NFKC", undouble(answer).translate(CHARACTERS))
+    answer = answer.translate(CHARACTERS).strip()
     if TRIGONOMETRIC.search(answer):
         answer = DEGREES.sub(r"(\\frac{\1\\pi}{180})", answer)
     for rule in RULES:
@@ -195,21 +286,8 @@ def normalise(answer: str) -> str:
 
 # ---- units
 
-# Each text lists the names of one unit. Answers in different units differ.
-SYNONYMS = (
-    "mm millimeter millimeters", "cm centimeter centimeters", "m meter meters metre metres",
-    "km kilometer kilometers", "inch inches in", "foot feet ft", "yard yards yd", "mile miles mi",
-    "second seconds s sec", "minute minutes min", "hour hours h hr hrs", "day days", "week weeks",
-    "month months", "year years", "cent cents", "dollar dollars", "gram grams g", "kg kilogram kilograms",
-    "mg", "pound pounds lb lbs", "ounce ounces oz", "degree degrees", "radian radians rad",
-    "liter liters litre litres l L", "gallon gallons", "ml mL", "mph", "N", "J", "W", "V", "A", "K", "C", "F",
-    "T", "Hz", "kJ", "eV", "mol", "nm", "um", "ohm", "Pa", "ton tons", "man men", "cup cups", "way ways",
-    "euro euros", "sterling", "yen", "rupee rupees",
-)
-UNITS = {name: i for i, names in enumerate(SYNONYMS) for name in names.split()}  # name -> which unit
-POWER = r"\^\s*\{?-?\d+\}?"
 UNIT = re.compile(r'\s?(?:"(?P<text>[^"]*)"|(?<=[\d)}\] ])(?P<word>[a-zA-Z]+(?:[ /.]+[a-zA-Z]+)*\.?))\s?'
-                  rf"(?:{POWER})?\.?$")
+                  rf"(?P<power>{POWER})?\.?$")
 NO_UNIT = re.compile(r"[\d\\;∧∨]|\b(?:not|wrong|incorrect|except|[ap]m|pi|factorial|mod)\b")
 
 
@@ -223,18 +301,37 @@ def without_unit(x: str) -> tuple[str, str]:
     if not match:
         return x, ""
     value, quoted = x[:match.start()].rstrip(), match["text"] is not None
-    unit = re.sub(POWER, "", match["text"] if quoted else match["word"]).strip(" .")
+    written = (match["text"] or match["word"] or "") + (match["power"] or "")
+    unit = re.sub(POWER, "", written).strip(" .")
     if unit.startswith("modulo "):
         return value, unit
-    names = re.sub(r"\b(?:square|cubic|per|sq)\b\.? ?", "", unit)
+    names = re.sub(r"\b(?:squared?|cubic|cubed|per|sq)\b\.? ?", "", unit)
     known_unit = all(name in UNITS for name in re.split(r"[ /.]+", names) if name)
     separate = quoted or x[match.start("word") - 1] == " " or (known_unit and len(unit) > 1)
     if quoted:
         named = len(unit) > 1 and re.search(r"\d", value)
     else:
         named = all(len(name) >= 4 for name in unit.split())
-    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit)
+    counted = re.search(r"[\d)}]|\\pi(?![a-z])", value) or (known_unit and quoted and unit and value)
     open_end = value.endswith(tuple("=+-<>≤≥,;:∧∨(_^")) or (value.endswith('"') and not known_unit)
     if not (separate and counted and (known_unit or named)) or open_end or NO_UNIT.search(unit):
         return x, ""
-    return re.sub(r'\s*(?:\\cdot|(?<=") ?/)?[\\\s]*$', "", value), names
+    return re.sub(r"\s*(?:\\cdot)?[\\\s]*$", "", value), written.strip(" .")
+
+
+def read_unit(unit: str) -> Counter | None:
+    """Return the powers of the units in a text, m: 1 and second: -2 for "m/s^2"; None if a name is unknown.
+
+    A slash or "per" divides by all that follows.
+    """
+    unit = re.sub(r"\b(?:square|sq)\b\.? ?([a-zA-Z]+)|([a-zA-Z]+) squared", r"\1\2^2", unit)
+    unit = re.sub(r"\bcubic ([a-zA-Z]+)|([a-zA-Z]+) cubed", r"\1\2^3", unit)
+    powers: Counter[str] = Counter()
+    for i, side in enumerate(re.split(r"/|\bper\b", unit)):
+        for name, power in re.findall(r"([a-zA-Z]+)\s*(?:\^\s*\{?(-?\d+))?", side):
+            if name not in UNITS:
+                return None
+            parts = {UNITS[name]: 1} if UNITS[name] in UNITS else read_unit(UNITS[name])
+            for part, exponent in parts.items():
+                powers[part] += exponent * int(power or 1) * (-1 if i else 1)
+    return powers

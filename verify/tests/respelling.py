@@ -15,7 +15,8 @@ from verify import grade as grading
 from verify.answer import answers_equal
 
 ROOT = Path(__file__).parents[2]
-LABELLED = [json.loads(line) for line in (Path(__file__).parent / "answers.jsonl").read_text().splitlines()]
+LABELLED = [json.loads(line) for name in ("answers", "forms")
+            for line in (Path(__file__).parent / f"{name}.jsonl").read_text().splitlines()]
 LETTERS = ("x", "y", "a", "t", r"\theta", r"\lambda", "x_1")
 FUNCTIONS = {r"\sin": sympy.sin, r"\cos": sympy.cos, r"\tan": sympy.tan, r"\ln": sympy.log, r"\exp": sympy.exp}
 TIMES = (r"\cdot", r"\times", "*")

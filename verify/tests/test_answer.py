@@ -41,7 +41,12 @@ from verify.number import LONGEST, number
     ("The answer is 5, which is the largest.", "5"), ("The answer is 5. I hope my answer is helpful.", "5"),
     ("The answer is $18 (since $9 x 2 = $18).", "$18"), ("Therefore, the answer is simply 5 (five).", "5"),
     ("The answer is $12 or $13.", "$12 or $13"), (r"\boxed{1} \\ \text{and} \\ \boxed{2}", "1, 2"),
-    (r"\boxed 3.5", "3.5"),
+    (r"\boxed 3.5", "3.5"), (r"\boxed7.", "7."), (r"$\boxed\frac12$", r"\frac12"),
+    (r"\boxed1,234, or so", "1,234"), (r"\boxed2\sqrt3 \quad", r"2\sqrt3"), (r"\boxed7\quad", "7"),
+    (r"\boxed -3", "-3"), (r"\boxed{7}. See `\boxed`.", "7"),
+    (r"\boxed{7}. In \boxed as asked.", "7"), (r"\boxed{7} \fboxsep3pt", "7"), (r"(\boxed7)", "7"),
+    (r"\\boxed{6}, \\boxed{\\frac{1}{2}}", r"6, \frac{1}{2}"), (r"\boxed{6}. Then \\boxed{7}", "7"),
+    (r"\\boxed{6}. Then \boxed{7}", "7"), ("x \\\\\n\\boxed{7}", "7"), (r"x \\\boxed{7}", "7"), (r"\\boxed{7", ""),
     ("5<｜end▁of▁sentence｜>Answer: 6", None), ("The answer is yes.", "yes"), ("just 12", None), ("", None),
     (r"\boxed{5}<|im_end|>\boxed{6}", "5"), ("I do not know.</s>The answer is 6", None),
 ])
@@ -315,7 +320,8 @@ def test_no_text_makes_the_trainers_part_fail():
     "{" * 10**6, "}" * 10**6, "$" * 10**6, "answer " * 10**5, "answer is " * 10**5, "<answer>" * 10**5, "#" * 10**6,
     " " * 10**6, "\\boxed{" * 10**5, "\\boxed{" * 10**5 + "{" * 10**6, "\n" * 10**6, "\\boxed{1}, " * 10**5,
     "$x$ and " * 10**5, "the answer is $" + "x" * 10**6, "\\text{" * 10**5 + "}" * 10**5, "-" * 10**6, "1" * 10**6,
-    "1," * 10**6])
+    "1," * 10**6, "\\" * 10**6, "\\boxed" * 10**5, "\\\\boxed x{" * 10**5, "\\boxed(" * 10**5, '"^1' * 10**5,
+    "about ~" * 10**5, '\\text{a}^1' * 10**5, "\\SI{1}{" * 10**5, "[[1]," * 10**5])
 def test_a_megabyte_is_read_once(text):
     """A scan that starts anew at every character would keep this test from ever ending."""
     extract(text)

@@ -1,6 +1,7 @@
 """The verifier's parts: rules of spelling, numbers, the parser of formulas, comparison by values; labelled answers.
 
-answers.jsonl was written before the code that it judges. PAIRS=100000 in the environment compares so many random
+answers.jsonl was written before the code that it judges; forms.jsonl has other notations of one answer, and wrong
+answers that look like them. PAIRS=100000 in the environment compares so many random
 values.
 """
 
@@ -16,7 +17,7 @@ from verify.algebra import parse_latex, read_formula
 from verify.extract import extract
 from verify.formula import Unread, parse_formula
 from verify.number import number, same_numbers, write_out_power
-from verify.spelling import RULES
+from verify.spelling import RULES, read_unit, undouble
 
 PAIRS = int(os.environ.get("PAIRS", "400"))
 
@@ -46,6 +47,27 @@ def test_a_rule_of_spelling_does_what_its_example_says(rule):
 
 def test_rules_have_names_of_their_own():
     assert len({rule.what for rule in RULES}) == len(RULES) > 80
+
+
+@pytest.mark.parametrize(("text", "once"), [
+    (r"\\frac{1}{2}", r"\frac{1}{2}"), (r"\\\\frac{1}{2}", r"\frac{1}{2}"),
+    (r"\\begin{a}1\\\\2\\end{a}", r"\begin{a}1\\2\end{a}"),
+    (r"\\begin{a}1 \\ 2\\end{a}", r"\begin{a}1 \\ 2\end{a}"), (r"so\n\\(7\\)", r"so\n\(7\)"),
+    (r"1,\\ \\pi", r"1,\ \pi"), (r"\\begin{a}1\\ 2\\\\3\\end{a}", r"\begin{a}1\ 2\\3\end{a}"),
+    *((text, text) for text in (r"\begin{a}x\\y\end{a}", "7 \\\\\n\\boxed{7}", r"1 \\ 2", r"\frac12", "7"))])
+def test_a_second_escape_is_taken_back_but_no_end_of_a_row(text, once):
+    assert undouble(text) == once
+
+
+@pytest.mark.parametrize("names", [
+    "m/s^2 | m s^{-2} | meters per second squared | m/s/s | N/kg | s^-2 m", "km/h | kilometers per hour | kph",
+    "cm^2 | square centimeters | sq. cm | cm cm | cm^{2}", "N m | J | kg m^2/s^2 | W s", "m^3 | cubic meters", "m^2",
+    "m/s | m s^-1", "m s", "s/m", "m", "cm", "m/s^3", "miles/hour | mph", "1/s | Hz | rad/s | s^{-1}"])
+def test_units_are_the_same_exactly_when_their_powers_are(names):
+    first, *others = names.split(" | ")
+    assert first == "m/s^2" or read_unit(first) != read_unit("m/s^2")
+    assert all(read_unit(other) == read_unit(first) is not None for other in others)
+    assert read_unit(f"{first} apples") is None
 
 
 @pytest.mark.parametrize("text", [

@@ -1,0 +1,397 @@
+"""What a downloaded folder may hold: read as transformers reads it, or refused; and what an exported folder says."""
+
+import json
+from decimal import Decimal
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import TOY, load, toy_config, write_tiny
+from safetensors.torch import load_file, save_file
+
+import config
+import learner as programs
+import train
+from collect import Sampler
+from config import ConfigError, Data, Reward
+from data import load_problems
+from infra.rows import find_cell, spelled
+from infra.tokenizer import Tokenizer
+from infra.weights import export, find_model, read_shape
+from records import Group, Problem, Prompt, Sample
+from verify.errors import VerifyError
+from verify.grade import name_unreadable
+
+TALK = [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}, {"role": "user", "content": "2+2?"}]
+
+
+def folder_with(folder: Path, **changes) -> Path:
+    """A tiny model; `changes` update its json files, by their stems."""
+    write_tiny(folder)
+    for stem, change in changes.items():
+        path = folder / f"{stem}.json"
+        said = json.loads(path.read_text()) if path.is_file() else {}
+        path.write_text(json.dumps(said | change))
+    return folder
+
+
+def tokenizer(folder: Path, stop: tuple[str, ...] = (), **data) -> Tokenizer:
+    return Tokenizer(folder, Data(train="x", eval=None, **data), stop)
+
+
+def theirs(folder: Path, messages: list[dict]) -> list[int]:
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    return own.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+
+
+def ours(folder: Path, messages: list[dict], **data) -> list[int]:
+    read = tokenizer(folder, **data)
+    return list(read.encode([read.render(messages, None)])[0])
+
+
+# ---- tokenizer.json
+
+def begins_and_ends(begin: str | None, end: str | None) -> dict:
+    ids = {"<|endoftext|>": 0, "<|im_end|>": 2}
+    around = [[{"SpecialToken": {"id": text, "type_id": 0}}] if text else [] for text in (begin, end)]
+    single = [*around[0], {"Sequence": {"id": "A", "type_id": 0}}, *around[1]]
+    tokens = {text: {"id": text, "ids": [i], "tokens": [text]} for text, i in ids.items()}
+    return {"type": "TemplateProcessing", "single": single, "pair": [*single, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": tokens}
+
+
+ASKED = {
+    "truncation": {"truncation": {"direction": "Right", "max_length": 5, "strategy": "LongestFirst", "stride": 0}},
+    "padding": {"padding": {"strategy": {"Fixed": 64}, "direction": "Left", "pad_to_multiple_of": None, "pad_id": 0,
+                            "pad_type_id": 0, "pad_token": "<|endoftext|>"}},
+    "dropout": {"model": json.loads((TOY / "tokenizer.json").read_text())["model"] | {"dropout": 0.9}},
+    "BOS": {"post_processor": begins_and_ends("<|endoftext|>", None)},
+    "BOS and EOS": {"post_processor": begins_and_ends("<|endoftext|>", "<|im_end|>")},
+}
+
+
+@pytest.mark.parametrize("asked", ASKED)
+def test_ids_of_a_chat_are_a_function_of_text_and_vocabulary(asked, tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer=ASKED[asked])
+    assert ours(folder, TALK) == theirs(folder, TALK) == ours(TOY, TALK)
+
+
+@pytest.mark.parametrize(("asked", "before"), [
+    ("truncation", []), ("padding", []), ("dropout", []), ("BOS", [0]), ("BOS and EOS", [0])])
+def test_a_plain_prompt_begins_once_and_does_not_end(asked, before, tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer=ASKED[asked])
+    bare = ours(TOY, TALK[:1], prompt="Q: {question}\nA:")
+    assert ours(folder, TALK[:1], prompt="Q: {question}\nA:") == before + bare
+    assert ours(folder, TALK[:1], prompt="<|endoftext|>Q: {question}\nA:") == [0, *bare]
+
+
+def test_special_tokens_of_a_text_are_split_where_the_config_says_so(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"split_special_tokens": True})
+    assert ours(folder, TALK) == theirs(folder, TALK) != ours(TOY, TALK)
+
+
+def test_tokens_that_only_the_config_has_are_added_as_in_transformers(tmp_path):
+    size = read_shape(TOY).vocab_size
+    plain = {"special": True, "lstrip": False, "rstrip": False, "normalized": False, "single_word": False}
+    texts = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+    listed = {str(i): plain | {"content": text} for i, text in enumerate(texts)}
+    listed[str(size)] = plain | {"content": "<note>", "rstrip": True}
+    change = {"tokenizer_config": {"added_tokens_decoder": listed}}
+    talk = [{"role": "user", "content": "a <note> b"}]
+    with pytest.raises(ConfigError, match=f"makes token {size} of a prompt, and there are {size} in the model"):
+        ours(folder_with(tmp_path / "small", **change), talk)
+    folder = folder_with(tmp_path / "model", config={"vocab_size": size + 3}, **change)
+    assert ours(folder, talk) == theirs(folder, talk) and size in ours(folder, talk)
+    folder_with(tmp_path / "other", tokenizer_config={"added_tokens_decoder": {"5": {"content": "<|im_end|>"}}})
+    with pytest.raises(ConfigError, match="makes token 2 of '<.im_end.>', and tokenizer_config.json says 5"):
+        tokenizer(tmp_path / "other")
+
+
+# ---- chat templates
+
+TEMPLATES = {
+    "generation": "{% for m in messages %}{% if m.role == 'assistant' %}{% generation %}{{ m.content }}<|im_end|>\n"
+                  "{% endgeneration %}{% else %}{{ m.content }}{% endif %}\n{% endfor %}",
+    "generation, white space": "{% for m in messages %}\n  {%- generation -%}\n {{ m.content }} \n"
+                               "{%- endgeneration -%}\nx\n{% endfor %}",
+    "generation, a scope": "{% set a = 1 %}{% generation %}{% set a = 2 %}{{ a }}{% endgeneration %}{{ a }}",
+    "no tools": "{% if tools is not none %}TOOLS{% endif %}{% if documents is not none %}TEXTS{% endif %}ok",
+    "tojson": "{{ messages | tojson(indent=1) }}{{ {'a': '<é>'} | tojson }}",
+    "loops": "{% for m in messages %}{% if loop.last %}{% break %}{% endif %}{{ m.content }}{% endfor %}"
+             "{{ eos_token }}",
+}
+
+
+@pytest.mark.parametrize("name", TEMPLATES)
+def test_a_template_renders_as_in_transformers(name, tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": TEMPLATES[name]})
+    own = transformers.AutoTokenizer.from_pretrained(folder)
+    expected = own.apply_chat_template(TALK, tokenize=False, add_generation_prompt=True)
+    assert tokenizer(folder).render(TALK, None) == expected != ""
+
+
+@pytest.mark.parametrize("shape", [list, dict])
+def test_of_several_templates_the_default_is_taken(shape, tmp_path):
+    several = {"tool_use": "TOOLS", "default": "{{ messages[0].content }}!"}
+    listed = [{"name": name, "template": text} for name, text in several.items()] if shape is list else several
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": listed})
+    assert tokenizer(folder).render(TALK, None) == "1+1?!"
+    folder = folder_with(tmp_path / "other", tokenizer_config={"chat_template": listed[:1] if shape is list else {
+        "tool_use": "TOOLS"}})
+    with pytest.raises(ConfigError, match="has the chat templates tool_use and none named default; write one to a fi"):
+        tokenizer(folder)
+
+
+def test_a_template_in_a_processors_file(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": None},
+                         chat_template={"chat_template": "{{ messages[0].content }}!"})
+    assert tokenizer(folder).render(TALK, None) == "1+1?!"
+
+
+def test_special_tokens_of_the_older_file_reach_the_template(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": "{{ bos_token }}{{ eos_token }}?"},
+                         special_tokens_map={"bos_token": {"content": "<|endoftext|>"}, "eos_token": "<|endoftext|>"})
+    assert tokenizer(folder).render(TALK, None) == "<|endoftext|><|im_end|>?"  # the config's own comes first
+
+
+def test_a_date_is_there_if_it_is_set(tmp_path):
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": "{{ strftime_now('%d %b %Y') }}"})
+    with pytest.raises(ConfigError, match="it writes today's date: set data.date to one that stays, such as 2026-01-3"):
+        tokenizer(folder).render(TALK, None)
+    assert tokenizer(folder, date="2026-03-01").render(TALK, None) == "01 Mar 2026"
+    with pytest.raises(ConfigError, match="data.date='soon' must be a day as YYYY-MM-DD"):
+        tokenizer(folder, date="soon")
+
+
+# ---- what rewards read
+
+def formats(read: Tokenizer, text: str) -> float:
+    ids = read.encode([text])[0]
+    group = Group(Prompt("a", (1,), ""), (Sample(ids, [0.0] * len(ids), True),) * 2)
+    settings, reward = config.load("grpo_toy.yaml").rollout, Reward(accuracy=0, format=1)
+    rewards = Sampler(None, read, settings, reward, 0, graded=False).score([group])
+    return rewards.components["format"][0, 0].item()
+
+
+REASONED = "2 + 2\n</think>\n<answer>4</answer>"
+
+
+@pytest.mark.parametrize("opening", ["<think>", "<think>\n", "<think>\n\n"])
+def test_what_the_prompt_has_opened_counts_for_the_format(opening, tmp_path):
+    template = json.loads((TOY / "tokenizer_config.json").read_text())["chat_template"]
+    opens = template.replace("assistant\n{% endif", f"assistant\n{opening}{{% endif")
+    folder = folder_with(tmp_path / "model", tokenizer_config={"chat_template": opens})
+    assert tokenizer(folder).opened == opening and tokenizer(TOY).opened == ""
+    for read in (tokenizer(folder), tokenizer(TOY, prompt=f"Q: {{question}}\nA: {opening}")):
+        assert formats(read, REASONED) == 1 and formats(read, f"<answer>{REASONED}") == 1
+        assert formats(read, "4</answer>") == 0
+    assert formats(tokenizer(TOY), REASONED) == 0 and formats(tokenizer(TOY), f"<think>{REASONED}") == 1
+
+
+def test_marks_that_are_special_tokens_reach_the_rewards_and_ends_do_not(tmp_path):
+    said = json.loads((TOY / "tokenizer.json").read_text())
+    size = read_shape(TOY).vocab_size
+    marks = ["<think>", "</think>", "<answer>", "</answer>"]
+    spare = [t for t in said["model"]["vocab"].values() if t > size - 60][:4]
+    by_id = {i: t for t, i in said["model"]["vocab"].items()}
+    vocab = {t: i for t, i in said["model"]["vocab"].items() if i not in spare} | dict(zip(marks, spare, strict=True))
+    merges = [m for m in said["model"]["merges"] if not {"".join(m), *m} & {by_id[i] for i in spare}]
+    added = [{"id": i, "content": mark, "single_word": False, "lstrip": False, "rstrip": False, "normalized": False,
+              "special": True} for i, mark in zip(spare, marks, strict=True)]
+    folder = folder_with(tmp_path / "model", tokenizer={
+        "model": said["model"] | {"vocab": vocab, "merges": merges}, "added_tokens": said["added_tokens"] + added})
+    read = tokenizer(folder)
+    text = f"<think>{REASONED}"
+    ids = read.encode([f"{text}<|im_end|>"])[0]
+    assert set(spare) < set(ids) and read.decode(ids) == "2 + 2\n\n4" and read.read(ids) == text
+    assert formats(read, f"{text}<|im_end|>") == 1
+
+
+# ---- weights
+
+def changed(folder: Path, **tensors: torch.Tensor | None) -> Path:
+    path = folder / "model.safetensors"
+    kept = load_file(path) | {name.replace("__", "."): t for name, t in tensors.items()}
+    save_file({name: t for name, t in kept.items() if t is not None}, path)
+    return folder
+
+
+def test_a_head_in_a_tied_folder_is_the_embedding_or_an_error(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    embedding = load_file(folder / "model.safetensors")["model.embed_tokens.weight"]
+    before = load(folder).embed_tokens.weight
+    assert torch.equal(load(changed(folder, lm_head__weight=embedding.clone())).embed_tokens.weight, before)
+    changed(folder, lm_head__weight=embedding + 1e-6)
+    with pytest.raises(ConfigError, match="lm_head.weight is not model.embed_tokens.weight, and config.json ties them"):
+        load(folder)
+
+
+def test_without_a_word_on_ties_the_files_decide(tmp_path):
+    folder = folder_with(tmp_path / "model")
+    said = json.loads((folder / "config.json").read_text())
+    del said["tie_word_embeddings"]
+    (folder / "config.json").write_text(json.dumps(said))
+    assert read_shape(folder).tied and load(folder).shape.tied
+    head = torch.randn_like(load_file(folder / "model.safetensors")["model.embed_tokens.weight"])
+    assert torch.equal(load(changed(folder, lm_head__weight=head)).head_VD, head)
+
+
+@pytest.mark.parametrize("other", ["model-00002-of-00002.safetensors", "adapter_config.json",
+                                   "adapter_model.safetensors"])
+def test_a_folder_has_one_set_of_weights(other, tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    if other.endswith("safetensors"):
+        save_file({"x": torch.zeros(1)}, folder / other)
+    else:
+        (folder / other).write_text("{}")
+    with pytest.raises(ConfigError, match=f"holds .*{other}.*, and a model has one set of weights"):
+        load(find_model(str(folder)))
+
+
+def test_an_index_and_a_whole_file_are_one_set_only_if_the_index_names_that_file(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    load(find_model(str(folder)))
+    save_file(tensors, folder / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    with pytest.raises(ConfigError, match="holds model-1.safetensors and model.safetensors, and a model has one set"):
+        load(find_model(str(folder)))
+
+
+def test_mistrals_second_copy_is_left_alone_and_a_tensor_in_two_files_is_not(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    save_file({"x": torch.zeros(1)}, folder / "consolidated.safetensors")
+    load(folder)
+    tensors = load_file(folder / "model.safetensors")
+    first = dict(list(tensors.items())[:3])
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    save_file(first, folder / "model-2.safetensors")
+    index = {"weight_map": dict.fromkeys(tensors, "model-1.safetensors") | dict.fromkeys(first, "model-2.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    with pytest.raises(ConfigError, match="is in another file too; download the weights again"):
+        load(folder)
+
+
+def test_stored_rotary_frequencies_are_the_configs_or_an_error(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    name = "model.layers.0.self_attn.rotary_emb.inv_freq"
+    (frequency, _), = load(folder).frequencies.values()
+    load(changed(folder, **{name: frequency}))
+    with pytest.raises(ConfigError, match="has other rotary frequencies than config.json implies; mend rope_theta"):
+        load(changed(folder, **{name: frequency / 2}))
+
+
+# ---- exports
+
+PROMPTED = {
+    "plain": {"prompt": "Question: {question} {{x}} 😀\nAnswer:"},
+    "plain, with a BOS": {"prompt": "<|endoftext|>Q: {question}\nA:"},
+    "system": {"system_prompt": 'Be "brief",\nplease: 😀.'},
+    "arguments": {"template": {"style": "dry", "deep": True, "more": None}},
+}
+
+
+@pytest.mark.parametrize("how", PROMPTED)
+def test_an_export_prompts_by_itself_as_the_run_did(how, tmp_path):
+    """For our programs without the run's config, and for transformers."""
+    given = {key: value for key, value in PROMPTED[how].items() if key != "system_prompt"}
+    system = PROMPTED[how].get("system_prompt")
+    change = {}
+    if how == "arguments":
+        text = json.loads((TOY / "tokenizer_config.json").read_text())["chat_template"]
+        reading = "{{ style }}{% if deep and more is none %}D{% endif %}"
+        change = {"tokenizer_config": {"chat_template": reading + text}}
+    if how == "plain":
+        change = {"tokenizer": ASKED["BOS and EOS"]}
+    folder = folder_with(tmp_path / "model", **change)
+    read = tokenizer(folder, **given)
+    ids = read.encode([read.render("1 + 1?", system)])[0]
+    export(load(folder), folder, tmp_path / "hf", read.exported(system))
+    question = [{"role": "user", "content": "1 + 1?"}]
+    assert ours(tmp_path / "hf", question) == theirs(tmp_path / "hf", question) == list(ids)
+
+
+def test_an_export_without_settings_of_ones_own_changes_no_file(tmp_path):
+    assert tokenizer(TOY).exported(None) == {}
+
+
+def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_path):
+    folder = folder_with(tmp_path / "model", config={"eos_token_id": 0}, generation_config={"eos_token_id": 0},
+                         tokenizer_config={"eos_token": "<|endoftext|>"})
+    cfg = toy_config(tmp_path / "run", f"model.path={folder}", 'rollout.stop=["<|im_end|>"]', "steps=1",
+                     "checkpoint.every=1", "data.system_prompt=Add.")
+    train.train(cfg)
+    programs.export_checkpoint(tmp_path / "run" / "checkpoints" / "step_000001", tmp_path / "again")
+    for exported in (tmp_path / "run" / "hf", tmp_path / "again"):
+        assert json.loads((exported / "generation_config.json").read_text())["eos_token_id"] == [0, 2]
+        assert tokenizer(exported).eos_ids == {0, 2} and "Add." in tokenizer(exported).render("1?", None)
+
+
+def test_an_adapter_names_its_base_by_a_path_that_holds_anywhere(tmp_path):
+    train.train(toy_config(tmp_path / "run", "model.lora.rank=2", "steps=1"))
+    said = json.loads((tmp_path / "run" / "hf_adapter" / "adapter_config.json").read_text())
+    assert Path(said["base_model_name_or_path"]) == TOY.resolve()
+
+
+# ---- data
+
+def problems_of(folder: Path, *rows: dict) -> list[Problem]:
+    (folder / "own.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return load_problems(str(folder / "own.jsonl"))
+
+
+@pytest.mark.parametrize(("cell", "gold"), [
+    ("We add.\nSo the answer is \\boxed{5}.", "5"), (r"\boxed{1} is wrong, \boxed{\frac{1}{2}} right", r"\frac{1}{2}"),
+    ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
+    ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
+    ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
+    ("['5']", "5"), ("['5' '6']", "5, 6"), ("['a', 1.0]", "a, 1"), ("['5'", "['5'"),
+    ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
+def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
+    problem, = problems_of(tmp_path, {"question": "q", "answer": cell})
+    assert problem.answer == gold
+    assert problem.solution == (cell if isinstance(cell, str) and cell != gold and cell[0] != "[" else "")
+
+
+@pytest.mark.parametrize(("number", "gold"), [("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"),
+                                              ("NaN", None)])
+def test_decimals_of_a_parquet_file(number, gold):
+    row = {"answer": Decimal(number)}
+    assert spelled(find_cell(row, "answer", {})) == gold
+
+
+TURNS = [{"from": "system", "value": "Add."}, {"from": "human", "value": "2+3?"},
+         {"from": "gpt", "value": "So \\boxed{5}."}]
+
+
+def test_sharegpt_and_messages_with_the_reply(tmp_path):
+    roles = {"human": "user", "gpt": "assistant", "system": "system"}
+    renamed = [{"role": roles[m["from"]], "content": m["value"]} for m in TURNS]
+    rows = [{"conversations": TURNS}, {"messages": renamed}, {"prompt": renamed, "answer": "6"},
+            {"question": json.dumps(TURNS)}, {"system": "Add.", "conversations": TURNS[1:]}]
+    found = problems_of(tmp_path, *rows)
+    assert [p.answer for p in found] == ["5", "5", "6", "5", "5"]
+    assert all(p.messages == tuple(renamed[:2]) and p.solution == TURNS[2]["value"] for p in found)
+
+
+@pytest.mark.parametrize(("row", "message"), [
+    ({"answer": "word " * 41}, r"own.jsonl:1: the answer is a text of 41 words and marks none of them as its"),
+    ({"question": [TURNS[0]]}, r"own.jsonl:1: the last message, or that before the assistant's, must be the user"),
+    ({"question": [{"from": "tool", "value": "x"}]}, r"own.jsonl:1: a message must be an object with 'role', one of"),
+])
+def test_a_row_that_nobody_can_read_is_named(row, message, tmp_path):
+    with pytest.raises(ConfigError, match=message):
+        problems_of(tmp_path, {"question": "q", "answer": "1"} | row)
+    if "answer" in row:
+        load_problems(str(tmp_path / "own.jsonl"), answers=False)
+
+
+def test_a_set_without_a_gold_that_can_be_read_is_an_error_if_accuracy_counts(tmp_path):
+    golds = {"a": "\\boxed{", "b": "\\frac{1}{"}
+    with pytest.raises(VerifyError, match="own: none of the 2 gold answers can be read, for example .* of a"):
+        name_unreadable("own", golds, needed=True)
+    name_unreadable("own", golds, needed=False)
+    name_unreadable("own", golds | {"c": "5"}, needed=True)

@@ -1,0 +1,199 @@
+"""Every row of the table of families against transformers: settings, logits, gradients, decoding, adapters, exports."""
+
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+import transformers
+from compare_logits import compare
+from conftest import attend_alone, load, make_groups, nudge, toy_config, write_tiny
+from test_invariance import assert_same, change, gradient, on_ranks
+from test_rollout import spec, trainer_logp
+
+import lora
+from config import ConfigError, Lora
+from infra.families import FAMILIES
+from infra.weights import export, read_shape
+from model import Decoder
+from preflight import counts
+from rollout import TorchEngine
+
+SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,
+         "num_key_value_heads": 2, "max_position_embeddings": 128, "rms_norm_eps": 1e-5, "pad_token_id": 0,
+         "bos_token_id": None, "eos_token_id": 2}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+WIDE = {"head_dim": 16}
+CASES = {  # settings of config.json, in the layout of published folders; all that is left out has the family's default
+    "mistral": {"sliding_window": None},
+    "mistral-window": {"model_type": "mistral", "sliding_window": 6, "tie_word_embeddings": True, **WIDE},
+    "smollm3": {},
+    "smollm3-window": {"model_type": "smollm3", "use_sliding_window": True, "sliding_window": 5,
+                       "no_rope_layer_interval": 2, "tie_word_embeddings": False, "attention_bias": True},
+    "qwen2": {"use_sliding_window": True, "sliding_window": 7, "max_window_layers": 2},
+    "qwen3": {**WIDE, "use_sliding_window": True, "sliding_window": 4, "layer_types": [
+        "sliding_attention", "full_attention", "sliding_attention", "full_attention"]},
+    "olmo2": {"attention_bias": True},
+    "olmo3": {"sliding_window": 6, "rope_scaling": {**YARN, "attention_factor": 1.2}},
+    "gemma3_text": {"sliding_window": 6, "sliding_window_pattern": 2, "head_dim": 16, "query_pre_attn_scalar": 24,
+                    "rope_local_base_freq": 100.0, "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
+    "gemma3-all": {"model_type": "gemma3_text", "sliding_window": 9, "num_hidden_layers": 7, "head_dim": 8,
+                   "tie_word_embeddings": False},
+    "glm4": {"head_dim": 16},
+    "ministral3": {"head_dim": 16, "rope_parameters": {
+        **YARN, "rope_theta": 1e6, "beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 0.5,
+        "llama_4_scaling_beta": 0.1}},
+    "llama-yarn": {"model_type": "llama", "rope_scaling": {**YARN, "type": "yarn", "beta_fast": 8}},
+    "qwen2-yarn": {"model_type": "qwen2", "rope_scaling": {**YARN, "beta_slow": 0.5}},
+}
+
+
+@pytest.fixture(scope="session")
+def folders(tmp_path_factory):
+    """A folder of each case, of random weights, with config.json as it was given."""
+    made = {}
+
+    def folder(name: str):
+        if name not in made:
+            path = tmp_path_factory.mktemp(name)
+            settings = {"model_type": name, **SMALL, **CASES[name]}
+            (path / "config.json").write_text(json.dumps(settings))
+            torch.manual_seed(0)
+            model = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(path))
+            for key, p in model.named_parameters():  # biases and norms must matter
+                torch.nn.init.normal_(p, mean=float("norm" in key and "gemma" not in name), std=0.2)
+            model.save_pretrained(path)
+            (path / "new.json").write_text((path / "config.json").read_text())
+            (path / "config.json").write_text(json.dumps(settings))
+            made[name] = path
+        return made[name]
+
+    return folder
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_logits_and_gradients_of_a_row_with_shared_prompts_are_those_of_transformers(name, folders):
+    logits, gradients, largest = compare(folders(name))
+    print(f"{name}: {logits:.1e} {gradients:.1e} {largest:.1e}")
+    assert logits < 1e-8 and gradients < 1e-8 and largest > 1e-2
+    logits, _, _ = compare(folders(name), torch.float32)
+    print(f"{name} float32: {logits:.1e}")
+    assert logits < 1e-5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_settings_that_transformers_writes_and_published_ones_are_one_shape(name, folders, tmp_path):
+    (tmp_path / "config.json").write_text((folders(name) / "new.json").read_text())
+    shape = read_shape(folders(name))
+    assert replace(read_shape(tmp_path), tied=shape.tied) == replace(shape, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_the_embedded_engine_samples_has_the_log_probs_of_a_full_pass(name, folders):
+    """Prompts and completions are longer than the windows; slots are refilled while others are in a sample."""
+    model = load(folders(name), torch.float64)
+    engine = TorchEngine(load(folders(name), torch.float64), spec(folders(name), slots=4, dtype=torch.float64))
+    prompts = [(5, 9, 31, 8, 77, 60, 12, 9, 14), (5,), (44, 3, 8)]
+    asked = [prompts[i] for i in (0, 0, 1, 2, 0, 2)]
+    samples = engine.generate(asked, list(range(6)), 18, 1.0)
+    assert max(sample.length for sample in samples) > 10
+    for prompt, sample in zip(asked, samples, strict=True):
+        gap_C = torch.tensor(sample.logp, dtype=torch.float64) - trainer_logp(model, prompt, sample, 1.0)
+        assert gap_C.abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_export_with_adapters_in_it_is_read_by_transformers(name, folders, tmp_path):
+    """It is rounded to float32 once. The weights are as many as memory is counted for, with adapters and without."""
+    with torch.device("meta"):
+        ours = Decoder(read_shape(folders(name)))
+    assert counts.parameters(ours.shape) == sum(p.numel() for p in ours.parameters())
+    settings = Lora(rank=2)
+    lora.adapt(ours, settings, torch.float64)
+    assert counts.trained(ours.shape, settings) == sum(p.numel() for p in ours.parameters() if p.requires_grad)
+    ours.to_empty(device="cpu")
+    lora.load_weights(ours, folders(name))
+    lora.initialise(ours, {}, 0)
+    nudge(ours, 0.1)
+    export(ours, folders(name), tmp_path / "out")
+    logits, gradients, _ = compare(tmp_path / "out")
+    assert logits < 1e-8 and gradients < 1e-8
+    ids_T = torch.arange(3, 40)
+    base, merged, adapted = (model.hidden(ids_T, torch.arange(37), attend_alone) for model in (
+        load(folders(name), torch.float64), load(tmp_path / "out", torch.float64), ours))
+    torch.testing.assert_close(adapted, merged, rtol=0, atol=1e-4)
+    assert (merged - base).abs().max() > 0.1
+
+
+@pytest.mark.parametrize("name", ["gemma3_text", "glm4"])
+def test_two_ranks_have_the_gradient_of_one_and_so_have_recomputed_blocks(name, tmp_path):
+    windows = {"sliding_window": 6, "sliding_window_pattern": 2} if name == "gemma3_text" else {}
+    folder = write_tiny(tmp_path / "model", model_type=name, head_dim=8, **windows)
+    cfg = toy_config(tmp_path / "run", f"model.path={folder}", "pack.capacity=160", "prune.completions.keep=3",
+                     "rollout.group_size=4", "rollout.max_new_tokens=30")
+    groups = make_groups([[12, 20, 5, 3], [9, 30, 2, 7], [28, 30, 27, 29], [25, 24, 8, 8]], [11, 8, 9, 9])
+    adv_NG = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    alone = gradient(cfg, groups, adv_NG)
+    for other in on_ranks(2, tmp_path, gradient, cfg, groups, adv_NG):
+        assert_same(alone, other, rtol=1e-10)
+    for how in ("selective", "all"):
+        again = gradient(change(cfg, f"model.checkpoint_blocks={how}"), groups, adv_NG)
+        assert_same(alone, again, rtol=1e-10)
+
+
+@pytest.mark.parametrize(("model_type", "change", "message"), [
+    ("qwen3_moe", {}, "model_type='qwen3_moe' is not supported; use one of llama, .*An architecture of yours"),
+    ("gemma3_text", {"final_logit_softcapping": 30.0}, "final_logit_softcapping=30.0 is not supported"),
+    ("gemma3_text", {"use_bidirectional_attention": True}, "use_bidirectional_attention=True is not supported"),
+    ("gemma3_text", {"rope_parameters": {"rope_theta": 5.0}}, "unknown key 'rope_parameters.rope_theta'"),
+    ("llama", {"sliding_window": 8}, "sliding_window=8 is not supported for model_type=llama"),
+    ("llama", {"mlp_bias": True}, "mlp_bias=True is not supported"),
+    ("mistral", {"rope_scaling": {"rope_type": "longrope"}}, "rope_type='longrope' is not supported"),
+    ("mistral", {"attention_dropout": 0.1}, "attention_dropout=0.1 is not supported"),
+    ("mistral", {"rope_scaling": {**YARN, "truncate": False}}, "unknown key 'truncate'"),
+    ("smollm3", {"no_rope_layers": [1, 0]}, "no_rope_layers or layer_types has fewer than 4 entries"),
+    ("glm4", {"partial_rotary_factor": 0.3}, "partial_rotary_factor=0.3 is not supported"),
+])
+def test_a_setting_that_is_not_computed_is_named(model_type, change, message, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **SMALL, "head_dim": 8, **change}))
+    with pytest.raises(ConfigError, match=f"config.json: .*{message}"):
+        read_shape(tmp_path)
+
+
+PUBLISHED = {  # from config.json of Mistral-7B-v0.3, SmolLM3-3B, OLMo-2-0425-1B, gemma-3-1b-it, GLM-4-9B-0414
+    "mistral": (7_248_023_552, {
+        "attention_dropout": 0.0, "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 32768,
+        "num_attention_heads": 32, "num_hidden_layers": 32, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
+        "rope_theta": 1e6, "sliding_window": None, "tie_word_embeddings": False, "vocab_size": 32768}),
+    "smollm3": (3_075_098_624, {
+        "attention_bias": False, "hidden_size": 2048, "intermediate_size": 11008, "max_position_embeddings": 65536,
+        "max_window_layers": 28, "mlp_bias": False, "num_attention_heads": 16, "num_hidden_layers": 36,
+        "num_key_value_heads": 4, "pretraining_tp": 2, "rms_norm_eps": 1e-6, "rope_scaling": None, "rope_theta": 5e6,
+        "sliding_window": None, "use_sliding_window": False, "vocab_size": 128256}),
+    "olmo2": (1_484_916_736, {
+        "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 4096, "num_attention_heads": 16,
+        "num_hidden_layers": 16, "num_key_value_heads": 16, "rms_norm_eps": 1e-6, "rope_theta": 500000,
+        "tie_word_embeddings": False, "vocab_size": 100352}),
+    "gemma3_text": (999_885_952, {
+        "attn_logit_softcapping": None, "cache_implementation": "hybrid", "final_logit_softcapping": None,
+        "head_dim": 256, "hidden_activation": "gelu_pytorch_tanh", "hidden_size": 1152, "intermediate_size": 6912,
+        "max_position_embeddings": 32768, "num_attention_heads": 4, "num_hidden_layers": 26, "num_key_value_heads": 1,
+        "query_pre_attn_scalar": 256, "rms_norm_eps": 1e-6, "rope_local_base_freq": 10000, "rope_scaling": None,
+        "rope_theta": 1000000, "sliding_window": 512, "sliding_window_pattern": 6, "vocab_size": 262144}),
+    "glm4": (9_400_279_040, {
+        "attention_bias": True, "head_dim": 128, "hidden_size": 4096, "intermediate_size": 13696,
+        "max_position_embeddings": 32768, "num_attention_heads": 32, "num_hidden_layers": 40, "num_key_value_heads": 2,
+        "partial_rotary_factor": 0.5, "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False,
+        "vocab_size": 151552}),
+}
+
+
+@pytest.mark.parametrize("model_type", PUBLISHED)
+def test_published_shapes_have_their_number_of_weights(model_type, tmp_path):
+    weights, settings = PUBLISHED[model_type]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "torch_dtype": "bfloat16", **settings}))
+    assert counts.parameters(read_shape(tmp_path)) == weights
+
+
+def test_every_family_has_a_case():
+    assert {settings.get("model_type", name) for name, settings in CASES.items()} >= FAMILIES.keys()
