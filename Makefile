@@ -39,6 +39,8 @@ VLLM_MODELS = $(if $(LONG),qwen2 qwen2-untied qwen3 llama gemma3 olmo3 glm4 mist
 define vllm_tests
 for model in $(VLLM_MODELS); do \
 	$(1) -m pytest -m vllm tests/test_vllm.py --vllm-model $$model || exit 1; done
+$(1) -m pytest -m vllm tests/test_vllm.py --vllm-awake --vllm-async
+$(1) -m pytest -m vllm tests/test_vllm_arguments.py
 $(1) -m pytest -m $(if $(LONG),vllm,"vllm and not slow") tests/test_vllm_train.py
 endef
 
@@ -79,7 +81,7 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 # Without a GPU, torch's CPU build is enough, if pip's indexes have it; else requirements.txt takes the default build.
 CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
-.venv/run: requirements.txt
+.venv/run: requirements.txt constraints.txt
 	$(PYTHON) -m venv .venv
 	command -v nvidia-smi > /dev/null || $(VENV)/pip install --quiet $(CPU_TORCH) 2> /dev/null || true
 	$(VENV)/pip install --quiet -r requirements.txt
@@ -93,7 +95,7 @@ CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
 # Holds training, tests and vLLM together. It stops where there is no driver, before gigabytes are fetched, and where
 # the driver is too old for this torch, which would skip every test.
-.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt
+.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt constraints.txt
 	nvidia-smi --query-gpu=name,driver_version --format=csv
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/pip install --quiet -r requirements-gpu.txt -r requirements-dev.txt

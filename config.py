@@ -98,9 +98,13 @@ class Rollout:
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
-    slots: Count = 256             # sequences decoded at once, per engine; fewer if memory is short
+    # sequences decoded at once, per engine; fewer if no more are asked for, or memory is short
+    slots: Count = 256
     tensor_parallel: Count = 1     # vllm: neighbouring ranks that hold one engine together
     cache_gib: Positive | None = None  # vllm: KV cache per rank; null: room for every slot at full length
+    # vllm: give the engine's memory up for an update; auto: only if the two do not fit beside each other
+    sleep: Literal["auto", "always", "never"] = "auto"
+    quantization: Literal["none", "fp8"] = "none"  # vllm: sample with weights of 8 bits (loss.tis_cap)
 
 
 @dataclass(frozen=True, slots=True)

@@ -265,7 +265,7 @@ def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer
         "model": {"path": cfg.model.path, "files": hash_files(files)},
         "template": sha256(tokenizer.source),
         "system_prompt": cfg.data.system_prompt,
-        "engine": cfg.rollout.engine,
+        "engine": f"{cfg.rollout.engine} {cfg.rollout.quantization}".removesuffix(" none"),
         "dtype": str(spec.dtype),
         "sampling": asdict(sampling),
         "verifier": verifier_version(),
@@ -366,7 +366,8 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: l
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
     return EngineSpec(folder, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots, longest,
-                      cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, tokenizer.stops)
+                      cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, tokenizer.stops,
+                      quantization=cfg.rollout.quantization)
 
 
 class Engines:

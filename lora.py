@@ -29,6 +29,7 @@ from torch import Tensor, nn
 from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import hash_files, load_policy_into, read_extra, require_same_inputs
+from infra.tokenizer import Tokenizer
 from infra.weights import (
     export,
     find_mismatches,
@@ -213,10 +214,10 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     return stored
 
 
-def export_both(model: Decoder, source: Path, cfg: Config, texts: dict[str, str]) -> None:
-    """Write the trained model to hf/, with `texts` (Tokenizer.exported), and an adapter to hf_adapter/ as
-    well. Collective."""
-    export(model, source, Path(cfg.out) / "hf", texts)
+def export_both(model: Decoder, source: Path, cfg: Config, tokenizer: Tokenizer) -> None:
+    """Write the trained model to hf/, with the texts of its tokenizer, and an adapter to hf_adapter/ as well.
+    Collective."""
+    export(model, source, Path(cfg.out) / "hf", tokenizer.exported(cfg.data.system_prompt))
     export_adapter(model, cfg.model.path, Path(cfg.out) / "hf_adapter")
 
 

@@ -300,3 +300,5 @@ class EngineSpec:
     tensor_parallel: int = 1     # vllm: ranks that hold one engine together
     cache_gib: float | None = None  # vllm: KV cache per rank; None: room for every slot at full length
     stops: Stops | None = None
+    sleeps: bool = False            # vllm: it gives its memory up when told to sleep
+    quantization: str = "none"      # vllm: of the weights that it samples with

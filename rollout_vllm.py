@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
+from subprocess import CalledProcessError
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from model import Decoder, empty_model
 from records import EngineSpec, Sample
 
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
+PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
 
 
 def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
@@ -55,6 +57,8 @@ class VLLMEngine:
         self.stops = list(spec.stops.texts) if spec.stops else []
         self.device = spec.device
         self.dtype = spec.dtype
+        self.sleeps = spec.sleeps
+        self.peak_bytes = 0  # of the device, as seen before each sleep and each sync
         model = empty_model(spec.folder, spec.dtype)
         self.expected = {name: tuple(t.shape) for name, t in named_weights(model)}
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else cache_bytes(
@@ -63,7 +67,7 @@ class VLLMEngine:
             llm, self.params = import_vllm(spec.device)
             try:
                 self.llm = llm(**engine_options(spec, cache))
-            except (ValueError, torch.OutOfMemoryError) as error:
+            except (ValueError, RuntimeError, CalledProcessError) as error:  # the last: of a compiler
                 raise ConfigError(
                     f"rollout.engine=vllm cannot start with slots={spec.slots}, sequences of {spec.max_len} "
                     f"tokens, tensor_parallel={spec.tensor_parallel} and {cache / 2**30:.4g} GiB of KV cache "
@@ -83,20 +87,31 @@ class VLLMEngine:
             raise ValueError(
                 f"the policy does not fit the engine at {name}: its shape is "
                 f"{policy_shapes.get(name, 'nothing')}, the engine's {self.expected.get(name, 'nothing')}")
-        self.llm.wake_up(["weights"])
+        if self.sleeps:
+            self.note_peak()
+            self.llm.wake_up(["weights"])
         tensors = policy.named_hf_tensors()
         stream = ((name, dist.gather_full(t, self.device, self.dtype)) for name, t in tensors)
         self.llm.collective_rpc("reload_weights", kwargs={"weights_iterator": stream})
-        self.llm.wake_up(["kv_cache"])
+        if self.sleeps:
+            self.llm.wake_up(["kv_cache"])
         self.asleep = False
         # The cached prefixes were computed from the old weights.
         if not self.llm.reset_prefix_cache():
             raise RuntimeError("vLLM did not reset its prefix cache, so it would answer from old weights")
 
     def sleep(self) -> None:
-        """Give up weights and KV cache (on CUDA their memory) until the next `sync`."""
-        self.llm.sleep(level=2)
+        """Sample no more until the next `sync`; give up weights and KV cache, unless rollout.sleep=never."""
         self.asleep = True
+        if self.sleeps:
+            self.note_peak()
+            self.llm.sleep(level=2)
+
+    def note_peak(self) -> None:
+        """Look at the device's memory. torch counts the engine's as allocated while it is given up."""
+        if self.device.type == "cuda":
+            free, total = torch.cuda.mem_get_info(self.device)
+            self.peak_bytes = max(self.peak_bytes, total - free)
 
     def generate(
         self,
@@ -159,6 +174,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         "dtype": str(spec.dtype).removeprefix("torch."),
         "max_model_len": spec.max_len,
         "max_num_seqs": spec.slots,
+        "max_num_batched_tokens": max(PREFILL_TOKENS, spec.slots),
         "tensor_parallel_size": spec.tensor_parallel,
         "distributed_executor_backend": "external_launcher",
         "kv_cache_memory_bytes": cache,
@@ -168,14 +184,21 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         # start beside the trainer.
         "gpu_memory_utilization": 0.01,
     }
+    if spec.quantization == "fp8":  # at each sync; vLLM's own "fp8" is for weights that are stored so
+        options["quantization"] = "fp8_per_tensor"
+    if spec.tensor_parallel > 1:
+        # vLLM's own all-reduce shares memory between processes in a way that expandable segments refuse
+        # (preflight/memory.py, find_device): the processes would exit without a traceback.
+        options["disable_custom_all_reduce"] = True
+        options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":
-        return options | {"enable_sleep_mode": True}
+        return options | {"enable_sleep_mode": spec.sleeps}
     # On the CPU a seeded sample with a prompt split over two batches would rewind its generator, which
     # cannot be rewound.
     return options | {
         "enable_chunked_prefill": False,
         "enforce_eager": True,
-        "max_num_batched_tokens": max(spec.max_len, 8192),
+        "max_num_batched_tokens": options["max_num_batched_tokens"] + spec.max_len,
     }
 
 

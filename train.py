@@ -114,8 +114,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
-        texts = run.task.tokenizer.exported(cfg.data.system_prompt)
-        lora.export_both(learner.policy, run.task.source, cfg, texts)
+        engine.sleep()  # an export gathers weights in float32
+        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer)
     if dist.rank() == 0:
         print(summary(Path(cfg.out)), flush=True)
     return learner.policy
@@ -263,6 +263,8 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
         cfg.rollout.tensor_parallel,
         cfg.rollout.cache_gib,
         task.tokenizer.stops,
+        cfg.rollout.sleep == "always",
+        cfg.rollout.quantization,
     )
     return learner, start_engine(cfg.rollout.engine, spec)
 
@@ -270,7 +272,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
              clock: Clock) -> None:
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
-    machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device)
+    machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device, run.engine)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
     run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
     if step == 1:

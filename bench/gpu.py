@@ -38,23 +38,33 @@ class Part:
     seconds: int           # after which it is stopped, for each shape
     by_shape: bool = True
     needs: str = ""        # a package without which it is skipped
+    ranks: int = 1         # each on a GPU of its own
+    shapes: tuple[str, ...] = ()  # on a GPU, unless others are asked for
+    may_end: bool = False  # how it ends is its result, whatever that is
 
 
 SECONDS = 575  # of all parts together; what is left then is skipped
 CPU_FACTOR = 5  # there all limits are longer
+CHECK = "`train.py --check` on the toy in bfloat16"
 PARTS = {
     "machine": Part("", 60, by_shape=False),
     "kernels": Part("Kernels on a row in bfloat16, forward and backward: error relative to float32", 40),
     "tests": Part("`pytest -m gpu`", 80, by_shape=False, needs="pytest"),
-    "check": Part("`train.py --check` on the toy in bfloat16, embedded engine", 40, by_shape=False),
+    "check": Part(f"{CHECK}, embedded engine", 40, by_shape=False),
     "learning": Part("CPPO on the toy in bfloat16", 80, by_shape=False),
     "updates": Part("Updates on groups of 16 completions, AdamW included; GiB counted are preflight's", 130),
     "profile": Part("A row, forward and backward, and the 20 kernels that take most of it", 40),
     "step": Part("A whole step, seconds by phase, embedded engine; MFU is that of the update", 90),
     "rollout": Part("Tokens sampled by the embedded engine, and its sync after a sleep", 50),
-    "vllm_check": Part("`train.py --check` on the toy in bfloat16, vLLM", 90, by_shape=False, needs="vllm"),
+    "vllm_check": Part(f"{CHECK}, vLLM", 90, by_shape=False, needs="vllm"),
+    "vllm_ranks": Part(f"{CHECK}, vLLM on 2 ranks", 120, by_shape=False, needs="vllm", ranks=2),
+    "vllm_tensor_parallel": Part(f"{CHECK}, one engine of vLLM's over 2 ranks", 120, by_shape=False,
+                                 needs="vllm", ranks=2),
+    "vllm_custom_all_reduce": Part(f"{CHECK}, the same with vLLM's own all-reduce, which a run leaves out",
+                                   120, by_shape=False, needs="vllm", ranks=2, may_end=True),
+    "vllm_rollout": Part("vLLM's sleep and sync, and milliseconds a token by sequences", 120, needs="vllm",
+                         shapes=("1.5B", "7B")),
     "vllm_step": Part("A whole step, seconds by phase, vLLM; MFU is that of the update", 120, needs="vllm"),
-    "vllm_rollout": Part("Tokens sampled by vLLM, and its sync after a sleep", 120, needs="vllm"),
 }
 REASONS = ("skipped", "failed")
 
@@ -95,15 +105,23 @@ def has_version(name: str) -> bool:
 
 # ---- the parts as processes
 
-def attempt(name: str, shape: str, out: Path, seconds: float) -> dict[str, str]:
-    """Do a part within so many seconds; returns why it was skipped or failed, if it was."""
+def attempt(name: str, shape: str, out: Path, seconds: float, gpus: int | None = None) -> dict[str, str]:
+    """Do a part within so many seconds; returns why it was skipped or failed, if it was. `gpus` is None on a
+    CPU."""
     part = PARTS[name]
     if part.needs and importlib.util.find_spec(part.needs) is None:
         return {"skipped": f"{part.needs} is not installed"}
+    if gpus is not None and part.ranks > gpus:
+        return {"skipped": f"it needs {part.ranks} GPUs"}
     if seconds < 5:
         return {"skipped": f"no time was left; --parts {name} has it to itself"}
     command = [sys.executable, __file__, "--part", name, "--shapes", shape, "--out", str(out)]
+    if part.ranks > 1:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(part.ranks)]
+        command = [sys.executable, *torchrun, *command[1:]]
     reason = supervise(command, seconds)
+    if part.may_end:
+        return {"way": "", "ended": reason or "well"}
     return {"failed": reason} if reason else {}
 
 
@@ -115,6 +133,9 @@ def supervise(command: list[str], seconds: float) -> str:
             code = process.wait(seconds)
         except subprocess.TimeoutExpired:
             code = None
+            process.terminate()  # torchrun ends its processes, which are in groups of their own
+            with suppress(subprocess.TimeoutExpired):
+                process.wait(10)
         finally:  # its own processes go with it, however it ended
             with suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
@@ -184,7 +205,8 @@ def bench(args: argparse.Namespace) -> int:
     if ended:
         print(f"error: {ended['failed']}", file=sys.stderr)
         return 1
-    cuda = read(out, before)[0]["cuda"]
+    machine = read(out, before)[0]
+    cuda, gpus = machine["cuda"], machine.get("gpus", 1) if machine["cuda"] else None
     shapes = (args.shapes or ("0.5B,1.5B" if cuda else "1M")).split(",")
     factor = 1 if cuda else CPU_FACTOR
     # A folder of their own: nothing is left of a part that is stopped, and nothing was compiled before.
@@ -192,10 +214,11 @@ def bench(args: argparse.Namespace) -> int:
         for name, part in PARTS.items():
             if name not in args.parts or name == "machine":
                 continue
-            for shape in shapes if part.by_shape else [""]:
+            of_part = part.shapes if part.shapes and cuda and not args.shapes else shapes
+            for shape in of_part if part.by_shape else [""]:
                 left = SECONDS * factor - (perf_counter() - start)
                 print(f"\n{name} {shape}", flush=True)
-                ended = attempt(name, shape, out, min(left, part.seconds * factor))
+                ended = attempt(name, shape, out, min(left, part.seconds * factor), gpus)
                 if ended:
                     append(out, {"part": name, "shape": shape} | ended)
                     print(*ended.items(), flush=True)

@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 import traceback
+from collections import defaultdict
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -22,12 +23,13 @@ from xml.etree import ElementTree
 
 import torch
 from common import ROOT, append, cell, timed
-from shapes import PEAKS, draw_weights, engine_spec, flop, pass_seconds, write_config
+from shapes import PEAKS, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
 from step import seconds_of, take_step
 from torch import Tensor
 from torch.autograd import DeviceType
 
 import config
+import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
@@ -35,13 +37,13 @@ from infra import dist, runfolder
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from metrics import Clock
-from model import BACKENDS, ChunkedLogProb, log_prob, logits_gradient
+from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
 from page import summary
 from preflight import checks as preflight
 from preflight import counts, memory
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
-from rollout import start_engine
+from rollout import Engine, start_engine
 from update import add_gradient, minibatch, prepare_rows, update
 
 HALF, GIB, G = torch.bfloat16, 2**30, 16
@@ -62,14 +64,14 @@ class Sizes:
     prompt: int              # tokens; a step has the toy's prompts
     longest: int             # tokens of a completion of an update; the shortest has a quarter of them
     new: int                 # tokens sampled
-    slots: tuple[int, int]
+    slots: tuple[int, ...]   # sequences sampled at once
     steps: int               # of the toy
     times: int = 2           # that each thing is timed, behind once to warm up
 
 
-LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (256, 1024), 40)
+LARGE = Sizes(8192, 16_384, 16, 150, 360, 256, (8, 64, 256), 40)
 BELOW_100_GB = replace(LARGE, capacity=8192, groups=8)
-OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (16, 32), 12)
+OF_CPU = Sizes(256, 512, 2, 20, 24, 8, (4, 16, 32), 12)
 # Completions kept of each group, model.checkpoint_blocks, model.compile, model.lora.rank
 UPDATES = [(keep, "none", False, None) for keep in (16, 8, 4, 2, 1)]
 UPDATES += [(16, "selective", False, None), (16, "all", False, None)]
@@ -107,7 +109,9 @@ class Bench:
         return LARGE if torch.cuda.mem_get_info(self.device)[1] > 100e9 else BELOW_100_GB
 
     def add(self, way: object, **figures: object) -> None:
-        """Write a line of results, and show it."""
+        """Write a line of results, and show it, on the first rank."""
+        if dist.rank() > 0:
+            return
         append(self.out, {"part": self.part, "shape": self.shape, "way": str(way)} | figures)
         shown = [f"{key} {cell(value)}" for key, value in figures.items() if value is not None]
         print(f"  {way}: {', '.join(shown)}", flush=True)
@@ -135,6 +139,10 @@ class Bench:
 
     def peak_gib(self) -> float | None:
         return torch.cuda.max_memory_allocated() / GIB if self.cuda else None
+
+    def peak_with(self, engine: Engine) -> float | None:
+        """Return the same of a step: torch counts the memory of an engine that sleeps."""
+        return memory.metrics(self.device, engine)["memory/peak_gib"] if self.cuda else None
 
     def speed(self, work: float, seconds: float) -> dict[str, float | None]:
         """Compute TFLOP/s, and MFU where the device's peak is known."""
@@ -222,7 +230,8 @@ def machine(bench: Bench) -> None:
                 f"Python {platform.python_version()}",
                 f"{speed / 1e12:.3g} TFLOP/s in a product of {width:,} x {width:,} in bfloat16"]
     commit = said("git", "log", "-1", "--abbrev=7", "--format=%h of %cs") or "unknown"
-    bench.add("", device=bench.name, cuda=bench.cuda, details=", ".join(details), commit=commit)
+    bench.add("", device=bench.name, cuda=bench.cuda, gpus=torch.cuda.device_count(),
+              details=", ".join(details), commit=commit)
     if bench.missing:
         bench.add("", skipped=f"no {' and no '.join(bench.missing)}, so {WHEELS}")
 
@@ -292,15 +301,37 @@ def tests(bench: Bench) -> None:
               **failure({names or f"pytest ended with status {status:d}": status != 0}))
 
 
-def check(bench: Bench) -> None:
+def check(bench: Bench, *changes: str) -> None:
     """Try all that a run needs, as train.py --check does."""
     cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
-                                        f"device={bench.device.type}"])
+                                        f"device={bench.device.type}", *changes])
     task = train.load_task(cfg)
     cfg = memory.resolve_auto(cfg, task.source)
     for result in preflight.run_checks(cfg, *train.load_models(cfg, task), task):
         bench.add(result.name, passed=result.passed, figures=result.figures,
                   **failure({result.remedy: not result.passed}))
+
+
+def ranks(bench: Bench) -> None:
+    """Try the same on two ranks, each with an engine of its own."""
+    check(bench)
+
+
+def tensor_parallel(bench: Bench) -> None:
+    """Try the same on two ranks that hold one engine together."""
+    check(bench, "rollout.tensor_parallel=2")
+
+
+def custom_all_reduce(bench: Bench) -> None:
+    """Try the same with vLLM's own all-reduce kernels, beside expandable segments."""
+    with_ours = rollout_vllm.engine_options
+
+    def options(*given: object) -> dict:
+        ours = ("disable_custom_all_reduce", "compilation_config")
+        return {name: value for name, value in with_ours(*given).items() if name not in ours}
+
+    with patch.object(rollout_vllm, "engine_options", options):
+        tensor_parallel(bench)
 
 
 def learning(bench: Bench) -> None:
@@ -422,7 +453,7 @@ def step(bench: Bench) -> None:
         rate = size.groups * G * size.new / seconds["rollout s"]
         bench.add(Path(cfg.out).name, kept=int(batch.pruned.keep_NG.sum()), tokens=measured["pack/tokens"],
                   mismatch=measured["mismatch/logp_abs_mean"], **seconds, **{"sampled tokens/s": rate},
-                  GiB=bench.peak_gib(), **bench.speed(work, seconds["update s"]))
+                  GiB=bench.peak_with(engine), **bench.speed(work, seconds["update s"]))
 
 
 def rollout(bench: Bench) -> None:
@@ -430,23 +461,44 @@ def rollout(bench: Bench) -> None:
     size, cfg = bench.sizes, bench.settings()
     policy, new = load_sharded(cfg, bench.folder, bench.device, HALF), size.new // 2
     spec = engine_spec(bench.folder, bench.device, max(size.slots), size.prompt + new)
-    engine = start_engine(bench.engine, spec)
+    engine = start_engine(bench.engine, replace(spec, sleeps=True))
     engine.sync(policy)
-    sleeps, syncs = [], []
-    for _ in range(1 + size.times):
-        sleeps += repeated(engine.sleep, 1)
-        syncs += repeated(partial(engine.sync, policy), 1)
-    bench.add("sleep and sync", **{"sleep s": sleeps[1:], "sync s": syncs[1:]})
+    bench.add("sleep and sync", **sync_seconds(bench, engine, policy),
+              **{"sync predicted s": predict_sync(policy.shape, bench.name)})
 
     def measure(slots: int) -> dict:
-        prompts = [tuple(range(3 + n, 3 + n + size.prompt)) for n in range(slots // G) for _ in range(G)]
+        prompts = [tuple(range(3 + i // G, 3 + i // G + size.prompt)) for i in range(slots)]
         engine.generate(prompts, list(range(slots)), 2, 1.0)  # warm up
         seconds = repeated(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
-        return {"sampled tokens/s": [slots * new / spent for spent in seconds],
+        return {"ms a token": [1000 * spent / new for spent in seconds],
+                "sampled tokens/s": [slots * new / spent for spent in seconds],
                 "GiB in use": memory.used_bytes(bench.device) / GIB}
 
-    each(bench, {f"{slots} slots": partial(measure, slots) for slots in size.slots})
+    each(bench, {f"{slots} sequences": partial(measure, slots) for slots in size.slots})
+
+
+def sync_seconds(bench: Bench, engine: Engine, policy: Decoder) -> dict[str, list[float]]:
+    """Time an engine's sleep and the sync after it; of vLLM's sync its calls as well."""
+    seconds: dict[str, list[float]] = defaultdict(list)
+
+    def timing(name: str, method: Callable) -> Callable:
+        def call(*given: object, **named: object) -> object:
+            results: list[object] = []
+            seconds[name] += repeated(lambda: results.append(method(*given, **named)), 1)
+            return results[0]
+
+        return call
+
+    if bench.engine == "vllm":
+        weights, cache = (timing(name, engine.llm.wake_up) for name in ("wake weights s", "wake cache s"))
+        engine.llm.wake_up = lambda tags: (weights if tags == ["weights"] else cache)(tags)
+        engine.llm.collective_rpc = timing("reload s", engine.llm.collective_rpc)
+    for _ in range(1 + bench.sizes.times):
+        timing("sleep s", engine.sleep)()
+        timing("sync s", engine.sync)(policy)
+    return {name: measured[1:] for name, measured in seconds.items()}
 
 
 FUNCTIONS = {part.__name__: part for part in (
-    machine, kernels, tests, check, learning, updates, profile, step, rollout)}
+    machine, kernels, tests, check, ranks, tensor_parallel, custom_all_reduce, learning, updates, profile,
+    step, rollout)}

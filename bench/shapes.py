@@ -54,6 +54,8 @@ UNTIED = ("7B", "32B", "olmo", "glm")
 PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2.04e12)}
 # Shares of a peak that are assumed to be reached, by large products, by attention, and by elementwise work.
 PRODUCTS, ATTENTION, MEMORY = 0.8, 0.3, 0.85
+# Seconds for vLLM to fall asleep and to map its weights and its cache: of a log in its issue 29341.
+SLEEP, WAKE_WEIGHTS, WAKE_CACHE = 0.05, 0.07, 0.02
 
 
 def write_config(shape: str, folder: Path) -> Path:
@@ -162,3 +164,13 @@ def pass_seconds(policy: Decoder, lora: Lora, rows: list[Segments], scored: int,
         moved += 8 * policy.head_VD.numel() * scored / policy.logp_chunk
     return (product_flop(policy, tokens, scored) / (PRODUCTS * flops)
             + attention_flop(policy, rows) / (ATTENTION * flops) + moved / (MEMORY * bandwidth))
+
+
+def predict_sync(shape: Shape, name: str) -> float | None:
+    """Predict the seconds of vLLM's sleep and the sync after it on one GPU; None if PEAKS does not know it.
+    A weight is read in float32, and cast, read and written in bfloat16."""
+    known = [bandwidth for word, (_, bandwidth) in PEAKS.items() if word in name]
+    if not known:
+        return None
+    copied = (4 + 3 * 2) * counts.parameters(shape)
+    return SLEEP + WAKE_WEIGHTS + WAKE_CACHE + copied / (MEMORY * known[0])

@@ -1,5 +1,6 @@
 """Read data sets of questions and answers: each row with its place, for error messages."""
 
+import ast
 import csv
 import difflib
 import json
@@ -257,8 +258,9 @@ def read_message(message: object, place: str) -> dict:
 
 
 def spelled(answer: object) -> object:
-    """Spell an answer as a person would: 27, not 27.0; a list of texts, or such a list as JSON, joined."""
-    if isinstance(answer, str) and re.match(r'\s*\[\s*"', answer):
+    """Spell an answer as a person would: 27, not 27.0; a list of texts, or such a list as JSON, Python or
+    numpy writes it, joined."""
+    if isinstance(answer, str) and re.match(r"""\s*\[\s*["']""", answer):
         answer = parse_list(answer)
     if isinstance(answer, list):  # OlympiadBench's several answers
         return ", ".join(str(spelled(one)) for one in answer)
@@ -270,10 +272,13 @@ def spelled(answer: object) -> object:
 
 
 def parse_list(text: str) -> object:
-    try:
-        return json.loads(text)
-    except (json.JSONDecodeError, RecursionError):
-        return text
+    with_commas = re.sub(r"'\s+'", "', '", text.strip())  # numpy writes none
+    for parse, written in ((json.loads, text), (ast.literal_eval, with_commas)):
+        try:
+            return parse(written)
+        except (ValueError, SyntaxError, RecursionError, MemoryError):
+            continue
+    return text
 
 
 def all_have_answers(problems: list[Problem], name: str) -> bool:

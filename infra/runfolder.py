@@ -45,7 +45,7 @@ Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to
 NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
 # Settings that save memory; they change the last bits of a step only.
 MEMORY_SETTINGS = ("pack.capacity", "model.checkpoint_blocks", "model.logp_chunk", "optim.offload",
-                   "rollout.slots", "rollout.cache_gib")
+                   "rollout.slots", "rollout.cache_gib", "rollout.sleep")
 SCORES = {"accuracy": ("low", "high"), "reward": ("reward_low", "reward_high")}  # and their 95% intervals
 LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "math-verify")
 

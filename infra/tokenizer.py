@@ -39,7 +39,7 @@ class Tokenizer:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
-        # The file may ask for all three, as its last user did; ids depend on text and vocabulary alone.
+        # The file may ask for all three, as its last user did; ids must depend on text and vocabulary alone.
         self.rust.no_truncation()
         self.rust.no_padding()
         if isinstance(self.rust.model, BPE):

@@ -136,8 +136,6 @@ def weight_files(folder: Path) -> list[Path]:
     ConfigError."""
     folder = Path(folder)
     index, single = (folder / name for name in WEIGHT_FILES)
-    if index.is_file() and single.is_file():
-        raise two_sets(folder, index.name, single.name)
     if index.is_file():
         weight_map = read_section(Index, read_json(index), index).weight_map
         shards = sorted(set(weight_map.values()))

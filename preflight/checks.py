@@ -444,8 +444,7 @@ def peak_of_rollout(cfg: Config, learner: Learner) -> float:
     """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
     needed = 0  # vLLM has all that it samples with already
     if cfg.rollout.engine == "torch":
-        parts = counts.engine_parts(learner.policy.shape, learner.dtype.itemsize, cfg.rollout.slots,
-                                    counts.longest(cfg), tensor_parallel=0)
+        parts = counts.sampling_parts(cfg, learner.policy.shape, cfg.rollout.slots)
         needed = sum(parts.values()) - parts["engine's weights"]
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first

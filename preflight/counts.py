@@ -9,11 +9,14 @@ from dataclasses import dataclass, replace
 import torch
 
 from config import Config, Lora, has_reference
+from infra.rows import NAMED_SETS
 from infra.weights import Shape
-from rollout_vllm import cache_bytes
+from rollout_vllm import PREFILL_TOKENS, cache_bytes
 from settings.kinds import Gae
 
 Parts = dict[str, float]  # bytes by name
+MANY = 1_000_000_000  # sequences: more than any engine has slots for
+GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,6 +201,14 @@ def planned_row(cfg: Config) -> tuple[int, int]:
     return tokens, tokens * G * (prompt + completion) // (prompt + G * completion)
 
 
+def planned_share(cfg: Config, ranks: int) -> int:
+    """Count a rank's tokens of a mini-batch of planned lengths, of the completions that are kept."""
+    prompt, completion = planned_lengths(cfg)
+    kept = getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
+    group = prompt + kept * completion
+    return cfg.rollout.prompts_per_step * group // cfg.update.minibatches // ranks
+
+
 def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
     """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
     the longest mini-batch, than which no row is longer."""
@@ -215,9 +226,11 @@ def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
 
 
 def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
-    """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones."""
+    """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones; and
+    the parts of vLLM's that stay while it samples nothing."""
+    engine = idle_parts(cfg, shape, ranks)
     if is_offloaded(cfg):
-        return {}
+        return engine
     lora, learnt = cfg.model.lora, trained(shape, cfg.model.lora)
     weights, moments = 4 * learnt, 8 * learnt
     base = initial = critic = 0
@@ -236,7 +249,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
         "moments": moments // ranks,
         "reference": initial // ranks,
         "critic and its moments": critic // ranks,
-    }
+    } | engine
 
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
@@ -281,17 +294,52 @@ def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
 
 def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
     """Count what is in use on one rank while the engine samples in so many slots at full length."""
-    sampling = cfg.rollout
+    return held_parts(cfg, shape, ranks) | sampling_parts(cfg, shape, slots)
+
+
+def sampling_parts(cfg: Config, shape: Shape, slots: int) -> Parts:
+    sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
-    engine = engine_parts(shape, element_size(cfg), slots, longest(cfg), spread, sampling.cache_gib)
-    return held_parts(cfg, shape, ranks) | engine
+    parts = engine_parts(shape, element, slots, longest(cfg), spread, sampling.cache_gib)
+    if spread:
+        widest = 4 * shape.hidden_size + 3 * shape.intermediate_size // spread
+        parts["activations of prompts"] = PREFILL_TOKENS * widest * element
+    return parts
+
+
+def idle_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
+    """Count the parts of vLLM's that stay on a GPU while it samples nothing."""
+    if cfg.rollout.engine != "vllm" or cfg.device != "cuda":
+        return {}
+    staying = {"CUDA graphs, and NCCL": GRAPHS + NCCL * (ranks > 1)}
+    if cfg.rollout.sleep == "never":
+        parts = sampling_parts(cfg, shape, cfg.rollout.slots)
+        staying |= {name: parts[name] for name in ("engine's weights", "KV cache")}
+    return staying
+
+
+def sequences_asked(cfg: Config, ranks: int) -> int:
+    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
+    if that is not known without the data."""
+    sampling, limit = cfg.rollout, cfg.eval.limit or MANY
+    prompts = sampling.prompts_per_step
+    if sampling.until == "informative":
+        prompts = int(sampling.oversample * prompts)
+    most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
+    for name in map(str.strip, (cfg.data.eval or "").split(",")):
+        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
+        most = max(most, min(problems, limit) * cfg.eval.n)
+    if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
+        most = MANY
+    # Ranks that hold one engine together sample for each other.
+    return -(-most * sampling.tensor_parallel // ranks)
 
 
 def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count what is in use on one rank while the engine takes over the weights: its own, and of these the
     largest gathered beside them. With an adapter that one was made in float32."""
     element = element_size(cfg)
-    spread = cfg.rollout.tensor_parallel if cfg.rollout.engine == "vllm" else 1
+    spread = cfg.rollout.tensor_parallel
     # A rank casts its own part, and gathers the rest.
     largest = shape.vocab_size * shape.hidden_size * element * (1 + 1 / ranks)
     for inputs, outputs in adapted_sizes(shape, cfg.model.lora):
@@ -300,6 +348,15 @@ def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     return held_parts(cfg, shape, ranks) | {
         "engine's weights": parameters(shape) * element // spread,
         "weights held twice": int(largest),
+    }
+
+
+def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
+    """Count what is in use on one rank in each phase of a step."""
+    return {
+        "update": update_parts(cfg, shape, ranks),
+        "sync": sync_parts(cfg, shape, ranks),
+        "rollout": rollout_parts(cfg, shape, ranks, cfg.rollout.slots),
     }
 
 

@@ -41,21 +41,21 @@ class Fit:
     cfg: Config
     remarks: list[str]
     phases: dict[str, counts.Parts]
-    fits: bool
+    room: float
 
     @property
     def peak(self) -> float:
         return max(sum(parts.values()) for parts in self.phases.values())
 
+    @property
+    def fits(self) -> bool:
+        return self.peak <= self.room
+
 
 def try_on(cfg: Config, shape: Shape, machine: Machine) -> Fit:
     """Choose what is left to `auto`, and count. A rank may use USABLE_SHARE of what is free."""
     decided, remarks = choose_settings(cfg, shape, machine, {})
-    phases = {"update": counts.update_parts(decided, shape, machine.ranks),
-              "sync": counts.sync_parts(decided, shape, machine.ranks),
-              "rollout": counts.rollout_parts(decided, shape, machine.ranks, decided.rollout.slots)}
-    found = Fit(decided, remarks, phases, False)
-    return replace(found, fits=found.peak <= USABLE_SHARE * machine.free)
+    return Fit(decided, remarks, counts.phases(decided, shape, machine.ranks), USABLE_SHARE * machine.free)
 
 
 # A change -> what it costs.
@@ -63,6 +63,7 @@ CHANGES = {
     "model.checkpoint_blocks=selective": "norms and SwiGLU are computed again: a few percent more time",
     "model.checkpoint_blocks=all": "every block is computed again: a third more time in the update",
     "pack.capacity=auto": "shorter rows: slower only where they become short",
+    "rollout.sleep=always": "the engine gives its memory up for an update: some tenths of a second a step",
     "rollout.cache_gib=null": "as many slots as fit in place of a cache of that size: a longer rollout",
     "model.lora.rank=32": "an adapter is trained, not all weights; its best rate is about 10 times theirs",
     "optim.offload=true": "weights come from the host in every row, and AdamW steps there: far slower",
@@ -182,8 +183,8 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     said = [f"auto takes {', '.join(named)}"] * bool(named) + found.remarks
     print("".join(f"{textwrap.fill(line, WIDTH, subsequent_indent='  ')}\n" for line in said))
     print(parts_table(found))
-    needed = found.peak / GIB
-    print(f"\nIt {'fits' if found.fits else 'does not fit'}: {needed:.1f} of {USABLE_SHARE * free:.1f} GiB\n")
+    verdict = "fits" if found.fits else "does not fit"
+    print(f"\nIt {verdict}: {found.peak / GIB:.1f} of {found.room / GIB:.1f} GiB\n")
     if not found.fits:
         helping = [f"  {name:<36} {tried.peak / GIB:>6.1f} GiB  {cost}"
                    for name, tried, cost in changes(cfg, shape, machine)]

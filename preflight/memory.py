@@ -5,7 +5,9 @@ import importlib
 import importlib.metadata
 import os
 import resource
+import shutil
 import sys
+import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -18,7 +20,15 @@ from config import Config, ConfigError, flatten
 from infra import dist
 from infra.weights import Shape, read_shape
 from model import BLOCK_CALLS
-from preflight.counts import engine_parts, rollout_bytes, row_range, update_bytes
+from preflight.counts import (
+    engine_parts,
+    phases,
+    planned_share,
+    rollout_bytes,
+    row_range,
+    sequences_asked,
+    update_bytes,
+)
 from records import EngineSpec
 from rollout_vllm import VLLM_VERSION
 
@@ -69,9 +79,19 @@ def why_no_vllm(device: torch.device) -> str:
     except importlib.metadata.PackageNotFoundError:
         version = "none"
     if version == VLLM_VERSION:
-        return ""
+        return why_no_compiler()
     return (f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
             "pip install -r requirements-gpu.txt")
+
+
+def why_no_compiler() -> str:
+    """Say what Triton lacks, which needs the system's compiler and Python's headers; "" if nothing."""
+    compilers = os.environ.get("CC", "gcc clang").split()
+    if not any(map(shutil.which, compilers)):
+        return f"vLLM's kernels need a C compiler ({' or '.join(compilers)}): apt-get install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "vLLM's kernels need Python's headers (Python.h): apt-get install python3-dev"
+    return ""
 
 
 def find_device(wanted: str) -> torch.device:
@@ -160,20 +180,45 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     engine = pick("rollout.engine", machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention),
                    rollout=replace(cfg.rollout, engine=engine))
-    here = choose_rows(here, shape, machine, saved)
-    wanted = slots = cfg.rollout.slots
-    if saved.get(REQUESTED, {}).get("rollout.slots", wanted) == wanted:
-        slots = saved.get("rollout.slots", wanted)
+    slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
+    if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
+        slots = saved.get("rollout.slots", slots)
+    here = choose_sleep(with_rollout(here, slots=slots), shape, machine, saved)
     room = USABLE_SHARE * machine.free
-    most = slots_that_fit(wanted, room, partial(rollout_bytes, here, shape, machine.ranks))
-    here = replace(here, rollout=replace(here.rollout, slots=min(most, slots)))
+    most = slots_that_fit(slots, room, partial(rollout_bytes, here, shape, machine.ranks))
+    here = with_rollout(here, slots=most)
     return here, list(explain_choice(cfg, here, shape, machine, saved))
+
+
+def with_rollout(cfg: Config, **changes: object) -> Config:
+    return replace(cfg, rollout=replace(cfg.rollout, **changes))
+
+
+def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
+    """Choose rollout.sleep, and with it the rows.
+
+    vLLM stays awake if it fits beside an update that hardly takes longer for it: one of a single row, or of
+    rows that are long enough and recompute no more. The embedded engine's memory is free once it has sampled.
+    """
+    wanted, before = cfg.rollout.sleep, saved.get("rollout.sleep", "always" if saved else "auto")
+    asleep, awake = (choose_rows(with_rollout(cfg, sleep=sleep), shape, machine, saved)
+                     for sleep in ("always", "never"))
+    if cfg.rollout.engine != "vllm" or wanted == "always" or (wanted == "auto" and before == "always"):
+        return asleep
+    if wanted == "never":
+        return awake
+    room = USABLE_SHARE * machine.free * (OVERCOUNT if before == "never" else 1)  # rows may be measured ones
+    needed = max(sum(parts.values()) for parts in phases(awake, shape, machine.ranks).values())
+    rows, how = awake.pack.capacity, awake.model.checkpoint_blocks
+    one_row = rows >= planned_share(cfg, machine.ranks) and how != "all"
+    alike = rows >= min(asleep.pack.capacity, ENOUGH_TOKENS) and how == asleep.model.checkpoint_blocks
+    return awake if needed <= room and (one_row or alike) else asleep
 
 
 def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, saved: dict) -> Iterator[str]:
     """Say why a choice is not the expected one."""
     slots, free = here.rollout.slots, machine.free / 2**30
-    if slots < cfg.rollout.slots:
+    if slots < min(cfg.rollout.slots, sequences_asked(here, machine.ranks)):
         why = "as before" if slots == saved.get("rollout.slots") else f"{free:.1f} GiB have no room for more"
         yield f"rollout.slots={slots}, not {cfg.rollout.slots}: {why}"
     needed = update_bytes(here, shape, machine.ranks) / 2**30
@@ -187,7 +232,7 @@ def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, sa
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
     was = []
     for key, value in list_choices(cfg, here).items():
-        if key != "device" and saved.get(key, value) != value:
+        if key not in ("device", "rollout.sleep") and saved.get(key, value) != value:
             was.append(f"{key}={saved[key]}")
     if was:
         yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
@@ -325,9 +370,9 @@ def peak_resident_bytes() -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def metrics(device: torch.device) -> dict[str, float]:
-    """Measure the most that a rank has held so far: tensors on a GPU, else all of its memory. Collective."""
-    held = torch.cuda.max_memory_allocated(device) if device.type == "cuda" else peak_resident_bytes()
+def metrics(device: torch.device, engine: object) -> dict[str, float]:
+    """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
+    held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
 
 

@@ -20,7 +20,8 @@ Rule = tuple[str, bool, str]
 # A choice -> the settings that only it uses, and why; without it they must keep their defaults.
 ONLY_WITH = {
     "model.lora.rank": ["model.lora.alpha", "model.lora.targets", "model.lora.path"],
-    "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib"],
+    "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib", "rollout.sleep",
+                            "rollout.quantization"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
     "rollout.window": ["advantage.bootstrap: nothing is cut"],

@@ -57,6 +57,8 @@ PRECISION = (Precision("cuda", torch.bfloat16, mean=0.05, largest=1.0) if torch.
 
 def pytest_addoption(parser):
     parser.addoption("--vllm-model", default="qwen2", help="the model of test_vllm.py: one engine per process")
+    parser.addoption("--vllm-awake", action="store_true", help="test_vllm.py: an engine that never sleeps")
+    parser.addoption("--vllm-async", action="store_true", help="test_vllm.py: CUDA's scheduler in the CPU build")
 
 
 def pytest_collection_modifyitems(items):

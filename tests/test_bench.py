@@ -20,6 +20,7 @@ from advantage import flat_groups
 from config import ConfigError, Lora
 from infra import dist
 from model import Decoder
+from preflight import counts
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
@@ -29,6 +30,7 @@ import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
 import grade  # noqa: E402
 import peers  # noqa: E402
+import plan  # noqa: E402
 import shapes  # noqa: E402
 import step  # noqa: E402
 
@@ -166,6 +168,69 @@ def test_the_bench_goes_on_past_a_part_that_fails_and_ends_in_time(tmp_path, mon
     printed = capsys.readouterr().out
     assert "- step 7B: no time was left; --parts step has it to itself\n" in printed and "updates" not in printed
     assert "Command: `python bench/gpu.py --parts step`  \n" in printed
+
+
+def test_a_part_on_two_ranks_runs_under_torchrun_where_there_are_two_gpus(tmp_path, monkeypatch):
+    commands = []
+
+    def supervise(command: list[str], seconds: float) -> str:
+        commands.append(command)
+        return "signal 6: "
+
+    monkeypatch.setattr(gpu, "supervise", supervise)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: True)
+    out = tmp_path / "out.jsonl"
+    assert gpu.attempt("vllm_ranks", "", out, 60, 1) == {"skipped": "it needs 2 GPUs"} and not commands
+    assert gpu.attempt("vllm_tensor_parallel", "", out, 60, 2) == {"failed": "signal 6: "}
+    assert gpu.attempt("vllm_custom_all_reduce", "", out, 60) == {"way": "", "ended": "signal 6: "}  # on a CPU
+    for command in commands:
+        assert command[1:6] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+        assert command[6:8] == [gpu.__file__, "--part"]
+    assert {name.removeprefix("vllm_") for name in gpu.PARTS} == gpu_parts.FUNCTIONS.keys()
+
+
+def test_an_engines_milliseconds_are_asked_for_at_two_sizes_unless_others_are_named(tmp_path, monkeypatch):
+    ran = []
+
+    def supervise(command: list[str], seconds: float) -> str:
+        ran.append(command[5])
+        if command[3] == "machine":
+            common.append(Path(command[7]), {"part": "machine", "shape": "", "way": "", "device": "NVIDIA H100",
+                                             "cuda": True, "details": "79 GiB", "commit": "abcdef0"})
+        return ""
+
+    monkeypatch.setattr(gpu, "supervise", supervise)
+    monkeypatch.setattr(gpu.importlib.util, "find_spec", lambda name: True)
+    for shapes_asked, expected in ((None, ["1.5B", "7B"]), ("3B", ["3B"])):
+        ran.clear()
+        gpu.bench(Namespace(shapes=shapes_asked, parts=["vllm_rollout"], out=tmp_path / "out.jsonl"))
+        assert ran == ["", *expected]
+
+
+def test_a_plan_is_that_of_fit_and_too_much_of_a_card_is_told(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["plan.py", "--configs", "cppo_math.yaml,dapo_math.yaml"])
+    assert plan.main() == 0
+    printed = capsys.readouterr().out
+    rows = json.loads(printed.splitlines()[-1])["rows"]
+    assert [(row["config"], row["on"], row["fits"]) for row in rows] == [
+        ("cppo_math", "1 x H100", False), ("cppo_math", "8 x H100", True), ("cppo_math", "1 x H200", False),
+        ("dapo_math", "8 x H100", False), ("dapo_math", "16 x H100", True)]
+    chosen = rows[1]
+    assert (chosen["slots"], chosen["sleep"]) == (63, "never")
+    assert chosen["peak"] / 79 == pytest.approx(chosen["of card"])
+    together = sum(chosen[name] for name in plan.PARTS if name != "sampling")
+    assert chosen["peak"] == pytest.approx(together)  # awake: an update beside the engine
+    assert "0 of 2 that fit plan more than 95% of a card" in printed
+    monkeypatch.setattr(plan, "LIMIT", 0.8)
+    assert plan.main() == 1
+
+
+def test_a_sync_is_predicted_by_what_it_copies():
+    """10 bytes a weight, and 0.14 s to sleep and wake up."""
+    small_one, larger = (shapes.predict_sync(shapes.shape_of(name), "NVIDIA H100") for name in ("1.5B", "7B"))
+    weights = counts.parameters(shapes.shape_of("7B"))
+    assert larger == pytest.approx(0.14 + 10 * weights / (0.85 * 3.35e12)) and 0.14 < small_one < larger < 0.18
+    assert shapes.predict_sync(shapes.shape_of("7B"), "NVIDIA L4") is None
 
 
 def test_a_machine_that_does_not_start_ends_the_bench(tmp_path, monkeypatch, capsys):

@@ -237,15 +237,27 @@ def test_without_a_word_on_ties_the_files_decide(tmp_path):
     assert torch.equal(load(changed(folder, lm_head__weight=head)).head_VD, head)
 
 
-@pytest.mark.parametrize("other", ["model.safetensors.index.json", "model-00002-of-00002.safetensors",
-                                   "adapter_config.json", "adapter_model.safetensors"])
+@pytest.mark.parametrize("other", ["model-00002-of-00002.safetensors", "adapter_config.json",
+                                   "adapter_model.safetensors"])
 def test_a_folder_has_one_set_of_weights(other, tmp_path):
     folder = write_tiny(tmp_path / "model")
     if other.endswith("safetensors"):
         save_file({"x": torch.zeros(1)}, folder / other)
     else:
-        (folder / other).write_text('{"weight_map": {"x": "model.safetensors"}}')
+        (folder / other).write_text("{}")
     with pytest.raises(ConfigError, match=f"holds .*{other}.*, and a model has one set of weights"):
+        load(find_model(str(folder)))
+
+
+def test_an_index_and_a_whole_file_are_one_set_only_if_the_index_names_that_file(tmp_path):
+    folder = write_tiny(tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    index = folder / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model.safetensors")}))
+    load(find_model(str(folder)))
+    save_file(tensors, folder / "model-1.safetensors")
+    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    with pytest.raises(ConfigError, match="holds model-1.safetensors and model.safetensors, and a model has one set"):
         load(find_model(str(folder)))
 
 
@@ -336,11 +348,12 @@ def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
     ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
     ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
+    ("['5']", "5"), ("['5' '6']", "5, 6"), ("['a', 1.0]", "a, 1"), ("['5'", "['5'"),
     ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
 def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
     problem, = problems_of(tmp_path, {"question": "q", "answer": cell})
     assert problem.answer == gold
-    assert problem.solution == (cell if isinstance(cell, str) and cell != gold and cell[:2] != '["' else "")
+    assert problem.solution == (cell if isinstance(cell, str) and cell != gold and cell[0] != "[" else "")
 
 
 @pytest.mark.parametrize(("number", "gold"), [("5.00", "5"), ("0.250", "0.25"), ("100", "100"), ("1E+2", "100"),

@@ -44,8 +44,11 @@ def test_a_run_that_fits_is_told_part_by_part(folders, monkeypatch, capsys):
     assert parts["moments"] == [pytest.approx(8 * whole / 8 / GIB, abs=0.01)] * 3
     assert parts["reference"] == parts["weights"]
     assert parts["gradients"] == parts["weights"][:1]
-    assert parts["engine's weights"] == [pytest.approx(2 * whole / GIB, abs=0.01)] * 2
-    for name in ("activations of a row", "log-prob head, or a block at work", "weights held twice", "KV cache"):
+    assert parts["engine's weights"] == [pytest.approx(2 * whole / GIB, abs=0.01)] * 3
+    assert len(parts["KV cache"]) == 3 and parts["CUDA graphs, and NCCL"] == [2.0] * 3
+    assert "rollout.sleep=never" in text and "rollout.slots=165" in text
+    for name in ("activations of a row", "log-prob head, or a block at work", "weights held twice",
+                 "activations of prompts", "what tokens are drawn from"):
         assert len(parts[name]) == 1 and parts[name][0] > 0
     for column in range(3):
         of_phase = [cells for name, cells in parts.items() if len(cells) == 3 and name != "together"]

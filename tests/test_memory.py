@@ -151,8 +151,10 @@ LONG_ROWS = "pack.capacity=16384"
 def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
     cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS])
     on_gpu = {"model.dtype": "bfloat16", "model.attention": "varlen", "rollout.engine": "vllm", "device": "cuda"}
-    assert chosen(cfg, gpu(ranks=8)) == on_gpu | {"model.checkpoint_blocks": "none"}
-    on_cpu = {"model.dtype": "float32", "model.attention": "sdpa", "rollout.engine": "torch", "device": "cpu"}
+    awake = {"rollout.sleep": "never", "rollout.slots": 165}  # 1,319 problems on 8 ranks
+    assert chosen(cfg, gpu(ranks=8)) == on_gpu | awake | {"model.checkpoint_blocks": "none"}
+    on_cpu = {"model.dtype": "float32", "model.attention": "sdpa", "rollout.engine": "torch", "device": "cpu",
+              "rollout.sleep": "always"}
     assert chosen(cfg, Machine(CPU, 999 * GIB, 1, "none on a CPU")) == on_cpu | {"model.checkpoint_blocks": "none"}
     in_float64 = config.load("cppo_gsm8k.yaml", ["model.dtype=float64", LONG_ROWS])
     assert chosen(in_float64, gpu(999))["rollout.engine"] == "torch"
@@ -160,7 +162,7 @@ def test_a_gpu_gets_halves_its_kernel_and_vllm_and_a_cpu_none_of_them():
 
 def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     """And what does not fit at all is tried with everything recomputed: the check before the run then says so."""
-    cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS])
+    cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS, "rollout.engine=torch"])
     halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
     shape = shapes.shape_of("1.5B")
     needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
@@ -168,7 +170,7 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     for how, needs in zip(BLOCK_CALLS, needed, strict=True):
         assert chosen(cfg, gpu(needs / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
     assert chosen(cfg, gpu(1))["model.checkpoint_blocks"] == "all"
-    compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true", LONG_ROWS])
+    compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true", LONG_ROWS, "rollout.engine=torch"])
     assert chosen(compiled, gpu(needed[1] / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == "none"
 
 
@@ -220,9 +222,126 @@ def test_only_the_tested_vllm_counts(monkeypatch):
                 raise memory.importlib.metadata.PackageNotFoundError(name)
             return version
         monkeypatch.setattr(memory.importlib.metadata, "version", installed)
+        monkeypatch.setattr(memory, "why_no_compiler", lambda: "")
         assert (memory.why_no_vllm(CUDA) == "") == fine
         assert fine or "requirements-gpu.txt" in memory.why_no_vllm(CUDA)
         assert memory.why_no_vllm(CPU)
+
+
+def test_vllm_is_not_chosen_without_a_c_compiler_and_pythons_headers(monkeypatch, tmp_path):
+    """Triton compiles a launcher with both; a slim image has neither."""
+    monkeypatch.setattr(memory.importlib.metadata, "version", lambda name: "0.32.0")
+    headers = tmp_path / "include"
+    headers.mkdir()
+    monkeypatch.setattr(memory.sysconfig, "get_path", lambda name: str(headers))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    assert "need a C compiler (gcc or clang)" in memory.why_no_vllm(CUDA)
+    for name in ("gcc", "mycc"):
+        (tmp_path / name).write_text("")
+        (tmp_path / name).chmod(0o755)
+    assert "need Python's headers (Python.h)" in memory.why_no_vllm(CUDA)
+    (headers / "Python.h").write_text("")
+    assert memory.why_no_vllm(CUDA) == ""
+    for compiler, fine in (("mycc", True), ("othercc", False)):
+        monkeypatch.setenv("CC", compiler)
+        assert (memory.why_no_vllm(CUDA) == "") == fine
+
+
+def on(cfg, size: str, gib: float, ranks: int, saved: dict | None = None) -> config.Config:
+    return choose_settings(cfg, shapes.shape_of(size), gpu(gib, ranks), saved or {})[0]
+
+
+@pytest.mark.parametrize(("name", "settings", "ranks", "slots"), [
+    ("cppo_math", [], 8, 63),                                       # MATH-500; a step has 96
+    ("cppo_math", ["data.eval=null"], 8, 12),
+    ("cppo_math", ["eval.limit=40"], 8, 12),
+    ("cppo_math", ["data.eval=null", "rollout.prompts_per_step=8"], 8, 16),
+    ("cppo_math", ["data.eval=mine.jsonl"], 8, 236),                # its length is not known: as memory allows
+    ("cppo_math", ["data.eval=math500,gsm8k"], 16, 83),
+    ("cppo_math", ["eval.n=2", "eval.temperature=1"], 16, 63),
+    ("optpo_gsm8k", ["data.eval=null"], 8, 32),                     # N x G; then 4 more of each that is not decided
+    ("optpo_gsm8k", ["data.eval=null", "labels.chunk=20", "rollout.group_size=16"], 8, 40),
+])
+def test_an_engine_has_no_more_slots_than_a_step_or_an_evaluation_asks_it_for(name, settings, ranks, slots):
+    cfg = config.load(f"{name}.yaml", settings)
+    here, said = choose_settings(cfg, shapes.shape_of("7B"), gpu(79, ranks), {})
+    assert here.rollout.slots == slots
+    assert bool(said) == ("mine" in str(settings))  # only fewer than are asked for are worth a line
+
+
+def test_a_round_that_is_oversampled_asks_for_so_many_more():
+    """DAPO: 3 x 512 x 16 completions; an engine over 4 ranks samples for all of them."""
+    asked = {}
+    for times in (1, 3):
+        cfg = config.load("dapo_math.yaml", [f"rollout.oversample={times}", "eval.n=1"])
+        asked[times] = counts.sequences_asked(cfg, 64)
+    assert asked == {1: 512 * 16 * 4 // 64, 3: 3 * 512 * 16 * 4 // 64}
+    soft = config.load("apo_gsm8k.yaml")  # asks for 8 samples of every prompt before the first step
+    assert on(soft, "1.5B", 79, 8).rollout.slots == soft.rollout.slots
+
+
+def test_the_cache_of_a_7b_run_has_room_for_what_is_asked_for():
+    """255 slots took 41.8 GiB of each GPU."""
+    here = on(config.load("cppo_math.yaml"), "7B", 79, 8)
+    parts = counts.rollout_parts(here, shapes.shape_of("7B"), 8, here.rollout.slots)
+    assert parts["KV cache"] / GIB == pytest.approx(10.3, abs=0.1)
+
+
+def test_an_engine_sleeps_only_where_memory_asks_for_it():
+    cfg = config.load("cppo_gsm8k.yaml")
+    shape, room = shapes.shape_of("1.5B"), memory.USABLE_SHARE * 79 * GIB
+    awake = on(cfg, "1.5B", 79, 8)
+    assert awake.rollout.sleep == "never" and awake.model.checkpoint_blocks == "none"
+    needed = counts.update_bytes(awake, shape, 8)
+    assert needed <= room
+    asleep = counts.update_bytes(memory.with_rollout(awake, sleep="always"), shape, 8)
+    engine = counts.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
+    assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
+    for gib, sleep in ((79, "never"), (22, "always")):
+        assert on(cfg, "1.5B", gib, 8).rollout.sleep == sleep
+    for name, size, ranks in (("cppo_math", "7B", 8), ("grpo_math", "7B", 8), ("cppo_math_lora", "7B", 8)):
+        assert on(config.load(f"{name}.yaml"), size, 79, ranks).rollout.sleep == "never"
+    assert on(config.load("dapo_math.yaml"), "32B", 79, 16).rollout.sleep == "always"
+    embedded = config.load("cppo_gsm8k.yaml", ["rollout.engine=torch"])
+    assert on(embedded, "1.5B", 79, 8).rollout.sleep == "always"
+
+
+@pytest.mark.parametrize("sleep", ["always", "never"])
+def test_a_named_sleep_is_taken_and_so_is_that_of_a_checkpoint(sleep):
+    named = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm", f"rollout.sleep={sleep}"])
+    assert on(named, "1.5B", 79, 8).rollout.sleep == sleep
+    assert on(named, "1.5B", 24, 8).rollout.sleep == sleep
+    cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
+    saved = memory.settings_to_save(on(named, "1.5B", 79, 8), cfg)
+    again, said = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(79, 8), saved)
+    assert again.rollout.sleep == sleep and again.pack == on(named, "1.5B", 79, 8).pack and said == []
+
+
+def test_a_checkpoint_from_before_the_setting_goes_on_with_the_rows_it_had():
+    cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
+    slept = on(config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm", "rollout.sleep=always"]), "1.5B", 79, 1)
+    saved = memory.settings_to_save(slept, cfg)
+    del saved["rollout.sleep"]
+    again = on(cfg, "1.5B", 79, 1, saved)
+    assert (again.rollout.sleep, again.pack) == ("always", slept.pack)
+
+
+@pytest.mark.parametrize("name", sorted(p.name for p in config.CONFIGS.glob("*.yaml")
+                                        if not p.name.endswith(("_toy.yaml", "_hard.yaml"))))
+def test_no_published_config_plans_more_than_95_percent_of_a_card(name):
+    """Prompts' activations, CUDA graphs and NCCL included, in each phase and both ways of sleeping."""
+    cfg, seen = config.load(name), 0
+    for gib, ranks in ((79, 1), (79, 8), (139, 1), (79, 16), (79, 32)):
+        if ranks % cfg.rollout.tensor_parallel:
+            continue
+        fitted = fit.try_on(cfg, shapes.shape_of(cfg.model.path), gpu(gib, ranks))
+        if fitted.fits:
+            seen += 1
+            assert fitted.peak <= 0.95 * gib * GIB
+            assert fitted.phases["rollout"]["activations of prompts"] > 0
+            assert all(parts["CUDA graphs, and NCCL"] > 0 for parts in fitted.phases.values())
+    assert seen
 
 
 def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
@@ -234,8 +353,8 @@ def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
     assert more == first and said == []
     on_cpu, said = choose_settings(cfg, shape, Machine(CPU, 999 * GIB, 1, "none on a CPU"), saved)
     assert on_cpu.model.dtype == "bfloat16"  # runs here too, if slowly
-    assert said == ["from here on not the same run bit for bit: model.attention=varlen, rollout.engine=vllm before, "
-                    "which cannot run here"]
+    assert said == ["rollout.slots=165, not 256: as before", "from here on not the same run bit for bit: "
+                    "model.attention=varlen, rollout.engine=vllm before, which cannot run here"]
     long, larger = config.load("divppo_math.yaml", [LONG_ROWS]), shapes.shape_of("4B")
     fewer, _ = choose_settings(long, larger, gpu(79, ranks=8), {})
     again, said = choose_settings(long, larger, gpu(139, ranks=8), config.flatten(fewer))
@@ -316,7 +435,10 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     for gib in (60, 139):
         again, said = choose_settings(cfg, shape, gpu(gib), saved)
         assert again == memory.with_rows(first, "none", longer) and said == []
-    less, said = choose_settings(cfg, shape, gpu(45), saved)
+    assert first.rollout.sleep == "never"
+    asleep, said = choose_settings(cfg, shape, gpu(45), saved)  # makes room for the same rows
+    assert (asleep.pack.capacity, asleep.rollout.sleep) == (longer, "always") and said == []
+    less, said = choose_settings(cfg, shape, gpu(30), saved)
     assert less.pack.capacity < longer and f"pack.capacity={longer}" in said[-1]
     other = config.load("cppo_gsm8k.yaml", [*MANY, "pack.capacity=32768"])
     assert choose_settings(other, shape, gpu(139), saved)[0].pack.capacity == 32768  # what is named is taken
@@ -368,6 +490,7 @@ def head_line(name: str) -> str:
                 line += f", rows of {tried.cfg.pack.capacity:,} tokens"
             if tried.cfg.rollout.slots < cfg.rollout.slots:
                 line += f", {tried.cfg.rollout.slots} slots"
+            line += ", engine awake" * (tried.cfg.rollout.sleep == "never")
             line += {"none": "", "selective": ", blocks recomputed in part",
                      "all": ", blocks recomputed"}[tried.cfg.model.checkpoint_blocks]
             said.append(line)
@@ -454,14 +577,18 @@ def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(s
 
 
 @pytest.mark.parametrize(("platform", "device", "gib"), [("linux", CPU, 3.0), ("darwin", CPU, 3.0 / 1024),
-                                                         ("linux", CUDA, 5.0)])
+                                                         ("linux", CUDA, 60.0)])
 def test_the_peak_is_that_of_the_fullest_rank_whatever_the_system_counts_in(platform, device, gib, monkeypatch):
-    """Resident memory in KiB, on macOS in bytes; on a GPU what torch gave out."""
+    """Resident memory in KiB, on macOS in bytes; on a GPU that of the device. torch counts what a sleeping engine has
+    given up as well, more than there is."""
     monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
     monkeypatch.setattr(memory.sys, "platform", platform)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 10 * GIB / 3)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's
-    assert memory.metrics(device) == {"memory/peak_gib": pytest.approx(gib)}
+    slept = SimpleNamespace(peak_bytes=40 * GIB if device == CUDA else 0)
+    assert memory.metrics(device, slept) == {"memory/peak_gib": pytest.approx(gib)}
+    assert memory.metrics(device, object()) == {"memory/peak_gib": pytest.approx(45 if device == CUDA else gib)}
 
 
 def test_flash_attention_is_asked_for_by_a_real_import(tmp_path, monkeypatch):

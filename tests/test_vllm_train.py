@@ -54,9 +54,10 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 @pytest.mark.parametrize(("launcher", "settings", "steps"), [
     pytest.param([sys.executable], [], 15, id="1 rank"),
+    pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep", marks=pytest.mark.slow),
     pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
     pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank", marks=pytest.mark.slow),
-    pytest.param(TORCHRUN, ADAPTER, 15, id="lora, 2 ranks", marks=two_ranks)])
+    pytest.param(TORCHRUN, [*ADAPTER, "rollout.sleep=always"], 15, id="lora, 2 ranks, asleep", marks=two_ranks)])
 def test_the_toy_learns(launcher, settings, steps, tmp_path):
     done = run(*launcher, "train.py", *toy(f"out={tmp_path / 'run'}", f"steps={steps}", *settings))
     assert done.returncode == 0, done.stderr
@@ -64,6 +65,8 @@ def test_the_toy_learns(launcher, settings, steps, tmp_path):
     before, *_, learnt = (line for line in lines if "eval/test/accuracy" in line)
     assert before["eval/test/high"] < 0.4 and learnt["eval/test/low"] > 0.8
     assert len(steps_of(tmp_path / "run")) == steps
+    chosen = json.loads((tmp_path / "run" / "env.json").read_text())["chosen"]
+    assert chosen.get("rollout.sleep") == (None if "rollout.sleep=always" in settings else "never")
     for line in steps_of(tmp_path / "run"):
         assert is_in_step(line) and line["mismatch/logp_abs_mean"] > 0
         assert line["mismatch/kl"] < PRECISION.mean / 10 and line["mismatch/ess"] > 0.99
@@ -145,6 +148,26 @@ def whole(tmp_path_factory) -> list[dict]:
     return steps_of(folder)
 
 
+AHEAD = """
+import atexit
+sys.path.insert(0, "tests")
+import vllm_async
+lengths = vllm_async.switch_on()
+atexit.register(lambda: print("steps with a queue:", len(lengths)))
+"""
+
+
+@pytest.mark.parametrize("sleep", ["always", "never"])
+def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole, tmp_path):
+    """And under CUDA's scheduler, which leaves a step in its queue at each sleep and sync. auto took `never`."""
+    done = run(*after(AHEAD * PRECISION.exact, f"out={tmp_path / 'run'}", f"rollout.sleep={sleep}", *WHOLE))
+    assert done.returncode == 0, done.stderr
+    steps = steps_of(tmp_path / "run")
+    assert len(steps) == 4 and all(map(is_in_step, steps))
+    if PRECISION.exact:
+        assert steps == whole and int(done.stdout.rpartition("steps with a queue:")[2]) > 100
+
+
 @pytest.mark.parametrize(("how", "status", "says"), [
     ("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"]),
     ("signal.raise_signal(signal.SIGTERM)", 130, ["stopping: samples under way are dropped", "interrupted; --resume"]),
@@ -170,6 +193,15 @@ rollout_vllm.VLLMEngine.generate = failing
     steps = steps_of(tmp_path / "cut")
     assert len(steps) == len(whole) == 4 and all(map(is_in_step, steps))
     assert steps == whole or not PRECISION.exact
+
+
+@pytest.mark.skipif(PRECISION.device == "cuda", reason="there weights of 8 bits can be sampled with")
+def test_weights_of_8_bits_on_a_cpu_are_one_line_with_the_remedy(tmp_path):
+    done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.quantization=fp8"))
+    assert done.returncode == 2
+    error = done.stderr.splitlines()[-1]
+    assert error.startswith("error: rollout.engine=vllm cannot start"), done.stderr
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):
@@ -243,6 +275,27 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     assert theirs == ours if PRECISION.exact else sum(equal) > 0.8 * len(equal)
     heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
+
+
+@two_ranks
+def test_the_bench_of_a_gpus_first_minutes_answers_its_questions(tmp_path):
+    """On a CPU with its own sizes, which say that it runs: vLLM on two ranks, over both, and its seconds."""
+    parts = ["vllm_ranks", "vllm_tensor_parallel", "vllm_custom_all_reduce", "vllm_rollout"]
+    done = run(sys.executable, "bench/gpu.py", "--shapes", "1M", "--parts", ",".join(parts), "--out",
+               tmp_path / "results.jsonl")
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    for part in parts[:3]:
+        passed = [row["passed"] for row in rows if row["part"] == part and "passed" in row]
+        assert len(passed) >= 11 and all(passed)
+    assert [row["ended"] for row in rows if "ended" in row] == ["well"]
+    of_engine = {row["way"]: row for row in rows if row["part"] == "vllm_rollout"}
+    sync = of_engine["sleep and sync"]
+    for name in ("sleep s", "wake weights s", "reload s", "wake cache s", "sync s"):
+        assert len(sync[name]) == 2 and min(sync[name]) >= 0
+    assert min(sync["sync s"]) >= min(sync["reload s"]) > 0
+    measured = [row["ms a token"] for way, row in of_engine.items() if way.endswith(" sequences")]
+    assert len(measured) == 3 and min(map(min, measured)) > 0
 
 
 @pytest.mark.slow

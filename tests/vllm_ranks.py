@@ -23,7 +23,8 @@ from rollout_vllm import VLLMEngine
 def main() -> None:
     device = dist.init(PRECISION.device)
     born, other, ranks = Path(sys.argv[1]), Path(sys.argv[2]), int(sys.argv[3])
-    engine = VLLMEngine(spec(born, dtype=PRECISION.dtype, max_len=256, device=device, tensor_parallel=ranks))
+    engine = VLLMEngine(spec(born, dtype=PRECISION.dtype, max_len=256, device=device, tensor_parallel=ranks,
+                             sleeps=ranks == 1))
     policy, plain = (load_model(other, PRECISION.dtype, device) for _ in range(2))
     dist.shard(policy, policy.layers, device, PRECISION.dtype)
     gaps, tokens = [], []

@@ -1,0 +1,275 @@
+"""The arguments that vLLM gets from us for a GPU: held by a stand-in, and given to vLLM's own configuration code."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from conftest import ROOT, TOY, toy_config
+from test_memory import GIB, gpu
+
+import config
+import eval as evaluation
+import rollout_vllm
+import train
+from config import ConfigError
+from infra import dist
+from preflight import memory
+from records import EngineSpec
+from rollout_vllm import VLLMEngine
+
+sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
+
+import shapes  # noqa: E402
+
+CUDA = torch.device("cuda", 0)
+PUBLISHED = sorted(p.name for p in config.CONFIGS.glob("*.yaml") if not p.name.endswith(("_toy.yaml", "_hard.yaml")))
+
+
+class Recorder:
+    """Stands in for vLLM's LLM: records the arguments, and what is called."""
+
+    def __init__(self, **given):
+        self.given, self.calls = given, []
+        core = SimpleNamespace(_finalizer=SimpleNamespace(detach=lambda: None))
+        self.llm_engine = SimpleNamespace(engine_core=core)
+
+    def sleep(self, level: int) -> None:
+        self.calls.append(f"sleep {level}")
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.calls.append(f"wake up {tags[0]}")
+
+    def collective_rpc(self, method: str, kwargs: dict) -> None:
+        self.calls.append(method)
+        for _ in kwargs["weights_iterator"]:
+            pass
+
+    def reset_prefix_cache(self) -> bool:
+        self.calls.append("reset")
+        return True
+
+
+@contextmanager
+def undisturbed(device: torch.device) -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def recorded(monkeypatch):
+    """Make an engine on a GPU of eight ranks, or another."""
+    monkeypatch.setattr(rollout_vllm, "import_vllm", lambda device: (Recorder, None))
+    monkeypatch.setattr(rollout_vllm, "undisturbed", undisturbed)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
+
+    def make(ranks: int = 8, **changes) -> VLLMEngine:
+        monkeypatch.setattr(dist, "world_size", lambda: ranks)
+        given = {"folder": TOY, "dtype": torch.bfloat16, "device": CUDA, "backend": "varlen",
+                 "eos_ids": frozenset([2]), "slots": 128, "max_len": 512}
+        return VLLMEngine(EngineSpec(**given | changes))
+
+    return make
+
+
+def test_engines_over_several_gpus_share_no_memory_that_expandable_segments_refuse(recorded, monkeypatch):
+    """Custom all-reduce exports buffers of CUDA graphs by cudaIpcGetMemHandle, and the process then exits
+    (vllm-project/vllm#42609). memory.find_device turns expandable segments on."""
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "init", lambda: None)
+    memory.find_device("cuda")
+    assert "expandable_segments:True" in os.environ["PYTORCH_ALLOC_CONF"]
+    given = recorded(tensor_parallel=4).llm.given
+    assert given["disable_custom_all_reduce"] is True
+    assert given["compilation_config"] == {"pass_config": {"fuse_allreduce_rms": False}}
+    alone = recorded().llm.given
+    assert not {"disable_custom_all_reduce", "compilation_config"} & alone.keys()
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
+    """Nor to wake up, which vLLM refuses without its sleep mode. Both want a sync before they sample."""
+    engine = recorded(sleeps=sleeps)
+    assert engine.llm.given["enable_sleep_mode"] == sleeps
+    engine.device = torch.device("cpu")
+    policy = train.lora.load_policy(str(TOY), TOY, torch.float32)
+    engine.sync(policy)
+    assert not engine.asleep
+    engine.sleep()
+    with pytest.raises(RuntimeError, match="no weights; sync it first"):
+        engine.generate([(1,)], [0], 1, 1.0)
+    engine.sync(policy)
+    sync = ["wake up weights", "reload_weights", "wake up kv_cache", "reset"]
+    asleep = ["sleep 2", *sync, "sleep 2", *sync]
+    assert engine.llm.calls == (asleep if sleeps else ["reload_weights", "reset"] * 2)
+
+
+def test_the_most_memory_in_use_is_seen_before_each_sleep_and_each_sync(recorded, monkeypatch):
+    """Between the two the device gives the engine's memory up, which torch does not know."""
+    engine, policy = recorded(sleeps=True), train.lora.load_policy(str(TOY), TOY, torch.float32)
+    free = iter([30, 12, 41])  # GiB: before a sync, after a rollout, after an update
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (next(free) * GIB, 80 * GIB))
+    monkeypatch.setattr(dist, "gather_full", lambda tensor, device, dtype: tensor)
+    engine.sync(policy)
+    engine.sleep()
+    engine.sync(policy)
+    assert engine.peak_bytes == 68 * GIB
+
+
+def test_weights_of_8_bits_are_asked_for_by_vllms_name_of_them(recorded):
+    """Its name fp8 is for a folder that is stored so."""
+    assert recorded(quantization="fp8").llm.given["quantization"] == "fp8_per_tensor"
+    assert "quantization" not in recorded().llm.given
+
+
+@pytest.mark.parametrize("engine", ["torch", "auto"])
+def test_only_vllm_can_sample_with_weights_of_8_bits(engine):
+    with pytest.raises(ConfigError, match="rollout.quantization=fp8 must be left out, or none, unless "
+                                          "rollout.engine=vllm"):
+        config.load("cppo_gsm8k.yaml", ["rollout.quantization=fp8", f"rollout.engine={engine}"])
+
+
+@pytest.mark.parametrize("error", [
+    RuntimeError("Failed to find C compiler."), RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62"),
+    ValueError("No available memory for the cache blocks"), subprocess.CalledProcessError(1, ["gcc", "main.c"])])
+def test_a_start_that_fails_is_one_line(error, recorded, monkeypatch):
+    def fail(**given):
+        raise error
+
+    monkeypatch.setattr(rollout_vllm, "import_vllm", lambda device: (fail, None))
+    with pytest.raises(ConfigError, match="rollout.engine=vllm cannot start with slots=128") as raised:
+        recorded()
+    assert str(error)[:20] in str(raised.value)
+
+
+def test_the_engine_sleeps_before_the_export(tmp_path, monkeypatch):
+    """Which gathers weights in float32, after the last evaluation."""
+    seen = []
+    monkeypatch.setattr(train, "start_engine", noting(train.start_engine, seen))
+    monkeypatch.setattr(train.lora, "export_both", lambda *given: seen.append("export"))
+    train.train(toy_config(tmp_path / "run", "steps=1", "eval.every=0"))
+    assert seen[-2:] == ["sleep", "export"] and seen.count("sync") == 2
+
+
+def noting(start, seen: list[str]):
+    """An engine that writes down when it is told to sleep and to take over weights."""
+    def note(name: str, method, *given):
+        seen.append(name)
+        return method(*given)
+
+    def started(kind: str, spec: EngineSpec):
+        engine = start(kind, spec)
+        for name in ("sleep", "sync"):
+            setattr(engine, name, partial(note, name, getattr(engine, name)))
+        return engine
+
+    return started
+
+
+def plan(name: str, ranks: int) -> EngineSpec:
+    """The engine of a published config on so many GPUs of 80 GB, as train.py starts it."""
+    asked = config.load(name, ["rollout.engine=vllm"])
+    cfg, _ = memory.choose_settings(asked, shapes.shape_of(asked.model.path), gpu(79, ranks), {})
+    taken = []
+    learner = SimpleNamespace(dtype=torch.bfloat16, backend="varlen")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "check_positions", lambda *given: None)
+        patch.setattr(train.memory, "find_device", lambda wanted: CUDA)
+        patch.setattr(train.dist, "init", lambda device: CUDA)
+        patch.setattr(train, "build_learner", lambda *given: learner)
+        patch.setattr(train.critic, "with_critic", lambda *given: learner)
+        patch.setattr(train, "start_engine", lambda kind, spec: taken.append(spec))
+        tokenizer = SimpleNamespace(eos_ids=frozenset([2]), stops=None)
+        train.load_models(cfg, SimpleNamespace(source=TOY, tokenizer=tokenizer))
+    return taken[0]
+
+
+ALWAYS = {"load_format": "dummy", "skip_tokenizer_init": True, "generation_config": "vllm", "dtype": "bfloat16",
+          "distributed_executor_backend": "external_launcher", "logprobs_mode": "processed_logprobs",
+          "hf_overrides": {"head_dtype": "float32"}, "gpu_memory_utilization": 0.01, "max_num_batched_tokens": 8192}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_every_published_config_asks_vllm_for_this(name, recorded):
+    ranks = 32 if "32B" in config.load(name).model.path else 8
+    cfg, spec = config.load(name), plan(name, ranks)
+    given = recorded(ranks, **{key: getattr(spec, key) for key in EngineSpec.__dataclass_fields__}).llm.given
+    assert {key: given[key] for key in ALWAYS} == ALWAYS
+    assert given["tensor_parallel_size"] == cfg.rollout.tensor_parallel
+    assert given.get("disable_custom_all_reduce", False) == (cfg.rollout.tensor_parallel > 1)
+    assert given["max_num_seqs"] == spec.slots <= cfg.rollout.slots
+    assert given["enable_sleep_mode"] == spec.sleeps
+    new = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    assert given["max_model_len"] == cfg.data.max_prompt_tokens + new
+    known = ALWAYS.keys() | {"model", "max_num_seqs", "max_model_len", "tensor_parallel_size", "kv_cache_memory_bytes",
+                             "enable_sleep_mode", "disable_custom_all_reduce", "compilation_config"}
+    assert given.keys() <= known
+
+
+def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
+    """eval.py on a run's config samples as the run did; the head of a result says so."""
+    cfg = config.load("cppo_toy.yaml", ["rollout.engine=vllm", "rollout.quantization=fp8"])
+    tokenizer = evaluation.Tokenizer(TOY, cfg.data)
+    sets = [SimpleNamespace(prompts=[SimpleNamespace(ids=(1, 2))])]
+    spec = evaluation.engine_spec(cfg, torch.device("cpu"), tokenizer, sets)
+    assert spec.quantization == "fp8" and not spec.sleeps
+    named = {name: evaluation.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
+                                              evaluation.Sampling(8), spec, tokenizer, []) for name in ("fp8", "none")}
+    assert (named["fp8"]["engine"], named["none"]["engine"]) == ("vllm fp8", "vllm")
+
+
+cuda_wheel = pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.version.cuda is None,
+                                reason="vLLM's CUDA wheel is not installed")
+
+
+@pytest.mark.vllm
+@cuda_wheel
+@pytest.mark.parametrize(("name", "ranks", "settings"), [
+    ("cppo_gsm8k.yaml", 1, {}), ("cppo_gsm8k.yaml", 4, {"sleeps": True}), ("cppo_math.yaml", 8, {}),
+    ("cppo_math.yaml", 8, {"tensor_parallel": 4}), ("dapo_math.yaml", 16, {}),
+    ("cppo_math.yaml", 8, {"quantization": "fp8"})])
+def test_vllms_own_configuration_takes_them(name, ranks, settings, tmp_path):
+    """Of its CUDA build, for H100s that are stood in for (tests/vllm_configuration.py), in a process of its own."""
+    spec = replace(plan(name, ranks), **settings)
+    folder = shapes.write_config(name_of_size(config.load(name).model.path), tmp_path)
+    options = rollout_vllm.engine_options(replace(spec, folder=folder), 10 * GIB)
+    told = subprocess.run([sys.executable, "tests/vllm_configuration.py", json.dumps(options), str(ranks)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert told.returncode == 0, told.stderr
+    made = json.loads(told.stdout.splitlines()[-1])
+    alone = spec.tensor_parallel == 1
+    assert made["platform"] == "cuda" and made["v2_model_runner"] and made["async_scheduling"]
+    assert made["disable_custom_all_reduce"] == (not alone) and not made["fuse_allreduce_rms"]
+    assert made["sleep_mode"] == spec.sleeps and made["head_dtype"] == "torch.float32"
+    assert made["max_num_batched_tokens"] == rollout_vllm.PREFILL_TOKENS
+    assert made["quantization"] == ("fp8_per_tensor" if spec.quantization == "fp8" else None)
+    assert made["graphs"] > 0 and made["executor"] == "ExecutorWithExternalLauncher"
+
+
+def name_of_size(path: str) -> str:
+    return next(part for part in Path(path).name.split("-") if part in shapes.SHAPES)
+
+
+@pytest.mark.vllm
+@cuda_wheel
+@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+def test_the_sampler_of_cuda_draws_from_the_softmax_by_our_seeds():
+    """vLLM's second model runner, whose sampler is a Triton kernel: by Triton's interpreter, on the CPU."""
+    told = subprocess.run([sys.executable, "tests/vllm_sampler.py"], cwd=ROOT, capture_output=True, text=True,
+                          env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)})
+    assert told.returncode == 0, told.stderr
+    seen = json.loads(told.stdout.splitlines()[-1])
+    assert seen["chi_squared"] < 60  # of 30 degrees of freedom: 1 in 1,000 is above 59.7
+    assert abs(seen["equal"] - seen["equal_by_chance"]) < 4 * seen["equal_by_chance"] ** 0.5
+    assert seen["again"] == seen["draws"]  # the same seed and place draw the same
+    assert seen["largest_logp_error"] < 1e-5 and seen["logp_shape"] == [50, 1]
