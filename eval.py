@@ -449,9 +449,8 @@ def suite_config(args: argparse.Namespace) -> str:
 
 def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
-    name = suite_config(args) if args.suite else args.config or "eval/default.yaml"
-    args.config = name
-    cfg = config.load(name, args.set)
+    args.config = suite_config(args) if args.suite else args.config or "eval/default.yaml"
+    cfg = config.load(args.config, args.set)
     if args.data is not None:
         cfg = replace(cfg, data=replace(cfg.data, eval=args.data))
     if args.data_dir is not None:
@@ -467,8 +466,8 @@ def evaluate_models(args: argparse.Namespace) -> None:
         model = replace(cfg.model, path=path)
         result = evaluate_model(replace(cfg, model=model), args, out, engines)
         if dist.rank() == 0:
-            name = [path] if len(files) > 1 else []
-            print_result(result, args, *name)
+            above = [path] if len(files) > 1 else []
+            print_result(result, args, *above)
             results[path] = result
     if args.suite and dist.rank() == 0:
         print(*suite_lines(args.suite, results), sep="\n")

@@ -33,7 +33,7 @@ PUBLISHED = sorted(path.name for path in config.CONFIGS.glob("*.yaml")
 
 
 def planned(name: str, where: str, gpus: int) -> dict | None:
-    """Return what a config plans on so many cards; None where its engines do not divide them."""
+    """Return what a config plans on so many cards; None if its engines do not divide them."""
     cfg = config.load(name)
     if gpus % cfg.rollout.tensor_parallel:
         return None

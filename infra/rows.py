@@ -264,7 +264,7 @@ def spelled(answer: object) -> object:
         answer = parse_list(answer)
     if isinstance(answer, list):  # OlympiadBench's several answers
         return ", ".join(str(spelled(one)) for one in answer)
-    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal):
+    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal) or not math.isfinite(answer):
         return answer
     if answer == int(answer):
         return str(int(answer))
@@ -275,9 +275,10 @@ def parse_list(text: str) -> object:
     with_commas = re.sub(r"'\s+'", "', '", text.strip())  # numpy writes none
     for parse, written in ((json.loads, text), (ast.literal_eval, with_commas)):
         try:
-            return parse(written)
+            value = parse(written)
         except (ValueError, SyntaxError, RecursionError, MemoryError):
             continue
+        return value if isinstance(value, list) else text
     return text
 
 

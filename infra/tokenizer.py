@@ -4,8 +4,10 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict, dataclass
 from datetime import date
 from pathlib import Path
+from typing import Any
 
 import jinja2
 import jinja2.ext
@@ -16,13 +18,25 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from config import ConfigError, Data
-from infra.weights import read_shape
+from infra.weights import read_section, read_shape
 from records import Stops
-from settings.loader import SHORT, read_json
+from settings.loader import SHORT, convert, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
+
+
+@dataclass(frozen=True, slots=True)
+class Added:
+    """A token of `added_tokens_decoder`. None: as AddedToken has it."""
+
+    content: str
+    special: bool | None = None
+    lstrip: bool | None = None
+    rstrip: bool | None = None
+    normalized: bool | None = None
+    single_word: bool | None = None
 
 
 class Tokenizer:
@@ -39,7 +53,7 @@ class Tokenizer:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
             raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
-        # The file may ask for all three, as its last user did; ids must depend on text and vocabulary alone.
+        # The file may ask for all three, as its last user did; ids depend on text and vocabulary alone.
         self.rust.no_truncation()
         self.rust.no_padding()
         if isinstance(self.rust.model, BPE):
@@ -50,7 +64,7 @@ class Tokenizer:
         if older.is_file():
             settings = read_json(older) | settings
         self.rust.encode_special_tokens = settings.get("split_special_tokens") is True
-        self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
+        self.add_tokens(settings.get("added_tokens_decoder") or {}, folder / "tokenizer_config.json")
         self.special = {}  # name -> text, for templates
         for key, value in settings.items():
             if key.endswith("_token"):
@@ -75,17 +89,23 @@ class Tokenizer:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
 
-    def add_tokens(self, listed: dict[str, dict], path: Path) -> None:
+    def add_tokens(self, listed: object, path: Path) -> None:
         """Add the tokens that tokenizer_config.json has beyond tokenizer.json, as transformers does. Raises
         ConfigError for one with another id."""
-        names = ("content", "special", "lstrip", "rstrip", "normalized", "single_word")
-        for i, token in sorted((int(i), token) for i, token in listed.items()):
-            text = token["content"]
-            if self.rust.token_to_id(text) is None:
-                self.rust.add_tokens([AddedToken(**{name: token[name] for name in names if name in token})])
-            if self.rust.token_to_id(text) != i:
-                raise ConfigError(f"{path} makes token {self.rust.token_to_id(text)} of {text!r}, and "
-                                  f"tokenizer_config.json says {i}; take files that belong together")
+        try:
+            tokens = convert(listed, dict[str, dict[str, Any]], "added_tokens_decoder")
+            by_id = {int(i): token for i, token in tokens.items()}
+        except (ConfigError, ValueError) as error:
+            raise ConfigError(f"{path}: {error}; mend it, or download it again") from None
+        for i in sorted(by_id):
+            token = read_section(Added, by_id[i], path)
+            if self.rust.token_to_id(token.content) is None:
+                said = {name: value for name, value in asdict(token).items() if value is not None}
+                self.rust.add_tokens([AddedToken(**said)])
+            found = self.rust.token_to_id(token.content)
+            if found != i:
+                raise ConfigError(f"{path.parent}: tokenizer.json makes token {found} of {token.content!r}, "
+                                  f"and tokenizer_config.json says {i}; take files that belong together")
 
     def read_template(self, folder: Path, own: str | None, configured: object) -> None:
         """Read the template: the user's `own` file, the model's file, or the text in its config."""

@@ -108,6 +108,14 @@ def test_tokens_that_only_the_config_has_are_added_as_in_transformers(tmp_path):
         tokenizer(tmp_path / "other")
 
 
+@pytest.mark.parametrize("listed", [[1], "s", {"x": {}}, {"3": "a"}, {"3": {}}, {"3": {"content": 5}},
+                                    {"99": {"content": "<new>", "special": "yes"}}])
+def test_added_tokens_of_another_type_are_an_error_of_that_file(listed, tmp_path):
+    folder = folder_with(tmp_path, tokenizer_config={"added_tokens_decoder": listed})
+    with pytest.raises(ConfigError, match="tokenizer_config.json: .*; mend it, or download it again"):
+        tokenizer(folder)
+
+
 # ---- chat templates
 
 TEMPLATES = {
@@ -348,6 +356,7 @@ def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
     ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
     ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
+    ([1.0, float("nan")], "1, nan"), ("['a'], 'b'", "['a'], 'b'"),
     ("['5']", "5"), ("['5' '6']", "5, 6"), ("['a', 1.0]", "a, 1"), ("['5'", "['5'"),
     ("Paris", "Paris"), ("x = 5", "x = 5"), ("0.50", "0.50")])
 def test_a_gold_cell_is_read_as_a_person_would(cell, gold, tmp_path):
