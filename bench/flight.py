@@ -1,13 +1,13 @@
 """What does a rollout gain that waits for nobody? A prediction for GPUs, and a measurement on this machine.
 
-    python bench/flight.py [--parts predicted,measured] [--rounds 3] [--steps 6]
+    python bench/flight.py [--parts predicted,measured] [--engine torch|vllm] [--rounds 3] [--steps 6]
 
 predicted  A step of published configs on 8 H100s, at 1, 2 and 4 groups in flight for each that is trained on.
            Training's own pool decides who goes on; an engine that stands in for vLLM counts the seconds. A
            token step costs what its bytes or FLOP do and 2.5 ms. Lengths are lognormal, cut at the limit,
            with a share of completions that run into it, as loops do. The engine stays awake through the
            update, so that a sync is a reload. All of that is assumed, and none of it measured.
-measured   Steps of a model of 1M random weights with the embedded engine, at 1, 1.5, 2 and 4 in flight, in
+measured   Steps of a model of 1M random weights with either engine, at 1, 1.5, 2 and 4 in flight, in
            turns. Lengths are given, from the same kind of distribution: 40 in the mean, and 3% run into the
            limit of 512. Random rewards; the update is training's. The first steps fill the pool and are not
            counted. Seconds are CPU seconds of this process, since the machine may be shared: set
@@ -31,7 +31,6 @@ from common import ROOT, listed, parser, print_json, show
 from shapes import MEMORY, PEAKS, PRODUCTS, draw_weights, shape_of, write_config
 
 import config
-import rollout
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
@@ -43,6 +42,7 @@ from methods.window import Pool, WindowSampler
 from metrics import Clock
 from preflight import counts, memory
 from records import Prompt, Rolled, Sample
+from rollout import Engine
 from settings.kinds import AllPrompts
 from update import update
 
@@ -213,24 +213,14 @@ def predictions(windows: list[int], steps: int = STEPS) -> list[dict]:
 
 # ---- measured
 
-class CountedDecoding(rollout.Decoding):
-    """Decoding that counts the token steps of a rollout, and the slots that had a token to sample."""
-
-    taken = busy = 0
-
-    def step(self, *given) -> None:
-        CountedDecoding.taken += 1
-        CountedDecoding.busy += int((self.owner_S < self.count).sum())
-        super().step(*given)
-
-
 class Tailed:
-    """The embedded engine, with completions of given lengths."""
+    """An engine with completions of given lengths, which counts its token steps and those that sample."""
 
     case = Case("", 0, 40, 0.5, 0.03)
 
-    def __init__(self, engine: rollout.TorchEngine, limit: int):
+    def __init__(self, engine: Engine, limit: int):
         self.engine, self.limit = engine, limit
+        self.taken = self.busy = 0  # all samples asked for have a slot
         self.left: dict[tuple[int, ...], int] = {}  # tokens that are missing, by prompt and tokens so far
         self.rng = np.random.default_rng(0)
 
@@ -241,6 +231,8 @@ class Tailed:
             missing = self.left.pop(ids, 0)
             left.append(missing or draw_length(self.case, self.limit, self.rng))
         made = [min(pair) for pair in zip(left, limits, strict=True)]
+        self.taken += max(made)
+        self.busy += sum(made)
         samples = []
         pieces = self.engine.generate(prompts, seeds, made, *given, **named)
         for ids, piece, missing in zip(prompts, pieces, left, strict=True):
@@ -257,12 +249,13 @@ class Arm:
 
     cfg: config.Config
     learner: Learner
+    engine: Tailed
     sampler: Sampler | WindowSampler
     history: PromptHistory
 
     def step(self, number: int) -> dict:
         """Take a step as train.train does; returns its seconds and counts."""
-        CountedDecoding.taken = CountedDecoding.busy = 0
+        self.engine.taken = self.engine.busy = 0
         start = process_time()
         draws = self.history.draw(self.cfg.rollout.prompts_per_step)
         groups = self.sampler.rollout(draws)
@@ -284,19 +277,18 @@ class Arm:
         tokens = sum(sample.fresh for group in groups for sample in group.samples)
         trained = sum(sample.length for group in batch.groups for sample in group.samples)
         settings = self.cfg.rollout
-        asked = int(settings.in_flight * settings.prompts_per_step) * settings.group_size
-        slots = min(settings.slots, asked)
+        slots = int(settings.in_flight * settings.prompts_per_step) * settings.group_size
         return {
             "tokens/s": tokens / sampling,
             "rollout s": sampling,
             "step s": seconds,
             "trained tokens/s": trained / seconds,
-            "slots busy": CountedDecoding.busy / (CountedDecoding.taken * slots),
+            "slots busy": self.engine.busy / (self.engine.taken * slots),
             "age": mean(draw.age for draw in batch.draws),
         }
 
 
-def arms(folder: Path, window: int, prompts: int) -> list[Arm]:
+def arms(folder: Path, engine_kind: str, window: int, prompts: int) -> list[Arm]:
     """Make the arms, with one learner and one engine for all."""
     made = []
     learner = engine = None
@@ -305,6 +297,7 @@ def arms(folder: Path, window: int, prompts: int) -> list[Arm]:
         settings = [
             f"model.path={folder}",
             "optim.lr=1e-12",
+            f"rollout.engine={engine_kind}",
             "rollout.group_size=8",
             f"rollout.max_new_tokens={limit}",
             f"rollout.prompts_per_step={prompts}",
@@ -324,21 +317,22 @@ def arms(folder: Path, window: int, prompts: int) -> list[Arm]:
             engine.sync(learner.policy)
             engine.eos_ids = frozenset()
         history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
-        sampler = Sampler(Tailed(engine, limit), task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+        tailed = Tailed(engine, limit)
+        sampler = Sampler(tailed, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         history, sampler = train.samplers.choose_sampler(cfg, task.source, history, sampler)
-        made.append(Arm(cfg, learner, sampler, history))
+        made.append(Arm(cfg, learner, tailed, sampler, history))
     return made
 
 
-def measurements(rounds: int, steps: int, window: int, prompts: int) -> list[dict]:
+def measurements(engine_kind: str, rounds: int, steps: int, window: int, prompts: int) -> list[dict]:
     """Measure the arms in turns, `steps` steps of each a round."""
     dist.init("cpu")
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
         write_config("1M", folder)
-        with patch("lora.load_weights", draw_weights), patch("rollout.Decoding", CountedDecoding):
-            made = arms(folder, window, prompts)
+        with patch("lora.load_weights", draw_weights):
+            made = arms(folder, engine_kind, window, prompts)
             for arm in made:
                 for number in range(steps):
                     arm.step(number)
@@ -356,7 +350,8 @@ def measurements(rounds: int, steps: int, window: int, prompts: int) -> list[dic
         row["times faster"] = [first["step s"] / of_round["step s"] for first, of_round in pairs]
         rows.append(row)
     dist.close()
-    return show(f"Measured: a step of {prompts} groups of 8, windows of {window} tokens", rows)
+    title = f"Measured, {engine_kind}: a step of {prompts} groups of 8, windows of {window} tokens"
+    return show(title, rows)
 
 
 def main() -> None:
@@ -368,11 +363,16 @@ def main() -> None:
     options.add_argument("--windows", default="32,128", help="predicted: rollout.window, tokens")
     options.add_argument("--window", type=int, default=64, help="measured: rollout.window, tokens")
     options.add_argument("--prompts", type=int, default=4, help="measured: groups in a step")
+    engines = ["torch", "vllm"]
+    options.add_argument("--engine", choices=engines, default="torch", help="measured: rollout.engine")
     args = options.parse_args()
     windows = [int(window) for window in args.windows.split(",")]
-    measure = {"predicted": lambda: predictions(windows),
-               "measured": lambda: measurements(args.rounds, args.steps, args.window, args.prompts)}
-    print_json("flight", **{part: measure[part]() for part in args.parts})
+    shown = {}
+    if "predicted" in args.parts:
+        shown["predicted"] = predictions(windows)
+    if "measured" in args.parts:
+        shown["measured"] = measurements(args.engine, args.rounds, args.steps, args.window, args.prompts)
+    print_json("flight", **shown)
 
 
 if __name__ == "__main__":

@@ -338,7 +338,7 @@ def test_the_bench_of_groups_in_flight_predicts_shorter_steps_and_measures_a_rou
     assert four["oldest"] <= flight.PREDICTED[4.0] and four["times faster"] > two["times faster"] > 1
     monkeypatch.setattr(flight, "MEASURED", {1.0: 1, 2.0: 3})
     monkeypatch.setattr(dist, "close", lambda: None)
-    one, two = flight.measurements(rounds=1, steps=1, window=64, prompts=2)
+    one, two = flight.measurements("torch", rounds=1, steps=1, window=64, prompts=2)
     assert one["times faster"] == [1.0] and one["age"] == [0] and min(two["tokens/s"]) > 0
     assert 0 < min(two["slots busy"]) <= max(two["slots busy"]) <= 1
     assert capsys.readouterr().out.count("\n| ") == 5 + 4
