@@ -18,6 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from multiprocessing import forkserver
 from multiprocessing.synchronize import Event
+from multiprocessing.util import Finalize
 from pathlib import Path
 
 from pebble import CONSTS, ProcessExpired, ProcessPool
@@ -83,7 +84,17 @@ def workers(limits: Limits) -> ProcessPool:
     pool = ProcessPool(max_workers=limits.workers, context=context, initializer=prepare_worker,
                        initargs=(started, limits.size))
     pool.started = started
+    if not POOLS:
+        Finalize(None, stop_workers, exitpriority=0)  # not by atexit, which no child process calls
     return POOLS.setdefault(limits, pool)
+
+
+def stop_workers() -> None:
+    """End all workers. A process that ends waits for them, and they heed no signal to stop."""
+    while POOLS:
+        _, pool = POOLS.popitem()
+        pool.stop()
+        pool.join()
 
 
 def prepare_worker(started: Event, size: int) -> None:

@@ -206,3 +206,21 @@ def test_a_signal_to_all_processes_ends_no_worker_and_nothing_that_starts_them(t
     """As `timeout`, SLURM and a closed terminal send one. What a function starts can still be ended by it."""
     done = run_program(tmp_path, SIGNALLED, start_new_session=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"1 {-signal.SIGTERM}\n", "")
+
+
+def test_a_child_process_that_has_verified_ends(tmp_path):
+    """Its workers heed no signal, and it would wait for them."""
+    program = IMPORT + '''
+import multiprocessing
+from verify.grade import grade
+
+def verify():
+    assert grade([("2", r"\\\\boxed{\\\\sqrt{4}}")])[0]["verdict"] == "right"
+
+if __name__ == "__main__":
+    child = multiprocessing.get_context("spawn").Process(target=verify)
+    child.start()
+    child.join()
+    print("ended with", child.exitcode)
+'''
+    assert run_program(tmp_path, program, timeout=120).stdout == "ended with 0\n"
