@@ -3,6 +3,7 @@
 Dimension key:  N groups per step,  G completions per group,  C completion tokens of one packed row.
 """
 
+import math
 from dataclasses import replace
 from functools import partial
 
@@ -152,15 +153,15 @@ def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
 
     w is a completion's probability under the policy over that under the policies that drew it. Collective.
     """
-    count = first = second = 0.0
+    nats: list[float] = []
     for given, terms in passed:
         row = given.row
         if row.counts:
-            gap_S = segment_sum(terms.logp_C - row.sampled_logp_C, row.segment_C)
-            ratio_S = gap_S.double().clamp(-100, 100).exp()
-            count += len(ratio_S)
-            first += float(ratio_S.sum())
-            second += float(ratio_S.square().sum())
+            nats += segment_sum(terms.logp_C - row.sampled_logp_C, row.segment_C).tolist()
+    # Over the largest w, which changes no share: the w of a long completion may be beyond any float.
+    highest = dist.max_over_ranks(max(nats, default=-math.inf))
+    ratios = [math.exp(gap - highest) for gap in nats]
+    count, first, second = len(ratios), sum(ratios), sum(ratio ** 2 for ratio in ratios)
     total = dist.sum_over_ranks({"count": count, "first": first, "second": second})
     return total["first"] ** 2 / (total["count"] * total["second"]) if total["count"] else 1.0
 

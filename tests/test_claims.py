@@ -76,6 +76,15 @@ def test_the_comparison_of_groups_in_flight_by_hand(tmp_path, capsys):
     assert means["flight-2"] > means["stages"] > means["grpo"]
 
 
+def test_results_quotes_differences_that_the_comparison_of_groups_in_flight_prints(capsys):
+    kept = ROOT / "experiments" / "flight.jsonl.xz"
+    compare_flight.report(kept, list(compare_flight.ARMS), range(5))
+    printed = capsys.readouterr().out
+    table = [line for line in section("Groups that go on: what they learn").splitlines() if line.startswith("| ")]
+    quoted = [cell for line in table for cell in line.split(" | ") if "[" in cell]
+    assert len(quoted) == 7 * 3 + 2 and not [cell for cell in quoted if cell not in printed]
+
+
 def test_every_arm_of_groups_in_flight_is_a_run_that_there_can_be():
     for name in compare_flight.ARMS:
         settings = compare_flight.run_of(name, 0, 135).plain_settings()

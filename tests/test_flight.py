@@ -259,6 +259,8 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
     assert update.effective_share(rows) == pytest.approx((1 + 4 + 0.5) ** 2 / 3 / (1 + 16 + 0.25))
     assert update.effective_share([]) == 1
     assert 0 < update.effective_share([passed([[1e4], [0.0]])]) < 1
+    far = passed([[-1e4], [log2, -1e4]])  # long completions, all of them unlikely by now
+    assert update.effective_share([far]) == pytest.approx((1 + 2) ** 2 / 2 / (1 + 4))
     runs = [toy_config(tmp_path / name, "steps=3", "optim.lr=1e-3", "update.minibatches=2", "data.eval=null",
                        f"update.rate_by_ess={name}", name="grpo_toy.yaml") for name in ("true", "false")]
     for cfg in runs:
