@@ -16,7 +16,7 @@ from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
-from records import Batch, Group, PromptDraw, Rewards, Rolled, Sample
+from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample
 from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
 from settings import kinds
@@ -39,20 +39,18 @@ class Sampler:
         """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept; every rank gets all groups."""
         G = self.sampling.group_size
         kept = [draw for draw in draws if draw.kept]
-        prompts, seeds = [], []
+        requests = []
         for draw in kept:
-            prompts += [draw.prompt.ids] * G
-            seeds += [sample_seed(self.seed, draw.epoch, draw.prompt.id, g) for g in range(G)]
-        limits = [self.sampling.max_new_tokens] * len(prompts)
-        samples = iter(self.complete(prompts, seeds, limits))
+            for g in range(G):
+                seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
+                requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
+        samples = iter(self.complete(requests))
         return [Group(draw.prompt, tuple(islice(samples, G))) for draw in kept]
 
-    def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
-        """Sample one completion per prompt and seed, up to its limit. Each rank samples its `local_slice`."""
+    def complete(self, requests: list[Request]) -> list[Sample]:
+        """Sample the new tokens of each request. Each rank samples its `local_slice`."""
         samples = self.engine.generate(
-            dist.local_slice(prompts),
-            dist.local_slice(seeds),
-            dist.local_slice(limits),
+            dist.local_slice(requests),
             self.sampling.temperature,
             progress="rollout" if dist.rank() == 0 else None,
         )
@@ -63,14 +61,13 @@ class Sampler:
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
         completions = []
         for sample, prompt in dist.local_slice(answered):
-            text = self.tokenizer.read(sample.ids)
-            completions.append((text, prompt, len(sample.ids)))
+            completions.append((self.tokenizer.read(sample.ids[:sample.end]), prompt, sample.own))
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
         all_RP = torch.tensor(dist.gather(values), dtype=torch.float64).view(-1, len(names))
         G = len(groups[0].samples) if groups else self.sampling.group_size
         components = {name: x_R.view(-1, G) for name, x_R in zip(names, all_RP.T, strict=True)}
-        tokens = [len(sample.ids) for sample, _ in answered]
+        tokens = [sample.own for sample, _ in answered]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
         if self.reward.custom_file:

@@ -108,6 +108,19 @@ class Rollout:
 
 
 @dataclass(frozen=True, slots=True)
+class Environment:
+    """Replies within completions: tools, a game, a simulated user (docs/environments.md)."""
+    file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
+    turns: Count = 8               # of the policy in a completion at most
+    max_context: Count | None = None  # tokens of a prompt and its completion, with replies
+    # how tools are called. qwen: <tool_call>; llama: a turn of JSON; plain: the same, the result as text;
+    # auto: as the chat template has it, or plain if it has no place for tools
+    format: Literal["auto", "qwen", "llama", "plain"] = "auto"
+    seconds: Positive = 3.0        # of computing for a reply, and 10 times that by the clock
+    gib: Positive = 2.0            # memory for a reply
+
+
+@dataclass(frozen=True, slots=True)
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
     weight 0 is measured and logged, but not rewarded; one of null is not measured."""
@@ -239,6 +252,7 @@ class Config:
     seed: int = 0                  # of everything that is drawn
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     labels: kinds.Labels = kinds.Gold()
+    environment: Environment = Environment()
     reward: Reward = Reward()
     advantage: kinds.Advantage = kinds.GroupNorm()
     critic: Critic = Critic()
@@ -248,6 +262,11 @@ class Config:
     update: Update = Update()
     checkpoint: Checkpoint = Checkpoint()
     log: Log = Log()
+
+    @property
+    def longest(self) -> int:
+        """Count the tokens of the longest sequence of training: prompt, completion and replies."""
+        return self.environment.max_context or self.data.max_prompt_tokens + self.rollout.max_new_tokens
 
 
 def has_reference(cfg: Config) -> bool:
@@ -262,9 +281,10 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     files = settings.read_layers(path, CONFIGS).values()
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
     cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
-    names = (cfg.reward.custom_file, cfg.data.chat_template, cfg.model.lora.path)
-    own, template, adapter = (name and str(find_path(name)) for name in names)
+    names = (cfg.reward.custom_file, cfg.data.chat_template, cfg.model.lora.path, cfg.environment.file)
+    own, template, adapter, environment = (name and str(find_path(name)) for name in names)
     cfg = replace(cfg, out=str(user_path(cfg.out)), reward=replace(cfg.reward, custom_file=own),
+                  environment=replace(cfg.environment, file=environment),
                   data=replace(cfg.data, chat_template=template),
                   model=replace(cfg.model, lora=replace(cfg.model.lora, path=adapter)))
     for key, fine, allowed in all_rules(cfg):

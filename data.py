@@ -210,3 +210,4 @@ class Task:
     sets: list                  # eval.EvalSet of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of all of these (infra/checkpoint.py)
+    environment: object = None  # infra.environment.EnvironmentFile, if there is one

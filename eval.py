@@ -28,10 +28,11 @@ import torch
 
 import config
 import verify
-from config import Config, ConfigError, Data, Reward
+from config import Config, ConfigError, Data, Environment, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import hash_files, original_model, policy_files, sha256
+from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file
 from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
 from infra.rows import all_have_answers
@@ -39,9 +40,10 @@ from infra.runfolder import COPIES, changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
+from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from preflight.memory import choose_backend, find_device, fit_engine
-from records import EngineSpec, Problem, Prompt, Rewards, plain
+from records import EngineSpec, Problem, Prompt, Request, Rewards, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
@@ -132,17 +134,17 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
     Each answer has a seed of its own, so neither the number of ranks nor the other requests change it, up to
     rounding.
     """
-    local_requests = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
-    seeds = [dist.seed_for(sampling.seed, prompt.id, k, "eval") for prompt, k in local_requests]
-    samples = engine.generate([prompt.ids for prompt, _ in local_requests], seeds, sampling.max_new_tokens,
-                              sampling.temperature, sampling.top_p, progress)
-    texts = [tokenizer.read(sample.ids) for sample in samples]
-    answers = [(text, prompt, sample.length)
-               for (prompt, _), sample, text in zip(local_requests, samples, texts, strict=True)]
+    local = [(held_out.prompts[i], k) for i, k in dist.local_slice(requests)]
+    asked = [Request(prompt, dist.seed_for(sampling.seed, prompt.id, k, "eval"), sampling.max_new_tokens)
+             for prompt, k in local]
+    samples = engine.generate(asked, sampling.temperature, sampling.top_p, progress)
+    texts = [tokenizer.read(sample.ids[:sample.end]) for sample in samples]
+    answers = [(text, prompt, sample.own)
+               for (prompt, _), sample, text in zip(local, samples, texts, strict=True)]
     judged = grade_responses(answers, held_out, sampling.max_new_tokens)
     responses = []
-    for (prompt, k), sample, text, verdict in zip(local_requests, samples, texts, judged, strict=True):
-        responses.append({"id": prompt.id, "k": k, "tokens": sample.length, "finished": sample.finished,
+    for (prompt, k), sample, text, verdict in zip(local, samples, texts, judged, strict=True):
+        responses.append({"id": prompt.id, "k": k, "tokens": sample.own, "finished": sample.finished,
                           "text": text} | verdict)
     return dist.gather(responses)
 
@@ -272,7 +274,7 @@ def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer
         "stop": cfg.rollout.stop,
         "reward": reward_head(cfg.reward),
         "sets": {s.name: identify_set(s) for s in sets},
-    }
+    } | ({"environment": environment_head(cfg.environment)} if cfg.environment.file else {})
 
 
 def reward_head(reward: Reward) -> dict | None:
@@ -281,6 +283,11 @@ def reward_head(reward: Reward) -> dict | None:
         return None
     own = reward.custom_file and hash_files([Path(reward.custom_file)])
     return reward.weights | {"overlong_tokens": reward.overlong_tokens, "custom_file": own}
+
+
+def environment_head(environment: Environment) -> dict:
+    """Identify an environment by the hash of its file and its limits."""
+    return asdict(environment) | {"file": hash_files([Path(environment.file)])}
 
 
 def identify_set(held_out: EvalSet) -> dict:
@@ -350,9 +357,11 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
     return sets
 
 
-def files_of(reward: Reward, tokenizer: Tokenizer) -> dict[str, str | None]:
-    """Return the texts of the user's files that rewards depend on, as they were read (runfolder.COPIES)."""
+def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None,
+             ) -> dict[str, str | None]:
+    """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
     return {"reward.custom_file": custom_reward.read_source(reward),
+            "environment.file": environment and environment.source,
             "data.chat_template": tokenizer.own_template}
 
 
@@ -360,8 +369,8 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: l
     """Describe the engine that samples these sets. Raises ConfigError if they are too long for the model."""
     folder = find_model(original_model(cfg.model.path))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
-    longest = max(lengths) + cfg.eval.max_new_tokens
-    check_positions(folder, longest, "the prompts and eval.max_new_tokens")
+    longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
+    check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
@@ -397,10 +406,13 @@ def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
 def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engines: Engines) -> dict:
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
-    tokenizer = Tokenizer(find_model(original_model(cfg.model.path)), cfg.data, cfg.rollout.stop or ())
+    folder = find_model(original_model(cfg.model.path))
+    tokenizer, environment = load_tokenizer(folder, cfg)
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
     custom_reward.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
-    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
+    if environment:
+        environment.try_rows(*(s.problems for s in sets))
+    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer, environment))
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, sets))
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
@@ -417,7 +429,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
             print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
             return summarise_result(stored | {"head": head}, args.k)
         store = Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
-    engine = engines.start(engine_name, spec, cfg.model.path)
+    engine = with_environment(engines.start(engine_name, spec, cfg.model.path), tokenizer, environment, cfg)
     engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
     results = {}
     for s in sets:

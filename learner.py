@@ -116,7 +116,7 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         weighs_tokens=has_token_weights(cfg.loss), update=cfg.update,
         optim=cfg.optim, pack=cfg.pack, temperature=cfg.rollout.temperature,
         max_new_tokens=cfg.rollout.max_new_tokens,
-        sequence=cfg.data.max_prompt_tokens + cfg.rollout.max_new_tokens, seed=cfg.seed, steps=cfg.steps)
+        sequence=cfg.longest, seed=cfg.seed, steps=cfg.steps)
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:

@@ -19,7 +19,7 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from pack import row_cost
-from records import Batch, Group, PreparedRow, Rolled, pending
+from records import Batch, Group, PreparedRow, Rolled, Sample, pending
 
 
 @dataclass(slots=True)
@@ -88,7 +88,9 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     if "reward/mean" in metrics:
         scored_NG = ended_NG & ~reward_NG.isnan()
         metrics["reward/std"] = reward_NG[scored_NG].std(correction=0).item()
-    metrics["rollout/length"] = sum(s.length for s in ended) / len(ended)
+    if any(s.calls or s.failures or s.cut for s in ended):
+        metrics |= environment_metrics(ended)
+    metrics["rollout/length"] = sum(s.own for s in ended) / len(ended)
     metrics["rollout/truncated"] = sum(not s.finished for s in ended) / len(ended)
     return metrics
 
@@ -103,7 +105,19 @@ def age_metrics(batch: Batch) -> dict[str, float]:
     return {
         "age/mean": sum(ages) / len(ages),
         "age/most": max(ages),
-        "age/old_tokens": sum(s.old for s in samples) / sum(s.length - s.start for s in samples),
+        "age/old_tokens": sum(s.trained - s.fresh for s in samples) / sum(s.trained for s in samples),
+    }
+
+
+def environment_metrics(samples: list[Sample]) -> dict[str, float]:
+    """Compute means over completions with an environment that have ended."""
+    count = len(samples)
+    return {
+        "environment/turns": 1 + sum(len(s.replies) for s in samples) / count,
+        "environment/calls": sum(s.calls for s in samples) / count,
+        "environment/failures": sum(s.failures for s in samples) / count,
+        "environment/tokens": sum(s.length - s.own for s in samples) / count,
+        "environment/cut": sum(s.cut for s in samples) / count,
     }
 
 

@@ -179,7 +179,7 @@ def layout(minibatch: Minibatch, members: list[tuple[int, int]]) -> tuple[list[i
 
 
 def build_row(minibatch: Minibatch, plan: Plan) -> Row:
-    """Lay a row's completions out. Log-probs are taken of the tokens that this step has sampled.
+    """Lay a row's completions out. Log-probs are taken of the policy's tokens that this step trains on.
 
     A prompt of ids 7 8 with the completions 4 5 and 6 becomes ids_T = 7 8 4 5 6 and position_T = 0 1 2 3 2.
     The queries 7 8 4 5 meet themselves, and 6 meets 7 8 6: key_K = 0 1 2 3 0 1 4. Both completions begin
@@ -187,7 +187,7 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     """
     samples = [minibatch.groups[n].samples[g] for n, g in plan.members]
     queries, keys = layout(minibatch, plan.members)
-    ids, position, key, predict = [], [], [], []  # arrays that are laid end to end below
+    ids, position, key, predict, target, logp = [], [], [], [], [], []  # arrays, laid end to end below
     end, group = 0, None                          # of the row so far; the group of the last prompt
     for (n, _), sample in zip(plan.members, samples, strict=True):
         prompt = minibatch.groups[n].prompt.ids
@@ -203,9 +203,11 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         # A token is predicted where the one before it stands; before the first is the prompt's last.
         before = np.arange(start - 1, end - 1)
         before[0] = prompt_start + len(prompt) - 1
-        predict.append(before[sample.start:])
+        places = sample.scored
+        predict.append(before[places])
+        target.append(np.array(sample.ids)[places])
+        logp.append(np.array(sample.logp)[places])
     n_S, g_S = torch.tensor(plan.members).T
-    target = [sample.ids[sample.start:] for sample in samples]
     segment = [np.full(len(places), i) for i, places in enumerate(predict)]
     ids_T, position_T, key_K, predict_C, target_C, segment_C = (
         torch.from_numpy(np.concatenate(x)).long() for x in (ids, position, key, predict, target, segment))
@@ -218,12 +220,12 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
     return Row(
         ids_T=ids_T, position_T=position_T, segments=Segments.of(queries, keys, key_K),
         predict_C=predict_C, target_C=target_C, segment_C=segment_C,
-        sampled_logp_C=torch.from_numpy(np.concatenate([s.logp[s.start:] for s in samples])),
+        sampled_logp_C=torch.from_numpy(np.concatenate(logp)),
         adv_C=minibatch.adv_NG[n_C, g_C],
         last_S=torch.tensor(queries).cumsum(0) - 1,
         reward_S=minibatch.reward_NG[n_S, g_S],
         pending_S=torch.tensor([sample.pending for sample in samples]),
-        length_S=torch.tensor([len(sample.ids) for sample in samples]),
+        length_S=torch.tensor([sample.own for sample in samples]),
         members=tuple(plan.members), counts=plan.counts,
         **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None},
     )

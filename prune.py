@@ -133,7 +133,7 @@ def gradient_size(candidates: Candidates, size: str, by_cost: bool) -> Tensor:
 def surprise(groups: list[Group]) -> Tensor:
     """Compute sqrt(sum_t (1 - p_t)^2) over the tokens that this step has sampled, [N, G]."""
     samples = [sample for group in groups for sample in group.samples]
-    tokens = [torch.frombuffer(s.logp, dtype=torch.float64)[s.start:] for s in samples]
+    tokens = [torch.frombuffer(s.logp, dtype=torch.float64)[s.scored] for s in samples]
     counts = torch.tensor([len(logp) for logp in tokens])
     missing = (1 - torch.cat(tokens).exp()).clamp(min=LEAST_SURPRISE)
     owner = torch.arange(len(samples)).repeat_interleave(counts)
@@ -302,7 +302,7 @@ def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeig
         return None
     shape, generator = (len(groups), len(groups[0].samples)), torch.Generator().manual_seed(seed)
     point_NG = torch.rand(shape, dtype=torch.float64, generator=generator).tolist()
-    return [[cut_weights(sample.length, settings.whole, settings.least, point)
+    return [[cut_weights(sample.trained, settings.whole, settings.least, point)
              for sample, point in zip(group.samples, point_G, strict=True)]
             for group, point_G in zip(groups, point_NG, strict=True)]
 
@@ -316,8 +316,7 @@ def cut_weights(length: int, whole: float, least: int, point: float) -> Tensor:
 def cut_completions(groups: list[Group], tokens: CutWeights) -> list[Group]:
     """Cut the completions off behind the tokens that are trained on."""
     return [replace(group, samples=tuple(
-        replace(sample, ids=sample.ids[:len(weight_C)], logp=sample.logp[:len(weight_C)])
-        for sample, weight_C in zip(group.samples, weight_GC, strict=True)))
+        sample.first(len(weight_C)) for sample, weight_C in zip(group.samples, weight_GC, strict=True)))
         for group, weight_GC in zip(groups, tokens, strict=True)]
 
 

@@ -8,10 +8,11 @@ S completions in one row.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import accumulate
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -84,6 +85,18 @@ class Sample:
     start: int = 0         # tokens sampled in earlier steps, which were trained on there (T-PPO)
     pending: bool = False  # it has no reward yet: it, or another one of its group, goes on in the next step
     old: int = 0           # tokens sampled in earlier steps, by older policies, and not trained on there
+    # Places in `ids`, from and to, of each reply of an environment, which is context and has log-prob 0
+    replies: tuple[tuple[int, int], ...] = ()
+    calls: int = 0         # of tools and of reply(), and how many of them failed
+    failures: int = 0
+    cut: bool = False      # it ends because of environment.turns or max_context
+    # Tokens of the policy, without replies: all, those that this step trains on, those that it has sampled;
+    # and the place behind the last of them.
+    own: int = field(init=False)
+    trained: int = field(init=False)
+    fresh: int = field(init=False)
+    end: int = field(init=False)
+    scored: slice | np.ndarray = field(init=False, compare=False)  # places in `ids` of those trained on
 
     def __post_init__(self):
         # Flat, as they travel and are packed: lists of Python's numbers take five times the room and time.
@@ -92,15 +105,63 @@ class Sample:
         if not self.ids or len(self.ids) != len(self.logp):
             raise ValueError(f"a Sample needs at least one token and one logp each, "
                              f"not {len(self.ids)} ids and {len(self.logp)} logp")
+        end = len(self.ids)
+        for name, first in (("own", 0), ("trained", self.start), ("fresh", self.start + self.old)):
+            replied = sum(max(0, to - max(start, first)) for start, to in self.replies)
+            object.__setattr__(self, name, end - first - replied)
+        if self.replies and self.replies[-1][1] == end:
+            end = self.replies[-1][0]
+        object.__setattr__(self, "end", end)
+        scored = slice(self.start, None)
+        if self.replies:
+            own = np.arange(len(self.ids)) >= self.start
+            for start, to in self.replies:
+                own[start:to] = False
+            scored = own.nonzero()[0]
+        object.__setattr__(self, "scored", scored)
 
     @property
     def length(self) -> int:
         return len(self.ids)
 
     @property
-    def fresh(self) -> int:
-        """Count the tokens that this step has sampled."""
-        return len(self.ids) - self.start - self.old
+    def turns(self) -> list[tuple[int, int]]:
+        """List the places in `ids`, from and to, of turns and replies, by turns."""
+        ends = [0, *chain.from_iterable(self.replies), len(self.ids)]
+        return [*pairwise(ends)]
+
+    def first(self, count: int) -> "Sample":
+        """Return the completion up to its count-th token that is trained on."""
+        end = int(np.arange(len(self.ids))[self.scored][count - 1]) + 1
+        replies = tuple(reply for reply in self.replies if reply[1] < end)
+        return replace(self, ids=self.ids[:end], logp=self.logp[:end], replies=replies)
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A completion to sample, or to go on with."""
+
+    prompt: Prompt
+    seed: int
+    limit: int                    # tokens to sample at most, replies apart
+    so_far: Sample | None = None  # sampled before
+
+
+def join(so_far: Sample | None, piece: Sample) -> Sample:
+    """Append a new piece to an unfinished completion."""
+    if so_far is None:
+        return piece
+    length = so_far.length
+    return replace(
+        so_far,
+        ids=so_far.ids + piece.ids,
+        logp=so_far.logp + piece.logp,
+        finished=piece.finished,
+        replies=so_far.replies + tuple((length + start, length + to) for start, to in piece.replies),
+        calls=so_far.calls + piece.calls,
+        failures=so_far.failures + piece.failures,
+        cut=piece.cut,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,7 +175,7 @@ class Group:
 
 def lengths(groups: list[Group], G: int) -> Tensor:
     """Count the tokens of each completion that this step trains on, [N, G]; N may be 0."""
-    counts = [[len(sample.ids) - sample.start for sample in group.samples] for group in groups]
+    counts = [[sample.trained for sample in group.samples] for group in groups]
     return torch.tensor(counts, dtype=torch.int64).view(-1, G)
 
 
@@ -249,7 +310,7 @@ class Row:
     last_S: Tensor      # place in T of the last token of each completion
     reward_S: Tensor    # of each completion, for a critic; 0 if it goes on
     pending_S: Tensor   # bool: it goes on in the next step (T-PPO)
-    length_S: Tensor    # tokens of its completion so far
+    length_S: Tensor    # tokens of its completion so far, replies apart
     members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step
     likelihood_C: Tensor | None = None  # loss.likelihood_weight, if the loss has that term

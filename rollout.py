@@ -20,7 +20,7 @@ from tqdm import tqdm
 
 from infra import dist
 from model import BACKENDS, Decoder, at_least_float32, empty_model
-from records import EngineSpec, Sample, Segments, Stops
+from records import EngineSpec, Request, Sample, Segments, Stops
 
 Ids = tuple[int, ...]  # the tokens of a prompt
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
@@ -36,17 +36,20 @@ class Engine(Protocol):
 
     def generate(
         self,
-        prompts: list[Ids],
-        seeds: list[int],
-        max_new_tokens: int | list[int],
+        requests: list[Request],
         temperature: float,
         top_p: float = 1.0,
         progress: str | None = None,
     ) -> list[Sample]:
-        """Sample one completion per prompt, as TorchEngine.generate says."""
+        """Sample the new tokens of each request, as TorchEngine.generate says."""
 
     def sleep(self) -> None:
         """Give up the weights until the next sync."""
+
+
+def tokens_before(request: Request) -> Ids:
+    """Return the tokens that new ones follow: the prompt's, and those of the completion so far."""
+    return (*request.prompt.ids, *request.so_far.ids) if request.so_far else request.prompt.ids
 
 
 def sample_tokens(
@@ -263,19 +266,15 @@ class Cache:
 class Decoding:
     """The sample that each slot works on and its progress, and every sample's tokens so far."""
 
-    def __init__(
-        self,
-        engine: "TorchEngine",
-        prompts: list[Ids],
-        seeds: list[int],
-        limits: list[int],
-    ):
-        count = len(prompts)
+    def __init__(self, engine: "TorchEngine", requests: list[Request]):
+        count = len(requests)
+        prompts = [tokens_before(request) for request in requests]
+        limits = [request.limit for request in requests]
         longest = max(limits)
         slots = min(engine.slots, count)
         self.stops = engine.stops
         self.prompts = prompts
-        self.seeds = seeds
+        self.seeds = [request.seed for request in requests]
         self.count = count
         different = list(dict.fromkeys(prompts))
         number_of = {prompt: i for i, prompt in enumerate(different)}
@@ -393,30 +392,24 @@ class TorchEngine:
     @torch.inference_mode()
     def generate(
         self,
-        prompts: list[Ids],
-        seeds: list[int],
-        max_new_tokens: int | list[int],
+        requests: list[Request],
         temperature: float,
         top_p: float = 1.0,
         progress: str | None = None,
     ) -> list[Sample]:
-        """Sample one completion per prompt, in order. A finished slot takes the next prompt at once.
+        """Sample the new tokens of each request, in order. A finished slot takes the next request at once.
 
-        max_new_tokens is a number for all, or a list of one for each. For several completions of a prompt,
-        repeat the prompt, each time with a seed of its own. top_p below 1 is for evaluation: the log-probs
-        are taken before it. `progress` names a bar of samples done and tokens per second; without a name
-        there is none. Raises RuntimeError before the first `sync` and after `sleep`.
+        Several completions of a prompt have a seed each. top_p below 1 is for evaluation: the log-probs are
+        taken before it. `progress` names a bar of samples done and tokens per second; without a name there
+        is none. Raises RuntimeError before the first `sync` and after `sleep`.
         """
         if self.model.norm.weight.is_meta:
             raise RuntimeError("the engine has no weights; sync it first")
-        if not prompts:
+        if not requests:
             return []
-        count = len(prompts)
-        limits = max_new_tokens
-        if isinstance(limits, int):
-            limits = [limits] * count
+        count = len(requests)
         eos = torch.tensor(sorted(self.eos_ids), device=self.device)
-        state = Decoding(self, prompts, seeds, limits)
+        state = Decoding(self, requests)
         started = tokens = 0
         start = perf_counter()
         with progress_bar(progress, count) as bar:

@@ -17,7 +17,8 @@ from config import ConfigError
 from infra import dist
 from infra.weights import Shape, find_mismatches, named_weights
 from model import Decoder, empty_model
-from records import EngineSpec, Sample
+from records import EngineSpec, Request, Sample
+from rollout import tokens_before
 
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
@@ -115,14 +116,12 @@ class VLLMEngine:
 
     def generate(
         self,
-        prompts: list[tuple[int, ...]],
-        seeds: list[int],
-        max_new_tokens: int | list[int],
+        requests: list[Request],
         temperature: float,
         top_p: float = 1.0,
         progress: str | None = None,
     ) -> list[Sample]:
-        """Sample one completion per prompt, in order, as TorchEngine.generate.
+        """Sample the new tokens of each request, in order, as TorchEngine.generate.
 
         With tensor_parallel above 1 all ranks call it: ranks that share an engine sample for each other, in
         lock-step.
@@ -130,13 +129,12 @@ class VLLMEngine:
         if self.asleep:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
-        limits = [max_new_tokens] * len(prompts) if isinstance(max_new_tokens, int) else max_new_tokens
-        by_rank = [list(zip(prompts, seeds, limits, strict=True))]
+        by_rank = [[(tokens_before(request), request.seed, request.limit) for request in requests]]
         if self.tensor_parallel > 1:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
-        for requests in by_rank:
-            for ids, seed, limit in requests:
+        for of_rank in by_rank:
+            for ids, seed, limit in of_rank:
                 asked.append({"prompt_token_ids": list(ids)})
                 params.append(self.params(
                     seed=seed,
@@ -161,7 +159,7 @@ class VLLMEngine:
             c = output.outputs[0]
             samples.append(Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop"))
         start = sum(map(len, by_rank[:first]))
-        return samples[start:start + len(prompts)]
+        return samples[start:start + len(requests)]
 
 
 def engine_options(spec: EngineSpec, cache: int) -> dict:

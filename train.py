@@ -35,18 +35,20 @@ from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, save_plainly
+from infra.environment import load_tokenizer
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
 from methods import critic, samplers, soft_value
+from methods.environment import with_environment
 from metrics import Clock, list_decisions, rollout_metrics
 from model import Decoder
 from page.show import resolved
 from page.summary import summary
 from preflight import checks as preflight
-from preflight import fit, memory
+from preflight import counts, fit, memory
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
 from update import update
@@ -126,7 +128,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     clock = Clock()
     folder = runfolder.require_free_folder(cfg, resume)
     task = load_task(cfg)
-    files = files_of(cfg.reward, task.tokenizer)
+    files = files_of(cfg.reward, task.tokenizer, task.environment)
     dist.init(memory.find_device(cfg.device))
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
@@ -137,7 +139,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = memory.resolve_auto(cfg, task.source, saved["config"])
-    learner, engine = load_models(decided, task)
+    learner, bare_engine = load_models(decided, task)
+    engine = with_environment(bare_engine, task.tokenizer, task.environment, cfg)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
@@ -146,7 +149,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device)
     if path is None:
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
-        preflight.require_checks(preflight.run_checks(decided, learner, engine, task))
+        preflight.require_checks(preflight.run_checks(decided, learner, bare_engine, task))
         dist.barrier()  # every rank has looked at the folder before one writes into it
         log.create(cfg, resume, learner.device, memory.list_choices(cfg, decided), files)
     else:
@@ -203,7 +206,7 @@ def load_task(cfg: Config) -> data.Task:
     source = find_model(cfg.model.path)
     settings = cfg.data
     gold = cfg.labels.kind == "gold"
-    tokenizer = data.Tokenizer(source, settings, cfg.rollout.stop or ())
+    tokenizer, environment = load_tokenizer(source, cfg)
     sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
     problems = data.load_problems(
         settings.train,
@@ -221,6 +224,8 @@ def load_task(cfg: Config) -> data.Task:
         golds = {p.id: p.answer for p in problems}
         name_unreadable(settings.train, golds, cfg.reward.needs_answers)
     custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    if environment:
+        environment.try_rows(problems, *(s.problems for s in sets))
     prompts = data.to_prompts(
         problems,
         tokenizer,
@@ -231,7 +236,7 @@ def load_task(cfg: Config) -> data.Task:
     inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
     # Problems beyond eval.limit are left out of training too.
     sets = [s.first(cfg.eval.limit) for s in sets]
-    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs)
+    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs, environment)
 
 
 def is_due(every: int, step: int, last: int) -> bool:
@@ -242,11 +247,12 @@ def is_due(every: int, step: int, last: int) -> bool:
 def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
     (memory.resolve_auto). Raises ConfigError."""
-    longest = cfg.data.max_prompt_tokens + max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
+    longest = counts.longest(cfg)
     check_positions(
         task.source,
         longest,
-        "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens",
+        "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens, or "
+        "environment.max_context",
     )
     device = dist.init(memory.find_device(cfg.device))
     learner = build_learner(cfg, task.source, device)

@@ -41,8 +41,8 @@ from learner import Learner
 from methods.window import Pool, WindowSampler
 from metrics import Clock
 from preflight import counts, memory
-from records import Prompt, Rolled, Sample
-from rollout import Engine
+from records import Prompt, Request, Rolled, Sample
+from rollout import Engine, tokens_before
 from settings.kinds import AllPrompts
 from update import update
 
@@ -99,10 +99,11 @@ class TimedSampler:
     token_steps: float = 0.0
     tokens: int = 0
 
-    def complete(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Sample]:
+    def complete(self, requests: list[Request]) -> list[Sample]:
         """Give each completion its next tokens, and count the seconds of the slowest engine."""
         pieces, work = [], []
-        for ids, limit in zip(prompts, limits, strict=True):
+        for request in requests:
+            ids, limit = tokens_before(request), request.limit
             if len(ids) == 1:  # a prompt: its completion begins
                 length = draw_length(self.case, self.sampling.max_new_tokens, self.rng)
                 self.lengths.append(length)
@@ -224,17 +225,18 @@ class Tailed:
         self.left: dict[tuple[int, ...], int] = {}  # tokens that are missing, by prompt and tokens so far
         self.rng = np.random.default_rng(0)
 
-    def generate(self, prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int], *given: object,
-                 **named: object) -> list[Sample]:
-        left = []
+    def generate(self, requests: list[Request], *given: object, **named: object) -> list[Sample]:
+        prompts, left = [tokens_before(request) for request in requests], []
         for ids in prompts:
             missing = self.left.pop(ids, 0)
             left.append(missing or draw_length(self.case, self.limit, self.rng))
-        made = [min(pair) for pair in zip(left, limits, strict=True)]
+        asked = [replace(request, limit=min(request.limit, missing))
+                 for request, missing in zip(requests, left, strict=True)]
+        made = [request.limit for request in asked]
         self.taken += max(made)
         self.busy += sum(made)
         samples = []
-        pieces = self.engine.generate(prompts, seeds, made, *given, **named)
+        pieces = self.engine.generate(asked, *given, **named)
         for ids, piece, missing in zip(prompts, pieces, left, strict=True):
             ended = piece.length == missing
             samples.append(replace(piece, finished=ended))

@@ -23,7 +23,7 @@ from xml.etree import ElementTree
 
 import torch
 from common import ROOT, append, cell, timed
-from shapes import PEAKS, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
+from shapes import PEAKS, ask, draw_weights, engine_spec, flop, pass_seconds, predict_sync, write_config
 from step import seconds_of, take_step
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -468,8 +468,9 @@ def rollout(bench: Bench) -> None:
 
     def measure(slots: int) -> dict:
         prompts = [tuple(range(3 + i // G, 3 + i // G + size.prompt)) for i in range(slots)]
-        engine.generate(prompts, list(range(slots)), 2, 1.0)  # warm up
-        seconds = repeated(partial(engine.generate, prompts, list(range(slots)), new, 1.0), size.times)
+        engine.generate(ask(prompts, list(range(slots)), [2] * slots), 1.0)  # warm up
+        requests = ask(prompts, list(range(slots)), [new] * slots)
+        seconds = repeated(partial(engine.generate, requests, 1.0), size.times)
         return {"ms a token": [1000 * spent / new for spent in seconds],
                 "sampled tokens/s": [slots * new / spent for spent in seconds],
                 "GiB in use": memory.used_bytes(bench.device) / GIB}

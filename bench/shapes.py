@@ -17,7 +17,7 @@ from infra.weights import Shape, read_shape
 from model import Decoder, empty_model
 from preflight import counts
 from preflight.memory import choose_backend
-from records import EngineSpec, Segments
+from records import EngineSpec, Prompt, Request, Segments
 
 QWEN = {
     "architectures": ["Qwen2ForCausalLM"],
@@ -56,6 +56,12 @@ PEAKS = {"H200": (989e12, 4.8e12), "H100": (989e12, 3.35e12), "A100": (312e12, 2
 PRODUCTS, ATTENTION, MEMORY = 0.8, 0.3, 0.85
 # Seconds for vLLM to fall asleep and to map its weights and its cache: of a log in its issue 29341.
 SLEEP, WAKE_WEIGHTS, WAKE_CACHE = 0.05, 0.07, 0.02
+
+
+def ask(prompts: list[tuple[int, ...]], seeds: list[int], limits: list[int]) -> list[Request]:
+    """Ask for a completion of each prompt, given by its tokens."""
+    return [Request(Prompt("", ids, ""), seed, limit)
+            for ids, seed, limit in zip(prompts, seeds, limits, strict=True)]
 
 
 def write_config(shape: str, folder: Path) -> Path:

@@ -33,7 +33,7 @@ import numpy as np
 import torch
 import torch.distributed.checkpoint as dcp
 from common import in_own_process, listed, parser, print_json, show, timed
-from shapes import engine_spec, random_model, write_config
+from shapes import ask, engine_spec, random_model, write_config
 
 import config
 import train
@@ -206,7 +206,7 @@ def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
 
         def sample(prompts: list, limits: list[int], draw: int) -> int:
             seeds = [draw * len(prompts) + i for i in range(len(prompts))]
-            return sum(len(s.ids) for s in engine.generate(prompts, seeds, limits, 1.0))
+            return sum(len(s.ids) for s in engine.generate(ask(prompts, seeds, limits), 1.0))
 
         measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
         rows = rates(sample, rounds, shape=shape, slots=slots, engine=kind)

@@ -39,6 +39,7 @@ class RewardFile:
                 int(cfg.custom_gib * 2**30),
                 cfg.custom_workers or WORKERS,
                 cfg.custom_seconds,
+                ("reward.custom_seconds", "reward.custom_gib"),
             ),
             ended=cfg.custom_ended,
         )
@@ -49,16 +50,16 @@ class RewardFile:
 
 def read_source(cfg: Reward) -> str | None:
     """Return the text of the user's file; None if none of its functions counts. Raises ConfigError."""
-    return read_once(cfg.custom_file) if cfg.functions else None
+    return read_once(cfg.custom_file, "reward.custom_file") if cfg.functions else None
 
 
 @functools.cache
-def read_once(path: str) -> str:
+def read_once(path: str, setting: str) -> str:
     """Read a file once: later changes during a run are not seen."""
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"reward.custom_file={path} cannot be read: {error}") from None
+        raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
 
 
 REPORTED: set[tuple[RewardFile, str]] = set()  # files and reasons that `report_once` has reported
@@ -127,19 +128,20 @@ def report_once(own: RewardFile, reason: str, row_id: str) -> None:
     if (own, reason) not in REPORTED:
         REPORTED.add((own, reason))
         print(
-            f"reward.custom_file={own.path}: a call {describe_end(own, reason)} (row {row_id}); its value is "
-            f"{own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, reward/died)",
+            f"reward.custom_file={own.path}: a call {describe_end(own.limits, reason)} (row {row_id}); its "
+            f"value is {own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, "
+            "reward/died)",
             file=sys.stderr, flush=True)
 
 
-def describe_end(own: RewardFile, reason: str) -> str:
+def describe_end(limits: Limits, reason: str) -> str:
     """Say how a call was ended, and which setting allows it more."""
     if reason == TIME:
         return (
-            f"took more than {own.limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
-            "(reward.custom_seconds), and was ended")
+            f"took more than {limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
+            f"({limits.settings[0]}), and was ended")
     if reason == MEMORY:
-        return f"asked for more than {own.limits.size / 2**30:g} GiB of memory (reward.custom_gib)"
+        return f"asked for more than {limits.size / 2**30:g} GiB of memory ({limits.settings[1]})"
     return f"ended its process by {reason}"
 
 
@@ -182,5 +184,5 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
         try:
             await_call(own, call, problem.id)
         except OverLimit as error:
-            reason = describe_end(own, str(error))
+            reason = describe_end(own.limits, str(error))
             raise own.error(f"before the run, a call {reason} (row {problem.id})") from None

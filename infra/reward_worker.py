@@ -14,6 +14,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 from verify.grade import set_alarm
 
@@ -32,18 +33,24 @@ def call_functions(
 ) -> list[float | None] | str:
     """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
     text."""
+    return run_guarded(
+        path, source, seconds, values[-1], lambda scope: [call_one(scope, name, values) for name in names])
+
+
+def run_guarded(path: str, source: str, seconds: float, row: dict, work: Callable[[dict], Any]) -> Any:
+    """Load a file, and do some work with its names for a row. Returns the result, or an error as text."""
     process = os.getpid()
     try:
         scope = load_once(path, source)
         set_alarm(seconds)  # else a worker that has just loaded the file would have less than others
-        return [call_one(scope, name, values) for name in names]
+        return work(scope)
     except MemoryError:
         raise
-    except WrongReward as error:
+    except WrongFile as error:
         return str(error)
     except BaseException as error:  # SystemExit too: a user's code may raise anything
         place, text = name_place(error, path), on_one_line(error, str)
-        return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, values[-1])}"
+        return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, row)}"
     finally:
         if os.getpid() != process:  # the function has forked: its child must not answer too
             os._exit(0)
@@ -68,8 +75,8 @@ def name_columns(error: BaseException, row: dict) -> str:
     return ""
 
 
-class WrongReward(Exception):
-    """A function is missing, asks for an unknown argument, or returns no reward."""
+class WrongFile(Exception):
+    """A function is missing, asks for an unknown argument, or returns another value than it must."""
 
 
 @functools.cache
@@ -94,7 +101,7 @@ def call_one(scope: dict, name: str, values: tuple) -> float | None:
     function = scope.get(name)
     if not callable(function):
         functions = [key for key, value in scope.items() if inspect.isfunction(value)]
-        raise WrongReward(
+        raise WrongFile(
             f"it has no function {name!r} (reward.custom); it has {', '.join(functions) or 'none'}, which "
             "reward.custom={name: weight} calls")
     value = function(**choose_arguments(name, function, copy.deepcopy(values)))
@@ -105,7 +112,7 @@ def call_one(scope: dict, name: str, values: tuple) -> float | None:
         if hasattr(value, "__float__"):
             number = float(value)
     if not -1 <= number <= 1:
-        raise WrongReward(
+        raise WrongFile(
             f"{name}() returns {on_one_line(value, repr)}; it must be a number in [-1, 1], whose weight is "
             "reward.custom, or None for a completion that it cannot judge")
     return number
@@ -119,7 +126,7 @@ def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
     takes_all = False
     for key, p in parameters.items():
         if p.kind in (p.VAR_POSITIONAL, p.POSITIONAL_ONLY):
-            raise WrongReward(f"{name}{inspect.signature(function)} must take what it asks for by name")
+            raise WrongFile(f"{name}{inspect.signature(function)} must take what it asks for by name")
         if p.kind is p.VAR_KEYWORD:
             takes_all = True
         elif p.default is p.empty:
@@ -128,7 +135,7 @@ def choose_arguments(name: str, function: Callable, values: tuple) -> dict:
     if by_position and not set(OTHER_FRAMEWORKS) & set(required):
         return dict(zip(required, values, strict=False))
     if unknown := [key for key in required if key not in known]:
-        raise WrongReward(
+        raise WrongFile(
             f"{name}() asks for {', '.join(unknown)}; it can have {', '.join(ARGUMENTS)}, of one completion")
     if takes_all:
         return known

@@ -1,7 +1,7 @@
 """Write and read the run folder: the settings of a run, its logs, and how it ended.
 
     config.yaml  env.json  lock  metrics.jsonl  samples.jsonl  decisions.jsonl  eval_000005.jsonl  state.json
-    checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  chat_template.jinja (COPIES)
+    checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  environment.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
 samples.jsonl has groups as text (tracking.sample_lines), decisions.jsonl the prompts and completions of each
@@ -39,7 +39,8 @@ from infra.tracking import Tracker
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
 # Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
-COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
+COPIES = {"reward.custom_file": "custom_reward.py", "environment.file": "environment.py",
+          "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
 NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on

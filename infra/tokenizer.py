@@ -43,11 +43,12 @@ class Tokenizer:
     """The tokenizer and end-of-sequence ids of a Hugging Face model folder, and how it is prompted.
 
     `data` may have a template or a plain prompt in place of the model's own template. Each text of `stop`
-    that is a special token of the tokenizer becomes an end-of-sequence id; the others are `stops`.
-    Raises ConfigError.
+    that is a special token of the tokenizer becomes an end-of-sequence id; the others are `stops`. `tools`
+    are descriptions that the template writes into a prompt. Raises ConfigError.
     """
 
-    def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = ()):
+    def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = (),
+                 tools: Sequence[dict] = ()):
         path = require_file(folder / "tokenizer.json", "the tokenizer")
         try:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -76,10 +77,12 @@ class Tokenizer:
         stop_tokens = [text for text in stop if self.is_special(text)]
         stop_texts = tuple(text for text in stop if text not in stop_tokens)
         ends = eos_ids(folder, self.rust.token_to_id(self.special.get("eos_token", "")))
-        self.eos_ids = ends | set(map(self.rust.token_to_id, stop_tokens))
+        self.stop_ids = set(map(self.rust.token_to_id, stop_tokens))
+        self.eos_ids = ends | self.stop_ids
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
+        self.tools = [*tools] or None
         self.plain = data.prompt if data else None
         self.date = data.date if data else None
         self.arguments = dict(data.template or {}) if data else {}
@@ -198,7 +201,7 @@ class Tokenizer:
                     "data.prompt takes one question, and a row has several messages; set data.chat_template "
                     "instead")
             return self.plain.format(question=messages[0]["content"])
-        arguments = {"tools": None, "documents": None} | self.special | self.arguments
+        arguments = {"tools": self.tools, "documents": None} | self.special | self.arguments
         try:
             return self.template.render(messages=messages, add_generation_prompt=generate, **arguments)
         except Exception as error:  # a template may compute anything

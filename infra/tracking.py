@@ -42,11 +42,12 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
     for g, sample in enumerate(rolled.groups[n].samples):
         kept = place is not None and bool(pruned.keep_NG[place, g])
         trained = 0
+        turns = [decode(sample.ids[start:to], True) for start, to in sample.turns] if sample.replies else []
         if kept and batch.trained_NG[place, g]:
-            trained = len(batch.tokens[place][g]) if batch.tokens else sample.length - sample.start
+            trained = len(batch.tokens[place][g]) if batch.tokens else sample.trained
         yield {
             "text": decode(sample.ids, True),
-            "tokens": sample.length,
+            "tokens": sample.own,
             "finished": sample.finished,
             "reward": plain(rolled.rewards.total_NG[n, g]),
             "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
@@ -56,7 +57,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
             "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
-        }
+        } | ({"turns": turns} if turns else {})
 
 
 def require_package(cfg: Config) -> None:

@@ -116,7 +116,7 @@ def warn_too_short(batch: Batch, learner: Learner) -> str:
     alpha = learner.critic and learner.critic.advantage.alpha
     if not alpha:
         return ""
-    lengths = [s.length for group in batch.groups for s in group.samples]
+    lengths = [s.own for group in batch.groups for s in group.samples]
     lam_S = adaptive_lambda(torch.tensor(lengths, dtype=torch.float64), alpha)
     at_zero = int((lam_S <= 0).sum())
     if at_zero <= len(lam_S) / 2:

@@ -149,7 +149,7 @@ class FilteredHistory(PromptHistory):
             if not math.isnan(share):
                 ids.append(group.prompt.id)
                 shares.append(share)
-                confidences.append([sum(sample.logp) / sample.length for sample in group.samples])
+                confidences.append([sum(sample.logp) / sample.own for sample in group.samples])
         if self.pruning.estimate == "history":
             self.newest |= dict(zip(ids, shares, strict=True))
         elif ids:

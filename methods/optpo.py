@@ -24,7 +24,7 @@ from itertools import islice
 from collect import Sampler
 from history import sample_seed
 from infra import dist
-from records import Group, PromptDraw, Rewards, Sample
+from records import Group, PromptDraw, Request, Rewards, Sample
 from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
@@ -108,22 +108,21 @@ class VotingSampler:
 
     def sample_more(self, draws: list[PromptDraw], so_far: list[int]) -> list[list[Sample]]:
         """Sample up to `chunk` more completions of each prompt, as a larger group would have."""
-        prompts, seeds, counts = [], [], []
+        requests, counts = [], []
         for draw, first in zip(draws, so_far, strict=True):
             count = min(self.settings.chunk, self.settings.most - first)
             counts.append(count)
             for g in range(first, first + count):
-                prompts.append(draw.prompt.ids)
-                seeds.append(sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g))
-        limits = [self.sampler.sampling.max_new_tokens] * len(prompts)
-        samples = iter(self.sampler.complete(prompts, seeds, limits))
+                seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g)
+                requests.append(Request(draw.prompt, seed, self.sampler.sampling.max_new_tokens))
+        samples = iter(self.sampler.complete(requests))
         return [list(islice(samples, count)) for count in counts]
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
         ballots = []
         for of_prompt in dist.local_slice(samples):
-            texts = [self.sampler.tokenizer.read(s.ids) for s in of_prompt]
+            texts = [self.sampler.tokenizer.read(s.ids[:s.end]) for s in of_prompt]
             answers = [extract(until_end(text)) for text in texts]
             ballots.append(classify(answers, first_equal))
         return dist.gather(ballots)
@@ -160,5 +159,5 @@ def sum_up_votes(group: Group, ballot: Ballot, samples: list[Sample]) -> Vote:
         of_group = ballot[:len(group.samples)]
         label_right = label in right
         accuracy = sum(answer in right for answer in of_group) / len(of_group)
-    tokens = sum(sample.length for sample in samples)
+    tokens = sum(sample.own for sample in samples)
     return Vote(label, lead, len(samples), tokens, label_right, accuracy)

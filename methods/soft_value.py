@@ -20,7 +20,7 @@ from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
 from infra.lines import append, mend_log
-from records import Group, Prompt, Rewards
+from records import Group, Prompt, Request, Rewards
 from settings.kinds import SoftValue
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
@@ -94,10 +94,11 @@ def estimate_table(
 
 def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
     """Sample `count` completions of each prompt and return their rewards."""
-    ids, seeds = [], []
+    requests = []
     for prompt in prompts:
-        ids += [prompt.ids] * count
-        seeds += [dist.seed_for(sampler.seed, prompt.id, k, "reference") for k in range(count)]
-    samples = sampler.complete(ids, seeds, [sampler.sampling.max_new_tokens] * len(ids))
+        for k in range(count):
+            seed = dist.seed_for(sampler.seed, prompt.id, k, "reference")
+            requests.append(Request(prompt, seed, sampler.sampling.max_new_tokens))
+    samples = sampler.complete(requests)
     groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
     return sampler.score(groups).total_NG.tolist()

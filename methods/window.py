@@ -26,7 +26,7 @@ from collect import Sampler, rank_informative
 from config import Rollout
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw, Rewards, Rolled, Sample
+from records import Group, PromptDraw, Request, Rewards, Rolled, Sample, join
 
 Begun = tuple[PromptDraw, tuple[Sample, ...]]  # a group that goes on or waits
 
@@ -79,7 +79,8 @@ class Pool(PromptHistory):
             for sample in samples:
                 ids = torch.frombuffer(sample.ids, dtype=torch.int32)
                 logp = torch.frombuffer(sample.logp, dtype=torch.float64)
-                kept.append((ids, logp, sample.finished))
+                others = sample.replies, sample.calls, sample.failures, sample.cut
+                kept.append((ids, logp, sample.finished, *others))
             turn = draw.epoch, draw.prob, draw.weight, draw.copy, draw.age
             pool.append((draw.prompt.id, *turn, kept))
         return super().state() | {"pool": pool}
@@ -90,7 +91,11 @@ class Pool(PromptHistory):
         self.begun = []
         for prompt_id, *turn, kept in state["pool"]:
             draw = PromptDraw(by_id[prompt_id], *turn)
-            samples = [Sample(ids.tolist(), logp.tolist(), finished) for ids, logp, finished in kept]
+            samples = []
+            for ids, logp, finished, replies, calls, failures, cut in kept:
+                spans = tuple(map(tuple, replies))
+                samples.append(Sample(ids.tolist(), logp.tolist(), finished, replies=spans, calls=calls,
+                                      failures=failures, cut=cut))
             self.begun.append((draw, tuple(samples)))
 
 
@@ -130,25 +135,20 @@ class WindowSampler:
     def advance(self, draws: list[PromptDraw], groups: list[list[Sample | None]]) -> None:
         """Sample the next window of every completion that is not whole, in place."""
         settings = self.pool.sampling
-        places, prompts, seeds, limits = [], [], [], []
+        places, requests = [], []
         for n, draw in enumerate(draws):
             for g, sample in enumerate(groups[n]):
-                ids = draw.prompt.ids
-                room = settings.max_new_tokens
-                if sample:
-                    ids = (*ids, *sample.ids)
-                    room -= sample.length
+                room = settings.max_new_tokens - (sample.own if sample else 0)
                 if not (sample and self.is_whole(sample)):
                     places.append((n, g))
-                    prompts.append(ids)
-                    seeds.append(window_seed(self.sampler.seed, draw, g, sample))
-                    limits.append(min(settings.window or room, room))
-        pieces = self.sampler.complete(prompts, seeds, limits)
+                    seed = window_seed(self.sampler.seed, draw, g, sample)
+                    requests.append(Request(draw.prompt, seed, min(settings.window or room, room), sample))
+        pieces = self.sampler.complete(requests)
         for (n, g), piece in zip(places, pieces, strict=True):
-            groups[n][g] = append_piece(groups[n][g], piece)
+            groups[n][g] = join(groups[n][g], piece)
 
     def is_whole(self, sample: Sample) -> bool:
-        return sample.finished or sample.length >= self.pool.sampling.max_new_tokens
+        return sample.finished or sample.cut or sample.own >= self.pool.sampling.max_new_tokens
 
     def find_leaving(
         self,
@@ -199,15 +199,6 @@ def window_seed(seed: int, draw: PromptDraw, g: int, so_far: Sample | None) -> i
     if so_far is None:
         return first
     return seed_for(first, so_far.length)
-
-
-def append_piece(so_far: Sample | None, piece: Sample) -> Sample:
-    """Append the new piece to an unfinished completion."""
-    if so_far is None:
-        return piece
-    ids = so_far.ids + piece.ids
-    logp = so_far.logp + piece.logp
-    return replace(so_far, ids=ids, logp=logp, finished=piece.finished)
 
 
 def interleave(going_on: list, new: list) -> list:

@@ -22,7 +22,7 @@ from learner import Learner, checkpoint_roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
 from preflight import counts, memory
-from records import Group, Problem, Prompt, Row, Sample
+from records import Group, Problem, Prompt, Request, Row, Sample
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.extract import extract
@@ -107,14 +107,13 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 
 def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """Sample every probe a few times, as if each rank had the next few completions of its group."""
-    prompts, seeds = [], []
+    requests = []
     first = dist.rank() * SAMPLES
+    limit = min(NEW_TOKENS, settings.max_new_tokens)
     for prompt in probes:
         for g in range(first, first + SAMPLES):
-            prompts.append(prompt.ids)
-            seeds.append(sample_seed(seed, 0, prompt.id, g))
-    limit = min(NEW_TOKENS, settings.max_new_tokens)
-    samples = iter(engine.generate(prompts, seeds, limit, settings.temperature))
+            requests.append(Request(prompt, sample_seed(seed, 0, prompt.id, g), limit))
+    samples = iter(engine.generate(requests, settings.temperature))
     return [Group(prompt, tuple(islice(samples, SAMPLES))) for prompt in probes]
 
 

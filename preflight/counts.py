@@ -190,7 +190,7 @@ def adapter_bytes(given: Pass) -> int:
 def planned_lengths(cfg: Config) -> tuple[int, int]:
     """Return the tokens of prompts and completions to plan memory for: prompts as long as they may
     be, and completions a quarter as long as they may be."""
-    return cfg.data.max_prompt_tokens, -(-cfg.rollout.max_new_tokens // 4)
+    return cfg.data.max_prompt_tokens, -(-(cfg.longest - cfg.data.max_prompt_tokens) // 4)
 
 
 def planned_row(cfg: Config) -> tuple[int, int]:
@@ -213,8 +213,8 @@ def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
     """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
     the longest mini-batch, than which no row is longer."""
     sampling = cfg.rollout
-    longest = cfg.data.max_prompt_tokens + sampling.max_new_tokens
-    group = cfg.data.max_prompt_tokens + sampling.group_size * sampling.max_new_tokens
+    prompt, longest = cfg.data.max_prompt_tokens, cfg.longest
+    group = prompt + sampling.group_size * (longest - prompt)
     tokens = sampling.prompts_per_step * group
     if sampling.until == "full":
         tokens *= sampling.max_rounds
@@ -362,8 +362,7 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
 
 def longest(cfg: Config) -> int:
     """Return the tokens of the longest sequence that the engine samples."""
-    new = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    return cfg.data.max_prompt_tokens + new
+    return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)
 
 
 def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,

@@ -28,6 +28,8 @@ ONLY_WITH = {
     "rollout.max_age": ["rollout.in_flight: no group may be older than its step"],
     "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
                            "reward.custom_workers"],
+    "environment.file": ["environment.turns", "environment.max_context", "environment.format",
+                         "environment.seconds", "environment.gib"],
     "prune.prompts.estimate=head": ["prune.prompts.lr"],
     "advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"],
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
@@ -122,11 +124,17 @@ def has_question_only(text: str) -> bool:
 def size_rules(cfg: Any) -> Iterator[Rule]:
     roll, critic = cfg.rollout, cfg.critic
     G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
-    longest = cfg.data.max_prompt_tokens + new
+    longest = cfg.longest
     most = roll.max_rounds * N * G * longest
+    parts = f"data.max_prompt_tokens={cfg.data.max_prompt_tokens} + rollout.max_new_tokens={new}"
+    if cfg.environment.file:
+        parts = f"environment.max_context={longest}"
+        least = cfg.data.max_prompt_tokens + max(new, cfg.eval.max_new_tokens)
+        yield ("environment.max_context", (cfg.environment.max_context or 0) >= least,
+               f"at least {least} with environment.file: data.max_prompt_tokens, and rollout.max_new_tokens "
+               "or eval.max_new_tokens, beside the tokens of replies")
     yield ("pack.capacity", cfg.pack.capacity == "auto" or cfg.pack.capacity >= longest,
-           f"at least {longest} tokens, one sequence (data.max_prompt_tokens={cfg.data.max_prompt_tokens} + "
-           f"rollout.max_new_tokens={new}), or auto; raise it or lower those")
+           f"at least {longest} tokens, one sequence ({parts}), or auto; raise it or lower those")
     yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
     yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
            f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")

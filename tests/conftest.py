@@ -19,7 +19,7 @@ import train
 from infra import dist
 from infra.weights import save_weights
 from preflight import checks as preflight
-from records import Batch, Group, Prompt, PromptDraw, Pruned, Rewards, Rolled, Sample, Segments
+from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import loader
 from settings.loader import ConfigError
 from verify import grade as grading
@@ -184,6 +184,13 @@ def make_groups(lengths: list[list[int]], prompt_lengths: list[int], seed: int =
     return [Group(Prompt(f"q{n}", tokens(p), "1"),
                   tuple(Sample(tokens(k), tuple(-float(i) for i in range(k)), True) for k in row))
             for n, (row, p) in enumerate(zip(lengths, prompt_lengths, strict=True))]
+
+
+def ask(prompts: list[tuple[int, ...]], seeds: list[int], limits: int | list[int]) -> list[Request]:
+    """Requests for a completion of each prompt."""
+    limits = [limits] * len(prompts) if isinstance(limits, int) else limits
+    return [Request(Prompt("", tuple(ids), ""), seed, limit)
+            for ids, seed, limit in zip(prompts, seeds, limits, strict=True)]
 
 
 def as_batch(groups: list[Group], adv_NG: torch.Tensor, pruned: Pruned) -> Batch:

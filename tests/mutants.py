@@ -36,7 +36,7 @@ BUGS = {
         ("clamp(min=SIZE_FLOOR * mean)", "clamp(min=0)", "prune"),
         ("return n, positive_NG[n][g], candidates", "return n, candidates", "prune"),
         (".clamp(min=LEAST_SURPRISE)", "", "prune"),
-        ("dtype=torch.float64)[s.start:]", "dtype=torch.float64)", "prune"),
+        ("dtype=torch.float64)[s.scored]", "dtype=torch.float64)", "prune"),
         ("torch.tensor([[keep * len(adv_NG)]])", "torch.tensor([[keep]])", "prune"),
         ("1 - drop_prob * small_NG", "1 - drop_prob * ~small_NG", "prune"),
         ("memory.skipped_K >= max_skips", "memory.skipped_K > max_skips", "prune"),

@@ -39,7 +39,8 @@ class Script:
         self.right, self.wrong = TOKENIZER.encode(["#### 1", "#### 2 3"])
         self.rounds: list[list[str]] = []
 
-    def generate(self, prompts, seeds, *rest, **named):
+    def generate(self, requests, *rest, **named):
+        prompts = [request.prompt.ids for request in requests]
         self.rounds.append([self.kind[ids] for ids in prompts[::4]])
         texts = [self.right if self.kind[ids] == "e" or (self.kind[ids] == "i" and i % 4 == 0) else self.wrong
                  for i, ids in enumerate(prompts)]

@@ -243,8 +243,8 @@ def test_scores_count_what_the_engine_wrote():
     tokenizer, texts, asked = data.Tokenizer(TOY), ["#### 1", "#### 2 2 2", "#### 1"], []
 
     class Scribe:
-        def generate(self, prompts, seeds, *rest):
-            asked.extend(seeds)
+        def generate(self, requests, *rest):
+            asked.extend(request.seed for request in requests)
             return [Sample(x, (-1.0,) * len(x), i % 3 > 0) for i, x in enumerate(tokenizer.encode(texts))]
 
     problems = [Problem(str(i), "q", "1") for i in range(3)]
@@ -260,9 +260,10 @@ def test_scores_count_what_the_engine_wrote():
 def test_the_command_passes_its_arguments_on(tmp_path, monkeypatch, run):
     asked, generate = [], TorchEngine.generate
 
-    def spy(self, prompts, seeds, *rest):
-        asked.append((data.Tokenizer(TOY).decode(prompts[0]), rest[:3], self.slots, seeds))
-        return generate(self, prompts, seeds, *rest)
+    def spy(self, requests, *rest):
+        first = requests[0]
+        asked.append((data.Tokenizer(TOY).decode(first.prompt.ids), (first.limit, *rest[:2]), self.slots, first.seed))
+        return generate(self, requests, *rest)
 
     monkeypatch.setattr(TorchEngine, "generate", spy)
     (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
@@ -304,7 +305,7 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
      "model.path='nowhere/at all' is no folder, and could not be downloaded from the hub"),
-    (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens allow sequences of 50"),
+    (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens (or "),
     (sets("eval.temperature=-1"), "eval.temperature=-1 must be at least 0"),
     ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
     (sets("eval.n=4"), "eval.n=4 must be 1 at eval.temperature=0: greedy answers are all the same"),

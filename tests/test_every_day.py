@@ -79,7 +79,7 @@ def test_a_folder_without_a_step_done_is_taken_over_by_the_same_command_and_by_a
 
 def test_a_table_of_another_reward_file_is_not_taken_over(tmp_path):
     cfg, device = toy_config(tmp_path / "run", "steps=1"), torch.device("cpu")
-    texts = {"reward.custom_file": "one", "data.chat_template": None}
+    texts = {"reward.custom_file": "one", "environment.file": None, "data.chat_template": None}
     for text, stays in (("one", True), ("two", False), (None, False)):
         with_table = runfolder.RunLog(tmp_path / "run")
         with_table.create(cfg, "never", device, {}, texts)

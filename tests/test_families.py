@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from compare_logits import compare
-from conftest import attend_alone, load, make_groups, nudge, toy_config, write_tiny
+from conftest import ask, attend_alone, load, make_groups, nudge, toy_config, write_tiny
 from test_invariance import assert_same, change, gradient, on_ranks
 from test_rollout import spec, trainer_logp
 
@@ -95,7 +95,7 @@ def test_what_the_embedded_engine_samples_has_the_log_probs_of_a_full_pass(name,
     engine = TorchEngine(load(folders(name), torch.float64), spec(folders(name), slots=4, dtype=torch.float64))
     prompts = [(5, 9, 31, 8, 77, 60, 12, 9, 14), (5,), (44, 3, 8)]
     asked = [prompts[i] for i in (0, 0, 1, 2, 0, 2)]
-    samples = engine.generate(asked, list(range(6)), 18, 1.0)
+    samples = engine.generate(ask(asked, list(range(6)), 18), 1.0)
     assert max(sample.length for sample in samples) > 10
     for prompt, sample in zip(asked, samples, strict=True):
         gap_C = torch.tensor(sample.logp, dtype=torch.float64) - trainer_logp(model, prompt, sample, 1.0)

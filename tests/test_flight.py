@@ -23,6 +23,7 @@ from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
 from preflight import memory
 from records import Group, Prompt, Rolled, Sample
+from rollout import tokens_before
 
 FLIGHT = ["steps=6", "optim.lr=1e-3", "rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8"]
 THINNED = ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "data.limit=10", "steps=10"]
@@ -41,9 +42,10 @@ class Scripted:
         self.left = {first: list(of_group) for first, of_group in lengths.items()}
         self.asked = 0
 
-    def generate(self, prompts, seeds, limits, *rest, **named):
+    def generate(self, requests, *rest, **named):
         samples = []
-        for ids, limit in zip(prompts, limits, strict=True):
+        for request in requests:
+            ids, limit = tokens_before(request), request.limit
             length = self.left[ids[0]][0] - (len(ids) - 1)  # what is behind the prompt's one token was sampled before
             made = min(length, limit)
             if made == length:

@@ -12,7 +12,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import transformers
-from conftest import TOY, load, toy_config, write_tiny
+from conftest import TOY, ask, load, toy_config, write_tiny
 from test_data import edit, write
 from test_eval import sets
 from test_rollout import prompts, spec
@@ -333,10 +333,10 @@ def test_a_sample_ends_with_the_token_that_completes_a_stop_text(tiny):
     in two tokens and more, and slots are refilled and dropped meanwhile."""
     tokenizer, limits = data.Tokenizer(tiny), [40, 7, 40, 25, 40, 1, 40, 40] * 4
     asked, seeds = prompts() * 4, list(range(32))
-    whole = stopping(tiny).generate(asked, seeds, limits, 1.0)
+    whole = stopping(tiny).generate(ask(asked, seeds, limits), 1.0)
     pairs = [[tokenizer.decode([i]) for i in s.ids[n:n + 2]] for s in whole for n in range(0, s.length - 2, 3)]
     texts = sorted({left[-2:] + right[:2] for left, right in pairs if left.isalpha() and right.isalpha()})[::4]
-    stopped = stopping(tiny, *texts).generate(asked, seeds, limits, 1.0)
+    stopped = stopping(tiny, *texts).generate(ask(asked, seeds, limits), 1.0)
     across = 0
     for long, short in zip(whole, stopped, strict=True):
         ends = [n for n in range(1, long.length + 1) if any(x in tokenizer.decode(long.ids[:n]) for x in texts)]
@@ -346,7 +346,7 @@ def test_a_sample_ends_with_the_token_that_completes_a_stop_text(tiny):
         across += bool(ends) and not any(x in tokenizer.decode(short.ids[-1:]) for x in texts)
     assert across > 2 and sum(s.finished for s in stopped) > 2 + sum(s.finished for s in whole)
     twice = {2 * tokenizer.decode(s.ids[:1]) for s in whole if tokenizer.decode(s.ids[:1]).isalpha()}  # not said twice
-    again = stopping(tiny, *twice).generate(asked, seeds, limits, 1.0)
+    again = stopping(tiny, *twice).generate(ask(asked, seeds, limits), 1.0)
     assert twice and [s.ids for s in again if s.length == 1] == [s.ids for s in whole if s.length == 1]
 
 

@@ -6,7 +6,7 @@ import types
 
 import pytest
 import torch
-from conftest import load, make_groups, write_tiny
+from conftest import ask, load, make_groups, write_tiny
 
 import data
 import rollout
@@ -51,7 +51,7 @@ def test_sampled_log_probs_equal_a_packed_forward_eos_included(kind, temperature
     """Fewer slots than samples, so that slots are refilled while others are in the middle of a sample."""
     folder = write_tiny(tmp_path, model_type=kind)
     ends = frozenset(range(3, 60))  # many EOS ids, so that most samples end early
-    samples = engine(folder, slots=3, eos=ends).generate(prompts(), list(range(8)), 15, temperature)
+    samples = engine(folder, slots=3, eos=ends).generate(ask(prompts(), list(range(8)), 15), temperature)
     assert {s.finished for s in samples} == {True, False}
     assert len({len(s.ids) for s in samples}) > 3
     for prompt, sample in zip(prompts(), samples, strict=True):
@@ -65,13 +65,13 @@ def test_sampled_log_probs_equal_a_packed_forward_eos_included(kind, temperature
 def test_a_sample_depends_on_its_seed_alone(tiny):
     """Not on its batch, its slot, the number of slots or the order of the requests."""
     seeds = list(range(100, 108))
-    whole = engine(tiny, slots=8, dtype=torch.float64).generate(prompts(), seeds, 20, 1.0)
+    whole = engine(tiny, slots=8, dtype=torch.float64).generate(ask(prompts(), seeds, 20), 1.0)
     for slots in (1, 3):
-        assert [s.ids for s in engine(tiny, slots, torch.float64).generate(prompts(), seeds, 20, 1.0)] == [
+        assert [s.ids for s in engine(tiny, slots, torch.float64).generate(ask(prompts(), seeds, 20), 1.0)] == [
             s.ids for s in whole]
-    backwards = engine(tiny, 3, torch.float64).generate(prompts()[::-1], seeds[::-1], 20, 1.0)
+    backwards = engine(tiny, 3, torch.float64).generate(ask(prompts()[::-1], seeds[::-1], 20), 1.0)
     assert [s.ids for s in backwards[::-1]] == [s.ids for s in whole]
-    others = engine(tiny, 8, torch.float64).generate(prompts(), [s + 1 for s in seeds], 20, 1.0)
+    others = engine(tiny, 8, torch.float64).generate(ask(prompts(), [s + 1 for s in seeds], 20), 1.0)
     assert all(a.ids != b.ids for a, b in zip(whole, others, strict=True))
 
 
@@ -97,11 +97,11 @@ def test_samples_that_share_a_prompt_are_those_of_each_alone(slots, lengths, cou
     asked = copies_of(lengths, counts)
     seeds, limits = list(range(len(asked))), [(3, 9, 24, 1)[i % 4] for i in range(len(asked))]
     ends = frozenset(range(3, 20))
-    shared = engine(folder, slots, torch.float64, ends).generate(asked, seeds, limits, 1.0)
+    shared = engine(folder, slots, torch.float64, ends).generate(ask(asked, seeds, limits), 1.0)
     assert bool(dropped) == (slots > 1)
     alone = engine(folder, 1, torch.float64, ends)
     for sample, prompt, seed, limit in zip(shared, asked, seeds, limits, strict=True):
-        expected, = alone.generate([prompt], [seed], limit, 1.0)
+        expected, = alone.generate(ask([prompt], [seed], limit), 1.0)
         assert (sample.ids, sample.finished) == (expected.ids, expected.finished)
         assert max(abs(a - b) for a, b in zip(sample.logp, expected.logp, strict=True)) < 1e-12
 
@@ -123,7 +123,7 @@ def test_a_prompt_is_computed_and_kept_once_however_its_slots_are_refilled(tiny,
     monkeypatch.setattr(rollout.Cache, "decode", note_bytes)
     asked = copies_of((7, 3, 2, 12, 5, 8), (4,) * 6)
     answering = engine(tiny, slots=4)
-    answering.generate(asked, list(range(24)), [1 + i * 7 % 5 for i in range(24)], 1.0)
+    answering.generate(ask(asked, list(range(24)), [1 + i * 7 % 5 for i in range(24)]), 1.0)
     assert sorted(computed) == sorted(set(asked))
     assert max(answered) == 3
     shape = answering.model.shape  # 4 slots of 5 tokens, and 3 prompts of 11
@@ -148,13 +148,13 @@ def test_prompts_of_many_slots_stand_apart_from_those_of_one(tiny):
 
 
 def test_equal_prompts_with_different_seeds_differ(tiny):
-    samples = engine(tiny).generate([prompts()[0]] * 16, list(range(16)), 20, 1.0)
+    samples = engine(tiny).generate(ask([prompts()[0]] * 16, list(range(16)), 20), 1.0)
     assert len({tuple(s.ids) for s in samples}) == 16
 
 
 def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
     model = load(tiny, torch.float64)
-    samples = engine(tiny, 3, torch.float64).generate(prompts(), [0] * 8, 10, 0.0)
+    samples = engine(tiny, 3, torch.float64).generate(ask(prompts(), [0] * 8, 10), 0.0)
     for prompt, sample in zip(prompts(), samples, strict=True):
         ids = list(prompt)
         for token in sample.ids:
@@ -168,7 +168,7 @@ def test_greedy_takes_the_largest_logit_of_a_full_forward(tiny):
 def test_sync_takes_over_the_policys_weights(tiny, tmp_path):
     policy = load(write_tiny(tmp_path, seed=9))
     stale = engine(tiny)
-    greedy = prompts(), [0] * 8, 10, 0.0
+    greedy = ask(prompts(), [0] * 8, 10), 0.0
     before = stale.generate(*greedy)
     stale.sync(policy)
     assert stale.generate(*greedy) == engine(tmp_path).generate(*greedy) != before
@@ -206,7 +206,7 @@ def test_a_finished_slot_takes_the_next_prompt_at_once(tiny, monkeypatch):
     steps, decode = [], rollout.Cache.decode
     monkeypatch.setattr(rollout.Cache, "decode", lambda *arguments: steps.append(1) or decode(*arguments))
     ends = frozenset(range(3, 60))
-    samples = engine(tiny, slots=3, eos=ends).generate(prompts([3] * 12), list(range(12)), 15, 1.0)
+    samples = engine(tiny, slots=3, eos=ends).generate(ask(prompts([3] * 12), list(range(12)), 15), 1.0)
     busy = [0, 0, 0]
     for sample in samples:
         busy[busy.index(min(busy))] += len(sample.ids)
@@ -233,9 +233,9 @@ def test_an_engine_without_weights_refuses_to_sample(tiny):
     asleep = engine(tiny)
     asleep.sleep()
     with pytest.raises(RuntimeError, match="no weights; sync it first"):
-        asleep.generate(prompts(), [0] * 8, 10, 0.0)
+        asleep.generate(ask(prompts(), [0] * 8, 10), 0.0)
     asleep.sync(load(tiny))
-    assert asleep.generate(prompts(), [0] * 8, 10, 0.0) == engine(tiny).generate(prompts(), [0] * 8, 10, 0.0)
+    assert asleep.generate(ask(prompts(), [0] * 8, 10), 0.0) == engine(tiny).generate(ask(prompts(), [0] * 8, 10), 0.0)
 
 
 @pytest.mark.parametrize(("module", "message"), [

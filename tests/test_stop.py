@@ -43,9 +43,9 @@ def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool
         engine = start(kind, spec)
         generate = engine.generate
 
-        def counting(prompts, seeds, limits, *rest, **settings):
-            calls["rollout" if isinstance(limits, list) else "evaluation"] += 1
-            return generate(prompts, seeds, limits, *rest, **settings)
+        def counting(requests, *rest, **settings):
+            calls["evaluation" if rest[1:] else "rollout"] += 1
+            return generate(requests, *rest, **settings)
 
         engine.generate = counting
         return engine

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import vllm_async
-from conftest import PRECISION, make_groups, write_tiny
+from conftest import PRECISION, ask, make_groups, write_tiny
 from test_rollout import spec, trainer_logp
 
 import data
@@ -115,7 +115,7 @@ def gaps(policy: Decoder, asked: list[tuple], samples: list[Sample], temperature
 
 def is_in_step(engine: VLLMEngine, policy: Decoder, temperature: float = 1.0) -> bool:
     """Whether what it samples for all prompts has the log-probs of our forward."""
-    samples = engine.generate(prompts(), list(range(8)), 20, temperature)
+    samples = engine.generate(ask(prompts(), list(range(8)), 20), temperature)
     return PRECISION.agrees(gaps(policy, prompts(), samples, temperature))
 
 
@@ -148,7 +148,7 @@ def assert_same(samples: list[tuple[int, ...]], others: list[tuple[int, ...]]) -
 def test_without_weights_it_refuses_to_sample(started):
     started[0].sleep()
     with pytest.raises(RuntimeError, match="no weights; sync"):
-        started[0].generate(prompts(), [0] * 8, 5, 1.0)
+        started[0].generate(ask(prompts(), [0] * 8, 5), 1.0)
 
 
 def test_the_trainers_process_is_left_as_it_was(started):
@@ -185,7 +185,7 @@ def test_after_a_sync_it_is_our_forward_of_the_new_weights(engine, policy):
             for p in policy.parameters():
                 p *= change
         engine.sync(policy)
-        assert_greedy(policy, [s.ids for s in engine.generate(prompts(), [0] * 8, 20, 0.0)])
+        assert_greedy(policy, [s.ids for s in engine.generate(ask(prompts(), [0] * 8, 20), 0.0)])
         for temperature in (1.0, 0.7):
             assert is_in_step(engine, policy, temperature)
 
@@ -240,10 +240,10 @@ def test_weights_are_copied_and_may_have_another_dtype(engine, policy):
 
 def test_sleep_and_sync_bring_it_back(engine, policy):
     engine.sync(policy)
-    before = engine.generate(prompts(), list(range(8)), 20, 1.0)
+    before = engine.generate(ask(prompts(), list(range(8)), 20), 1.0)
     engine.sleep()
     engine.sync(policy)
-    assert_same([s.ids for s in before], [s.ids for s in engine.generate(prompts(), list(range(8)), 20, 1.0)])
+    assert_same([s.ids for s in before], [s.ids for s in engine.generate(ask(prompts(), list(range(8)), 20), 1.0)])
     assert is_in_step(engine, policy)
 
 
@@ -268,10 +268,10 @@ def test_sleep_gives_the_memory_of_the_cache_back(engine, policy, device):
 def test_a_sample_depends_on_its_seed_alone(engine, policy):
     engine.sync(policy)
     seeds = [dist.seed_for(0, i) for i in range(8)]
-    whole = [s.ids for s in engine.generate(prompts(), seeds, 20, 1.0)]
-    assert_same([s.ids for s in engine.generate(prompts()[::-1], seeds[::-1], 20, 1.0)[::-1]], whole)
-    assert_same([s.ids for i in range(8) for s in engine.generate([prompts()[i]], [seeds[i]], 20, 1.0)], whole)
-    same = engine.generate([prompts()[0]] * 16, [dist.seed_for(1, i) for i in range(16)], 20, 1.0)
+    whole = [s.ids for s in engine.generate(ask(prompts(), seeds, 20), 1.0)]
+    assert_same([s.ids for s in engine.generate(ask(prompts()[::-1], seeds[::-1], 20), 1.0)[::-1]], whole)
+    assert_same([s.ids for i in range(8) for s in engine.generate(ask([prompts()[i]], [seeds[i]], 20), 1.0)], whole)
+    same = engine.generate(ask([prompts()[0]] * 16, [dist.seed_for(1, i) for i in range(16)], 20), 1.0)
     assert len({tuple(s.ids) for s in same}) == 16
 
 
@@ -279,7 +279,7 @@ def test_samples_end_with_each_of_our_eos_ids_and_with_no_other(engine, policy, 
     engine.sync(policy)
     ends = frozenset(range(3, 60))
     monkeypatch.setattr(engine, "eos_ids", ends)
-    samples = engine.generate(prompts() * 4, list(range(32)), 15, 1.0)
+    samples = engine.generate(ask(prompts() * 4, list(range(32)), 15), 1.0)
     assert {s.finished for s in samples} == {True, False}
     assert len({s.ids[-1] for s in samples if s.finished}) > 3
     for sample in samples:
@@ -293,11 +293,11 @@ def test_samples_end_with_the_token_that_completes_a_stop_text(engine, policy, f
     text is whole. Texts lie in two tokens."""
     engine.sync(policy)
     tokenizer, asked, seeds = data.Tokenizer(folder), prompts() * 4, list(range(32))
-    whole = engine.generate(asked, seeds, 30, 1.0)
+    whole = engine.generate(ask(asked, seeds, 30), 1.0)
     pairs = [[tokenizer.decode([i]) for i in s.ids[n:n + 2]] for s in whole for n in range(0, s.length - 2, 3)]
     texts = sorted({left[-2:] + right[:2] for left, right in pairs if left.isalpha() and right.isalpha()})[::4]
     monkeypatch.setattr(engine, "stops", texts)
-    stopped = engine.generate(asked, seeds, 30, 1.0)
+    stopped = engine.generate(ask(asked, seeds, 30), 1.0)
     assert sum(s.finished for s in stopped) > 2 + sum(s.finished for s in whole)
     assert PRECISION.agrees(gaps(policy, asked, stopped))
     stops = data.Tokenizer(folder, stop=texts).stops
@@ -317,7 +317,7 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
     sorted_V, place_V = prob_V.sort(descending=True)
     kept = 3 + int((sorted_V[2:40] / sorted_V[3:41]).argmax())
     top_p = float(sorted_V[:kept].sum() - sorted_V[kept - 1] / 2)
-    samples = engine.generate([prompts()[0]] * 32, list(range(32)), 1, 1.0, top_p=top_p)
+    samples = engine.generate(ask([prompts()[0]] * 32, list(range(32)), 1), 1.0, top_p=top_p)
     ids = [s.ids[0] for s in samples]
     assert set(ids) <= set(place_V[:kept].tolist())
     assert PRECISION.agrees(torch.tensor([s.logp[0] for s in samples]) - (prob_V[ids] / sorted_V[:kept].sum()).log())
@@ -325,28 +325,29 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
 
 def test_nothing_to_do_is_nothing_done(engine, policy):
     engine.sync(policy)
-    assert engine.generate([], [], 5, 1.0) == []
+    assert engine.generate(ask([], [], 5), 1.0) == []
 
 
 def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_own(engine, policy, folder, device):
     """What a window left, some of it longer than a cached block, is read again with the new weights."""
     engine.sync(load_model(folder, PRECISION.dtype, device))
     limits = [5, 1, 20, 30, 9, 2, 12, 40]
-    begun = engine.generate(prompts(), list(range(8)), limits, 1.0)
+    begun = engine.generate(ask(prompts(), list(range(8)), limits), 1.0)
     assert all(s.length == limit or s.finished for s, limit in zip(begun, limits, strict=True))
     so_far = [(*p, *s.ids) for p, s in zip(prompts(), begun, strict=True)]
     engine.sync(policy)
-    rest = engine.generate(so_far, list(range(8, 16)), limits[::-1], 1.0)
+    rest = engine.generate(ask(so_far, list(range(8, 16)), limits[::-1]), 1.0)
     assert PRECISION.agrees(gaps(policy, so_far, rest))
 
 
 def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy):
     engine.sync(policy)
-    whole = engine.generate(prompts(), [0] * 8, 24, 0.0)
+    whole = engine.generate(ask(prompts(), [0] * 8, 24), 0.0)
     ids, done = [()] * 8, [False] * 8
     for _ in range(4):
         going = [i for i in range(8) if not done[i]]
-        pieces = engine.generate([(*prompts()[i], *ids[i]) for i in going], [0] * len(going), [6] * len(going), 0.0)
+        asked = ask([(*prompts()[i], *ids[i]) for i in going], [0] * len(going), 6)
+        pieces = engine.generate(asked, 0.0)
         for i, piece in zip(going, pieces, strict=True):
             ids[i], done[i] = (*ids[i], *piece.ids), piece.finished
     assert_greedy(policy, ids)

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, toy_config
+from conftest import ROOT, TOY, ask, toy_config
 from test_memory import GIB, gpu
 
 import config
@@ -107,7 +107,7 @@ def test_an_engine_that_never_sleeps_is_never_told_to(sleeps, recorded):
     assert not engine.asleep
     engine.sleep()
     with pytest.raises(RuntimeError, match="no weights; sync it first"):
-        engine.generate([(1,)], [0], 1, 1.0)
+        engine.generate(ask([(1,)], [0], 1), 1.0)
     engine.sync(policy)
     sync = ["wake up weights", "reload_weights", "wake up kv_cache", "reset"]
     asleep = ["sleep 2", *sync, "sleep 2", *sync]

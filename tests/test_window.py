@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_rolled, load, toy_config
+from conftest import TOY, as_rolled, ask, load, toy_config
 
 import config
 import data
@@ -18,6 +18,7 @@ from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
 from preflight import memory
 from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
+from rollout import tokens_before
 
 ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "rollout.window=10", "critic.pretrain_steps=0"]
 
@@ -112,7 +113,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     assert steps >= 3
     order = [prompt for _, prompt in pool_of(cfg, task.prompts).coming(pool.place)]
     assert ended.keys() | {draw.prompt.id for draw, _ in pool.begun} == {prompt.id for prompt in order}
-    alone = engine.generate([p.ids for p in order], [0] * len(order), 48, 0.0)
+    alone = engine.generate(ask([p.ids for p in order], [0] * len(order), 48), 0.0)
     for prompt, sample in zip(order, alone, strict=True):
         if prompt.id in ended:
             assert (ended[prompt.id].ids, ended[prompt.id].finished) == (sample.ids, sample.finished)
@@ -126,10 +127,10 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(40)]
 
     class Endless:
-        def generate(self, tokens, seeds, limits, *rest, **named):
-            self.asked = list(zip(map(len, tokens), limits, strict=True))
-            self.seeds = seeds
-            return [Sample((9,) * limit, (-0.5,) * limit, False) for limit in limits]
+        def generate(self, requests, *rest, **named):
+            self.asked = [(len(tokens_before(request)), request.limit) for request in requests]
+            self.seeds = [request.seed for request in requests]
+            return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
     engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
     pool.begun = [(PromptDraw(prompts[30], 0, copy=1), (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
@@ -174,7 +175,7 @@ def test_prefill_in_runs_is_prefill_at_once(monkeypatch):
         spec = EngineSpec(TOY, torch.float64, torch.device("cpu"), "sdpa", frozenset({2}), slots=8, max_len=64)
         engine = rollout.TorchEngine(load(TOY, torch.float64), spec)
         engine.sync(model)
-        return engine.generate(prompts, [1, 2, 3, 4, 5], [4, 9, 1, 12, 6], 1.0)
+        return engine.generate(ask(prompts, [1, 2, 3, 4, 5], [4, 9, 1, 12, 6]), 1.0)
 
     whole = answers()
     monkeypatch.setattr(rollout, "PREFILL_TOKENS", 18)

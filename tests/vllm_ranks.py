@@ -12,7 +12,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from conftest import PRECISION, make_groups
+from conftest import PRECISION, ask, make_groups
 from test_rollout import spec, trainer_logp
 
 from infra import dist
@@ -34,7 +34,7 @@ def main() -> None:
         # Each rank has its own prompts and its own number of them.
         prompts = [g.prompt.ids for g in make_groups([[1]] * 3, [150, 4, 9], seed=dist.rank())]
         prompts = prompts[dist.rank():]
-        samples = engine.generate(prompts, [10 * dist.rank() + i for i in range(len(prompts))], 12, 0.7)
+        samples = engine.generate(ask(prompts, [10 * dist.rank() + i for i in range(len(prompts))], 12), 0.7)
         gaps += [torch.tensor(s.logp) - trainer_logp(plain, p, s, 0.7)
                  for p, s in zip(prompts, samples, strict=True)]
         tokens += [list(s.ids) for s in samples]

@@ -56,6 +56,7 @@ class Limits:
     size: int     # bytes of memory beyond a new worker's
     workers: int
     seconds: float = field(compare=False)  # of computing; calls of any length share the workers
+    settings: tuple[str, str] = ("", "")   # the names of those that set seconds and size
 
 
 POOLS: dict[Limits, ProcessPool] = {}

@@ -25,7 +25,7 @@ from court.survivors import ADVANTAGES as ADVANTAGES
 from court.survivors import Drawn, column, drawn, keep_drawn, require
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw, Sample
+from records import Group, PromptDraw, Request, Sample, join
 from settings.loader import Count, within
 
 
@@ -63,20 +63,18 @@ class AbortSampler:
         mark = self.settings.mark
         turns = [(draw, g) for draw in draws for g in range(G)]
         seeds = [sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g) for draw, g in turns]
-        prompts = [draw.prompt.ids for draw, _ in turns]
-        begun = self.sampler.complete(prompts, seeds, [mark] * len(turns))
+        asked = [Request(draw.prompt, seed, mark) for (draw, _), seed in zip(turns, seeds, strict=True)]
+        begun = self.sampler.complete(asked)
         samples = []
         for n, draw in enumerate(draws):
             of_group = slice(n * G, (n + 1) * G)
             samples += self.decide(draw, seeds[of_group], begun[of_group])
         places = [i for i, sample in enumerate(samples) if not sample.finished and not sample.aborted]
         if places:  # an engine may not take an empty list
-            longer = [(*prompts[i], *samples[i].ids) for i in places]
-            later_seeds = [seed_for(seeds[i], mark) for i in places]
-            pieces = self.sampler.complete(longer, later_seeds, [most - mark] * len(places))
-            for i, piece in zip(places, pieces, strict=True):
-                ids, logp = samples[i].ids + piece.ids, samples[i].logp + piece.logp
-                samples[i] = replace(samples[i], ids=ids, logp=logp, finished=piece.finished)
+            longer = [Request(turns[i][0].prompt, seed_for(seeds[i], mark), most - mark, samples[i])
+                      for i in places]
+            for i, piece in zip(places, self.sampler.complete(longer), strict=True):
+                samples[i] = join(samples[i], piece)
         return [Group(draw.prompt, tuple(samples[n * G:(n + 1) * G])) for n, draw in enumerate(draws)]
 
     def decide(self, draw: PromptDraw, seeds: list[int], begun: list[Sample]) -> list[Drawn]:

@@ -28,7 +28,7 @@ from config import Config
 from court.pass_rates import NotedRewards, PassRates, Rate, noted, require_plain
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw
+from records import Group, PromptDraw, Request
 from settings.loader import Count, at_least
 
 
@@ -107,9 +107,11 @@ class CopySampler:
     sampler: Sampler
 
     def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        prompts = [draw.prompt.ids for draw in draws]
-        seeds = [sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy) for draw in draws]
-        samples = self.sampler.complete(prompts, seeds, [self.sampler.sampling.max_new_tokens] * len(draws))
+        requests = []
+        for draw in draws:
+            seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy)
+            requests.append(Request(draw.prompt, seed, self.sampler.sampling.max_new_tokens))
+        samples = self.sampler.complete(requests)
         return [Group(draw.prompt, (sample,)) for draw, sample in zip(draws, samples, strict=True)]
 
     def score(self, groups: list[Group]) -> NotedRewards:

@@ -260,6 +260,11 @@ def windowed(groups: list[Group]) -> list[Group]:
     return [Group(group.prompt, tuple(cut(s, g) for g, s in enumerate(group.samples))) for group in groups]
 
 
+def own_places(sample: Sample) -> list[int]:
+    """Where the policy's tokens are: everywhere but in replies (test_replies.py)."""
+    return [t for t in range(sample.length) if not any(start <= t < to for start, to in sample.replies)]
+
+
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
     return train.load_models(memory.resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
@@ -347,13 +352,14 @@ class Case:
         answers = []
         for n, group in enumerate(self.groups):
             for g, s in enumerate(group.samples):
-                value_T = self.values(group, s)
+                value_T, own = self.values(group, s), own_places(s)
                 answers.append(Answer(
-                    self.alone(self.now, group, s, grad=True), self.alone(self.old, group, s), torch.tensor(s.logp),
-                    self.alone(self.ref, group, s), self.entropies(self.now, group, s),
-                    value_T[:-1], value_T[-1], float(self.reward_NG[n, g]),
-                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), s.start, s.pending, n, g))
-                answers[-1].beh_T = torch.tensor(s.logp.tolist(), dtype=torch.float64)
+                    self.alone(self.now, group, s, grad=True)[own], self.alone(self.old, group, s)[own],
+                    torch.tensor(s.logp.tolist(), dtype=torch.float64)[own],
+                    self.alone(self.ref, group, s)[own], self.entropies(self.now, group, s)[own],
+                    value_T[own], value_T[-1], float(self.reward_NG[n, g]),
+                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), sum(t < s.start for t in own), s.pending,
+                    n, g))
         self.textbook(answers, self.cfg).backward()
         return gradients(self.now)
 

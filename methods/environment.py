@@ -1,0 +1,132 @@
+"""Let an environment speak within completions: a tool, a game, a simulated user (environment.file).
+
+A turn of the policy ends with a stop text (rollout.stop) or with the token by which the chat template closes
+an answer. The environment's reply follows as tokens that are context and no action: no gradient, no log-prob,
+in no denominator. A reply is a function of the text so far and the data row, so a run resumes and replays as
+without it. The policy's own tokens are never made again from text (docs/environments.md).
+
+`EnvironmentEngine` stands in for the engine, so rollouts, votes and evaluations go through it alike.
+"""
+
+from array import array
+from dataclasses import replace
+
+from config import Config
+from infra import dist
+from infra.environment import EnvironmentFile
+from infra.environment_worker import Reply
+from infra.replies import Splicer
+from infra.tokenizer import Tokenizer
+from model import Decoder
+from records import Request, Sample, join
+from rollout import Engine
+
+
+class EnvironmentEngine:
+    """An engine with completions that have replies in them."""
+
+    def __init__(self, engine: Engine, tokenizer: Tokenizer, file: EnvironmentFile, lock_step: bool):
+        self.engine, self.tokenizer, self.file = engine, tokenizer, file
+        self.splicer = Splicer(tokenizer)
+        self.lock_step = lock_step  # ranks share an engine, so all sample as many turns (tensor_parallel)
+        self.eos_ids = engine.eos_ids
+
+    def sync(self, policy: Decoder) -> None:
+        self.engine.sync(policy)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
+
+    @property
+    def peak_bytes(self) -> int:
+        return getattr(self.engine, "peak_bytes", 0)
+
+    def generate(
+        self,
+        requests: list[Request],
+        temperature: float,
+        top_p: float = 1.0,
+        progress: str | None = None,
+    ) -> list[Sample]:
+        """Sample the new tokens of each request, in order, turn by turn, with the replies between turns.
+
+        A request's limit counts the policy's tokens. A completion is `finished` if the environment does not
+        reply to its last turn, and `cut` if the reply would go beyond environment.turns or max_context.
+        """
+        pieces: list[Sample | None] = [None] * len(requests)
+        going_on = list(range(len(requests)))
+        while dist.max_over_ranks(len(going_on)) if self.lock_step else going_on:
+            asked = [self.continued(requests[i], pieces[i]) for i in going_on]
+            sampled = self.engine.generate(asked, temperature, top_p, progress)
+            for i, piece in zip(going_on, sampled, strict=True):
+                pieces[i] = join(pieces[i], piece)
+            for i, piece in self.replied([(i, requests[i], pieces[i]) for i in going_on]):
+                pieces[i] = piece
+            going_on = [i for i in going_on if goes_on(requests[i], pieces[i])]
+        return pieces
+
+    def continued(self, request: Request, piece: Sample | None) -> Request:
+        """Ask for the next turn, behind all that there is."""
+        if piece is None:
+            own, seed = 0, request.seed
+        else:
+            own, seed = piece.own, dist.seed_for(request.seed, len(piece.replies), "turn")
+        so_far = join(request.so_far, piece) if piece else request.so_far
+        return replace(request, seed=seed, limit=min(request.limit - own, self.room(request, so_far)),
+                       so_far=so_far)
+
+    def room(self, request: Request, so_far: Sample | None) -> int:
+        """Count the tokens that environment.max_context leaves."""
+        length = so_far.length if so_far else 0
+        return self.file.settings.max_context - len(request.prompt.ids) - length
+
+    def replied(self, turns: list[tuple[int, Request, Sample]]) -> list[tuple[int, Sample]]:
+        """Put replies behind the turns that have ended; the workers take all of them in parallel."""
+        calls, answered = [], []
+        for _, request, piece in turns:
+            whole = join(request.so_far, piece)
+            call = None
+            if piece.finished and self.splicer.ends_turn(piece.ids[-1]):
+                newest = whole.ids[whole.replies[-1][1] if whole.replies else 0:]
+                texts = self.tokenizer.read(whole.ids), self.tokenizer.read(newest)
+                call = self.file.ask(*texts, request.prompt.row)
+            calls.append(call)
+        for (i, request, piece), call in zip(turns, calls, strict=True):
+            whole = join(request.so_far, piece)
+            if call:
+                reply = self.file.wait(call, request.prompt.id)
+                piece = self.append(request, whole, piece, reply)
+            elif not piece.finished and not self.room(request, whole):
+                piece = replace(piece, cut=True)
+            answered.append((i, piece))
+        return answered
+
+    def append(self, request: Request, whole: Sample, piece: Sample, reply: Reply) -> Sample:
+        """Append a reply to a piece if it fits, and count its calls."""
+        piece = replace(piece, calls=piece.calls + reply.calls, failures=piece.failures + reply.failures)
+        if reply.content is None:
+            return piece
+        ids = self.splicer.tokens(reply.content, whole.ids)
+        last = len(whole.replies) + 1 >= self.file.settings.turns
+        if last or len(ids) >= self.room(request, whole):
+            return replace(piece, finished=False, cut=True)
+        end = piece.length + len(ids)
+        return replace(
+            piece,
+            ids=piece.ids + array("i", ids),
+            logp=piece.logp + array("d", bytes(8 * len(ids))),
+            replies=(*piece.replies, (piece.length, end)),
+            finished=False,
+        )
+
+
+def goes_on(request: Request, piece: Sample) -> bool:
+    return not piece.finished and not piece.cut and piece.own < request.limit
+
+
+def with_environment(engine: Engine, tokenizer: Tokenizer, file: EnvironmentFile | None, cfg: Config,
+                     ) -> Engine:
+    """Let an environment reply within the completions of an engine; without one the engine stays as it is."""
+    if file is None:
+        return engine
+    return EnvironmentEngine(engine, tokenizer, file, cfg.rollout.tensor_parallel > 1)
