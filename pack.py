@@ -203,10 +203,9 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         # A token is predicted where the one before it stands; before the first is the prompt's last.
         before = np.arange(start - 1, end - 1)
         before[0] = prompt_start + len(prompt) - 1
-        places = sample.scored
-        predict.append(before[places])
-        target.append(np.array(sample.ids)[places])
-        logp.append(np.array(sample.logp)[places])
+        predict.append(before[sample.scored])
+        target.append(np.array(sample.ids)[sample.scored])
+        logp.append(np.array(sample.logp)[sample.scored])
     n_S, g_S = torch.tensor(plan.members).T
     segment = [np.full(len(places), i) for i, places in enumerate(predict)]
     ids_T, position_T, key_K, predict_C, target_C, segment_C = (

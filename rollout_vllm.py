@@ -18,7 +18,6 @@ from infra import dist
 from infra.weights import Shape, find_mismatches, named_weights
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
-from rollout import tokens_before
 
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
@@ -129,13 +128,17 @@ class VLLMEngine:
         if self.asleep:
             raise RuntimeError("the engine has no weights; sync it first")  # vLLM itself would wait forever
         first = dist.rank() % self.tensor_parallel
-        by_rank = [[(tokens_before(request), request.seed, request.limit) for request in requests]]
+        local = []
+        for request in requests:
+            so_far = request.so_far.ids if request.so_far else ()
+            local.append(([*request.prompt.ids, *so_far], request.seed, request.limit))
+        by_rank = [local]
         if self.tensor_parallel > 1:
             by_rank = dist.gather(by_rank)[dist.rank() - first:][:self.tensor_parallel]
         asked, params = [], []
         for of_rank in by_rank:
             for ids, seed, limit in of_rank:
-                asked.append({"prompt_token_ids": list(ids)})
+                asked.append({"prompt_token_ids": ids})
                 params.append(self.params(
                     seed=seed,
                     temperature=temperature,
