@@ -90,7 +90,7 @@ def reply_to(scope: dict, turn: Turn) -> Reply:
     if isinstance(content, list):
         content = [check_message(message, turn) for message in content]
     elif isinstance(content, str):
-        content = content[:turn.longest]
+        content = shorten(content, turn)
     if not content or not isinstance(content, str | list):
         raise WrongFile(f"reply() returns {on_one_line(content, repr)}; it must be a text, a list of "
                         "messages, or None at the end of a completion")
@@ -104,7 +104,14 @@ def check_message(message: object, turn: Turn) -> dict:
             isinstance(value, str) for value in message.values()):
         raise WrongFile(f"reply() returns the message {on_one_line(message, repr)}; each must have a role "
                         "and a content, both texts, and nothing else")
-    return {"role": str(message["role"]), "content": message["content"][:turn.longest]}
+    return message | {"content": shorten(message["content"], turn)}
+
+
+def shorten(text: str, turn: Turn) -> str:
+    """Cut off characters that cannot fit. Raises UnicodeEncodeError for half of a surrogate pair, which no
+    tokenizer takes."""
+    text.encode()
+    return text[:turn.longest]
 
 
 def answer_calls(functions: dict[str, Callable], turn: Turn) -> Reply:
@@ -114,9 +121,9 @@ def answer_calls(functions: dict[str, Callable], turn: Turn) -> Reply:
         return Reply(None, calls=0)
     messages, failures = [], 0
     for call in calls:
-        name, content, failed = run_tool(functions, call)
+        name, content, failed = run_tool(functions, call, turn)
         failures += failed
-        messages.append({"role": "tool", "name": name, "content": content[:turn.longest]})
+        messages.append({"role": "tool", "name": name, "content": content})
     return make_reply(messages, turn.format, failures)
 
 
@@ -139,7 +146,7 @@ def find_calls(text: str, form: str) -> list[str]:
     return [call[0]] if call else []
 
 
-def run_tool(functions: dict[str, Callable], call: str) -> tuple[str, str, bool]:
+def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:
     """Run one call; returns the name of the tool, its result as text, and whether it failed."""
     name = ""
     try:
@@ -150,7 +157,8 @@ def run_tool(functions: dict[str, Callable], call: str) -> tuple[str, str, bool]
         if name not in functions:
             return name, f"error: there is no tool {name!r}; there are {', '.join(functions)}", True
         result = validate_call(functions[name])(**given)
-        return name, result if isinstance(result, str) else json.dumps(result, ensure_ascii=False), False
+        text = result if isinstance(result, str) else json.dumps(result, ensure_ascii=False)
+        return name, shorten(text, turn), False
     except MemoryError:
         raise
     except ValidationError as error:

@@ -79,7 +79,9 @@ class Splicer:
         said = {"role": "assistant", "content": self.tokenizer.opened + answer}
         start = self.tokenizer.conversation(asked, True) + answer + self.closing_text
         whole = self.tokenizer.conversation([*asked, said, *messages], True)
-        if self.closing is None or not whole.startswith(start):
+        if self.closing is None:
+            raise self.misfit(messages, "closes an answer with no token of its own")
+        if not whole.startswith(start):
             raise self.misfit(messages, f"does not leave the answer {answer!r} as it was sampled")
         return whole[len(start):]
 

@@ -313,7 +313,8 @@ HOSTILE = {
     "raises": ("return row['nothing']", "it raises KeyError in line 2: 'nothing'; the row has question"),
     "prints": ("print('x' * 10**8); return None", None),
     "gigabyte": ("return 'x' * 10**9", None),
-    "surrogate": ("return '\\ud800'", None),
+    "surrogate": ("return '\\ud800'", "it raises UnicodeEncodeError"),
+    "message's": ("return [{'role': 'user', 'content': '\\ud800'}]", "it raises UnicodeEncodeError"),
 }
 
 
