@@ -28,6 +28,8 @@ class EnvironmentEngine:
     def __init__(self, engine: Engine, tokenizer: Tokenizer, file: EnvironmentFile, lock_step: bool):
         self.engine, self.tokenizer, self.file = engine, tokenizer, file
         self.splicer = Splicer(tokenizer)
+        if file.tools and file.format != "plain":  # else it is known when the file replies
+            self.splicer.require_fit(("tool",))
         self.lock_step = lock_step  # ranks share an engine, so all sample as many turns (tensor_parallel)
         self.eos_ids = engine.eos_ids
 

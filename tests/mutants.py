@@ -124,6 +124,27 @@ BUGS = {
         ("replace(sample, old=sample.length, pending=False)", "replace(sample, pending=False)", "flight"),
         ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
     ],
+    "methods/environment": [
+        ('len(piece.replies), "turn")', '0, "turn")', "environment"),
+        ("- len(request.prompt.ids) - length", "- length", "environment"),
+        ("last = len(whole.replies) + 1 >=", "last = len(whole.replies) >=", "environment"),
+        ("(piece.length, end)", "(piece.length + 1, end)", "environment"),
+        ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
+        ("finished=False, cut=True", "cut=True", "environment"),
+    ],
+    "infra/replies": [
+        ("self.encode(before + text)[len(self.encode(before)):]", "self.encode(text)", "dialects"),
+        ("or token == self.closing", "", "environment"),
+        ("!= start + tail + closed + tail", "!= start + tail + closed + tail and False", "dialects"),
+        ("if not whole.startswith(start)", "if False", "dialects"),
+        ("return ids if closed else", "return ids if True else", "environment"),
+    ],
+    "records": [
+        ("to - max(start, first)", "to - start", "replies"),
+        ("own = np.arange(len(self.ids)) >= self.start", "own = np.arange(len(self.ids)) >= 0", "replies"),
+        ("(length + start, length + to)", "(start, to)", "replies"),
+        ("if reply[1] < end", "", "replies"),
+    ],
     "methods/gae": [
         ("same_segment = segment_C[m:] == segment_C[:-m]", "same_segment = segment_C[m:] >= 0", "advantage"),
         ("lam_C[:-m] ** m * total_C[m:]", "lam_C[:-m] * total_C[m:]", "advantage"),

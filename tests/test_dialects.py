@@ -106,7 +106,7 @@ DIALECTS = {
     "r1": (R1, "</s>", "bytes", [], ["user"]),
     "glm": (GLM, "<|user|>", "bytes", [], ["user", "tool"]),
 }
-WORDS = ["apples", "12", "=", "é", "日本", "🙂", "\n", "\n\n", "  ", "{", '"a": 1', "</s", "<tool_call>", "x+y", "ÿ", "\t",
+WORDS = ["apples", "12", "=", "é", "日本", "\n", "\n\n", "  ", "{", '"a": 1', "</s", "<tool_call>", "x+y", "ÿ", "\t",
          "\\boxed{3}", "''", "the", "The"]
 
 

@@ -4,6 +4,7 @@ import json
 import sys
 import types
 
+import numpy as np
 import pytest
 import torch
 from conftest import ask, load, make_groups, write_tiny
@@ -37,7 +38,7 @@ def trainer_logp(model, prompt, sample, temperature) -> torch.Tensor:
     one = torch.ones(1, 1)
     group = Group(Prompt("q", prompt, "1"), (sample,))
     row = build_row(Minibatch([group], one.bool(), one, one, one), Plan([(0, 0)]))
-    assert row.target_C.tolist() == list(sample.ids)
+    assert row.target_C.tolist() == np.array(sample.ids)[sample.scored].tolist()
     row = row.to(model.embed_tokens.weight.device, torch.float32)
     model.logp_chunk = 4
     with torch.no_grad():

@@ -14,10 +14,12 @@ import pytest
 import torch
 import vllm_async
 from conftest import PRECISION, ask, make_groups, write_tiny
+from test_environment import Inline
 from test_rollout import spec, trainer_logp
 
 import data
 from infra import dist
+from methods.environment import EnvironmentEngine
 from model import Decoder, empty_model, load_model, sdpa_padded
 from records import Sample, Segments
 from rollout_vllm import VLLMEngine
@@ -338,6 +340,34 @@ def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_ow
     engine.sync(policy)
     rest = engine.generate(ask(so_far, list(range(8, 16)), limits[::-1]), 1.0)
     assert PRECISION.agrees(gaps(policy, so_far, rest))
+
+
+def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, policy, folder, monkeypatch):
+    """Of a turn's prompt, whole blocks of the turn before come from the cache of prefixes (128 tokens on the CPU)."""
+    engine.sync(policy)
+    tokenizer, asked = data.Tokenizer(folder), prompts([60, 90, 120, 90])
+    whole = engine.generate(ask(asked, [1, 2, 3, 4], 12), 1.0)
+    texts = sorted({tokenizer.decode([sample.ids[5]]) for sample in whole} - {""})
+    monkeypatch.setattr(engine, "stops", texts)
+    read, generate = [], engine.llm.generate
+
+    def noting(*given, **named):
+        outputs = generate(*given, **named)
+        read.append([(len(output.prompt_token_ids), output.num_cached_tokens) for output in outputs])
+        return outputs
+
+    monkeypatch.setattr(engine.llm, "generate", noting)
+    speaker = Inline(lambda text, row: " 1 2 3 4 5 6 7 8 9 " * 3, turns=5, max_context=MAX_LEN)
+    talking = EnvironmentEngine(engine, tokenizer, speaker, lock_step=False)
+    samples = talking.generate(ask(asked, [1, 2, 3, 4], 100), 1.0)
+    assert sum(len(sample.replies) for sample in samples) >= 6
+    gap = torch.cat([torch.tensor(s.logp.tolist())[s.scored] - trainer_logp(policy, p, s, 1.0)
+                     for p, s in zip(asked, samples, strict=True)])
+    assert PRECISION.agrees(gap)
+    later = [pair for turn in read[1:] for pair in turn]
+    print("context and tokens computed, turn by turn:", [
+        (sum(length for length, _ in turn), sum(length - cached for length, cached in turn)) for turn in read])
+    assert all(cached >= length // 128 * 128 - 128 for length, cached in later) and any(cached for _, cached in later)
 
 
 def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy):

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PRECISION, ROOT, write_tiny
+from test_environment import with_sums
 
 from infra import runfolder
 
@@ -239,6 +240,25 @@ def test_groups_go_on_with_vllm_on_two_ranks_and_do_so_again_when_repeated(tmp_p
     lines = steps_of(tmp_path / "run")
     assert all(map(is_in_step, lines)) and sum(line.get("age/old_tokens", 0) for line in lines) > 0
     assert max(line.get("age/most", 0) for line in lines) <= 2 and lines[0]["rollout/pending"] > 0
+    if PRECISION.exact:
+        assert decided[0] == decided[1]
+
+
+@pytest.mark.parametrize(("launcher", "more"), [
+    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
+    pytest.param(TORCHRUN, [], marks=[two_ranks, pytest.mark.slow])], ids=["1 rank", "2 ranks, 1 engine", "2 ranks"])
+def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
+    """Ranks that share an engine take equally many turns; a second run has the same tokens."""
+    settings = [*with_sums(tmp_path), "rollout.engine=vllm", "steps=3", "rollout.prompts_per_step=4", "data.eval=null",
+                "rollout.group_size=8", "optim.lr=1e-12", *more]
+    decided = []
+    for name in ("run", "again"):
+        chosen = [word for s in (*settings, f"out={tmp_path / name}") for word in ("--set", s)]
+        done = run(*launcher, "train.py", "--config", "grpo_toy.yaml", *chosen)
+        assert done.returncode == 0, done.stderr
+        decided.append(runfolder.read_log(tmp_path / name / "decisions.jsonl"))
+    lines = steps_of(tmp_path / "run")
+    assert all(map(is_in_step, lines)) and all(line["environment/calls"] > 0.2 for line in lines)
     if PRECISION.exact:
         assert decided[0] == decided[1]
 
