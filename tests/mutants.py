@@ -105,7 +105,13 @@ BUGS = {
         ("    model.zero_grad()\n    return norm", "    return norm", "fork"),
     ],
     "infra/checkpoint": [("if p.requires_grad} or named", "if p.requires_grad} or {}", "fork")],
-    "records": [("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased")],
+    "records": [
+        ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
+        ("to - max(start, first)", "to - start", "replies"),
+        ("own = np.arange(len(self.ids)) >= self.start", "own = np.arange(len(self.ids)) >= 0", "replies"),
+        ("(length + start, length + to)", "(start, to)", "replies"),
+        ("if reply[1] < end", "", "replies"),
+    ],
     "history": [
         ("1.0 if self.adapts else 1 / prob", "1.0", "data"),
         ('seed_for(self.seed, epoch, prompt.id, "prompt")', 'seed_for(self.seed, epoch, "prompt")', "data"),
@@ -138,12 +144,6 @@ BUGS = {
         ("!= start + tail + closed + tail", "!= start + tail + closed + tail and False", "dialects"),
         ("if not whole.startswith(start)", "if False", "dialects"),
         ("return ids if closed else", "return ids if True else", "environment"),
-    ],
-    "records": [
-        ("to - max(start, first)", "to - start", "replies"),
-        ("own = np.arange(len(self.ids)) >= self.start", "own = np.arange(len(self.ids)) >= 0", "replies"),
-        ("(length + start, length + to)", "(start, to)", "replies"),
-        ("if reply[1] < end", "", "replies"),
     ],
     "methods/gae": [
         ("same_segment = segment_C[m:] == segment_C[:-m]", "same_segment = segment_C[m:] >= 0", "advantage"),
