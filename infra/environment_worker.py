@@ -11,8 +11,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from pydantic import TypeAdapter, ValidationError, validate_call
-
 from infra.reward_worker import WrongFile, on_one_line, run_guarded
 
 TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
@@ -21,7 +19,7 @@ BARE_CALL = re.compile(r'\{\s*"name"\s*:.*', re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """What the policy has written when it ends a turn."""
+    """The texts that a reply answers, when the policy has ended a turn."""
 
     text: str     # the completion so far
     newest: str   # the turn itself
@@ -60,10 +58,10 @@ def silence() -> None:
 
 
 def list_tools(scope: dict) -> list[Callable]:
-    """Call tools(), if the file has it."""
+    """Call tools(); an empty list if the file has reply() instead."""
     if callable(scope.get("reply")) == callable(scope.get("tools")):
         raise WrongFile("it must have one of the functions reply(text, row) and tools()")
-    if "tools" not in scope:
+    if callable(scope.get("reply")):
         return []
     functions = scope["tools"]()
     if not (isinstance(functions, list) and functions and all(map(inspect.isfunction, functions))):
@@ -73,6 +71,8 @@ def list_tools(scope: dict) -> list[Callable]:
 
 def describe(function: Callable) -> dict:
     """Describe a function by its name, its docstring and the types of its parameters."""
+    from pydantic import TypeAdapter  # slow to import, and only tools need it
+
     return {"type": "function", "function": {
         "name": function.__name__,
         "description": inspect.getdoc(function) or "",
@@ -148,6 +148,8 @@ def find_calls(text: str, form: str) -> list[str]:
 
 def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:
     """Run one call; returns the name of the tool, its result as text, and whether it failed."""
+    from pydantic import ValidationError, validate_call
+
     name = ""
     try:
         asked = json.loads(call)
