@@ -14,12 +14,12 @@ from dataclasses import replace
 from config import Config
 from infra import dist
 from infra.environment import EnvironmentFile
-from infra.environment_worker import Reply
 from infra.replies import Splicer
 from infra.tokenizer import Tokenizer
 from model import Decoder
 from records import Request, Sample, join
 from rollout import Engine
+from verify.grade import Call
 
 
 class EnvironmentEngine:
@@ -62,8 +62,9 @@ class EnvironmentEngine:
             sampled = self.engine.generate(asked, temperature, top_p, progress)
             for i, piece in zip(going_on, sampled, strict=True):
                 pieces[i] = join(pieces[i], piece)
-            for i, piece in self.replied([(i, requests[i], pieces[i]) for i in going_on]):
-                pieces[i] = piece
+            calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
+            for i, call in zip(going_on, calls, strict=True):
+                pieces[i] = self.answered(requests[i], pieces[i], call)
             going_on = [i for i in going_on if goes_on(requests[i], pieces[i])]
         return pieces
 
@@ -82,35 +83,27 @@ class EnvironmentEngine:
         length = so_far.length if so_far else 0
         return self.file.settings.max_context - len(request.prompt.ids) - length
 
-    def replied(self, turns: list[tuple[int, Request, Sample]]) -> list[tuple[int, Sample]]:
-        """Put replies behind the turns that have ended; the workers take all of them in parallel."""
-        calls, answered = [], []
-        for _, request, piece in turns:
-            whole = join(request.so_far, piece)
-            call = None
-            if piece.finished and self.splicer.ends_turn(piece.ids[-1]):
-                newest = whole.ids[whole.replies[-1][1] if whole.replies else 0:]
-                texts = self.tokenizer.read(whole.ids), self.tokenizer.read(newest)
-                call = self.file.ask(*texts, request.prompt.row)
-            calls.append(call)
-        for (i, request, piece), call in zip(turns, calls, strict=True):
-            whole = join(request.so_far, piece)
-            if call:
-                reply = self.file.wait(call, request.prompt.id)
-                piece = self.append(request, whole, piece, reply)
-            elif not piece.finished and not self.room(request, whole):
-                piece = replace(piece, cut=True)
-            answered.append((i, piece))
-        return answered
+    def ask(self, request: Request, piece: Sample) -> Call | None:
+        """Ask for the reply to a turn; None if it has not ended, or has ended the completion."""
+        if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
+            return None
+        whole = join(request.so_far, piece)
+        newest = whole.ids[whole.replies[-1][1] if whole.replies else 0:]
+        return self.file.ask(self.tokenizer.read(whole.ids), self.tokenizer.read(newest), request.prompt.row)
 
-    def append(self, request: Request, whole: Sample, piece: Sample, reply: Reply) -> Sample:
-        """Append a reply to a piece if it fits, and count its calls."""
+    def answered(self, request: Request, piece: Sample, call: Call | None) -> Sample:
+        """Append the reply to a turn if it fits, and count its calls."""
+        whole = join(request.so_far, piece)
+        room = self.room(request, whole)
+        if call is None:
+            return replace(piece, cut=not piece.finished and not room)
+        reply = self.file.wait(call, request.prompt.id)
         piece = replace(piece, calls=piece.calls + reply.calls, failures=piece.failures + reply.failures)
         if reply.content is None:
             return piece
         ids = self.splicer.tokens(reply.content, whole.ids)
         last = len(whole.replies) + 1 >= self.file.settings.turns
-        if last or len(ids) >= self.room(request, whole):
+        if last or len(ids) >= room:
             return replace(piece, finished=False, cut=True)
         end = piece.length + len(ids)
         return replace(
