@@ -25,6 +25,7 @@ class Splicer:
         self.tokenizer = tokenizer
         self.closing = tokenizer.closing_token()
         self.closing_text = "" if self.closing is None else tokenizer.rust.id_to_token(self.closing)
+        self.end_text = self.closing_text or tokenizer.rust.id_to_token(min(tokenizer.eos_ids))
         self.fitting: set[tuple[str, ...]] = set()  # roles that have passed `require_fit`
 
     def ends_turn(self, token: int) -> bool:
@@ -49,24 +50,25 @@ class Splicer:
         if roles not in self.fitting:
             self.require_fit(roles)
             self.fitting.add(roles)
-        ids = self.encode_behind(self.render_tail([QUESTION], self.answers()[0], content))
+        ids = self.encode_behind(self.render_tail([QUESTION], self.answers()[0], content), self.end_text)
         return ids if closed else [self.closing, *ids]
 
     def text_tokens(self, text: str, so_far: Sequence[int]) -> list[int]:
-        ids = self.encode_behind(text)
-        before, whole = (self.tokenizer.decode(x, special=True) for x in (so_far, [*so_far, *ids]))
-        if whole != before + text:
-            raise ConfigError(f"environment.file: the reply {SHORT.repr(text)} is read back from its tokens "
-                              f"as {SHORT.repr(whole[len(before):])}; reply with other characters")
-        return ids
+        before = self.tokenizer.decode(so_far, special=True)
+        for anchor in (self.end_text, "\n"):  # some write a space behind a special token
+            ids = self.encode_behind(text, anchor)
+            whole = self.tokenizer.decode([*so_far, *ids], special=True)
+            if whole == before + text:
+                return ids
+        raise ConfigError(f"environment.file: the reply {SHORT.repr(text)} is read back from its tokens "
+                          f"as {SHORT.repr(whole[len(before):])}; reply with other characters")
 
     def encode(self, text: str) -> list[int]:
         return self.tokenizer.rust.encode(text, add_special_tokens=False).ids
 
-    def encode_behind(self, text: str) -> list[int]:
+    def encode_behind(self, text: str, anchor: str) -> list[int]:
         """Tokenize a text that follows other tokens: some tokenizers write a space before a first one."""
-        before = self.closing_text or self.tokenizer.rust.id_to_token(min(self.tokenizer.eos_ids))
-        return self.encode(before + text)[len(self.encode(before)):]
+        return self.encode(anchor + text)[len(self.encode(anchor)):]
 
     def answers(self) -> list[str]:
         """List the kinds of answers that the template must leave as they are."""
@@ -104,7 +106,7 @@ class Splicer:
                 start = opening + closed
                 if tokenizer.conversation([*asked, *said, *said], True) != start + tail + closed + tail:
                     raise self.misfit(messages, "writes a second turn in another way than the first")
-                if self.encode(start + tail) != self.encode(start) + self.encode_behind(tail):
+                if self.encode(start + tail) != self.encode(start) + self.encode_behind(tail, self.end_text):
                     raise self.misfit(messages, "makes other tokens of them alone than of the whole")
         if len(tails) > 1:
             raise self.misfit(messages, "writes them differently behind different answers")

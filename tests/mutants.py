@@ -139,7 +139,7 @@ BUGS = {
         ("finished=False, cut=True", "cut=True", "environment"),
     ],
     "infra/replies": [
-        ("self.encode(before + text)[len(self.encode(before)):]", "self.encode(text)", "dialects"),
+        ("self.encode(anchor + text)[len(self.encode(anchor)):]", "self.encode(text)", "dialects"),
         ("or token == self.closing", "", "environment"),
         ("!= start + tail + closed + tail", "!= start + tail + closed + tail and False", "dialects"),
         ("if not whole.startswith(start)", "if False", "dialects"),

@@ -178,7 +178,7 @@ class Talk:
         before, whole = (self.encode(self.tokenizer.conversation(self.messages, True) + more) for more in ("", text))
         ids = whole[len(before):]
         if not self.canonical:  # the same text in other tokens, as models sample it
-            ids = [i for char in text for i in Splicer(self.tokenizer).encode_behind(char)]
+            ids = [i for char in text for i in Splicer(self.tokenizer).encode_behind(char, "\n")]
         self.turns.append([*ids, self.closing])
         self.messages.append({"role": "assistant", "content": text})
         return [Sample(self.turns[-1], [-1.0] * len(self.turns[-1]), True)]
@@ -284,3 +284,11 @@ def test_a_reply_that_is_read_back_otherwise_is_refused(dialects):
     with pytest.raises(ConfigError, match="environment.file: the reply 'Five' is read back from its tokens as 'five'"):
         splicer.tokens("Five", splicer.encode("x"))
     tokenizer.rust.normalizer = normalizers.Sequence([])
+
+
+@pytest.mark.parametrize("name", ["chatml", "gemma", "mistral"])
+def test_a_text_behind_a_stop_has_the_tokens_that_it_has_in_the_whole(name, dialects):
+    """Without the space that some tokenizers write before a first text."""
+    splicer = Splicer(dialects[name])
+    before, whole = splicer.encode("1 + 1 ="), splicer.encode("1 + 1 = 2.")
+    assert [*before, *splicer.tokens(" 2.", before)] == whole
