@@ -178,7 +178,8 @@ class Talk:
         before, whole = (self.encode(self.tokenizer.conversation(self.messages, True) + more) for more in ("", text))
         ids = whole[len(before):]
         if not self.canonical:  # the same text in other tokens, as models sample it
-            ids = [i for char in text for i in Splicer(self.tokenizer).encode_behind(char, "\n")]
+            splicer = Splicer(self.tokenizer)
+            ids = [i for char in text for i in splicer.encode_behind(char, splicer.end_text)]
         self.turns.append([*ids, self.closing])
         self.messages.append({"role": "assistant", "content": text})
         return [Sample(self.turns[-1], [-1.0] * len(self.turns[-1]), True)]
