@@ -163,8 +163,8 @@ atexit.register(lambda: print("steps with a queue:", len(lengths)))
 def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole, tmp_path):
     """And under CUDA's scheduler, which leaves a step in its queue at each sleep and sync. auto took `never`.
 
-    That scheduler computes other batches, so on some CPUs the engine's log-probs differ in their last bits; `is_in_step`
-    bounds them. Tokens, and what the trainer computes of them, are the same.
+    That scheduler computes other batches, so on some CPUs the engine's log-probs differ in their last bits;
+    `is_in_step` bounds them. Tokens, and what the trainer computes of them, are the same.
     """
     done = run(*after(AHEAD * PRECISION.exact, f"out={tmp_path / 'run'}", f"rollout.sleep={sleep}", *WHOLE))
     assert done.returncode == 0, done.stderr
@@ -252,7 +252,8 @@ def test_groups_go_on_with_vllm_on_two_ranks_and_do_so_again_when_repeated(tmp_p
 
 
 @pytest.mark.parametrize(("launcher", "more"), [
-    ([sys.executable], []), pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
+    pytest.param([sys.executable], [], marks=pytest.mark.slow),
+    pytest.param(TORCHRUN, ["rollout.tensor_parallel=2"], marks=two_ranks),
     pytest.param(TORCHRUN, [], marks=[two_ranks, pytest.mark.slow])], ids=["1 rank", "2 ranks, 1 engine", "2 ranks"])
 def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
     """Ranks that share an engine take equally many turns; a second run has the same tokens."""
