@@ -158,6 +158,7 @@ def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
     def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         fields = dict(pairs)
+        fields.pop("scored", None)  # a Sample's, which follows from the others
         for name, value in pairs:
             if isinstance(value, array):
                 fields[name] = value.tolist()

@@ -140,10 +140,11 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
                      "rollout.temperature=0.7")
     asked, tokenizer, generate = [], data.Tokenizer(TOY), rollout.TorchEngine.generate
 
-    def spy(self, prompts, seeds, max_new_tokens, temperature, *rest, **named):
-        asked.append(([tokenizer.decode(p) for p in prompts], max_new_tokens, temperature))
+    def spy(self, requests, temperature, *rest, **named):
+        limit, = {request.limit for request in requests}
+        asked.append(([tokenizer.decode(request.prompt.ids) for request in requests], limit, temperature))
         if temperature == 0:
-            return generate(self, prompts, seeds, max_new_tokens, temperature, *rest, **named)
+            return generate(self, requests, temperature, *rest, **named)
         golds = [2 * int(text.partition("gsm8k_train ")[2].split()[0]) for text in asked[-1][0]]
         texts = [(f"#### {gold}", "x", f"<answer>{gold}</answer>", "#### 99")[i % 4] for i, gold in enumerate(golds)]
         return [Sample(ids, (-1.0,) * len(ids), True) for ids in tokenizer.encode(texts)]
@@ -153,7 +154,7 @@ def test_a_run_samples_scores_and_evaluates_as_its_config_says(tmp_path, monkeyp
     before, rolled, after = asked
     assert all("Zebra." in text for texts, _, _ in asked for text in texts)
     assert all("gsm8k_test" in text for text in before[0] + after[0])
-    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), ([48] * 32, 0.7), (9, 0.0))
+    assert (before[1:], rolled[1:], after[1:]) == ((9, 0.0), (48, 0.7), (9, 0.0))
     expected = [f"gsm8k_train {i + 1} +" in text for i, text in zip(epoch_order(8, 3, 0), rolled[0][::8], strict=False)]
     assert expected == [True] * 4
     line, _ = runfolder.read_log(tmp_path / "run" / "samples.jsonl")

@@ -439,10 +439,10 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_
         given += sets("data.columns={question: prompt, answer: label}")
         thinking = sets(f"data.chat_template={tmp_path / 'qwen3.jinja'}", "data.template.enable_thinking=false")
         seen, generate = [], TorchEngine.generate
-        monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, *rest: seen.append(prompts) or generate(
-            self, prompts, *rest))
+        monkeypatch.setattr(TorchEngine, "generate", lambda self, requests, *rest: seen.append(requests) or generate(
+            self, requests, *rest))
         assert command(evaluation, monkeypatch, *given, *thinking) == 0
-        assert data.Tokenizer(TOY).decode(seen[-1][0]).endswith("<think>\n\n</think>\n\n")
+        assert data.Tokenizer(TOY).decode(seen[-1][0].prompt.ids).endswith("<think>\n\n</think>\n\n")
 
 
 def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):

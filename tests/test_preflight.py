@@ -136,8 +136,7 @@ def test_a_pass_with_gradient_that_differs_is_seen(cfg, monkeypatch):
 
 def test_temperature_is_part_of_the_comparison(cfg, monkeypatch):
     generate = TorchEngine.generate
-    monkeypatch.setattr(TorchEngine, "generate", lambda self, prompts, seeds, new, temperature: generate(
-        self, prompts, seeds, new, 1.0))
+    monkeypatch.setattr(TorchEngine, "generate", lambda self, requests, temperature: generate(self, requests, 1.0))
     assert failing(cfg) == ["engine follows a sync", "engine's log-probs"]
 
 
