@@ -49,6 +49,7 @@ from preflight import checks as preflight
 from preflight import fit, memory
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
+from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
@@ -134,6 +135,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     path, saved = find_newest(resume, folder / "checkpoints")
     inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source)
     if path is not None:
+        log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = memory.resolve_auto(cfg, task.source, saved["config"])
@@ -143,7 +145,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
     history, sampler = samplers.choose_sampler(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device)
+        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
     if path is None:
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         preflight.require_checks(preflight.run_checks(decided, learner, engine, task))
@@ -304,6 +306,8 @@ def run_command(args: argparse.Namespace) -> int | None:
         return print(resolved(cfg))
     if args.fit or args.memory or args.gpus or args.card:
         return fit.report(cfg, args)
+    if not any(text.startswith("out=") for text in args.set):
+        cfg = runfolder.own_folder(cfg, user_path(args.config))
     if args.check:
         task = load_task(cfg)
         decided = memory.resolve_auto(cfg, task.source)

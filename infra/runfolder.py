@@ -11,6 +11,7 @@ evaluation after step 5 with their responses. state.json says how the run ended;
 """
 
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace as replace_settings
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -33,8 +35,9 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, blame_file, read_log, replace, rewrite_log
+from infra.lines import append, blame_file, is_evaluation, read_log, read_metrics, replace, rewrite_log
 from infra.tracking import Tracker
+from settings.loader import SHORT
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -67,6 +70,10 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
+    saved = (folder / "checkpoints").resolve()
+    if saved.parent != folder.resolve() and (saved.parent / "config.yaml").is_file():
+        raise ConfigError(f"{folder}/checkpoints is a link into another run, {saved.parent}; put a copy in "
+                          f"its place, or set out={saved.parent} to go on with that run")
     if not has_a_step(folder):
         if resume == "always":
             raise ConfigError(f"--resume: {folder} has no step done, so there is nothing to go on from; "
@@ -86,6 +93,22 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
             remedy = "it has no checkpoint, so --resume auto begins it again; or start a new one"
         raise ConfigError(f"out={folder} already holds a run with {what}; {remedy} with --set out=...")
     return folder
+
+
+def own_folder(cfg: Config, path: Path) -> Config:
+    """Let the run of a folder's own config.yaml, at `path`, go on in that folder, if it has been moved.
+
+    Raises ConfigError for a copy: both folders are there, and it does not say which one is meant.
+    """
+    here, out = path.parent, Path(cfg.out)
+    if not path.name.startswith("config") or not (here / "env.json").is_file():
+        return cfg
+    if out.exists():
+        if here.samefile(out):
+            return cfg
+        raise ConfigError(f"{path} lies in the run folder {here}, says out={out}, and both are there, as "
+                          f"after a copy; set one: --set out={here}, or --set out={out}")
+    return replace_settings(cfg, out=str(here))
 
 
 def has_a_step(folder: Path) -> bool:
@@ -197,6 +220,12 @@ def state_of(folder: Path) -> dict:
     return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
 
 
+def missing_steps(lines: list[dict], last: int) -> list[int]:
+    """List the steps up to `last` that no line of metrics.jsonl has."""
+    done = {line["step"] for line in lines if not is_evaluation(line)}
+    return sorted({*range(1, last + 1)} - done)
+
+
 def evaluations(folder: Path) -> dict[int, Path]:
     """Map the step of each evaluation to its file of answers, in order."""
     named = {path: re.fullmatch(r"eval_(\d+)\.jsonl", path.name) for path in folder.glob("eval_*.jsonl")}
@@ -254,6 +283,7 @@ class RunLog:
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
+        self.sealed: dict[str, tuple] = {}  # name of a log -> bytes that were hashed, and their hash
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
@@ -291,6 +321,44 @@ class RunLog:
         ran_on = describe_environment(device) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
 
+    def seal(self) -> dict[str, dict]:
+        """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
+        sha256]}. Only bytes that are new since the last time are read."""
+        if self.folder is None:
+            return {}
+        for path in self.logs():
+            length, digest = self.sealed.get(path.name, (0, hashlib.sha256()))
+            with path.open("rb") as file:
+                file.seek(length)
+                new = file.read()
+                os.fsync(file.fileno())
+            digest.update(new)
+            self.sealed[path.name] = length + len(new), digest
+        sealed = {name: [length, digest.hexdigest()] for name, (length, digest) in self.sealed.items()}
+        return {"logs": sealed}
+
+    def logs(self) -> list[Path]:
+        """List the logs that there are: those of LOGS, the table of soft values, and the evaluations."""
+        paths = [self.folder / name for name in (*LOGS, SOFT_VALUES)]
+        return [*filter(Path.is_file, paths), *evaluations(self.folder).values()]
+
+    def require_logs(self, step: int, sealed: dict[str, list]) -> None:
+        """Raise ConfigError unless the logs begin as they were when the checkpoint of a step counted on them
+        (`seal`), and metrics.jsonl has every step up to it."""
+        if self.folder is None:
+            return
+        remedy = ("bring the file back, or write the name of an earlier checkpoint into checkpoints/latest "
+                  "to go on from that one")
+        for name, (length, digest) in sealed.items():
+            path = self.folder / name
+            begins = path.read_bytes()[:length] if path.is_file() else b""
+            if hashlib.sha256(begins).hexdigest() != digest:
+                raise ConfigError(f"{path} is not as it was when step {step} was saved, with {length} bytes "
+                                  f"up to there; {remedy}")
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        if missing := missing_steps(lines, step):
+            raise ConfigError(f"{self.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}; {remedy}")
+
     def resume(self, step: int, cfg: Config) -> None:
         """Cut the logs back to the checkpoint's step: the resumed run does the later ones again.
 
@@ -299,14 +367,14 @@ class RunLog:
         """
         if self.folder is None:
             return
+        self.sealed = {}
         self.forget_later(evaluated_after=step)
         stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
         changed = changed_settings(config.load(stored), cfg)
         self.say(f"going on from step {step}" + f" with {', '.join(changed.values())}" * bool(changed))
-        if changed:
-            if not kept.exists():  # else no step between the two is left
-                shutil.copyfile(stored, kept)
-            replace(stored, config.dump(cfg))
+        if changed and not kept.exists():  # else no step between the two is left
+            shutil.copyfile(stored, kept)
+        replace(stored, config.dump(cfg))  # `out` too: the folder may have been moved
         for name in LOGS:
             path = self.folder / name
             with blame_file(path):
@@ -342,10 +410,13 @@ class RunLog:
         A resumed run sends all of its metrics again: the last ones may not have arrived.
         """
         if self.folder is not None and cfg.log.wandb is not None:
-            path = self.folder / "env.json"
+            path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
-                # The run's name on wandb's server, which never changes.
-                ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())
+                # The run's name on wandb's server, which changes only in a copy of its folder.
+                ran_on = {"wandb": None, "folder": home} | json.loads(path.read_text())
+                if ran_on["wandb"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
+                    ran_on |= {"wandb": secrets.token_hex(4)}
+                ran_on["folder"] = home
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read_log(self.folder / "metrics.jsonl"):
