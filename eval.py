@@ -279,7 +279,8 @@ def reward_head(reward: Reward) -> dict | None:
     """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
-    own = reward.custom_file and hash_files([Path(reward.custom_file)])
+    helpers = [Path(reward.custom_file or "").parent / name for name in custom_reward.read_helpers(reward)]
+    own = reward.custom_file and hash_files([Path(reward.custom_file), *helpers])
     return reward.weights | {"overlong_tokens": reward.overlong_tokens, "custom_file": own}
 
 
@@ -353,7 +354,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
 def files_of(reward: Reward, tokenizer: Tokenizer) -> dict[str, str | None]:
     """Return the texts of the user's files that rewards depend on, as they were read (runfolder.COPIES)."""
     return {"reward.custom_file": custom_reward.read_source(reward),
-            "data.chat_template": tokenizer.own_template}
+            "data.chat_template": tokenizer.own_template} | custom_reward.read_helpers(reward)
 
 
 def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[EvalSet]) -> EngineSpec:
@@ -390,7 +391,7 @@ class Engines:
 def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
     """Print which files of the user's are not the ones that the run of a folder began with."""
     for setting in changed_files(run, texts):
-        if (copy := run / COPIES[setting]).is_file():
+        if (copy := run / COPIES.get(setting, setting)).is_file():
             print(f"the file of {setting} has changed since the run began: it was {copy}", file=sys.stderr)
 
 

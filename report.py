@@ -66,7 +66,8 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
                f"{run.total} steps." for run in runs if not run.finished]
     for run in runs:
         if missing := runfolder.missing_steps(run.lines, run.steps_done):
-            remarks.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are too low.")
+            remarks.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are "
+                           "too low.")
     comparison = Comparison(runs, groups, scores, make_tables(groups, scores, level), remarks)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -132,9 +132,11 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
+    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source) | checkpoint.describe_code()
+    checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
-    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source)
     if path is not None:
+        runfolder.require_same_settings(path, saved["config"], cfg)
         log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)

@@ -35,11 +35,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
 from infra import dist
-from infra.runfolder import Resume
+from infra.results import differences
+from infra.runfolder import Resume, versions
 from infra.signals import Stopped
 from records import Prompt
 from settings.loader import SHORT
-from settings.paths import user_path
+from settings.paths import REPOSITORY, user_path
 
 Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
@@ -459,10 +460,32 @@ def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]])
     return inputs
 
 
+def describe_code() -> dict[str, str]:
+    """Identify the files of our own code, and the libraries that compute."""
+    folders = [REPOSITORY, *(path.parent for path in REPOSITORY.glob("*/__init__.py"))]
+    files = sorted(path for folder in folders for path in folder.glob("*.py"))
+    code = {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files}
+    return code | {f"version of {name}": version for name, version in versions().items()}
+
+
+def require_same_ranks(made_of: dict[str, object]) -> None:
+    """Raise ConfigError on every rank if what a run is made of is not the same on all of them. Collective."""
+    first, *others = dist.gather([made_of])
+    for rank, other in enumerate(others, start=1):
+        if differing := list(differences(first, other)):
+            raise ConfigError(f"the ranks differ, from 0 to {rank}: {SHORT.repr(differing)}; start all of "
+                              "them with the same settings, files, code and libraries")
+
+
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
-    """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these."""
-    for setting, found in here.items():
-        if began.get(setting) != found:
+    """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
+    code and libraries that have changed."""
+    changed = {setting: found for setting, found in here.items() if began.get(setting) != found}
+    renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
+    if renewed and dist.rank() == 0:
+        print(f"{step} was made with another {SHORT.repr(renewed)}", file=sys.stderr)
+    for setting, found in changed.items():
+        if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
                               f"there are now {found}; bring the former back, or begin another run with "
                               "--set out=...")

@@ -5,6 +5,8 @@ gets the first of them in this order. It returns a number in [-1, 1], or None fo
 judge. Only numbers and texts travel back, so no exception and no result can end the trainer.
 """
 
+import ast
+import contextlib
 import functools
 import math
 import sys
@@ -24,6 +26,7 @@ class RewardFile:
 
     path: str
     source: str
+    helpers: tuple[tuple[str, str], ...]  # name and text of each module beside it that it imports
     functions: tuple[str, ...]
     limits: Limits
     ended: float  # the value of a function if its call was ended
@@ -33,6 +36,7 @@ class RewardFile:
         return RewardFile(
             path=cfg.custom_file,
             source=read_source(cfg),
+            helpers=tuple(read_helpers(cfg).items()),
             functions=tuple(cfg.functions.values()),
             limits=Limits(
                 "reward function",
@@ -50,6 +54,31 @@ class RewardFile:
 def read_source(cfg: Reward) -> str | None:
     """Return the text of the user's file; None if none of its functions counts. Raises ConfigError."""
     return read_once(cfg.custom_file) if cfg.functions else None
+
+
+@functools.cache
+def find_helpers(path: str) -> dict[str, str]:
+    """Read the modules and packages beside a reward file that it imports, and those that they import: name ->
+    text."""
+    folder, helpers, unread = Path(path).resolve().parent, {}, [read_once(path)]
+    while unread:
+        imports: list[str] = []
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # loading the file reports it
+            for node in ast.walk(ast.parse(unread.pop())):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    imports += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        for name in {name.partition(".")[0] for name in imports} - {""}:
+            package = [*(folder / name).glob("**/*.py")] if (folder / name / "__init__.py").is_file() else []
+            for file in filter(Path.is_file, [folder / f"{name}.py", *sorted(package)]):
+                key = str(file.relative_to(folder))
+                if key not in helpers:
+                    helpers[key] = read_once(str(file))
+                    unread.append(helpers[key])
+    return helpers
+
+
+def read_helpers(cfg: Reward) -> dict[str, str]:
+    return find_helpers(cfg.custom_file) if cfg.functions else {}
 
 
 @functools.cache
@@ -88,6 +117,7 @@ def start_once(own: RewardFile, judged: RewardCall) -> Call:
         call_functions,
         own.path,
         own.source,
+        own.helpers,
         own.functions,
         own.limits.seconds,
         values,
@@ -175,6 +205,7 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     if not cfg.functions or not sets:
         return
     read_once.cache_clear()
+    find_helpers.cache_clear()
     own = RewardFile.of(cfg)
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
     calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]

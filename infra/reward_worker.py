@@ -26,6 +26,7 @@ HERE = Path(__file__).parent.parent
 def call_functions(
     path: str,
     source: str,
+    helpers: tuple[tuple[str, str], ...],
     names: Sequence[str],
     seconds: float,
     values: tuple,
@@ -34,7 +35,7 @@ def call_functions(
     text."""
     process = os.getpid()
     try:
-        scope = load_once(path, source)
+        scope = load_once(path, source, helpers)
         set_alarm(seconds)  # else a worker that has just loaded the file would have less than others
         return [call_one(scope, name, values) for name in names]
     except MemoryError:
@@ -73,10 +74,13 @@ class WrongReward(Exception):
 
 
 @functools.cache
-def load_once(path: str, source: str) -> dict:
+def load_once(path: str, source: str, helpers: tuple[tuple[str, str], ...]) -> dict:
     """Run the file as a module, with its folder first on sys.path. Winnow's modules are unloaded if the
     folder has files of the same name: no worker needs them any more."""
     folder = Path(path).resolve().parent
+    for name, text in helpers:
+        if not (folder / name).is_file() or (folder / name).read_text() != text:
+            raise WrongReward(f"{name}, which it imports, has changed since the run began; restore it")
     for name, module in list(sys.modules.items()):
         ours = Path(getattr(module, "__file__", None) or "/").parent == HERE
         if ours and folder != HERE and (folder / f"{name}.py").is_file():

@@ -41,7 +41,8 @@ from settings.loader import SHORT
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
-# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
+# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder. A
+# module that the reward file imports from its own folder has a copy of the same name.
 COPIES = {"reward.custom_file": "custom_reward.py", "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
@@ -119,9 +120,9 @@ def has_a_step(folder: Path) -> bool:
     return logged or any((folder / "checkpoints").glob("step_*"))
 
 
-def changed_settings(there: Config, now: Config) -> dict[str, str]:
+def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]:
     """Name each setting that differs, with both values; not `out`, since a folder can be moved."""
-    old, new = config.flatten(there), config.flatten(now)
+    old, new = flat(there), flat(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
         before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
@@ -130,23 +131,35 @@ def changed_settings(there: Config, now: Config) -> dict[str, str]:
     return named
 
 
-def refused_changes(there: Config, now: Config) -> list[str]:
+def require_same_settings(step: Path, saved: dict, now: Config) -> None:
+    """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
+    it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
+    there = {}
+    for key, value in config.flatten(now).items():
+        there[key] = value if value == "auto" else saved.get(key, value)
+    if refused := refused_changes(there, now):
+        raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
+                          "they were there")
+
+
+def refused_changes(there: Config | dict, now: Config) -> list[str]:
     """Name the changed settings that keep a run from going on: its finished steps depend on them."""
     refused = []
+    old, new = flat(there), flat(now)
     for key, change in changed_settings(there, now).items():
-        grows = key == "steps" and now.steps > there.steps
-        if grows and there.optim.schedule == "cosine":
+        grows = key == "steps" and new[key] > old[key]
+        if grows and old.get("optim.schedule") == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
         harmless = grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)
-        if not harmless and not is_same_file_elsewhere(there, now, key):
+        # A file at another path: its content is compared (`require_same_files`, `require_same_inputs`).
+        elsewhere = key in (*COPIES, "model.lora.path") and None not in (old.get(key), new.get(key))
+        if not harmless and not elsewhere:
             refused.append(change)
     return refused
 
 
-def is_same_file_elsewhere(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names a file at another path; `require_same_files` compares its content."""
-    paths = config.flatten(there)[key], config.flatten(now)[key]
-    return key in (*COPIES, "model.lora.path") and None not in paths
+def flat(settings: Config | dict) -> dict:
+    return settings if isinstance(settings, dict) else config.flatten(settings)
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
@@ -154,7 +167,7 @@ def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
     """
-    copies = {setting: folder / name for setting, name in COPIES.items()}
+    copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
     return [setting for setting, path in copies.items()
             if texts[setting] != (path.read_text() if path.is_file() else None)]
 
@@ -162,9 +175,10 @@ def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
 def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
     """Raise ConfigError if a file of COPIES has changed since the run began."""
     for setting in changed_files(folder, texts):
+        copy = folder / COPIES.get(setting, setting)
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
-                          f"{folder / COPIES[setting]}, write the new one over that copy to go on with it "
-                          "all the same, or start a new run with --set out=...")
+                          f"{copy}, write the new one over that copy to go on with it all the same, or start "
+                          "a new run with --set out=...")
 
 
 def is_done(cfg: Config, resume: Resume) -> bool:
@@ -244,7 +258,6 @@ def describe_environment(device: torch.device) -> dict:
     """Describe command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {
         "argv": sys.argv,
         "commit": run_git("rev-parse", "HEAD"),
@@ -253,8 +266,12 @@ def describe_environment(device: torch.device) -> dict:
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "libraries": versions | {name: sys.modules[name].__version__ for name in optional},
+        "libraries": versions() | {name: sys.modules[name].__version__ for name in optional},
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
 def run_git(*command: str) -> str | None:
@@ -314,9 +331,11 @@ class RunLog:
         if not same or changed_files(self.folder, texts):
             (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
         for setting, text in texts.items():
-            (self.folder / COPIES[setting]).unlink(missing_ok=True)
+            copy = self.folder / COPIES.get(setting, setting)
+            copy.unlink(missing_ok=True)
             if text is not None:
-                (self.folder / COPIES[setting]).write_text(text)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_text(text)
         replace(stored, config.dump(cfg))
         ran_on = describe_environment(device) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
@@ -327,7 +346,8 @@ class RunLog:
         if self.folder is None:
             return {}
         for path in self.logs():
-            length, digest = self.sealed.get(path.name, (0, hashlib.sha256()))
+            start = 0, hashlib.sha256()
+            length, digest = self.sealed.get(path.name, start)
             with path.open("rb") as file:
                 file.seek(length)
                 new = file.read()
