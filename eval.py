@@ -281,13 +281,15 @@ def reward_head(reward: Reward) -> dict | None:
     """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
-    own = reward.custom_file and hash_files([Path(reward.custom_file)])
-    return reward.weights | {"overlong_tokens": reward.overlong_tokens, "custom_file": own}
+    own = custom_reward.read_source(reward)
+    return reward.weights | {"overlong_tokens": reward.overlong_tokens,
+                             "custom_file": own and hash_files(own.files)}
 
 
 def environment_head(environment: Environment) -> dict:
     """Identify an environment by the hash of its file and its limits."""
-    return asdict(environment) | {"file": hash_files([Path(environment.file)])}
+    own = custom_reward.read_file(environment.file, "environment.file")
+    return asdict(environment) | {"file": hash_files(own.files)}
 
 
 def identify_set(held_out: EvalSet) -> dict:
@@ -360,9 +362,12 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
 def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None,
              ) -> dict[str, str | None]:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
-    return {"reward.custom_file": custom_reward.read_source(reward),
-            "environment.file": environment and environment.source,
-            "data.chat_template": tokenizer.own_template}
+    sources = {"reward.custom_file": custom_reward.read_source(reward),
+               "environment.file": environment and environment.source}
+    files = {setting: source and source.text for setting, source in sources.items()}
+    for source in filter(None, sources.values()):
+        files |= dict(source.helpers)
+    return files | {"data.chat_template": tokenizer.own_template}
 
 
 def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[EvalSet]) -> EngineSpec:
@@ -399,7 +404,7 @@ class Engines:
 def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
     """Print which files of the user's are not the ones that the run of a folder began with."""
     for setting in changed_files(run, texts):
-        if (copy := run / COPIES[setting]).is_file():
+        if (copy := run / COPIES.get(setting, setting)).is_file():
             print(f"the file of {setting} has changed since the run began: it was {copy}", file=sys.stderr)
 
 

@@ -252,11 +252,9 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
 # ---- the weights that a run begins with, or that an adapter belongs to
 
 def hash_weights(files: list[Path]) -> str:
-    """Identify weights by their files, which rank 0 reads. Collective. No hash is kept on disk: it could be
-    older than its file."""
-    mine = [hash_files(files)[:16]] if dist.rank() == 0 else []
-    digest, = dist.gather(mine)
-    return f"weights of sha256 {digest}"
+    """Identify weights by their files; each rank reads its own, since machines may have others. No hash is
+    kept on disk: it could be older than its file."""
+    return f"weights of sha256 {hash_files(files)[:16]}"
 
 
 def identify_weights(settings: Lora, source: Path) -> dict[str, str]:

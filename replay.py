@@ -120,9 +120,11 @@ def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
 def link_run(folder: Path, there: Path, cfg: Config, step: int) -> None:
     """Copy a run's small files into a new folder, and link the checkpoint before a step."""
     (there / "config.yaml").write_text(config.dump(cfg))
-    for name in (*COPIES.values(), SOFT_VALUES):
-        if (folder / name).is_file():
-            shutil.copyfile(folder / name, there / name)
+    files = [folder / name for name in (*COPIES.values(), SOFT_VALUES)]
+    if step > 1:
+        files = [*files[:-1], *runfolder.RunLog(folder).logs()]
+    for path in filter(Path.is_file, files):  # each is replaced before it is written
+        (there / path.name).symlink_to(path.resolve())
     if step > 1:
         before = folder / "checkpoints" / f"step_{step - 1:06d}"
         (there / "checkpoints").mkdir()

@@ -35,6 +35,7 @@ from page.pruning import pruning_charts
 from page.runs import Groups, LoggedRun, group_runs, read_run
 from page.summary import Score, score_cell, scores_of
 from page.texts import choose_answers, choose_completions, shorten_texts
+from settings.loader import SHORT
 from settings.paths import matching, user_path
 
 PARTS = Path(__file__).parent / "page"
@@ -49,7 +50,7 @@ class Comparison:
     groups: Groups
     scores: list[Score]  # of the evaluation sets: accuracy or reward
     tables: list[ReportTable]
-    remarks: list[str]   # on runs that the tables leave out
+    remarks: list[str]   # on runs that the tables leave out, and on steps that a log lacks
 
 
 def write_report(folders: list[Path], out: Path, level: float | None = None, refresh: int = 0) -> Path:
@@ -63,6 +64,10 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     check_level(level, scores)
     remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.steps_done} of "
                f"{run.total} steps." for run in runs if not run.finished]
+    for run in runs:
+        if missing := runfolder.missing_steps(run.lines, run.steps_done):
+            remarks.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are "
+                           "too low.")
     comparison = Comparison(runs, groups, scores, make_tables(groups, scores, level), remarks)
     try:
         out.mkdir(parents=True, exist_ok=True)

@@ -51,6 +51,7 @@ from preflight import checks as preflight
 from preflight import counts, fit, memory
 from records import Batch, EngineSpec, Rolled
 from rollout import Engine, start_engine
+from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
@@ -133,9 +134,12 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
+    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source) | checkpoint.describe_code()
+    checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
-    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source)
     if path is not None:
+        runfolder.require_same_settings(path, saved["config"], cfg)
+        log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = memory.resolve_auto(cfg, task.source, saved["config"])
@@ -146,7 +150,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
     history, sampler = samplers.choose_sampler(cfg, task.source, history, sampler)
     checkpoints = Checkpoints(
-        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device)
+        folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
     if path is None:
         decided, learner = preflight.lengthen_rows(cfg, decided, learner)
         preflight.require_checks(preflight.run_checks(decided, learner, bare_engine, task))
@@ -310,6 +314,8 @@ def run_command(args: argparse.Namespace) -> int | None:
         return print(resolved(cfg))
     if args.fit or args.memory or args.gpus or args.card:
         return fit.report(cfg, args)
+    if not any(text.startswith("out=") for text in args.set):
+        cfg = runfolder.own_folder(cfg, user_path(args.config))
     if args.check:
         task = load_task(cfg)
         decided = memory.resolve_auto(cfg, task.source)

@@ -1,7 +1,8 @@
 """Save checkpoints in the background by torch.distributed.checkpoint, and load them on any number of ranks.
 
     checkpoints/step_000123/policy/     weights and moments, each rank's part in its own file; and critic/
-    checkpoints/step_000123/extra.pt    state that no rank owns: step, config, history of prompts
+    checkpoints/step_000123/extra.pt    state that no rank owns: step, config, history of prompts, and the
+                                        length and sha256 of each log of the run at that step
     checkpoints/step_000123/files.json  every file above with its size and its digest
     checkpoints/latest                  name of the newest
 
@@ -18,7 +19,7 @@ import re
 import shutil
 import sys
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -34,10 +35,12 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
 from infra import dist
-from infra.runfolder import Resume
+from infra.results import differences
+from infra.runfolder import Resume, versions
 from infra.signals import Stopped
 from records import Prompt
-from settings.paths import user_path
+from settings.loader import SHORT
+from settings.paths import REPOSITORY, user_path
 
 Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
@@ -48,8 +51,10 @@ STEP = re.compile(r"step_\d{6,}")
 class Checkpoints:
     """The checkpoints of one run. Every rank calls every method."""
 
-    def __init__(self, folder: Path, keep: Keep, roles: dict[str, Role], device: torch.device):
+    def __init__(self, folder: Path, keep: Keep, roles: dict[str, Role], device: torch.device,
+                 seal: Callable[[], dict] = dict):
         self.folder, self.keep, self.roles = folder, keep, roles
+        self.seal = seal  # flushes the logs, and returns what extra.pt has of them (RunLog.seal)
         self.groups = {name: dist.background_group() for name in roles}
         cuda = device.type == "cuda"
         # One stager for all saves, so that its buffers in the host's memory are made once.
@@ -73,7 +78,7 @@ class Checkpoints:
             (step, extra), self.unsaved = self.unsaved, None
             fresh, extra_file = self.folder / f"step_{step:06d}.unfinished", io.BytesIO()
             if dist.rank() == 0:  # which writes it
-                torch.save({"step": step} | extra, extra_file)
+                torch.save({"step": step} | self.seal() | extra, extra_file)
             self.copied, uploads = [], []
             for name, role in self.roles.items():
                 # Without copies ahead the writer does not touch the GPU, which the trainer is using.
@@ -179,10 +184,14 @@ def find_newest(resume: Resume, folder: Path) -> tuple[Path | None, dict]:
 def find(folder: Path) -> tuple[Path, dict] | None:
     """Find the newest whole checkpoint and read its extra.pt; None if there is none.
 
-    The newest is the one that `latest` names, or one before it if that is not whole: every rank reads its
-    part of each that is tried. Collective. Raises ConfigError if none is whole: such a run must not silently
-    begin anew.
+    The newest is the one that `latest` names, or one before it if that is not whole, or else any other: every
+    rank reads its part of each that is tried. Collective. Raises ConfigError if none is whole: such a run
+    must not silently begin anew.
     """
+    for path, kind in ((folder, Path.is_dir), (folder / "latest", Path.is_file)):
+        if os.path.lexists(path) and not kind(path):
+            raise ConfigError(f"{path} is no {kind.__name__[3:]}, or a link to nothing; bring it back, or "
+                              "remove it")
     if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -238,7 +247,7 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
     flush(pointer)
     os.replace(pointer, folder / "latest")
     if keep != "all":
-        so_far = [path for path in step_folders(folder) if path.name <= name]
+        so_far = [path for path in step_folders(folder) if step_of(path.name) <= step_of(name)]
         for old in so_far[:-keep]:
             shutil.rmtree(old, ignore_errors=True)  # the next save tries the rest again
 
@@ -250,7 +259,13 @@ def flush(path: Path) -> None:
 
 
 def step_folders(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.glob("step_*") if STEP.fullmatch(path.name))
+    """List the checkpoints in a folder, the oldest first."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    return sorted((path for path in paths if STEP.fullmatch(path.name)), key=lambda path: step_of(path.name))
+
+
+def step_of(name: str) -> int:
+    return int(name.removeprefix("step_"))
 
 
 def replayable_steps(run: Path, last: int) -> list[int]:
@@ -258,18 +273,22 @@ def replayable_steps(run: Path, last: int) -> list[int]:
     steps = [1]
     for path in step_folders(run / "checkpoints"):
         if not find_missing(path):
-            steps.append(int(path.name.removeprefix("step_")) + 1)
+            steps.append(step_of(path.name) + 1)
     return [step for step in steps if step <= last]
 
 
 def newest_checkpoints(folder: Path) -> list[Path]:
-    """List the checkpoint that `latest` names and those before it; all of them if it names none."""
-    pointer = folder / "latest"
-    named = pointer.read_text(errors="replace") if pointer.is_file() else ""
-    steps = list(reversed(step_folders(folder)))
-    if not STEP.fullmatch(named):
-        return steps
-    return [path for path in steps if path.name <= named]
+    """List the checkpoint that `latest` names and those before it, and then all others, the newest first.
+    Say so if it names another one than the newest."""
+    pointer, steps = folder / "latest", step_folders(folder)[::-1]
+    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
+    last = step_of(named) if STEP.fullmatch(named or "") else sys.maxsize
+    tried = sorted(steps, key=lambda path: step_of(path.name) > last)
+    if steps and named is not None and not named == tried[0].name == steps[0].name:
+        print(f"{pointer} names {SHORT.repr(named)}, and the newest that is there is {steps[0].name}: "
+              f"{tried[0].name} is taken; write the name of another one there to go on from it",
+              file=sys.stderr)
+    return tried
 
 
 def require_whole(step: Path) -> None:
@@ -442,10 +461,32 @@ def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]])
     return inputs
 
 
+def describe_code() -> dict[str, str]:
+    """Identify the files of our own code, and the libraries that compute."""
+    folders = [REPOSITORY, *(path.parent for path in REPOSITORY.glob("*/__init__.py"))]
+    files = sorted(path for folder in folders for path in folder.glob("*.py"))
+    code = {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files}
+    return code | {f"version of {name}": version for name, version in versions().items()}
+
+
+def require_same_ranks(made_of: dict[str, object]) -> None:
+    """Raise ConfigError on every rank if what a run is made of is not the same on all of them. Collective."""
+    first, *others = dist.gather([made_of])
+    for rank, other in enumerate(others, start=1):
+        if differing := list(differences(first, other)):
+            raise ConfigError(f"the ranks differ, from 0 to {rank}: {SHORT.repr(differing)}; start all of "
+                              "them with the same settings, files, code and libraries")
+
+
 def require_same_inputs(step: Path, began: dict[str, str], here: dict[str, str]) -> None:
-    """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these."""
-    for setting, found in here.items():
-        if began.get(setting) != found:
+    """Raise ConfigError if a checkpoint was trained on other weights, data or tokenizers than these; name
+    code and libraries that have changed."""
+    changed = {setting: found for setting, found in here.items() if began.get(setting) != found}
+    renewed = [setting for setting in changed if setting.startswith(("code of ", "version of "))]
+    if renewed and dist.rank() == 0:
+        print(f"{step} was made with another {SHORT.repr(renewed)}", file=sys.stderr)
+    for setting, found in changed.items():
+        if setting not in renewed:
             raise ConfigError(f"{step} was trained with {began.get(setting, 'nothing')} at {setting}, where "
                               f"there are now {found}; bring the former back, or begin another run with "
                               "--set out=...")

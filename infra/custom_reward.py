@@ -5,6 +5,8 @@ gets the first of them in this order. It returns a number in [-1, 1], or None fo
 judge. Only numbers and texts travel back, so no exception and no result can end the trainer.
 """
 
+import ast
+import contextlib
 import functools
 import math
 import sys
@@ -13,7 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from config import ConfigError, Reward
-from infra.reward_worker import call_functions
+from infra.reward_worker import Source, call_functions
 from records import Problem, Prompt, Rewards
 from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
 
@@ -22,8 +24,7 @@ from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimi
 class RewardFile:
     """A file of reward functions, as it was when the run began, and how its functions are called."""
 
-    path: str
-    source: str
+    source: Source
     functions: tuple[str, ...]
     limits: Limits
     ended: float  # the value of a function if its call was ended
@@ -31,7 +32,6 @@ class RewardFile:
     @staticmethod
     def of(cfg: Reward) -> "RewardFile":
         return RewardFile(
-            path=cfg.custom_file,
             source=read_source(cfg),
             functions=tuple(cfg.functions.values()),
             limits=Limits(
@@ -45,17 +45,40 @@ class RewardFile:
         )
 
     def error(self, what: str) -> ConfigError:
-        return ConfigError(f"reward.custom_file={self.path}: {what}")
+        return ConfigError(f"reward.custom_file={self.source.path}: {what}")
 
 
-def read_source(cfg: Reward) -> str | None:
-    """Return the text of the user's file; None if none of its functions counts. Raises ConfigError."""
-    return read_once(cfg.custom_file, "reward.custom_file") if cfg.functions else None
+def read_source(cfg: Reward) -> Source | None:
+    """Read the user's file; None if none of its functions counts. Raises ConfigError."""
+    return read_file(cfg.custom_file, "reward.custom_file") if cfg.functions else None
 
 
 @functools.cache
-def read_once(path: str, setting: str) -> str:
-    """Read a file once: later changes during a run are not seen."""
+def read_file(path: str, setting: str) -> Source:
+    """Read a user's file, and the modules and packages beside it that it imports, and those that they import.
+
+    It is read once: later changes during a run are not seen.
+    """
+    folder, helpers = Path(path).resolve().parent, {}
+    text = read_text(path, setting)
+    unread = [text]
+    while unread:
+        imports: list[str] = []
+        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # loading the file reports it
+            for node in ast.walk(ast.parse(unread.pop())):
+                if isinstance(node, ast.Import | ast.ImportFrom):
+                    imports += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
+        for name in {name.partition(".")[0] for name in imports} - {""}:
+            package = [*(folder / name).glob("**/*.py")] if (folder / name / "__init__.py").is_file() else []
+            for file in filter(Path.is_file, [folder / f"{name}.py", *sorted(package)]):
+                key = str(file.relative_to(folder))
+                if key not in helpers:
+                    helpers[key] = read_text(str(file), setting)
+                    unread.append(helpers[key])
+    return Source(path, text, tuple(helpers.items()))
+
+
+def read_text(path: str, setting: str) -> str:
     try:
         return Path(path).read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,7 +110,6 @@ def start_once(own: RewardFile, judged: RewardCall) -> Call:
     values = judged.text, judged.gold, judged.tokens, judged.row
     return Call(
         call_functions,
-        own.path,
         own.source,
         own.functions,
         own.limits.seconds,
@@ -128,8 +150,8 @@ def report_once(own: RewardFile, reason: str, row_id: str) -> None:
     if (own, reason) not in REPORTED:
         REPORTED.add((own, reason))
         print(
-            f"reward.custom_file={own.path}: a call {describe_end(own.limits, reason)} (row {row_id}); its "
-            f"value is {own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, "
+            f"reward.custom_file={own.source.path}: a call {describe_end(own.limits, reason)} (row {row_id}); "
+            f"its value is {own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, "
             "reward/died)",
             file=sys.stderr, flush=True)
 
@@ -176,7 +198,7 @@ def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:
     """
     if not cfg.functions or not sets:
         return
-    read_once.cache_clear()
+    read_file.cache_clear()
     own = RewardFile.of(cfg)
     rows = [row for problems in sets for row in (problems[0], problems[-1])]
     calls = [start_call(own, problem, problem.solution or problem.answer, 1) for problem in rows]

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from config import Config, ConfigError, Environment
-from infra.custom_reward import describe_end, read_once
+from infra.custom_reward import describe_end, read_file
 from infra.environment_worker import Reply, Turn, call_environment, list_schemas, make_reply
+from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
 from records import Problem
 from verify.grade import WORKERS, Call, Limits, OverLimit
@@ -26,7 +27,7 @@ class EnvironmentFile:
     """A file with reply() or tools(), as it was when the run began, and how it is called."""
 
     settings: Environment
-    source: str
+    source: Source
     tools: tuple[dict, ...] = ()  # as chat templates take them; empty with reply()
     format: str = "plain"         # of their calls
 
@@ -54,8 +55,7 @@ class EnvironmentFile:
         return replace(self, format=form)
 
     def call(self, function: object, *given: object) -> Call:
-        settings = self.settings
-        return Call(function, settings.file, self.source, settings.seconds, *given, limits=self.limits)
+        return Call(function, self.source, self.settings.seconds, *given, limits=self.limits)
 
     def ask(self, text: str, newest: str, row: dict) -> Call:
         """Ask for the reply to a turn: the text so far, and the newest turn in it."""
@@ -105,7 +105,7 @@ def open_environment(settings: Environment) -> EnvironmentFile | None:
     """Read the file of an environment and list its tools; None without a file. Raises ConfigError."""
     if settings.file is None:
         return None
-    own = EnvironmentFile(settings, read_once(settings.file, "environment.file"))
+    own = EnvironmentFile(settings, read_file(settings.file, "environment.file"))
     try:
         schemas = own.call(list_schemas).result()
     except OverLimit as error:

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.reward_worker import WrongFile, on_one_line, run_guarded
+from infra.reward_worker import Source, WrongFile, on_one_line, run_guarded
 
 TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 BARE_CALL = re.compile(r'\{\s*"name"\s*:.*', re.DOTALL)
@@ -37,16 +37,16 @@ class Reply:
     failures: int = 0
 
 
-def call_environment(path: str, source: str, seconds: float, turn: Turn) -> Reply | str:
+def call_environment(source: Source, seconds: float, turn: Turn) -> Reply | str:
     """Reply to a turn. Returns an error as text."""
     silence()
-    return run_guarded(path, source, seconds, turn.row, lambda scope: reply_to(scope, turn))
+    return run_guarded(source, seconds, turn.row, lambda scope: reply_to(scope, turn))
 
 
-def list_schemas(path: str, source: str, seconds: float) -> list[dict] | str:
+def list_schemas(source: Source, seconds: float) -> list[dict] | str:
     """Describe the tools of a file as chat templates take them; an empty list without tools()."""
     silence()
-    return run_guarded(path, source, seconds, {}, lambda scope: [describe(f) for f in list_tools(scope)])
+    return run_guarded(source, seconds, {}, lambda scope: [describe(f) for f in list_tools(scope)])
 
 
 def silence() -> None:

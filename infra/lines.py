@@ -77,6 +77,11 @@ def read_metrics(path: Path) -> list[LogLine]:
     return lines
 
 
+def is_evaluation(line: dict) -> bool:
+    """Tell a line of metrics.jsonl about an evaluation from one about a step."""
+    return any(key.startswith("eval/") for key in line)
+
+
 def append(path: Path, *lines: dict) -> None:
     """Append lines to a log. Raises ConfigError if its folder is gone."""
     try:

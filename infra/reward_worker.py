@@ -12,6 +12,7 @@ import os
 import sys
 import traceback
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -24,9 +25,21 @@ OTHER_FRAMEWORKS = ("completions", "prompts", "solution_str", "ground_truth", "d
 HERE = Path(__file__).parent.parent
 
 
+@dataclass(frozen=True, slots=True)
+class Source:
+    """A Python file of the user's, as it was when the run began."""
+
+    path: str
+    text: str
+    helpers: tuple[tuple[str, str], ...]  # name and text of each module beside it that it imports
+
+    @property
+    def files(self) -> list[Path]:
+        return [Path(self.path), *(Path(self.path).parent / name for name, _ in self.helpers)]
+
+
 def call_functions(
-    path: str,
-    source: str,
+    source: Source,
     names: Sequence[str],
     seconds: float,
     values: tuple,
@@ -34,14 +47,14 @@ def call_functions(
     """Call functions of a file on one completion, `values` of ARGUMENTS. Returns their values, or an error as
     text."""
     return run_guarded(
-        path, source, seconds, values[-1], lambda scope: [call_one(scope, name, values) for name in names])
+        source, seconds, values[-1], lambda scope: [call_one(scope, name, values) for name in names])
 
 
-def run_guarded(path: str, source: str, seconds: float, row: dict, work: Callable[[dict], Any]) -> Any:
+def run_guarded(source: Source, seconds: float, row: dict, work: Callable[[dict], Any]) -> Any:
     """Load a file, and do some work with its names for a row. Returns the result, or an error as text."""
     process = os.getpid()
     try:
-        scope = load_once(path, source)
+        scope = load_once(source)
         set_alarm(seconds)  # else a worker that has just loaded the file would have less than others
         return work(scope)
     except MemoryError:
@@ -49,7 +62,7 @@ def run_guarded(path: str, source: str, seconds: float, row: dict, work: Callabl
     except WrongFile as error:
         return str(error)
     except BaseException as error:  # SystemExit too: a user's code may raise anything
-        place, text = name_place(error, path), on_one_line(error, str)
+        place, text = name_place(error, source.path), on_one_line(error, str)
         return f"it raises {type(error).__name__}{place}: {text}{name_columns(error, row)}"
     finally:
         if os.getpid() != process:  # the function has forked: its child must not answer too
@@ -80,19 +93,22 @@ class WrongFile(Exception):
 
 
 @functools.cache
-def load_once(path: str, source: str) -> dict:
+def load_once(source: Source) -> dict:
     """Run the file as a module, with its folder first on sys.path. Winnow's modules are unloaded if the
     folder has files of the same name: no worker needs them any more."""
-    folder = Path(path).resolve().parent
+    folder = Path(source.path).resolve().parent
+    for name, text in source.helpers:
+        if not (folder / name).is_file() or (folder / name).read_text() != text:
+            raise WrongFile(f"{name}, which it imports, has changed since the run began; restore it")
     for name, module in list(sys.modules.items()):
         ours = Path(getattr(module, "__file__", None) or "/").parent == HERE
         if ours and folder != HERE and (folder / f"{name}.py").is_file():
             del sys.modules[name]
     sys.path.insert(0, str(folder))
-    module = ModuleType(Path(path).stem)
-    module.__file__ = path
+    module = ModuleType(Path(source.path).stem)
+    module.__file__ = source.path
     sys.modules[module.__name__] = module  # dataclasses look for it there
-    exec(compile(source, path, "exec"), module.__dict__)
+    exec(compile(source.text, source.path, "exec"), module.__dict__)
     return module.__dict__
 
 

@@ -11,6 +11,7 @@ evaluation after step 5 with their responses. state.json says how the run ended;
 """
 
 import fcntl
+import hashlib
 import importlib.metadata
 import json
 import os
@@ -22,6 +23,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import replace as replace_settings
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -33,12 +35,14 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, blame_file, read_log, replace, rewrite_log
+from infra.lines import append, blame_file, is_evaluation, read_log, read_metrics, replace, rewrite_log
 from infra.tracking import Tracker
+from settings.loader import SHORT
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
-# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder.
+# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder. A
+# module that the reward file or the environment imports from its own folder has a copy of the same name.
 COPIES = {"reward.custom_file": "custom_reward.py", "environment.file": "environment.py",
           "data.chat_template": "chat_template.jinja"}
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
@@ -68,6 +72,10 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
+    saved = (folder / "checkpoints").resolve()
+    if saved.parent != folder.resolve() and (saved.parent / "config.yaml").is_file():
+        raise ConfigError(f"{folder}/checkpoints is a link into another run, {saved.parent}; put a copy in "
+                          f"its place, or set out={saved.parent} to go on with that run")
     if not has_a_step(folder):
         if resume == "always":
             raise ConfigError(f"--resume: {folder} has no step done, so there is nothing to go on from; "
@@ -89,6 +97,22 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
     return folder
 
 
+def own_folder(cfg: Config, path: Path) -> Config:
+    """Let the run of a folder's own config.yaml, at `path`, go on in that folder, if it has been moved.
+
+    Raises ConfigError for a copy: both folders are there, and it does not say which one is meant.
+    """
+    here, out = path.parent, Path(cfg.out)
+    if not path.name.startswith("config") or not (here / "env.json").is_file():
+        return cfg
+    if out.exists():
+        if here.samefile(out):
+            return cfg
+        raise ConfigError(f"{path} lies in the run folder {here}, says out={out}, and both are there, as "
+                          f"after a copy; set one: --set out={here}, or --set out={out}")
+    return replace_settings(cfg, out=str(here))
+
+
 def has_a_step(folder: Path) -> bool:
     """Tell whether a run has finished a step, which would be lost if the folder were taken over."""
     path = folder / "metrics.jsonl"
@@ -97,9 +121,9 @@ def has_a_step(folder: Path) -> bool:
     return logged or any((folder / "checkpoints").glob("step_*"))
 
 
-def changed_settings(there: Config, now: Config) -> dict[str, str]:
+def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]:
     """Name each setting that differs, with both values; not `out`, since a folder can be moved."""
-    old, new = config.flatten(there), config.flatten(now)
+    old, new = flat(there), flat(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
         before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
@@ -108,23 +132,35 @@ def changed_settings(there: Config, now: Config) -> dict[str, str]:
     return named
 
 
-def refused_changes(there: Config, now: Config) -> list[str]:
+def require_same_settings(step: Path, saved: dict, now: Config) -> None:
+    """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
+    it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
+    there = {}
+    for key, value in config.flatten(now).items():
+        there[key] = value if value == "auto" else saved.get(key, value)
+    if refused := refused_changes(there, now):
+        raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
+                          "they were there")
+
+
+def refused_changes(there: Config | dict, now: Config) -> list[str]:
     """Name the changed settings that keep a run from going on: its finished steps depend on them."""
     refused = []
+    old, new = flat(there), flat(now)
     for key, change in changed_settings(there, now).items():
-        grows = key == "steps" and now.steps > there.steps
-        if grows and there.optim.schedule == "cosine":
+        grows = key == "steps" and new[key] > old[key]
+        if grows and old.get("optim.schedule") == "cosine":
             refused.append(f"{change}: optim.schedule=cosine has spread its rate over the steps there")
         harmless = grows or key.startswith(NO_EFFECT_ON_STEPS + MEMORY_SETTINGS)
-        if not harmless and not is_same_file_elsewhere(there, now, key):
+        # A file at another path: its content is compared (`require_same_files`, `require_same_inputs`).
+        elsewhere = key in (*COPIES, "model.lora.path") and None not in (old.get(key), new.get(key))
+        if not harmless and not elsewhere:
             refused.append(change)
     return refused
 
 
-def is_same_file_elsewhere(there: Config, now: Config, key: str) -> bool:
-    """Tell whether a setting names a file at another path; `require_same_files` compares its content."""
-    paths = config.flatten(there)[key], config.flatten(now)[key]
-    return key in (*COPIES, "model.lora.path") and None not in paths
+def flat(settings: Config | dict) -> dict:
+    return settings if isinstance(settings, dict) else config.flatten(settings)
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
@@ -132,7 +168,7 @@ def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
     """
-    copies = {setting: folder / name for setting, name in COPIES.items()}
+    copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
     return [setting for setting, path in copies.items()
             if texts[setting] != (path.read_text() if path.is_file() else None)]
 
@@ -140,9 +176,10 @@ def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
 def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
     """Raise ConfigError if a file of COPIES has changed since the run began."""
     for setting in changed_files(folder, texts):
+        copy = folder / COPIES.get(setting, setting)
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
-                          f"{folder / COPIES[setting]}, write the new one over that copy to go on with it "
-                          "all the same, or start a new run with --set out=...")
+                          f"{copy}, write the new one over that copy to go on with it all the same, or start "
+                          "a new run with --set out=...")
 
 
 def is_done(cfg: Config, resume: Resume) -> bool:
@@ -198,6 +235,12 @@ def state_of(folder: Path) -> dict:
     return {"state": lines[0]["state"], **lines[0]} if lines else {"state": "died"}
 
 
+def missing_steps(lines: list[dict], last: int) -> list[int]:
+    """List the steps up to `last` that no line of metrics.jsonl has."""
+    done = {line["step"] for line in lines if not is_evaluation(line)}
+    return sorted({*range(1, last + 1)} - done)
+
+
 def evaluations(folder: Path) -> dict[int, Path]:
     """Map the step of each evaluation to its file of answers, in order."""
     named = {path: re.fullmatch(r"eval_(\d+)\.jsonl", path.name) for path in folder.glob("eval_*.jsonl")}
@@ -216,7 +259,6 @@ def describe_environment(device: torch.device) -> dict:
     """Describe command, code, machine, device and libraries."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
-    versions = {name: importlib.metadata.version(name) for name in LIBRARIES}
     return {
         "argv": sys.argv,
         "commit": run_git("rev-parse", "HEAD"),
@@ -225,8 +267,12 @@ def describe_environment(device: torch.device) -> dict:
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
         "ranks": int(os.environ.get("WORLD_SIZE", "1")),
-        "libraries": versions | {name: sys.modules[name].__version__ for name in optional},
+        "libraries": versions() | {name: sys.modules[name].__version__ for name in optional},
     }
+
+
+def versions() -> dict[str, str]:
+    return {name: importlib.metadata.version(name) for name in LIBRARIES}
 
 
 def run_git(*command: str) -> str | None:
@@ -255,6 +301,7 @@ class RunLog:
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
+        self.sealed: dict[str, tuple] = {}  # name of a log -> bytes that were hashed, and their hash
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
@@ -285,12 +332,53 @@ class RunLog:
         if not same or changed_files(self.folder, texts):
             (self.folder / SOFT_VALUES).unlink(missing_ok=True)  # of another run
         for setting, text in texts.items():
-            (self.folder / COPIES[setting]).unlink(missing_ok=True)
+            copy = self.folder / COPIES.get(setting, setting)
+            copy.unlink(missing_ok=True)
             if text is not None:
-                (self.folder / COPIES[setting]).write_text(text)
+                copy.parent.mkdir(exist_ok=True)
+                copy.write_text(text)
         replace(stored, config.dump(cfg))
         ran_on = describe_environment(device) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
+
+    def seal(self) -> dict[str, dict]:
+        """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
+        sha256]}. Only bytes that are new since the last time are read."""
+        if self.folder is None:
+            return {}
+        for path in self.logs():
+            start = 0, hashlib.sha256()
+            length, digest = self.sealed.get(path.name, start)
+            with path.open("rb") as file:
+                file.seek(length)
+                new = file.read()
+                os.fsync(file.fileno())
+            digest.update(new)
+            self.sealed[path.name] = length + len(new), digest
+        sealed = {name: [length, digest.hexdigest()] for name, (length, digest) in self.sealed.items()}
+        return {"logs": sealed}
+
+    def logs(self) -> list[Path]:
+        """List the logs that there are: those of LOGS, the table of soft values, and the evaluations."""
+        paths = [self.folder / name for name in (*LOGS, SOFT_VALUES)]
+        return [*filter(Path.is_file, paths), *evaluations(self.folder).values()]
+
+    def require_logs(self, step: int, sealed: dict[str, list]) -> None:
+        """Raise ConfigError unless the logs begin as they were when the checkpoint of a step counted on them
+        (`seal`), and metrics.jsonl has every step up to it."""
+        if self.folder is None:
+            return
+        remedy = ("bring the file back, or write the name of an earlier checkpoint into checkpoints/latest "
+                  "to go on from that one")
+        for name, (length, digest) in sealed.items():
+            path = self.folder / name
+            begins = path.read_bytes()[:length] if path.is_file() else b""
+            if hashlib.sha256(begins).hexdigest() != digest:
+                raise ConfigError(f"{path} is not as it was when step {step} was saved, with {length} bytes "
+                                  f"up to there; {remedy}")
+        lines = read_metrics(self.folder / "metrics.jsonl")
+        if missing := missing_steps(lines, step):
+            raise ConfigError(f"{self.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}; {remedy}")
 
     def resume(self, step: int, cfg: Config) -> None:
         """Cut the logs back to the checkpoint's step: the resumed run does the later ones again.
@@ -300,14 +388,14 @@ class RunLog:
         """
         if self.folder is None:
             return
+        self.sealed = {}
         self.forget_later(evaluated_after=step)
         stored, kept = self.folder / "config.yaml", self.folder / f"config_until_{step:06d}.yaml"
         changed = changed_settings(config.load(stored), cfg)
         self.say(f"going on from step {step}" + f" with {', '.join(changed.values())}" * bool(changed))
-        if changed:
-            if not kept.exists():  # else no step between the two is left
-                shutil.copyfile(stored, kept)
-            replace(stored, config.dump(cfg))
+        if changed and not kept.exists():  # else no step between the two is left
+            shutil.copyfile(stored, kept)
+        replace(stored, config.dump(cfg))  # `out` too: the folder may have been moved
         for name in LOGS:
             path = self.folder / name
             with blame_file(path):
@@ -343,10 +431,13 @@ class RunLog:
         A resumed run sends all of its metrics again: the last ones may not have arrived.
         """
         if self.folder is not None and cfg.log.wandb is not None:
-            path = self.folder / "env.json"
+            path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
-                # The run's name on wandb's server, which never changes.
-                ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())
+                # The run's name on wandb's server, which changes only in a copy of its folder.
+                ran_on = {"wandb": None, "folder": home} | json.loads(path.read_text())
+                if ran_on["wandb"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
+                    ran_on |= {"wandb": secrets.token_hex(4)}
+                ran_on["folder"] = home
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read_log(self.folder / "metrics.jsonl"):

@@ -16,9 +16,9 @@ import numpy as np
 
 from config import ConfigError
 from infra import runfolder
-from infra.lines import read_log, read_metrics
+from infra.lines import is_evaluation, read_log, read_metrics
 from page.show import as_yaml
-from page.summary import Score, is_evaluation
+from page.summary import Score
 from settings.loader import read
 
 # kind of cost -> the metric of each step to add up; None counts the steps.

@@ -5,7 +5,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from infra.lines import read_metrics
+from infra.lines import is_evaluation, read_metrics
 from infra.runfolder import SCORES, score_text
 from settings.paths import REPOSITORY
 
@@ -68,11 +68,6 @@ def summary(folder: Path) -> str:
                       f"next  {python} {programs}eval.py --config {folder}/config.yaml --model {folder}/hf"
                       + ("" if evals else " --data SET"),
                       f"      {python} {programs}report.py {folder}"])
-
-
-def is_evaluation(line: dict) -> bool:
-    """Tell a metrics line of an evaluation from one of a step."""
-    return any(key.startswith("eval/") for key in line)
 
 
 def score_cell(line: dict, score: Score) -> str:

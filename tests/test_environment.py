@@ -426,7 +426,7 @@ def test_the_run_folder_keeps_the_file_and_a_resume_compares_it(tmp_path):
     cfg = toy_config(tmp_path / "run", *settings)
     trained_unchecked(cfg)
     assert (tmp_path / "run" / "environment.py").read_text() == SUMS
-    environment.read_once.cache_clear()
+    environment.read_file.cache_clear()
     (tmp_path / "mine.py").write_text(SUMS.replace("3}", "4}"))
     with pytest.raises(ConfigError, match="--resume: the file of environment.file has changed"):
         train.train(replace(cfg, steps=2), resume="always")
@@ -441,7 +441,7 @@ def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
     talked = [x for x in completions if "turns" in x]
     assert talked and all("".join(x["turns"]) == x["text"] for x in talked)
     assert all(x["turns"][0].endswith("=") for x in talked)
-    environment.read_once.cache_clear()
+    environment.read_file.cache_clear()
     (tmp_path / "mine.py").unlink()  # the copy in the run folder is read
     replay.replay(tmp_path / "run", 2, [], draws=0)
     assert "the same bit for bit" in capsys.readouterr().out

@@ -83,6 +83,7 @@ def main(folder: Path) -> None:
     model.mkdir(exist_ok=True)
     for path in (HERE / "model").glob("*.json"):  # the toy's tokenizer and shape
         shutil.copyfile(path, model / path.name)
+    (model / "model.safetensors").unlink(missing_ok=True)
     texts = ((line["question"], line["solution"]) for line, _ in pretraining())
     pretrain(model, texts, batches=1000, batch_size=BATCH_SIZE, lr=3e-3, stop=BATCHES)
 

@@ -121,10 +121,11 @@ def pretrain(
     lr: float,
     stop: int | None = None,
 ) -> None:
-    """Train the decoder that `folder` describes on (question, answer)s, and write its weights there. The rate
-    falls to 0 over `batches`; training ends early at `stop`."""
+    """Train the decoder that `folder` describes on (question, answer)s, from its weights if it has any, and
+    write them there. The rate falls to 0 over `batches`; training ends early at `stop`."""
     tokenizer = Tokenizer(folder)
-    model = fresh_model(folder)
+    began = (folder / "model.safetensors").is_file()
+    model = decoder.load_model(folder, torch.float32, torch.device("cpu")) if began else fresh_model(folder)
     optimizer = torch.optim.AdamW(model.parameters(), lr=lr, betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     warmup = 50
 
@@ -159,6 +160,7 @@ def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     train, test = splits()
     build_tokenizer(folder, list(train.values()))
+    (folder / "model.safetensors").unlink(missing_ok=True)
     pretrain(folder, worked_or_guessed(frozenset(test)), batches, batch_size, lr)
 
 

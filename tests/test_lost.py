@@ -1,0 +1,183 @@
+"""Nothing is lost beside the checkpoints: what `latest` names, the logs, copies of a run folder."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+from conftest import toy_config
+
+import config
+import report
+import train
+from config import ConfigError
+from infra import runfolder
+from infra.lines import read_log
+
+FEW = ("rollout.group_size=4", "rollout.prompts_per_step=2", "prune.completions.keep=2", "rollout.max_new_tokens=8",
+       "eval.max_new_tokens=4", "pack.capacity=512", "model.dtype=float32", "steps=4", "checkpoint.every=2",
+       "checkpoint.keep=2", "eval.every=2")
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory) -> Path:
+    """A run of four steps with checkpoints of two and of four."""
+    out = tmp_path_factory.mktemp("lost") / "run"
+    train.train(toy_config(out, *FEW))
+    return out
+
+
+@pytest.fixture
+def run(original, tmp_path) -> Path:
+    """A copy that is a run of its own."""
+    folder = tmp_path / "run"
+    shutil.copytree(original, folder, symlinks=True)
+    path = folder / "config.yaml"
+    path.write_text(path.read_text().replace(f"out: {original}\n", f"out: {folder}\n"))
+    return folder
+
+
+def go_on(folder: Path, *settings: str, resume: str = "always") -> None:
+    train.train(config.load(folder / "config.yaml", ["steps=5", *settings]), resume)
+
+
+def steps(folder: Path) -> list[int]:
+    return [line["step"] for line in read_log(folder / "metrics.jsonl") if "train/tokens" in line]
+
+
+# ---- the pointer
+
+@pytest.mark.parametrize(("named", "begun", "said"), [
+    ("step_000001", 5, "names 'step_000001', and the newest that is there is step_000004: step_000004 is taken"),
+    ("step_000009", 5, "names 'step_000009', and the newest that is there is step_000004: step_000004 is taken"),
+    ("step_000002", 3, "names 'step_000002', and the newest that is there is step_000004: step_000002 is taken"),
+    ("step_000002\n", 3, "names .* step_000002 is taken"), ("", 5, "names '', .* step_000004 is taken"),
+    ("step_000004", 5, None), ("step_000004\n", 5, None), (None, 5, None)])
+@pytest.mark.parametrize("resume", ["always", "auto"])
+def test_a_pointer_to_another_step_than_the_newest_loses_nothing_and_is_said(named, begun, said, resume, run, capsys):
+    """`cp -r` of a run that goes on takes `latest`, and then the folders that have replaced those it names."""
+    pointer = run / "checkpoints" / "latest"
+    pointer.unlink() if named is None else pointer.write_text(named)
+    go_on(run, resume=resume)
+    err = capsys.readouterr().err
+    assert f"going on from step {begun - 1}" in err and steps(run) == [1, 2, 3, 4, 5]
+    assert re.search(f"{pointer} {said}", err) if said else "latest" not in err
+
+
+def test_a_damaged_checkpoint_that_the_pointer_names_is_replaced_by_a_later_one_if_none_is_before_it(run, capsys):
+    (run / "checkpoints" / "latest").write_text("step_000002")
+    (run / "checkpoints" / "step_000002" / "extra.pt").write_bytes(b"")
+    go_on(run)
+    assert "going on from step 4" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["latest is a folder", "checkpoints is a file", "checkpoints is a dead link"])
+@pytest.mark.parametrize("resume", ["always", "auto"])
+def test_what_hides_the_checkpoints_begins_no_run_anew(what, resume, run, tmp_path):
+    """As when the disk with the checkpoints is not mounted."""
+    name, kind = what.split(" is a ")
+    path = run / "checkpoints" / "latest" if name == "latest" else run / "checkpoints"
+    path.rename(tmp_path / "elsewhere")
+    {"folder": path.mkdir, "file": path.touch, "dead link": lambda: path.symlink_to(tmp_path / "gone")}[kind]()
+    with pytest.raises(ConfigError, match=f"{path} is no (file|dir), or a link to nothing; bring it back"):
+        go_on(run, resume=resume)
+    assert steps(run) == [1, 2, 3, 4]
+
+
+# ---- logs
+
+def without(path: Path, gone) -> None:
+    path.write_text("".join(line + "\n" for line in path.read_text().splitlines() if not gone(json.loads(line))))
+
+
+@pytest.mark.parametrize(("name", "damage"), [
+    ("metrics.jsonl", lambda p: without(p, lambda line: line["step"] > 2)),
+    ("metrics.jsonl", lambda p: without(p, lambda line: line["step"] in (2, 3))),
+    ("metrics.jsonl", lambda p: p.unlink()), ("decisions.jsonl", lambda p: p.unlink()),
+    ("samples.jsonl", lambda p: without(p, lambda line: line["step"] == 1)),
+    ("eval_000002.jsonl", lambda p: p.unlink()),
+    ("metrics.jsonl", lambda p: p.write_text(re.sub(r'(rollout/tokens": )\d', r"\g<1>7", p.read_text()))),
+    ("decisions.jsonl", lambda p: p.write_bytes(p.read_bytes()[:-1]))])
+def test_a_log_that_is_not_as_the_checkpoint_knows_it_is_named_and_stays(name, damage, run):
+    path = run / name
+    damage(path)
+    left = {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
+    with pytest.raises(ConfigError, match=f"{path} is not as it was when step 4 was saved, with .* write the name"):
+        go_on(run)
+    assert left == {p.name: p.read_bytes() for p in run.iterdir() if p.is_file() and p.name != "lock"}
+
+
+def test_an_earlier_checkpoint_goes_on_from_the_logs_that_are_left(run):
+    without(run / "metrics.jsonl", lambda line: line["step"] > 2)
+    (run / "checkpoints" / "latest").write_text("step_000002")
+    go_on(run)
+    assert steps(run) == [1, 2, 3, 4, 5]
+
+
+def test_a_checkpoint_of_an_earlier_version_asks_for_all_steps(run):
+    log = runfolder.RunLog(run)
+    log.require_logs(4, {})
+    without(run / "metrics.jsonl", lambda line: line["step"] in (1, 3))
+    with pytest.raises(ConfigError, match="metrics.jsonl lacks the steps .1, 3."):
+        log.require_logs(4, {})
+
+
+def test_logs_are_flushed_and_their_hashes_go_on_where_they_were(tmp_path, monkeypatch):
+    log, flushed = runfolder.RunLog(tmp_path), []
+    monkeypatch.setattr(runfolder.os, "fsync", flushed.append)
+    for step in (1, 2):
+        log.write("metrics.jsonl", {"step": step})
+        length, digest = log.seal()["logs"]["metrics.jsonl"]
+        text = (tmp_path / "metrics.jsonl").read_bytes()
+        assert (length, digest) == (len(text), runfolder.hashlib.sha256(text).hexdigest())
+    assert len(flushed) == 2
+
+
+def test_a_report_names_the_steps_that_a_log_lacks(run, tmp_path):
+    report.write_report([run], tmp_path / "page")
+    assert "lacks" not in (tmp_path / "page" / "report.md").read_text()
+    without(run / "metrics.jsonl", lambda line: line["step"] in (1, 2))
+    report.write_report([run], tmp_path / "page")
+    assert "lacks the steps \\[1, 2\\]: its costs are too low" in (tmp_path / "page" / "report.md").read_text()
+
+
+# ---- copies
+
+def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_path, command, capsys):
+    fork = shutil.copytree(original, tmp_path / "fork")
+    before = (original / "metrics.jsonl").read_bytes()
+    for config_file in ("config.yaml", "config_until_000002.yaml"):
+        shutil.copyfile(original / "config.yaml", fork / config_file)
+        assert command(train, "--config", fork / config_file, "--resume", "--set", "steps=5") == 2
+        said = capsys.readouterr().err
+        assert f"lies in the run folder {fork}, says out={original}, and both are there" in said
+    assert (original / "metrics.jsonl").read_bytes() == before == (fork / "metrics.jsonl").read_bytes()
+    assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=5",
+                   "--set", f"out={fork}") == 0
+    assert steps(fork) == [1, 2, 3, 4, 5] and (original / "metrics.jsonl").read_bytes() == before
+    assert command(train, "--config", fork / "config.yaml", "--resume", "--set", "steps=6") == 0  # it has its own now
+    assert steps(fork)[-1] == 6
+
+
+def test_a_run_that_was_moved_goes_on_in_itself(run, command):
+    moved, link = run.with_name("moved"), run.with_name("link")
+    run.rename(moved)
+    assert command(train, "--config", moved / "config.yaml", "--resume", "--set", "steps=5") == 0
+    assert steps(moved) == [1, 2, 3, 4, 5] and not run.exists()
+    link.symlink_to(moved)
+    assert command(train, "--config", link / "config.yaml", "--resume", "--set", "steps=6") == 0
+    assert steps(moved)[-1] == 6
+
+
+def test_a_copy_with_a_link_to_the_checkpoints_of_the_original_does_not_go_on(original, run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(original / "checkpoints")
+    with pytest.raises(ConfigError, match=f"is a link into another run, {original}; put a copy in its place"):
+        go_on(run)
+    apart = run.with_name("disk")
+    shutil.copytree(original / "checkpoints", apart)
+    (run / "checkpoints").unlink()
+    (run / "checkpoints").symlink_to(apart)  # as on a larger disk
+    go_on(run)
+    assert (apart / "latest").read_text() == "step_000005"

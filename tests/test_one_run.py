@@ -1,0 +1,119 @@
+"""One run is one thing: what it is made of is the same on every rank and at every resume, or what differs is named."""
+
+import re
+import shutil
+from contextlib import nullcontext
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+from conftest import ROOT, toy_config
+from test_invariance import on_ranks
+from test_lost import FEW, go_on, steps
+from test_lost import original as original  # a fixture
+from test_lost import run as run
+
+import config
+import eval as evaluation
+import train
+from config import ConfigError
+from infra import checkpoint, custom_reward, dist, runfolder
+
+REWARD = "import helper\nfrom tools.inner import one\ndef reward(text):\n    return helper.worth(text) * one()\n"
+HELPERS = {"helper.py": "import deep, math\ndef worth(text): return deep.WORTH", "deep.py": "WORTH = 0.5",
+           "tools/__init__.py": "", "tools/inner.py": "from . import last\ndef one(): return 1", "tools/last.py": ""}
+
+
+def write_reward(folder: Path) -> Path:
+    """A reward file, the helpers that it imports, and a module that it does not."""
+    for name, text in {"mine.py": REWARD, "other.py": "WORTH = 1", **HELPERS}.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder / "mine.py"
+
+
+# ---- ranks
+
+SET = {"seed": "seed=5", "out": "out=else", "data": "data.limit=9"}
+
+
+def spoilt(what: str):
+    """Change something that a run is made of, on this rank alone."""
+    changes = {
+        "code": (checkpoint, "hash_file", lambda path: str(path)),
+        "library": (checkpoint, "versions", lambda: {"torch": "1.0"}),
+        "helper": (train, "files_of", lambda *given: evaluation.files_of(*given) | {"deep.py": "WORTH = 1"})}
+    return patch.object(*changes[what]) if what in changes else nullcontext()
+
+
+def differ_on_ranks(folder: Path, what: str) -> list:
+    mine = dist.rank() == 1
+    cfg = config.load(folder / "run.yaml", [SET[what]] if mine and what in SET else [])
+    with spoilt(what) if mine else nullcontext(), pytest.raises(ConfigError) as raised:
+        train.prepare(cfg, "auto" if what == "resume" and mine else "never")
+    return [str(raised.value)]
+
+
+@pytest.mark.parametrize(("what", "named"), [
+    ("seed", "seed was 0 and is 5"), ("out", "out was .*/run.* and is .else"), ("code", "code of "),
+    ("library", "version of torch"), ("helper", "deep.py"), ("data", "data.limit was 256 and is 9"),
+    ("resume", "--resume was 'never' and is 'auto'")])
+def test_what_is_not_the_same_on_all_ranks_is_named_by_each_before_the_first_step(what, named, tmp_path):
+    cfg = toy_config(tmp_path / "run", *FEW, "reward.custom=1",
+                     f"reward.custom_file={write_reward(tmp_path / 'own')}")
+    (tmp_path / "run.yaml").write_text(config.dump(cfg))
+    for text, in on_ranks(2, tmp_path, differ_on_ranks, tmp_path, what):
+        assert re.search(f"the ranks differ, from 0 to 1: .*{named}", text), text
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+# ---- a resume
+
+@pytest.mark.parametrize(("old", "new", "named"), [
+    ("seed: 0", "seed: 1", "seed .0 there, 1 now."), ("  group_size: 4", "  group_size: 8", "rollout.group_size")])
+def test_a_config_that_was_edited_in_the_run_folder_is_compared_with_the_checkpoint(old, new, named, run):
+    path = run / "config.yaml"
+    text = path.read_text()
+    assert old in text
+    path.write_text(text.replace(old, new, 1))
+    with pytest.raises(ConfigError, match=f"step_000004 was made with other settings: {named}"):
+        go_on(run)
+    assert steps(run) == [1, 2, 3, 4]
+
+
+def test_other_code_and_libraries_are_named_and_the_run_goes_on(run, monkeypatch, capsys):
+    go_on(run)
+    assert "was made with another" not in capsys.readouterr().err
+    monkeypatch.setattr(checkpoint, "versions", lambda: runfolder.versions() | {"torch": "1.0"})
+    real = checkpoint.hash_file
+    monkeypatch.setattr(checkpoint, "hash_file", lambda path: "x" if path == ROOT / "loss.py" else real(path))
+    go_on(run, "steps=6")
+    assert "step_000005 was made with another ['code of loss.py', 'version of torch']" in capsys.readouterr().err
+
+
+def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys):
+    reward = write_reward(tmp_path / "own")
+    cfg = toy_config(tmp_path / "run", *FEW, "steps=1", "reward.custom=1", f"reward.custom_file={reward}")
+    train.train(cfg)
+    assert dict(custom_reward.read_source(cfg.reward).helpers) == HELPERS
+    for name, text in HELPERS.items():
+        assert (tmp_path / "run" / name).read_text() == text
+    assert not (tmp_path / "run" / "other.py").exists()
+    train.train(config.replace(cfg, steps=2), "always")
+    (tmp_path / "own" / "deep.py").write_text("WORTH = 0.25")
+    with pytest.raises(ConfigError, match=f"the file of deep.py has changed .*restore it from {tmp_path}/run/deep.py"):
+        train.train(config.replace(cfg, steps=3), "always")
+    head = evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
+    shutil.copyfile(tmp_path / "run" / "deep.py", tmp_path / "own" / "deep.py")
+    custom_reward.read_file.cache_clear()
+    assert head != evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
+    train.train(config.replace(cfg, steps=3), "always")
+
+
+def test_a_helper_that_changes_during_a_run_ends_it(tmp_path):
+    """Else the workers that are started later would reward by another file than the first ones."""
+    reward = write_reward(tmp_path)
+    own = custom_reward.RewardFile.of(config.Reward(accuracy=0.0, custom=1.0, custom_file=str(reward)))
+    reward.with_name("helper.py").write_text("def worth(text): return 1")
+    with pytest.raises(ConfigError, match="helper.py, which it imports, has changed since the run began; restore it"):
+        custom_reward.await_call(own, custom_reward.start_once(own, custom_reward.RewardCall("a", "", 1, {}, 0)), "a")
