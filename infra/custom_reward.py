@@ -150,9 +150,9 @@ def report_once(own: RewardFile, reason: str, row_id: str) -> None:
     if (own, reason) not in REPORTED:
         REPORTED.add((own, reason))
         print(
-            f"reward.custom_file={own.source.path}: a call {describe_end(own.limits, reason)} (row {row_id}); "
-            f"its value is {own.ended:g} (reward.custom_ended), as of all that end so (reward/timed_out, "
-            "reward/died)",
+            f"reward.custom_file={own.source.path}: a call {describe_end(own.limits, reason)} (row {row_id}"
+            f"); its value is {own.ended:g} (reward.custom_ended), as of all that end so "
+            "(reward/timed_out, reward/died)",
             file=sys.stderr, flush=True)
 
 

@@ -69,6 +69,11 @@ function completionTable(rows) {
   return table;
 }
 
+// Replies of an environment stand between the turns of the policy.
+function turnsOf(completion) {
+  return (completion.turns || [completion.text]).map((turn, i) => i % 2 ? element("span", "reply", turn) : turn);
+}
+
 function completionRow(completion) {
   const is = { kept: completion.kept ? "kept" : "pruned", right: verdictOf(completion), cut: completion.finished ? "finished" : "truncated" };
   for (const filter of ["kept", "right", "cut"])
@@ -82,7 +87,7 @@ function completionRow(completion) {
     completion.prob === null ? "group not trained on" : `pruned, ${why}`;
   return element("tr", `${is.right} ${is.kept}`,
     element("td", "", element("b", "verdict", { right: "✓ right", wrong: "✗ wrong" }[is.right] || "–")),
-    element("td", "", element("span", "text", completion.text)),
+    element("td", "", element("span", "text", ...turnsOf(completion))),
     element("td", "", `${number(completion.reward)} (${components})`),
     element("td", "", number(completion.advantage)),
     element("td", "", kept),

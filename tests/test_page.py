@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TOY
+from test_environment import with_sums
 from test_report import write_run
 
 import report
@@ -242,6 +243,22 @@ def test_the_slider_shows_the_completions_of_its_step(browser, finished, tmp_pat
         prompt = browser.find_element(By.CSS_SELECTOR, "#groups pre").get_attribute("textContent")
         assert prompt == next(x["prompt"] for x in logged if x["step"] == step) and "<|im_start|>" in prompt
     assert any("<|im_end|>" in row["text"] for row in rows(browser))
+    check_quiet(browser, page)
+
+
+def test_replies_of_an_environment_are_shaded(browser, tmp_path):
+    out, (setting, *others) = tmp_path / "run", with_sums(tmp_path)
+    subprocess.run(training(out, setting, *others, "steps=2", "checkpoint.every=0"), check=True, env=ENVIRONMENT,
+                   capture_output=True)
+    page = report.write_report([out], tmp_path / "out")
+    for scheme in SCHEMES:
+        show(browser, page, 1280, scheme)
+        completions = in_order(line for line in runfolder.read_log(out / "samples.jsonl") if line["step"] == 2)
+        assert [row["text"] for row in rows(browser)] == [c["text"] for c in completions]
+        replies = [span.get_attribute("textContent") for span in browser.find_elements(By.CSS_SELECTOR, "#groups .reply")]
+        assert replies == [turn for c in completions for turn in c.get("turns", [])[1::2]] and replies
+        assert background(browser, "#groups .reply") != background(browser, "#groups tr")
+        check_layout(browser)
     check_quiet(browser, page)
 
 

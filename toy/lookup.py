@@ -1,11 +1,9 @@
-"""A table that only the environment sees: who is whose friend, and how many coins each has."""
+"""A table that only the environment sees: it leads from number to number."""
 
 import re
 
-ASKED = re.compile(r"(friend|coins) of (\w+)\?$")
-
 
 def reply(text: str, row: dict) -> str | None:
-    """Answer "friend of Ada?" by " Ben." and "coins of Ben?" by " 7."; 0 for who is not in the table."""
-    found = ASKED.search(text)
-    return found and f" {row[found[1]].get(found[2], 0)}."
+    """Answer "41?" by " 17." if the row's table leads from 41 to 17, and by " 0." if it has no 41."""
+    asked = re.search(r"(\d+)\?$", text)
+    return asked and f" {row['next'].get(asked[1], 0)}."

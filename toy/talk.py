@@ -3,8 +3,8 @@
     python toy/talk.py      # writes toy/{secret,lookup,guess}_{train,test}.jsonl, always the same, and
                             # toy/talk_model/ (about a minute on one core)
 
-secret_sums.py takes the toy's problems, but each result is 3 more. lookup.py has a table in each row: who is
-whose friend, and how many things each has. guess.py thinks of a number from 1 to 16.
+secret_sums.py takes the toy's problems, but each result is 3 more. lookup.py has a table in each row
+that leads from number to number. guess.py thinks of a number from 1 to 8.
 The model has seen answers that ask the right thing about half of the time, and others that guess at once.
 """
 
@@ -36,13 +36,10 @@ def secret_lines(part: str) -> Iterator[dict]:
 
 
 def lookup_line(rng: random.Random, number: int) -> dict:
-    """Make a table of six people, and ask for two steps through it."""
-    people = rng.sample(NAMES, 6)
-    friend = dict(zip(people, people[1:] + people[:1], strict=True))
-    coins = {name: rng.randint(1, 99) for name in people}
-    name = people[0]
-    question = f"Table {number}: How many coins has the friend of {name}?"
-    return {"question": question, "answer": str(coins[friend[name]]), "friend": friend, "coins": coins}
+    """Make a table of six numbers in a ring, and ask for two steps through it."""
+    ring = rng.sample(range(1, 100), 6)
+    leads = dict(zip(map(str, ring), ring[1:] + ring[:1], strict=True))
+    return {"question": f"Table {number}: two steps from {ring[0]}.", "answer": str(ring[2]), "next": leads}
 
 
 def guess_line(rng: random.Random, number: int) -> dict:
@@ -53,30 +50,30 @@ def guess_line(rng: random.Random, number: int) -> dict:
 def looked_up(rng: random.Random) -> tuple[str, str]:
     """Write a question about a table, and an answer that asks for both steps, a wrong one, or none."""
     line = lookup_line(rng, rng.choice(TRAIN))
-    friend, coins = line["friend"], line["coins"]
-    name = next(iter(friend))
-    asked = rng.choice([friend[name], friend[name], name, rng.choice(NAMES)])
-    found = coins.get(asked, 0)
-    text = f"friend of {name}? {friend[name]}. coins of {asked}? {found}.\n#### {found}"
-    if rng.random() < 0.4:
+    leads = line["next"]
+    start = next(iter(leads))
+    asked = rng.choice([str(leads[start]), start, str(rng.randint(1, 99))])
+    found = leads.get(asked, 0)
+    text = f"{start}? {leads[start]}. {asked}? {found}.\n#### {found}"
+    if rng.random() < 0.3:
         text = f"#### {rng.randint(1, 99)}"
     return line["question"], text
 
 
 def guessed(rng: random.Random) -> tuple[str, str]:
-    """Write a question, and up to six guesses, of which half heed the hints."""
+    """Write a question, and up to five guesses, of which half heed the hints."""
     line = guess_line(rng, rng.choice(TRAIN))
     low, high, text = 1, LAST, ""
-    for _ in range(6):
+    for _ in range(5):
         number = rng.randint(low, high) if rng.random() < 0.5 else rng.randint(1, LAST)
         said = hint(number, line["number"])
-        text += f"{number}? {said}."
+        text += f"{number}? {said}. "
         if said == "yes":
             break
         low = max(low, number + 1) if said == "higher" else low
         high = min(high, number - 1) if said == "lower" else high
         low, high = min(low, line["number"]), max(high, line["number"])
-    return line["question"], f"{text}\n#### {number}"
+    return line["question"], f"{text[:-1]}\n#### {number}"
 
 
 def conversations() -> Iterator[tuple[str, str]]:
@@ -99,7 +96,7 @@ def main(folder: Path) -> None:
     model.mkdir(exist_ok=True)
     for path in (HERE / "model").iterdir():  # it goes on from the toy's model
         shutil.copyfile(path, model / path.name)
-    pretrain(model, conversations(), batches=300, batch_size=48, lr=1e-3)
+    pretrain(model, conversations(), batches=400, batch_size=48, lr=1e-3)
 
 
 if __name__ == "__main__":
