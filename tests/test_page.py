@@ -253,9 +253,11 @@ def test_replies_of_an_environment_are_shaded(browser, tmp_path):
     page = report.write_report([out], tmp_path / "out")
     for scheme in SCHEMES:
         show(browser, page, 1280, scheme)
-        completions = in_order(line for line in runfolder.read_log(out / "samples.jsonl") if line["step"] == 2)
+        logged = runfolder.read_log(out / "samples.jsonl")
+        completions = in_order(line for line in logged if line["step"] == 2)
         assert [row["text"] for row in rows(browser)] == [c["text"] for c in completions]
-        replies = [span.get_attribute("textContent") for span in browser.find_elements(By.CSS_SELECTOR, "#groups .reply")]
+        spans = browser.find_elements(By.CSS_SELECTOR, "#groups .reply")
+        replies = [span.get_attribute("textContent") for span in spans]
         assert replies == [turn for c in completions for turn in c.get("turns", [])[1::2]] and replies
         assert background(browser, "#groups .reply") != background(browser, "#groups tr")
         check_layout(browser)

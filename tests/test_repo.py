@@ -94,7 +94,9 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
                            "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
     train.train(toy_config(tmp_path / "with_pairs", "steps=1", "labels={kind: votes, most: 12}", name="odpo_toy.yaml"))
     train.train(toy_config(tmp_path / "going_on", "steps=2", name="flight_toy.yaml"))
-    logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in ("run", "with_critic", "with_pairs", "going_on")
+    train.train(toy_config(tmp_path / "replied", "steps=1", name="calculator_toy.yaml"))
+    runs = ("run", "with_critic", "with_pairs", "going_on", "replied")
+    logged = {re.sub(r"(eval/)\w+/", r"\1<set>/", key) for run in runs
               for line in runfolder.read_log(tmp_path / run / "metrics.jsonl") for key in line}
     components = {*reward.COMPONENTS, "custom"}
     logged = {f"{'reward/<component>' if key.removeprefix('reward/') in components else key}" for key in logged}

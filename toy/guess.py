@@ -3,7 +3,6 @@
 import re
 
 LAST = 8
-GUESS = re.compile(r"(\d+)\? (higher|lower|yes)\.")
 
 
 def hint(guess: int, number: int) -> str:
@@ -12,16 +11,20 @@ def hint(guess: int, number: int) -> str:
 
 def reply(text: str, row: dict) -> str | None:
     """Answer "4?" by " lower." or " higher.", and the number itself by " yes."."""
-    found = re.search(r"(\d+)\?$", text)
-    return found and f" {hint(int(found[1]), row['number'])}."
+    asked = re.search(r"(\d+)\?$", text)
+    return asked and f" {hint(int(asked[1]), row['number'])}."
+
+
+def guesses(text: str) -> list[int]:
+    return [int(guess) for guess in re.findall(r"(\d+)\?", text)]
 
 
 def quick(text: str, row: dict) -> float:
     """Return 1 for the number at the first guess, 0.2 less for each guess more, and 0 if it is not found."""
-    hints = [said for _, said in GUESS.findall(text)]
-    return 1 - 0.2 * hints.index("yes") if "yes" in hints else 0.0
+    made = guesses(text)
+    return max(0.0, 1 - 0.2 * made.index(row["number"])) if row["number"] in made else 0.0
 
 
 def found(text: str, row: dict) -> float:
-    """Return 1 if the number is found."""
-    return float(any(said == "yes" for _, said in GUESS.findall(text)))
+    """Return 1 if the number is among the guesses."""
+    return float(row["number"] in guesses(text))

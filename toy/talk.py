@@ -83,7 +83,7 @@ def conversations() -> Iterator[tuple[str, str]]:
         yield looked_up(rng) if rng.random() < 0.5 else guessed(rng)
 
 
-def main(folder: Path) -> None:
+def write(folder: Path) -> None:
     rng = random.Random(1)
     for part, numbers in (("train", TRAIN), ("test", TEST)):
         write_lines(folder / f"secret_{part}.jsonl", f"secret/{part}", secret_lines(part))
@@ -91,6 +91,10 @@ def main(folder: Path) -> None:
         write_lines(folder / f"lookup_{part}.jsonl", f"lookup/{part}", lookups)
         guesses = [guess_line(rng, number) for number in numbers]
         write_lines(folder / f"guess_{part}.jsonl", f"guess/{part}", guesses)
+
+
+def main(folder: Path) -> None:
+    write(folder)
     torch.manual_seed(0)
     model = folder / "talk_model"
     model.mkdir(exist_ok=True)
