@@ -25,7 +25,7 @@ def test_the_shipped_problems_are_those_of_the_generators(tmp_path):
     write(tmp_path)
     hard.write(tmp_path)
     talk.write(tmp_path)
-    counts = {"train": 4000, "test": 500, "hard_train": 480, "hard_test": 600, "secret_train": 499, "secret_test": 500,
+    counts = {"train": 4000, "test": 500, "hard_train": 480, "hard_test": 600, "secret_train": 500, "secret_test": 500,
               "lookup_train": 480, "lookup_test": 240, "guess_train": 480, "guess_test": 240}
     for name, count in ((f"{stem}.jsonl", count) for stem, count in counts.items()):
         assert (tmp_path / name).read_text() == (ROOT / "toy" / name).read_text()
