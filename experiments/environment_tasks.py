@@ -23,7 +23,7 @@ WITHOUT = ("environment={file: null, max_context: null}", "rollout.stop=null")
 
 def train(out: Path, task: str, seed: int, alone: bool, steps: int | None) -> Path:
     """Make one run, or find it finished."""
-    settings = [f"seed={seed}", *([f"steps={steps}"] if steps else [])]
+    settings = [f"seed={seed}", "eval.every=0", *([f"steps={steps}"] if steps else [])]
     if alone:
         settings += WITHOUT
     return train_once(out / f"{task}-{seed}{'-alone' * alone}", f"{task}_toy.yaml", *settings)
@@ -33,9 +33,9 @@ def scores(folder: Path) -> list[float]:
     """Read the score of each evaluation of a run: accuracy, or else the mean reward."""
     found = []
     for line in read_log(folder / "metrics.jsonl"):
-        values = [value for key, value in line.items()
-                  if key.startswith("eval/") and key.endswith(("/accuracy", "/reward"))]
-        found += values[:1]
+        for key, value in line.items():
+            if key.startswith("eval/") and key.endswith(("/accuracy", "/reward")):
+                found.append(value)
     return found
 
 

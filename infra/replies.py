@@ -50,7 +50,8 @@ class Splicer:
         if roles not in self.fitting:
             self.require_fit(roles)
             self.fitting.add(roles)
-        ids = self.encode_behind(self.render_tail([QUESTION], self.answers()[0], content), self.end_text)
+        tail = self.render_tail([QUESTION], self.answers()[0], content)
+        ids = self.encode_behind(tail, self.end_text)
         return ids if closed else [self.closing, *ids]
 
     def text_tokens(self, text: str, so_far: Sequence[int]) -> list[int]:

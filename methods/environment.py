@@ -75,8 +75,9 @@ class EnvironmentEngine:
         else:
             own, seed = piece.own, dist.seed_for(request.seed, len(piece.replies), "turn")
         so_far = join(request.so_far, piece) if piece else request.so_far
-        return replace(request, seed=seed, limit=min(request.limit - own, self.room(request, so_far)),
-                       so_far=so_far)
+        room = self.room(request, so_far)
+        limit = min(request.limit - own, room)
+        return replace(request, seed=seed, limit=limit, so_far=so_far)
 
     def room(self, request: Request, so_far: Sample | None) -> int:
         """Count the tokens that environment.max_context leaves."""
@@ -88,8 +89,10 @@ class EnvironmentEngine:
         if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
             return None
         whole = join(request.so_far, piece)
-        newest = whole.ids[whole.replies[-1][1] if whole.replies else 0:]
-        return self.file.ask(self.tokenizer.read(whole.ids), self.tokenizer.read(newest), request.prompt.row)
+        start = whole.replies[-1][1] if whole.replies else 0
+        text = self.tokenizer.read(whole.ids)
+        newest = self.tokenizer.read(whole.ids[start:])
+        return self.file.ask(text, newest, request.prompt.row)
 
     def answered(self, request: Request, piece: Sample, call: Call | None) -> Sample:
         """Append the reply to a turn if it fits, and count its calls."""
@@ -98,7 +101,9 @@ class EnvironmentEngine:
         if call is None:
             return replace(piece, cut=not piece.finished and not room)
         reply = self.file.wait(call, request.prompt.id)
-        piece = replace(piece, calls=piece.calls + reply.calls, failures=piece.failures + reply.failures)
+        calls = piece.calls + reply.calls
+        failures = piece.failures + reply.failures
+        piece = replace(piece, calls=calls, failures=failures)
         if reply.content is None:
             return piece
         ids = self.splicer.tokens(reply.content, whole.ids)

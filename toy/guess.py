@@ -6,7 +6,9 @@ LAST = 8
 
 
 def hint(guess: int, number: int) -> str:
-    return "yes" if guess == number else "higher" if guess < number else "lower"
+    if guess == number:
+        return "yes"
+    return "higher" if guess < number else "lower"
 
 
 def reply(text: str, row: dict) -> str | None:
@@ -21,8 +23,10 @@ def guesses(text: str) -> list[int]:
 
 def quick(text: str, row: dict) -> float:
     """Return 1 for the number at the first guess, 0.2 less for each guess more, and 0 if it is not found."""
-    made = guesses(text)
-    return max(0.0, 1 - 0.2 * made.index(row["number"])) if row["number"] in made else 0.0
+    made, number = guesses(text), row["number"]
+    if number not in made:
+        return 0.0
+    return max(0.0, 1 - 0.2 * made.index(number))
 
 
 def found(text: str, row: dict) -> float:

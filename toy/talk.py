@@ -30,7 +30,9 @@ def secret_lines(part: str) -> Iterator[dict]:
     """Yield the first problems of a part of the toy's data, with the results of other sums."""
     for line in map(json.loads, (HERE / f"{part}.jsonl").read_text().splitlines()[:500]):
         steps = STEP.findall(line["solution"])
-        total = int(steps[0][0]) + sum(int(sign + other) + MORE for _, sign, other in steps)
+        total = int(steps[0][0])
+        for _, sign, other in steps:
+            total += int(sign + other) + MORE
         if total >= 0:
             yield {"question": line["question"], "answer": str(total)}
 
@@ -38,8 +40,11 @@ def secret_lines(part: str) -> Iterator[dict]:
 def lookup_line(rng: random.Random, number: int) -> dict:
     """Make a table of six numbers in a ring, and ask for two steps through it."""
     ring = rng.sample(range(1, 100), 6)
-    leads = dict(zip(map(str, ring), ring[1:] + ring[:1], strict=True))
-    return {"question": f"Table {number}: two steps from {ring[0]}.", "answer": str(ring[2]), "next": leads}
+    leads = {}
+    for i, one in enumerate(ring):
+        leads[str(one)] = ring[(i + 1) % len(ring)]
+    question = f"Table {number}: two steps from {ring[0]}."
+    return {"question": question, "answer": str(ring[2]), "next": leads}
 
 
 def guess_line(rng: random.Random, number: int) -> dict:
