@@ -69,6 +69,10 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
+    saved = (folder / "checkpoints").resolve()
+    if saved.parent != folder.resolve() and (saved.parent / "config.yaml").is_file():
+        raise ConfigError(f"{folder}/checkpoints is a link into another run, {saved.parent}; put a copy in "
+                          f"its place, or set out={saved.parent} to go on with that run")
     if not has_a_step(folder):
         if resume == "always":
             raise ConfigError(f"--resume: {folder} has no step done, so there is nothing to go on from; "
@@ -417,10 +421,13 @@ class RunLog:
         A resumed run sends all of its metrics again: the last ones may not have arrived.
         """
         if self.folder is not None and cfg.log.wandb is not None:
-            path = self.folder / "env.json"
+            path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
-                # The run's name on wandb's server, which never changes.
-                ran_on = {"wandb": secrets.token_hex(4)} | json.loads(path.read_text())
+                # The run's name on wandb's server, which changes only in a copy of its folder.
+                ran_on = {"wandb": None, "folder": home} | json.loads(path.read_text())
+                if ran_on["wandb"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
+                    ran_on |= {"wandb": secrets.token_hex(4)}
+                ran_on["folder"] = home
             replace(path, json.dumps(ran_on, indent=1) + "\n")
             self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
             for line in read_log(self.folder / "metrics.jsonl"):

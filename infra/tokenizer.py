@@ -237,7 +237,8 @@ class Tokenizer:
             text = self.conversation(question, generate=True)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
-        markers = {*self.special.values(), *MARKER.findall(text)} if self.own_template is None else ()
+        split = self.rust.encode_special_tokens or self.own_template is not None
+        markers = () if split else {*self.special.values(), *MARKER.findall(text)}
         for marker in markers:
             if marker in text and len(self.rust.encode(marker, add_special_tokens=False)) != 1:
                 raise ConfigError(f"{self.folder}: its tokenizer cuts up {marker!r}, which its chat template "

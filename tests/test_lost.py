@@ -161,3 +161,16 @@ def test_a_run_that_was_moved_goes_on_in_itself(run, command):
     link.symlink_to(moved)
     assert command(train, "--config", link / "config.yaml", "--resume", "--set", "steps=6") == 0
     assert steps(moved)[-1] == 6
+
+
+def test_a_copy_with_a_link_to_the_checkpoints_of_the_original_does_not_go_on(original, run):
+    shutil.rmtree(run / "checkpoints")
+    (run / "checkpoints").symlink_to(original / "checkpoints")
+    with pytest.raises(ConfigError, match=f"is a link into another run, {original}; put a copy in its place"):
+        go_on(run)
+    apart = run.with_name("disk")
+    shutil.copytree(original / "checkpoints", apart)
+    (run / "checkpoints").unlink()
+    (run / "checkpoints").symlink_to(apart)  # as on a larger disk
+    go_on(run)
+    assert (apart / "latest").read_text() == "step_000005"
