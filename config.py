@@ -107,6 +107,9 @@ class Rollout:
     quantization: Literal["none", "fp8"] = "none"  # vllm: sample with weights of 8 bits (loss.tis_cap)
 
 
+Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
+
+
 @dataclass(frozen=True, slots=True)
 class Environment:
     """Replies within completions: tools, a game, a simulated user (docs/environments.md)."""
@@ -124,22 +127,22 @@ class Environment:
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
     weight 0 is measured and logged, but not rewarded; one of null is not measured."""
-    accuracy: float = 1.0          # the marked answer is right
-    wrong: float | None = None  # 1 if the answer is wrong; a punishment has a weight below 0
-    boxed: float | None = None  # an answer is in a box, right or not
-    format: float | None = None  # think and answer tags as CPPO asks for them
-    tag_exact: float | None = None  # the last answer tag holds the gold answer, commas aside (CPPO)
-    tag_number: float | None = None  # the last answer tag holds the gold answer's one number (CPPO)
-    overlong: float | None = None  # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
+    accuracy: Weight = 1.0         # the marked answer is right
+    wrong: Weight | None = None  # 1 if the answer is wrong; a punishment has a weight below 0
+    boxed: Weight | None = None  # an answer is in a box, right or not
+    format: Weight | None = None  # think and answer tags as CPPO asks for them
+    tag_exact: Weight | None = None  # the last answer tag holds the gold answer, commas aside (CPPO)
+    tag_number: Weight | None = None  # the last answer tag holds the gold answer's one number (CPPO)
+    overlong: Weight | None = None  # 0 to -1 over the overlong_tokens before rollout.max_new_tokens (DAPO)
     overlong_tokens: int | None = None  # tokens over which `overlong` falls
     # weight of reward(text, gold, tokens, row) in custom_file; {name: weight}: of several functions
-    custom: float | dict[str, float] | None = None
+    custom: Weight | dict[str, Weight] | None = None
     custom_file: str | None = None  # a Python file of your own (docs/evaluation.md)
     custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
     custom_gib: Positive = 2.0     # memory for a completion
     # value of all functions if the call of a completion is ended
     custom_ended: Annotated[float, settings.within("[-1, 1]")] = 0.0
-    custom_workers: Count | None = None  # processes on each rank; null: half of its cores, at most 8
+    custom_workers: Count | None = None  # processes on each rank; null: its cores, at most 32
 
     @property
     def functions(self) -> dict[str, str]:
@@ -151,7 +154,7 @@ class Reward:
     @property
     def components(self) -> dict[str, float]:
         """Map the components that are measured to their weights."""
-        named = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (float, float | None)}
+        named = {f.name: getattr(self, f.name) for f in fields(self) if f.type in (Weight, Weight | None)}
         named |= self.custom if isinstance(self.custom, dict) else {"custom": self.custom}
         return {name: weight for name, weight in named.items() if weight is not None}
 

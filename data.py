@@ -24,6 +24,7 @@ from infra.rows import (
     with_letters,
 )
 from infra.tokenizer import Tokenizer
+from infra.trial import SECONDS, try_first
 from records import Problem, Prompt
 from settings.loader import SHORT
 from verify.extract import extract, last_boxed
@@ -33,6 +34,7 @@ DOUBTFUL_ROWS = {
     "overlaps_eval": "are problems of an evaluation set",
     "all_boxed": "have a solution that boxes several answers",
 }
+SAMPLE = 32          # prompts that a tokenizer is tried on
 LONGEST_ANSWER = 40  # words of a final answer; a longer one is a solution
 NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or custom alone"
 
@@ -48,8 +50,10 @@ def load_problems(name: str, folder: str | None = None, training: bool = False,
     """
     columns = columns if columns and name not in NAMED_SETS else {}
     path = find_file(name, folder)
-    rows = [(place, with_letters(row))
-            for place, row in (READERS[path.suffix](path) if path else read_named(name))]
+    if path:
+        rows = try_first(path, lambda: list(READERS[path.suffix](path)),
+                         seconds=SECONDS + path.stat().st_size / 1e6)
+    rows = [(place, with_letters(row)) for place, row in (rows if path else read_named(name))]
     columns = columns_of(name, [row for _, row in rows], columns)
     if path is None and answers:
         rows = drop_unanswered(rows, name, columns)
@@ -171,6 +175,9 @@ def to_prompts(
 
     Raises ConfigError for a prompt without tokens too.
     """
+    sample = problems[::max(1, len(problems) // SAMPLE)]
+    try_first(f"a prompt by the tokenizer of {tokenizer.folder}", lambda: tokenizer.require_whole(
+        [render_problem(p, tokenizer, system) for p in sample]))
     ids = tokenizer.encode([render_problem(p, tokenizer, system) for p in problems])
     prompts = [Prompt(p.id, x, p.answer, p.row) for p, x in zip(problems, ids, strict=True)]
     empty = [prompt.id for prompt in prompts if not prompt.ids]

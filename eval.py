@@ -379,9 +379,18 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: l
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
-    return EngineSpec(folder, dtype, device, backend, tokenizer.eos_ids, cfg.rollout.slots, longest,
-                      cfg.rollout.tensor_parallel, cfg.rollout.cache_gib, tokenizer.stops,
-                      quantization=cfg.rollout.quantization)
+    return EngineSpec(
+        folder,
+        dtype,
+        device,
+        backend,
+        tokenizer.eos_ids,
+        cfg.rollout.slots,
+        longest,
+        cfg.rollout.tensor_parallel,
+        cfg.rollout.cache_gib,
+        tokenizer.stops,
+        quantization=cfg.rollout.quantization)
 
 
 class Engines:

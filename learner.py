@@ -94,8 +94,8 @@ def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError)
     smaller = max(longest // 2, sequence)
     shorter = f"--set pack.capacity={smaller}, or " if smaller < longest else ""
     return ConfigError(
-        f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on from "
-        f"the newest checkpoint with --resume auto and {shorter}--set model.checkpoint_blocks=all or "
+        f"out of memory in an update with rows of up to {longest} tokens on rank {dist.rank()}: go on "
+        f"with --resume auto and {shorter}--set model.checkpoint_blocks=all or "
         f"optim.offload=true (CUDA), or on more ranks ({why})")
 
 
@@ -110,13 +110,25 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         reference = (lora.InitialPolicy(policy) if cfg.model.lora.rank else
                      load_sharded(cfg, source, device, dtype).requires_grad_(False))
     return Learner(
-        device, dtype, dist.dtype_of_trained(policy), cfg.model.attention, policy, reference,
-        optimizers=make_optimizers(policy, cfg.optim), loss=cfg.loss, advantage=cfg.advantage,
+        device,
+        dtype,
+        dist.dtype_of_trained(policy),
+        cfg.model.attention,
+        policy,
+        reference,
+        optimizers=make_optimizers(policy, cfg.optim),
+        loss=cfg.loss,
+        advantage=cfg.advantage,
         preference=kinds.is_preference(cfg.advantage),
-        weighs_tokens=has_token_weights(cfg.loss), update=cfg.update,
-        optim=cfg.optim, pack=cfg.pack, temperature=cfg.rollout.temperature,
+        weighs_tokens=has_token_weights(cfg.loss),
+        update=cfg.update,
+        optim=cfg.optim,
+        pack=cfg.pack,
+        temperature=cfg.rollout.temperature,
         max_new_tokens=cfg.rollout.max_new_tokens,
-        sequence=cfg.longest, seed=cfg.seed, steps=cfg.steps)
+        sequence=cfg.longest,
+        seed=cfg.seed,
+        steps=cfg.steps)
 
 
 def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:

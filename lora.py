@@ -38,6 +38,7 @@ from infra.weights import (
     named_weights,
     read_tensors,
     replace_folder,
+    require_own_files,
     weight_files,
 )
 from model import Decoder, empty_model, load_model
@@ -182,6 +183,8 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     for name in (CONFIG, WEIGHTS):
         if not (folder / name).is_file():
             raise ConfigError(f"{named} must be a folder with {CONFIG} and {WEIGHTS}; it has no {name}")
+    require_own_files(folder)
+    require_own_files(folder, weights=True)
     said = read_json(folder / CONFIG)
     for key, plain in PLAIN_PEFT.items():
         if said.get(key, plain) not in (plain, None):

@@ -69,10 +69,9 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
             remarks.append(f"{run.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}: its costs are "
                            "too low.")
     comparison = Comparison(runs, groups, scores, make_tables(groups, scores, level), remarks)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except FileExistsError:
-        raise ConfigError(f"--out {out} is a file; give a folder") from None
+    if out.is_file():
+        raise ConfigError(f"--out {out} is a file; give a folder")
+    out.mkdir(parents=True, exist_ok=True)
     write_page(out / "report.md", write_markdown(comparison))
     write_page(out / "report.html", fill_page(comparison, refresh))
     return out / "report.html"

@@ -23,8 +23,6 @@ from functools import partial
 from pathlib import Path
 from typing import get_args
 
-import torch
-
 import config
 import data
 import lora
@@ -34,7 +32,7 @@ from config import Config, ConfigError
 from eval import Sampling, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
-from infra.checkpoint import Checkpoints, find_newest, save_plainly
+from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.environment import load_tokenizer
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
@@ -161,7 +159,17 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         history.restore(saved["history"])
         log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
-    run = Run(decided, task, learner, engine, sampler, history, checkpoints, log, inputs, saved["step"])
+    run = Run(
+        decided,
+        task,
+        learner,
+        engine,
+        sampler,
+        history,
+        checkpoints,
+        log,
+        inputs,
+        saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     return run
 
@@ -303,8 +311,9 @@ def main() -> int:
                         help="try all that a run needs, print it and stop; status 2 when something fails")
     parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
     fit.add_arguments(parser)
-    run_it = partial(run_command, parser.parse_args())
-    return exit_status(run_it, "--resume auto goes on from the newest checkpoint, or begins without one")
+    args = parser.parse_args()
+    return exit_status(
+        partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
 
 
 def run_command(args: argparse.Namespace) -> int | None:
@@ -335,15 +344,9 @@ def run_command(args: argparse.Namespace) -> int | None:
         path = Path(cfg.out) / f"not_finite_step_{error.step:06d}.pt"
         if dist.rank() == 0:
             save_plainly(error.records, path)
-            print(f"error: {error}; the step's batch is in {path}, and the policy before it in the newest "
-                  "checkpoint", file=sys.stderr)
+            print(f"error: {error}; the step's batch is in {path}; {how_to_go_on(path.parent)}",
+                  file=sys.stderr)
         return 1
-    except torch.OutOfMemoryError:
-        raise
-    except RuntimeError:  # of a rank that has lost its peers, among others
-        print(f"rank {os.environ.get('RANK', 0)} stopped; once what follows is fixed, --resume auto goes on "
-              "from the newest checkpoint (checkpoint.every), or begins without one", file=sys.stderr)
-        raise
 
 
 if __name__ == "__main__":

@@ -1,10 +1,13 @@
 """The expressions of a completion, "27 + 38 = 65.", are computed and must pass the tests of the row.
 
 The text of a model is run in this process, a child of the trainer that may be killed: "9**9**9" ends it after
-reward.custom_seconds, and huge numbers meet reward.custom_gib. It can call only the names given here.
+reward.custom_seconds, and huge numbers meet reward.custom_gib. It can hold numbers and signs alone. A test of
+the data is read and never run: "values[0] == 61" or "len(values) >= 2".
 """
 
 import re
+
+TEST = re.compile(r"(?:len\(values\)|values\[(-?\d)\]) (==|>=) (-?\d+)")
 
 
 def reward(text: str, row: dict) -> float:
@@ -21,7 +24,8 @@ def value(code: str) -> float | None:
 
 
 def passes(test: str, values: list) -> bool:
-    try:
-        return bool(eval(test, {"__builtins__": {}, "len": len}, {"values": values}))
-    except IndexError:  # there are fewer values than the test asks for
-        return False
+    place, sign, number = TEST.fullmatch(test).groups()
+    if place and not -len(values) <= int(place) < len(values):
+        return False  # there are fewer values than the test asks for
+    found = values[int(place)] if place else len(values)
+    return found == int(number) or sign == ">=" and found is not None and found > int(number)

@@ -46,6 +46,7 @@ Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer
 Keep = int | Literal["all"]  # checkpoint.keep
 Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
 STEP = re.compile(r"step_\d{6,}")
+LIST = "files.json"  # of a checkpoint or an export, with the digest of every file
 
 
 class Checkpoints:
@@ -104,6 +105,8 @@ class Checkpoints:
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
             reason = next(iter(failures.values()))[0] if failures else error
+            if dist.is_lost(reason):
+                raise reason from error
             free = shutil.disk_usage(self.folder).free / 2**20  # torch may hide the cause
             before = "the checkpoint before it is whole: make room and go on with --resume"
             if not step_folders(self.folder):
@@ -138,7 +141,7 @@ class Checkpoints:
             self.wait()
             raise
         except Exception:
-            with suppress(ConfigError):
+            with suppress(Exception):
                 self.wait()
             raise
         self.wait()
@@ -190,8 +193,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     """
     for path, kind in ((folder, Path.is_dir), (folder / "latest", Path.is_file)):
         if os.path.lexists(path) and not kind(path):
-            raise ConfigError(f"{path} is no {kind.__name__[3:]}, or a link to nothing; bring it back, or "
-                              "remove it")
+            raise ConfigError(f"{path} is of another kind, or a link to nothing; bring it back, or remove it")
     if dist.rank() == 0:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
@@ -236,8 +238,8 @@ def publish(fresh: Path, keep: Keep, files: Files) -> None:
         if role.is_dir() and parts < dist.world_size():
             raise OSError(f"{role} has files of {parts} of {dist.world_size()} ranks; all machines must "
                           "share `out`")
-    (fresh / "files.json").write_text(format_list(files))
-    for path in (fresh / "extra.pt", fresh / "files.json"):
+    (fresh / LIST).write_text(format_list(files))
+    for path in (fresh / "extra.pt", fresh / LIST):
         flush(path)
     # Left by a run that died before it replaced `latest`, or that has gone back to an earlier step.
     shutil.rmtree(folder / name, ignore_errors=True)
@@ -268,6 +270,13 @@ def step_of(name: str) -> int:
     return int(name.removeprefix("step_"))
 
 
+def how_to_go_on(run: Path) -> str:
+    """Say how a run goes on that has ended before its time."""
+    if newest := step_folders(run / "checkpoints")[-1:]:
+        return f"--resume auto goes on from the newest checkpoint, {newest[0].name}"
+    return "--resume auto begins it again, since no checkpoint is there"
+
+
 def replayable_steps(run: Path, last: int) -> list[int]:
     """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
     steps = [1]
@@ -281,10 +290,10 @@ def newest_checkpoints(folder: Path) -> list[Path]:
     """List the checkpoint that `latest` names and those before it, and then all others, the newest first.
     Say so if it names another one than the newest."""
     pointer, steps = folder / "latest", step_folders(folder)[::-1]
-    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else None
-    last = step_of(named) if STEP.fullmatch(named or "") else sys.maxsize
+    named = pointer.read_text(errors="replace").strip() if pointer.is_file() else ""
+    last = step_of(named) if STEP.fullmatch(named) else sys.maxsize
     tried = sorted(steps, key=lambda path: step_of(path.name) > last)
-    if steps and named is not None and not named == tried[0].name == steps[0].name:
+    if steps and named not in ("", steps[0].name):
         print(f"{pointer} names {SHORT.repr(named)}, and the newest that is there is {steps[0].name}: "
               f"{tried[0].name} is taken; write the name of another one there to go on from it",
               file=sys.stderr)
@@ -377,7 +386,8 @@ def writing_rank(name: str) -> int:
 
 def list_files(step: Path, rank: int) -> Files:
     """Return size and digest of the files that a rank has written."""
-    names = [str(path.relative_to(step)) for path in sorted(step.rglob("*")) if path.is_file()]
+    files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
+    names = [str(path.relative_to(step)) for path in files]
     return {name: [(step / name).stat().st_size, hash_file(step / name)]
             for name in names if writing_rank(name) == rank}
 
@@ -388,7 +398,7 @@ def format_list(files: Files) -> str:
 
 def read_list(step: Path) -> Files:
     """Read files.json; {} if it is missing or damaged."""
-    path = step / "files.json"
+    path = step / LIST
     text = path.read_text(errors="replace") if path.is_file() else ""
     try:
         files = json.loads(text)["files"]

@@ -47,6 +47,11 @@ def close() -> None:
         td.destroy_process_group()
 
 
+def is_lost(error: BaseException) -> bool:
+    """Tell whether an error of a collective means that another rank has ended."""
+    return isinstance(error, td.DistError) or "gloo" in str(error)
+
+
 def background_group() -> td.ProcessGroup:
     """Make a group of all ranks for a background thread, apart from the main thread's collectives."""
     return td.new_group(backend="gloo")

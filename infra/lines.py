@@ -83,13 +83,9 @@ def is_evaluation(line: dict) -> bool:
 
 
 def append(path: Path, *lines: dict) -> None:
-    """Append lines to a log. Raises ConfigError if its folder is gone."""
-    try:
-        with path.open("a") as file:
-            file.write("".join(json.dumps(line) + "\n" for line in lines))
-    except FileNotFoundError:
-        raise ConfigError(f"{path.parent} is gone, though a run was writing there: it was removed or "
-                          "renamed; begin again, or bring it back and go on with --resume") from None
+    """Append lines to a log."""
+    with path.open("a") as file:
+        file.write("".join(json.dumps(line) + "\n" for line in lines))
 
 
 def replace(path: Path, text: str) -> None:

@@ -23,7 +23,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import replace as replace_settings
 from datetime import timedelta
 from pathlib import Path
 from time import perf_counter
@@ -35,9 +34,8 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, blame_file, is_evaluation, read_log, read_metrics, replace, rewrite_log
+from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log
 from infra.tracking import Tracker
-from settings.loader import SHORT
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -110,7 +108,7 @@ def own_folder(cfg: Config, path: Path) -> Config:
             return cfg
         raise ConfigError(f"{path} lies in the run folder {here}, says out={out}, and both are there, as "
                           f"after a copy; set one: --set out={here}, or --set out={out}")
-    return replace_settings(cfg, out=str(here))
+    return config.replace(cfg, out=str(here))
 
 
 def has_a_step(folder: Path) -> bool:
@@ -123,7 +121,7 @@ def has_a_step(folder: Path) -> bool:
 
 def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]:
     """Name each setting that differs, with both values; not `out`, since a folder can be moved."""
-    old, new = flat(there), flat(now)
+    old, new = config.flatten(there), config.flatten(now)
     named = {}
     for key in dict.fromkeys((*new, *old)):  # kinds of one section have different settings
         before, after = (repr(settings[key]) if key in settings else "absent" for settings in (old, new))
@@ -146,7 +144,7 @@ def require_same_settings(step: Path, saved: dict, now: Config) -> None:
 def refused_changes(there: Config | dict, now: Config) -> list[str]:
     """Name the changed settings that keep a run from going on: its finished steps depend on them."""
     refused = []
-    old, new = flat(there), flat(now)
+    old, new = config.flatten(there), config.flatten(now)
     for key, change in changed_settings(there, now).items():
         grows = key == "steps" and new[key] > old[key]
         if grows and old.get("optim.schedule") == "cosine":
@@ -157,10 +155,6 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
         if not harmless and not elsewhere:
             refused.append(change)
     return refused
-
-
-def flat(settings: Config | dict) -> dict:
-    return settings if isinstance(settings, dict) else config.flatten(settings)
 
 
 def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
@@ -249,20 +243,18 @@ def evaluations(folder: Path) -> dict[int, Path]:
 
 def describe_error(error: BaseException) -> str:
     """Describe the error of a failed run in one line."""
-    text = f"{type(error).__name__}: {error}".split("\n")[0]
-    if isinstance(error, RuntimeError) and os.environ.get("WORLD_SIZE", "1") != "1":
-        text += " (seen by rank 0; where another rank ended first, its traceback says why)"
-    return text
+    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
-def describe_environment(device: torch.device) -> dict:
-    """Describe command, code, machine, device and libraries."""
+def describe_environment(device: torch.device, diff: str) -> dict:
+    """Describe command, code, machine, device and libraries; `diff` is that of the code to its commit."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
     optional = [name for name in ("vllm", "flash_attn") if name in sys.modules]
     return {
         "argv": sys.argv,
         "commit": run_git("rev-parse", "HEAD"),
-        "diff": run_git("diff", "HEAD"),
+        "diff": {"sha256": hashlib.sha256(diff.encode()).hexdigest(),
+                 "files": re.findall(r"^diff --git a/(.*) b/", diff, re.MULTILINE)},
         "python": platform.python_version(),
         "machine": platform.platform(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
@@ -279,7 +271,8 @@ def run_git(*command: str) -> str | None:
     """Return the output of git in the code's folder; None without git or a repository."""
     folder = Path(__file__).parent
     try:
-        process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True)
+        process = subprocess.run(["git", *command], cwd=folder, capture_output=True, text=True,
+                                 errors="replace")
     except FileNotFoundError:
         return None
     return process.stdout.strip() if process.returncode == 0 else None
@@ -338,7 +331,11 @@ class RunLog:
                 copy.parent.mkdir(exist_ok=True)
                 copy.write_text(text)
         replace(stored, config.dump(cfg))
-        ran_on = describe_environment(device) | {"chosen": chosen}
+        patch, diff = self.folder / "diff.patch", run_git("diff", "HEAD") or ""
+        patch.unlink(missing_ok=True)
+        patch.touch(mode=0o600)  # it may hold a secret
+        patch.write_text(diff)
+        ran_on = describe_environment(device, diff) | {"chosen": chosen}
         replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
 
     def seal(self) -> dict[str, dict]:
@@ -365,20 +362,14 @@ class RunLog:
 
     def require_logs(self, step: int, sealed: dict[str, list]) -> None:
         """Raise ConfigError unless the logs begin as they were when the checkpoint of a step counted on them
-        (`seal`), and metrics.jsonl has every step up to it."""
-        if self.folder is None:
-            return
-        remedy = ("bring the file back, or write the name of an earlier checkpoint into checkpoints/latest "
-                  "to go on from that one")
-        for name, (length, digest) in sealed.items():
+        (`seal`)."""
+        for name, (length, digest) in sealed.items() if self.folder else ():
             path = self.folder / name
             begins = path.read_bytes()[:length] if path.is_file() else b""
             if hashlib.sha256(begins).hexdigest() != digest:
                 raise ConfigError(f"{path} is not as it was when step {step} was saved, with {length} bytes "
-                                  f"up to there; {remedy}")
-        lines = read_metrics(self.folder / "metrics.jsonl")
-        if missing := missing_steps(lines, step):
-            raise ConfigError(f"{self.folder}/metrics.jsonl lacks the steps {SHORT.repr(missing)}; {remedy}")
+                                  "up to there; bring the file back, or write the name of an earlier "
+                                  "checkpoint into checkpoints/latest to go on from that one")
 
     def resume(self, step: int, cfg: Config) -> None:
         """Cut the logs back to the checkpoint's step: the resumed run does the later ones again.

@@ -1,14 +1,16 @@
 """Stop a run at a signal, and turn errors into exit statuses."""
 
-import errno
 import multiprocessing
 import os
+import re
 import signal
 import sys
+import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import redirect_stderr, redirect_stdout, suppress
+from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -19,7 +21,8 @@ from verify.errors import VerifyError
 SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
                "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
                "rollout lower rollout.slots or rollout.cache_gib; train.py --fit tells what helps")
-NOT_WRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EACCES)
+CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|(?<!^)\r(?!$)")
+MOVES = re.compile(r"(\n|\x1b\[A)*")  # of a bar within another one
 
 
 class Stopped(KeyboardInterrupt):
@@ -43,8 +46,8 @@ class Stop:
         if not self.signal:
             self.signal, self.since = number, monotonic()
             with suppress(OSError):  # not by print, which cannot be called while it is at work
-                os.write(2, b"stopping: samples under way are dropped, a step that trains is finished and "
-                            b"saved; a second signal stops at once\n")
+                os.write(2, b"stopping: samples under way are dropped, a step that trains is finished; a "
+                            b"second signal stops at once\n")
         elif monotonic() > self.since + 1:
             raise KeyboardInterrupt
         if self.sampling:
@@ -84,29 +87,55 @@ def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
     engine.generate = generate_or_stop
 
 
-def exit_status(program: Callable[[], int | None], remedy: str = "start it again") -> int:
+class Plain:
+    """A stream in which control characters are written out, since texts of data and models may hold any; but
+    for those that move a progress bar."""
+
+    def __init__(self, stream: IO[str]):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        if not MOVES.fullmatch(text):
+            text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+        return self.stream.write(text)
+
+
+def find_file(error: OSError) -> object:
+    """Find the file of an error. One of reading or writing does not name it, but came through a function with
+    its path."""
+    frames = [frame.f_locals.values() for frame, _ in traceback.walk_tb(error.__traceback__)]
+    paths = [value for values in reversed(frames) for value in values if isinstance(value, Path)]
+    return error.filename or next(iter(paths), "a file")
+
+
+def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], str] = "start it again") -> int:
     """Run a program and return its exit status: its own or 0, 2 for a user's error, 130 after a signal.
 
     `remedy` tells how to go on with work that was stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a worker of the verifier that imports the main program: stop
-    try:
-        return program() or 0
-    except (ConfigError, VerifyError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except torch.OutOfMemoryError as error:
-        why = str(error).partition("\n")[0]
-        print(f"error: out of memory ({why}); {SAVE_MEMORY}; {remedy}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in NOT_WRITABLE:
-            raise
-        print(f"error: {error}; make room or allow writing there; {remedy}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print(f"interrupted; {remedy}", file=sys.stderr)
-        return 130
-    finally:
-        dist.close()
+    with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
+        try:
+            return program() or 0
+        except (ConfigError, VerifyError) as error:
+            status, said, remedy = 2, f"error: {error}", ""
+        except torch.OutOfMemoryError as error:
+            why = str(error).partition("\n")[0]
+            status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "
+        except OSError as error:
+            what = f"{error.strerror or error}: {str(find_file(error))!r}"
+            status, said = 2, f"error: {what}; mend it, or make room there; "
+        except KeyboardInterrupt:
+            status, said = 130, "interrupted; "
+        except RuntimeError as error:
+            if not dist.is_lost(error):
+                raise
+            status, said = 1, f"rank {dist.rank()} has lost another one: mend what that says; "
+        finally:
+            dist.close()
+        print(said + (remedy() if callable(remedy) else remedy), file=sys.stderr)
+        return status

@@ -18,12 +18,14 @@ from tokenizers import Tokenizer as RustTokenizer
 from tokenizers.models import BPE
 
 from config import ConfigError, Data
+from infra.trial import try_first
 from infra.weights import read_section, read_shape
 from records import Stops
 from settings.loader import SHORT, convert, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
+MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special token
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
@@ -49,6 +51,11 @@ class Tokenizer:
 
     def __init__(self, folder: Path, data: Data | None = None, stop: Sequence[str] = (),
                  tools: Sequence[dict] = ()):
+        self.tools = [*tools] or None
+        try_first(f"the tokenizer of {folder}", self.load, folder, data, stop)
+
+    def load(self, folder: Path, data: Data | None, stop: Sequence[str]) -> None:
+        """Read the files of the folder."""
         path = require_file(folder / "tokenizer.json", "the tokenizer")
         try:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
@@ -82,7 +89,6 @@ class Tokenizer:
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
-        self.tools = [*tools] or None
         self.plain = data.prompt if data else None
         self.date = data.date if data else None
         self.arguments = dict(data.template or {}) if data else {}
@@ -234,6 +240,12 @@ class Tokenizer:
             text = self.conversation(question, generate=True)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
+        split = self.rust.encode_special_tokens or self.own_template is not None
+        markers = () if split else {*self.special.values(), *MARKER.findall(text)}
+        for marker in markers:
+            if marker in text and len(self.rust.encode(marker, add_special_tokens=False)) != 1:
+                raise ConfigError(f"{self.folder}: its tokenizer cuts up {marker!r}, which its chat template "
+                                  "writes; take the tokenizer that belongs to the model")
         opened = ""
         while tags := [*OPENING_TAG.finditer(text)]:
             tag = tags[-1]
@@ -241,6 +253,18 @@ class Tokenizer:
                 break
             text, opened = text[:tag.start()], tag[0] + opened
         return opened
+
+    def require_whole(self, texts: list[str]) -> None:
+        """Raise ConfigError if tokens do not hold what is written in texts, but for spaces and
+        normalization."""
+        names = [re.escape(token.content) for token in self.rust.get_added_tokens_decoder().values()]
+        aside = re.compile("|".join([r"\s", "\u2581", *names]))  # no normalizer reaches special tokens
+        normalize = self.rust.normalizer.normalize_str if self.rust.normalizer else str
+        for text in texts:
+            kept = self.decode(self.rust.encode(text, add_special_tokens=False).ids, special=True)
+            if aside.sub("", normalize(aside.sub(" ", text))) != aside.sub("", kept):
+                raise ConfigError(f"the tokenizer of {self.folder} loses text: of {SHORT.repr(text)} it "
+                                  f"leaves {SHORT.repr(kept)}; take the tokenizer that belongs to the model")
 
     def encode(self, texts: list[str]) -> list[tuple[int, ...]]:
         """Tokenize texts. A plain prompt gets a BOS, once, if the tokenizer adds one; a template writes its

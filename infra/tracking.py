@@ -82,8 +82,15 @@ class Tracker:
         self.failures = (self.wandb.Error, OSError)  # OSError: its own process is gone, or time is up
         settings = self.wandb.Settings(console="off", init_timeout=LONGEST_WAIT, finish_timeout=LONGEST_WAIT,
                                        finish_timeout_raises=True)
-        init = partial(self.wandb.init, project=cfg.log.wandb, id=run_id, resume="allow", dir=folder,
-                       name=folder.resolve().name, config=flatten(cfg), settings=settings)
+        init = partial(
+            self.wandb.init,
+            project=cfg.log.wandb,
+            id=run_id,
+            resume="allow",
+            dir=folder,
+            name=folder.resolve().name,
+            config=flatten(cfg),
+            settings=settings)
         try:
             self.run = self.begin(init)
         except self.failures as error:

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
+from infra.checkpoint import LIST, find_changed, find_missing, format_list, list_files, read_list
 from infra.families import Shape, shape_of
+from infra.trial import try_first
 from settings.loader import build, read_json
 from settings.paths import find_path
 
@@ -32,14 +34,29 @@ def find_model(path: str) -> Path:
         raise ConfigError(f"model.path={path} is a checkpoint, not a Hugging Face folder; make one of it by "
                           f"python learner.py {path} --out DIR")
     if folder.is_dir():
+        require_own_files(folder)
         if any((folder / name).is_file() for name in WEIGHT_FILES):
-            check_sizes(folder)
+            try_first(folder, check_sizes, folder)
         return folder
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
                           f"{str(error).splitlines()[0]}") from error
+
+
+def require_own_files(folder: Path, weights: bool = False) -> None:
+    """Raise ConfigError for a link that leaves a folder, but for the hub's cache, or a file that is not as
+    its export wrote it (files.json). Weights alone are compared with that list, or all others."""
+    root = folder.resolve()
+    for path in folder.iterdir():
+        file = path.resolve()
+        if not file.is_relative_to(root) and not file.is_relative_to(root.parents[1] / "blobs"):
+            raise ConfigError(f"{path} is a link to {file}, outside of its folder; put the file there itself")
+    names = [name for name in read_list(folder) if name.endswith(".safetensors") == weights]
+    damage = find_missing(folder) or find_changed(folder, names)
+    if (folder / LIST).exists() and damage:
+        raise ConfigError(f"{folder}: {damage}; export it again, or remove {LIST} to take it as it is")
 
 
 def read_shape(folder: Path) -> Shape:
@@ -184,6 +201,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises ConfigError when a tensor is missing, left over, of another shape than config.json says or
     not finite.
     """
+    require_own_files(Path(folder), weights=True)
     tensors = read_tensors(weight_files(folder))
     head = tensors.pop("lm_head.weight", None) if model.shape.tied else None  # some exports repeat it
     if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
@@ -236,8 +254,12 @@ def replace_folder(folder: Path) -> Iterator[Path]:
     if dist.rank() == 0:
         shutil.rmtree(fresh, ignore_errors=True)
         fresh.mkdir(parents=True)
-    yield fresh
+    try:
+        yield fresh
+    except SafetensorError as error:  # its own name for an error of the file system
+        raise OSError(None, f"{error}", f"{fresh}") from None
     if dist.rank() == 0:
+        (fresh / LIST).write_text(format_list(list_files(fresh, 0)))
         shutil.rmtree(folder, ignore_errors=True)
         fresh.rename(folder)
 

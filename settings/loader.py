@@ -23,6 +23,7 @@ UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
 TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or false", str: "a text",
               types.NoneType: "null", Any: "anything"}
+MOST = 10_000            # values in a setting that may be anything
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
@@ -264,6 +265,10 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     Raises ConfigError for a value inside a section, a mapping or a list.
     """
     origin, inner = get_origin(kind), get_args(kind)
+    if isinstance(value, str) and re.search("[\ud800-\udfff]", value):
+        raise ConfigError(f"{path}={SHORT.repr(value)} holds half a character; write it as UTF-8")
+    if kind is Any and not is_small(value):
+        raise ConfigError(f"{path} stands for more than {MOST} values; write fewer, or fewer aliases")
     if origin is Annotated:
         plain, (allows, _) = inner
         number = fit(value, plain, path)
@@ -287,6 +292,17 @@ def fit(value: Any, kind: Any, path: str) -> Any:
     if kind is int and type(value) is int and abs(value) >= 2**63:
         raise ConfigError(f"{path}={SHORT.repr(value)} must be below 2**63")
     return value if type(value) is kind or kind is Any else NOT_ALLOWED
+
+
+def is_small(value: Any) -> bool:
+    """Tell whether a value holds at most MOST values, written out: a few aliases of yaml can stand for any
+    number."""
+    left, count = [value], 0
+    while left and count < MOST:
+        inner = left.pop()
+        left += inner.values() if isinstance(inner, dict) else inner if isinstance(inner, list) else []
+        count += 1
+    return not left
 
 
 def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any]:
@@ -320,7 +336,9 @@ def describe(kind: Any, value: Any = None) -> str:
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
-    """List every setting with its value under its dotted name."""
+    """List every setting with its value under its dotted name; what is so already stays."""
+    if isinstance(cfg, dict):
+        return cfg
     flat: dict[str, Any] = {}
     for f in fields(cfg):
         value = getattr(cfg, f.name)

@@ -2,15 +2,19 @@
 
 import glob
 import os
+import re
 from pathlib import Path
 
-from settings.loader import ConfigError
+from settings.loader import SHORT, ConfigError
 
 REPOSITORY = Path(__file__).parents[1]
 
 
 def user_path(text: str | Path) -> Path:
-    """Write out the ~ that a path begins with, which a shell does not do inside --set or a config."""
+    """Write out the ~ that a path begins with, which a shell does not do inside --set or a config. Raises
+    ConfigError for a path that cannot be."""
+    if re.search("[\0\ud800-\udfff]", str(text)):
+        raise ConfigError(f"{SHORT.repr(str(text))} can be no path: it has a NUL, or half a character")
     return Path(os.path.expanduser(text))
 
 

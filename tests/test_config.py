@@ -115,7 +115,7 @@ NAMED = {
     ("rollout.stop=x", "rollout.stop='x' must be a list, each item a text, or null"),
     ("rollout.stop=[a, 1]", "rollout.stop[1]=1 must be a text"),
     ("data.template=x", "data.template='x' must be a mapping {name: anything}, or null"),
-    ("reward.custom=x", "reward.custom='x' must be a finite number, or a mapping {name: a finite number}"),
+    ("reward.custom=x", "reward.custom='x' must be a finite number, in [-1e6, 1e6], or a mapping {name: "),
     ("reward.custom={a: x}", "reward.custom.a='x' must be a finite number"),
     ("steps", "--set 'steps' must have the form setting=value"),
     ("steps=[a", "--set 'steps=[a': the value is not valid yaml: while parsing a flow sequence"),

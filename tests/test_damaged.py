@@ -16,8 +16,9 @@ import config
 import eval as evaluation
 import report
 from config import ConfigError
-from infra import lines, weights
+from infra import dist, lines, weights
 from infra.runfolder import RunLog
+from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from model import load_model
 from page import charts, pruning
@@ -226,9 +227,10 @@ def test_a_file_is_replaced_as_a_whole_or_stays(tmp_path):
     assert path.read_text() == "steps: 1"
 
 
-def test_a_run_whose_folder_is_removed_says_so(tmp_path):
-    said = said_by(lines.append, tmp_path / "run" / "metrics.jsonl", {"step": 1})
-    assert f"{tmp_path / 'run'} is gone, though a run was writing there" in said
+def test_a_run_whose_folder_is_removed_says_so(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dist, "close", lambda: None)
+    assert exit_status(lambda: lines.append(tmp_path / "run" / "metrics.jsonl", {"step": 1})) == 2
+    assert f"error: No such file or directory: '{tmp_path}/run/metrics.jsonl'" in capsys.readouterr().err
 
 
 # ---- results

@@ -4,7 +4,6 @@ import json
 import math
 import re
 import runpy
-import sys
 
 import pytest
 from conftest import ROOT
@@ -20,16 +19,6 @@ def functions(name: str) -> dict:
     return runpy.run_path(str(ROOT / "examples" / f"{name}.py"))
 
 
-def test_the_data_are_what_the_script_makes(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    script = runpy.run_path(str(ROOT / "examples" / "make_data.py"))
-    script["main"].__globals__["HERE"] = tmp_path
-    script["main"]()
-    assert sorted(path.stem for path in tmp_path.iterdir()) == EXAMPLES
-    for path in tmp_path.iterdir():
-        assert path.read_text() == (ROOT / "examples" / path.name).read_text(), "python examples/make_data.py"
-
-
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_is_short_and_in_no_row_an_answer(name):
     folder = ROOT / "examples"
@@ -43,6 +32,10 @@ def test_expressions_are_computed_and_hostile_ones_count_for_nothing():
     row = {"tests": ["len(values) >= 2", "values[0] == 65", "values[-1] == 56"]}
     assert reward("Kim starts with 27. 27 + 38 = 65. 65 - 9 = 56.\n#### 56", row) == 1
     assert reward("27 + 38 = 65.", row) == pytest.approx(1 / 3)
+    assert all(functions("expressions")["TEST"].fullmatch(test) for line in
+               (ROOT / "examples" / "expressions.jsonl").read_text().splitlines() for test in json.loads(line)["tests"])
+    with pytest.raises(AttributeError):  # data is not run
+        reward("27 + 38 = 65.", {"tests": ["().__class__.__base__.__subclasses__()"]})
     assert reward("1 / 0 = 3. 2 2 = 4. 65 = 1", row) == pytest.approx(1 / 3) and reward("#### 56", row) == 0
 
 
@@ -83,7 +76,7 @@ def test_an_example_trains_for_three_steps(name, tmp_path, monkeypatch):
 def test_rows_to_evaluate_on_are_tried_before_the_run_too(monkeypatch):
     """Those of the toy have no column of the name that the reward reads."""
     monkeypatch.chdir(ROOT)
-    with pytest.raises(config.ConfigError, match="it raises KeyError in line 13: 'tests'"):
+    with pytest.raises(config.ConfigError, match="it raises KeyError in line 16: 'tests'"):
         train.load_task(config.load("examples/expressions.yaml", ["data.eval=toy/test.jsonl"]))
 
 

@@ -52,7 +52,8 @@ def steps(folder: Path) -> list[int]:
     ("step_000001", 5, "names 'step_000001', and the newest that is there is step_000004: step_000004 is taken"),
     ("step_000009", 5, "names 'step_000009', and the newest that is there is step_000004: step_000004 is taken"),
     ("step_000002", 3, "names 'step_000002', and the newest that is there is step_000004: step_000002 is taken"),
-    ("step_000002\n", 3, "names .* step_000002 is taken"), ("", 5, "names '', .* step_000004 is taken"),
+    ("step_000002\n", 3, "names .* step_000002 is taken"), ("", 5, None),
+    ("step_00000", 5, "names 'step_00000', .* step_000004 is taken"),
     ("step_000004", 5, None), ("step_000004\n", 5, None), (None, 5, None)])
 @pytest.mark.parametrize("resume", ["always", "auto"])
 def test_a_pointer_to_another_step_than_the_newest_loses_nothing_and_is_said(named, begun, said, resume, run, capsys):
@@ -80,7 +81,7 @@ def test_what_hides_the_checkpoints_begins_no_run_anew(what, resume, run, tmp_pa
     path = run / "checkpoints" / "latest" if name == "latest" else run / "checkpoints"
     path.rename(tmp_path / "elsewhere")
     {"folder": path.mkdir, "file": path.touch, "dead link": lambda: path.symlink_to(tmp_path / "gone")}[kind]()
-    with pytest.raises(ConfigError, match=f"{path} is no (file|dir), or a link to nothing; bring it back"):
+    with pytest.raises(ConfigError, match=f"{path} is of another kind, or a link to nothing; bring it back"):
         go_on(run, resume=resume)
     assert steps(run) == [1, 2, 3, 4]
 
@@ -113,14 +114,6 @@ def test_an_earlier_checkpoint_goes_on_from_the_logs_that_are_left(run):
     (run / "checkpoints" / "latest").write_text("step_000002")
     go_on(run)
     assert steps(run) == [1, 2, 3, 4, 5]
-
-
-def test_a_checkpoint_of_an_earlier_version_asks_for_all_steps(run):
-    log = runfolder.RunLog(run)
-    log.require_logs(4, {})
-    without(run / "metrics.jsonl", lambda line: line["step"] in (1, 3))
-    with pytest.raises(ConfigError, match="metrics.jsonl lacks the steps .1, 3."):
-        log.require_logs(4, {})
 
 
 def test_logs_are_flushed_and_their_hashes_go_on_where_they_were(tmp_path, monkeypatch):

@@ -399,7 +399,7 @@ def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_th
     process.send_signal(signal.SIGTERM)
     process.send_signal(signal.SIGCONT)
     rest = process.stderr.read()
-    assert process.wait() == 130 and "a step that trains is finished and saved" in rest, rest
+    assert process.wait() == 130 and "a step that trains is finished; a" in rest, rest
     assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000001"
     assert without_times(tmp_path / "cut")[-1]["step"] == 1
     assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
@@ -462,7 +462,7 @@ def test_a_log_that_cannot_be_written_is_one_line(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(runfolder.RunLog, "write", full)
     assert main(monkeypatch, "--config", tmp_path / "test.yaml") == 2
     said = capsys.readouterr().err
-    assert "No space left on device: '" in said and "--resume auto goes on from the newest checkpoint" in said
+    assert "No space left on device: '" in said and "--resume auto begins it again, since no checkpoint" in said
 
 
 @pytest.mark.gpu

@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterable
 from concurrent.futures import wait
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import forkserver
 from multiprocessing.synchronize import Event
 from multiprocessing.util import Finalize
@@ -30,8 +30,10 @@ from verify.number import number, same_numbers
 
 VERIFY_SECONDS = 3.0     # of computing: a busy machine changes no reward
 VERIFY_BYTES = 2 << 30   # of memory beyond a new worker's, for a number of billions of digits
+FIRST_SECONDS = 0.1      # of computing for the first try of an answer; nearly all take less
+SHARED_SECONDS = 15.0    # for all second tries of a batch, or FIRST_SECONDS an answer if that is more
 PATIENCE = 10            # a call may take so many times its seconds by the clock, if it waits
-WORKERS = max(1, min(8, (os.cpu_count() or 1) // (2 * int(os.environ.get("LOCAL_WORLD_SIZE", "1")))))
+WORKERS = max(1, min(32, len(os.sched_getaffinity(0)) // int(os.environ.get("LOCAL_WORLD_SIZE", "1"))))
 STOP_SIGNALS = {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}
 CONSTS.term_timeout = 0.1  # seconds that pebble leaves a worker to end by SIGTERM, before it kills it
 LIVENESS_SECONDS = 1.0               # seconds between two checks that the workers of a call live
@@ -59,6 +61,7 @@ class Limits:
     settings: tuple[str, str] = ("", "")   # the names of those that set seconds and size
 
 
+ALGEBRA = Limits("verifier", VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
 POOLS: dict[Limits, ProcessPool] = {}
 
 
@@ -85,8 +88,8 @@ def workers(limits: Limits) -> ProcessPool:
     pool = ProcessPool(max_workers=limits.workers, context=context, initializer=prepare_worker,
                        initargs=(started, limits.size))
     pool.started = started
-    if not POOLS:
-        Finalize(None, stop_workers, exitpriority=0)  # not by atexit, which no child process calls
+    if not POOLS:  # before their semaphores, and not by atexit, which no child process calls
+        Finalize(None, stop_workers, exitpriority=1)
     return POOLS.setdefault(limits, pool)
 
 
@@ -109,7 +112,9 @@ def prepare_worker(started: Event, size: int) -> None:
         signal.signal(ending, lambda *_: None)  # unlike SIG_IGN not inherited by a child process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
     used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-    resource.setrlimit(resource.RLIMIT_AS, (used + size, used + size))
+    allowed = resource.getrlimit(resource.RLIMIT_AS)[1]
+    most = used + size if allowed == resource.RLIM_INFINITY else min(used + size, allowed)
+    resource.setrlimit(resource.RLIMIT_AS, (most, most))
     os.dup2(2, 1)
     leave = os._exit
     os._exit = lambda status: leave(status or 1)  # pebble would wait for ever for a worker that exits with 0
@@ -137,7 +142,7 @@ class Call:
     """Call a function in a worker. The call starts at once, and `result` waits for it."""
 
     def __init__(self, function: Callable, *args: object, limits: Limits | None = None):
-        self.limits = limits or Limits("verifier", VERIFY_BYTES, WORKERS, VERIFY_SECONDS)
+        self.limits = limits or ALGEBRA
         self.args = function, self.limits.seconds, *args
         self.start()
 
@@ -152,7 +157,7 @@ class Call:
 
     def schedule(self) -> None:
         self.pool = workers(self.limits)
-        timeout = PATIENCE * self.limits.seconds
+        timeout = PATIENCE * max(1, self.limits.seconds)
         self.future = self.pool.schedule(call_with_alarm, args=self.args, timeout=timeout)
 
     def result(self) -> object:
@@ -196,14 +201,14 @@ def leave_to_algebra(gold: str, answer: str) -> bool:
 
 
 @functools.lru_cache(maxsize=20_000)
-def begin_verdict(gold: str, answer: str | None) -> str | Call:
+def begin_verdict(gold: str, answer: str | None, seconds: float = VERIFY_SECONDS) -> str | Call:
     """Compare an answer with the gold one. Return the verdict if cheap, else the call that computes it."""
     if answer is None or not answer.strip():
         return "unparsed"
     try:
         return "right" if answers_equal(gold, answer, leave_to_algebra) else "wrong"
     except NeedsAlgebra:
-        return Call(compare_by_algebra, gold, answer)
+        return Call(compare_by_algebra, gold, answer, limits=replace(ALGEBRA, seconds=seconds))
     except Exception:  # an unforeseen text must not end a run of days
         return "unparsed"
 
@@ -265,20 +270,32 @@ def grade(pairs: list[tuple[str, str]]) -> list[dict]:
     """Grade pairs of a gold answer and a completion; the workers take them in parallel.
 
     A grade holds the `answer` that the completion marks (None: it marks none) and its `verdict`: "right",
-    "wrong", "unparsed" (no answer, or one that cannot be read) or "timed_out". `last_number` tells whether
+    "wrong", "unparsed" (no answer, or one that cannot be read) or "timed_out": answers that take long share
+    seconds that grow with the number of answers. `last_number` tells whether
     the last number is right, and `lenient` whether that or the answer is.
     """
     golds = [gold for gold, _ in pairs]
     texts = [until_end(text) for _, text in pairs]
     answers = [extract(text) for text in texts]
-    verdicts = [begin_verdict(gold, answer) for gold, answer in zip(golds, answers, strict=True)]
+    asked = list(zip(golds, answers, strict=True))
+    verdicts = judge(asked, FIRST_SECONDS)
+    slow = {pair for pair in asked if verdicts[pair] == "timed_out"}
+    share = min(VERIFY_SECONDS, max(SHARED_SECONDS, FIRST_SECONDS * len(asked)) / max(1, len(slow)))
+    if share > FIRST_SECONDS:
+        verdicts |= judge(slow, share)
     grades = []
-    for gold, text, answer, unfinished in zip(golds, texts, answers, verdicts, strict=True):
-        verdict = finish_verdict(unfinished)
+    for gold, text, answer in zip(golds, texts, answers, strict=True):
+        verdict = verdicts[gold, answer]
         last_right = last_number_equal(gold, text)
         grades.append({"answer": answer, "verdict": verdict, "last_number": last_right,
                        "lenient": last_right or verdict == "right"})
     return grades
+
+
+def judge(pairs: Iterable[tuple[str, str | None]], seconds: float) -> dict[tuple, str]:
+    """Return the verdict on each answer that takes at most so many seconds, else "timed_out"."""
+    begun = {pair: begin_verdict(*pair, seconds) for pair in pairs}
+    return {pair: finish_verdict(verdict) for pair, verdict in begun.items()}
 
 
 def unreadable(golds: Iterable[str]) -> set[str]:

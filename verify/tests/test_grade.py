@@ -44,9 +44,7 @@ def test_grades_are_strict_and_lenient():
     "99**98**97", "9^{9^{9^{9}}}", r"\sum_{k=1}^{10^{9}}\sin(k!)", "x^{99999999}+1"])
 def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeypatch):
     """The limit is lowered so that the suite stays fast; what is killed is a real math-verify."""
-    monkeypatch.setattr(grading, "VERIFY_SECONDS", 1.0)
-    grading.begin_verdict.cache_clear()
-    assert verdict("1", answer) != "right"
+    assert grading.finish_verdict(grading.begin_verdict("1", answer, 1.0)) != "right"
     assert verdict("a+1", "1+a") == "right"
 
 
