@@ -18,7 +18,7 @@ from tqdm import tqdm
 from infra.lines import read_log
 
 TASKS = ["calculator", "secret_sums", "lookup", "guess"]
-WITHOUT = ("environment={file: null, max_context: null}", "rollout.stop=null")
+WITHOUT = ("environment={file: null, max_context: null, turns: 8}", "rollout.stop=null")
 
 
 def train(out: Path, task: str, seed: int, alone: bool, steps: int | None) -> Path:

@@ -210,7 +210,7 @@ def test_every_published_config_asks_vllm_for_this(name, recorded):
     assert given["max_num_seqs"] == spec.slots <= cfg.rollout.slots
     assert given["enable_sleep_mode"] == spec.sleeps
     new = max(cfg.rollout.max_new_tokens, cfg.eval.max_new_tokens)
-    assert given["max_model_len"] == cfg.data.max_prompt_tokens + new
+    assert given["max_model_len"] == (cfg.environment.max_context or cfg.data.max_prompt_tokens + new)
     known = ALWAYS.keys() | {"model", "max_num_seqs", "max_model_len", "tensor_parallel_size", "kv_cache_memory_bytes",
                              "enable_sleep_mode", "disable_custom_all_reduce", "compilation_config"}
     assert given.keys() <= known
