@@ -321,7 +321,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     body, message = HOSTILE[case]
-    seconds = 5 if case == "gigabyte" else 0.3
+    seconds = 60 if message is None else 0.3  # to print or return so much takes a slow machine seconds
     file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
     problems = [Problem("q", "q?", "1", row={"question": "q?"})]
     if message is None:
