@@ -1,12 +1,14 @@
 """Try a file of unknown origin in a child process first: what it asks for is bounded in time and memory."""
 
+import gc
 import os
+import signal
 from collections.abc import Callable
 from threading import Event
 from typing import Any
 
 from config import ConfigError
-from verify.grade import prepare_worker, set_alarm
+from verify.grade import PATIENCE, prepare_worker, set_alarm
 
 SECONDS, GIB = 15, 4  # of computing, and of memory beside what the program has
 
@@ -14,12 +16,15 @@ SECONDS, GIB = 15, 4  # of computing, and of memory beside what the program has
 def try_first(what: object, function: Callable, *given: object, seconds: float = SECONDS) -> Any:
     """Call a function in a child process, whose result and errors are dropped, and then here.
 
-    Raises ConfigError if the child needs more time or memory, or the call ends it.
+    Raises ConfigError if the child needs more time or memory (PATIENCE times as long by the clock), or the
+    call ends it.
     """
     child = os.fork()
     if child == 0:
         status = 3
         try:
+            gc.disable()  # to free what owns threads is to wait for them, and they have stayed behind
+            signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
             prepare_worker(Event(), GIB << 30)
             set_alarm(seconds)

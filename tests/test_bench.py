@@ -25,6 +25,7 @@ from preflight import counts
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
 import common  # noqa: E402
+import damage  # noqa: E402
 import flight  # noqa: E402
 import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
@@ -363,6 +364,33 @@ def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
     rows = grade.speed("common", rounds=1, count=14)
     assert [row["verifier"] for row in rows] == ["winnow", "math-verify"] and min(rows[0]["answers/s"]) > 0
     assert grade.hostile(8)["texts"] == 8
+    row = grade.hostile_batch(4)
+    assert row["formulas"] == sum(row.get(verdict, 0) for verdict in ("wrong", "unparsed", "timed_out")) == 4
+
+
+def check_damage(rows: list[dict]) -> None:
+    """No damage makes another state of a run, and a step that is lost is said, except where the save had not ended."""
+    ours = {row["damage"]: row for row in rows if row["way"] == "winnow"}
+    assert list(ours) == list(damage.KINDS)
+    for kind, row in ours.items():
+        assert row["another"] == row["another, silent"] == row["refused"] == 0
+        assert row["older, silent"] == 0 or kind == "killed"
+
+
+@pytest.mark.slow
+def test_the_bench_of_damage_loads_nothing_else_and_says_what_is_lost():
+    rows = ran("damage", "--ways", "winnow,dcp,nanochat", "--count", "1")["results"]
+    check_damage(rows)
+    assert {sum(value for value in row.values() if isinstance(value, int)) for row in rows} == {1}
+    flipped, = (row for row in rows if (row["damage"], row["way"]) == ("flipped", "dcp"))
+    assert flipped["another, silent"] == 1
+
+
+@pytest.mark.peers
+def test_the_bench_of_damage_asks_trl():
+    rows = ran("damage", "--ways", "winnow,trl", "--count", "1")["results"]
+    check_damage(rows)
+    assert {row["way"] for row in rows} == {"winnow", "trl"}
 
 
 @pytest.mark.slow

@@ -228,8 +228,8 @@ def on_ranks(ranks: int, folder, work, *arguments) -> list:
     """The work's result on every rank."""
     jobs = [process(rank).submit(in_rank, rank, ranks, str(folder), work, *arguments) for rank in range(ranks)]
     ended, _ = wait(jobs, return_when=FIRST_EXCEPTION)
-    failed = [job for job in ended if job.exception()]
-    if failed:
+    failed = sorted((job for job in ended if job.exception()), key=lambda job: "by peer" in str(job.exception()))
+    if failed:  # first by its own fault, and not because another rank had ended
         for child in multiprocessing.active_children():  # the other ranks wait for this one
             child.kill()
         process.cache_clear()

@@ -90,6 +90,32 @@ def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
     grading.begin_verdict.cache_clear()
 
 
+@pytest.mark.parametrize(("count", "again"), [(1, 3.0), (5, 3.0), (16, 15 / 16), (256, None)])
+def test_a_batch_of_answers_that_take_for_ever_has_a_budget(count, again, monkeypatch):
+    """Seconds of computing for each: so 256 of them take 26 s on one core, and 16 of them 17."""
+    allowed = []
+
+    def too_long(call):
+        allowed.append(call.args[1])
+        raise grading.OverLimit(grading.TIME)
+
+    monkeypatch.setattr(grading.Call, "start", lambda call: None)
+    monkeypatch.setattr(grading.Call, "result", too_long)
+    grading.begin_verdict.cache_clear()
+    graded = grade([("a+b", rf"\boxed{{a+b+{i}}}") for i in range(count)])
+    grading.begin_verdict.cache_clear()
+    assert {one["verdict"] for one in graded} == {"timed_out"}
+    assert allowed == [0.1] * count + ([again] * count if again else [])
+
+
+@pytest.mark.slow
+def test_a_batch_of_hostile_formulas_ends_and_an_honest_one_after_it_is_right():
+    forms = r"\sum_{k=1}^{10^{9}}\sin(k!+%d)", "x^{99999999+%d}+1", "9^{9^{9^{9}}}+%d", r"\int_0^%d x^{x^{x}} dx"
+    graded = grade([("1", rf"\boxed{{{forms[i % 4] % i}}}") for i in range(256)])
+    assert {one["verdict"] for one in graded} <= {"wrong", "unparsed", "timed_out"}
+    assert verdict("c+1", "1+c") == "right"
+
+
 def test_math_verifys_own_verdict_and_reading():
     judged_by_it = judge_by_math_verify([
         ("6", r"\boxed{6}"), (r"\ln 6", r"\boxed{\ln 2 \cdot 3}"), ("5", "no")])
