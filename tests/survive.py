@@ -1,6 +1,7 @@
 """Is a run that dies and resumes, again and again, the same run?
 
-    python tests/survive.py [--kills 20] [--ranks 1 2] [--seed 0] [--signals] [--set model.lora.rank=4]
+    python tests/survive.py [--kills 20] [--ranks 1 2] [--seed 0] [--signals] [--config dppo_toy.yaml]
+                            [--set model.lora.rank=4]
 
 A small run is done in one go, and then once more with `kill -9` on all of its processes at random moments, every other
 time in the middle of a save, until it comes to its end. With --signals it gets SIGHUP, SIGTERM, SIGINT or SIGKILL, sent
@@ -44,17 +45,17 @@ SIGNALS = (signal.SIGHUP, signal.SIGTERM, signal.SIGINT, signal.SIGKILL)
 TARGETS = ("rank", "parent", "all")
 
 
-def start(out: Path, ranks: int, steps: int, more: list[str], stderr: int | IO = subprocess.DEVNULL,
-          ) -> subprocess.Popen:
+def start(out: Path, ranks: int, steps: int, more: list[str], name: str = "dppo_toy.yaml",
+          stderr: int | IO = subprocess.DEVNULL) -> subprocess.Popen:
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
     words = [word for setting in (*SETTINGS, *more, f"steps={steps}", f"out={out}") for word in ("--set", setting)]
-    command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", "dppo_toy.yaml", *words]
+    command = [*(launch if ranks > 1 else [sys.executable]), "train.py", "--config", name, *words]
     return subprocess.Popen([*command, "--resume", "auto"], cwd=ROOT, text=True, stdout=subprocess.DEVNULL,
                             stderr=stderr, env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONFAULTHANDLER": "1"})
 
 
-def finish(out: Path, ranks: int, steps: int, more: list[str]) -> None:
-    process = start(out, ranks, steps, more, subprocess.PIPE)
+def finish(out: Path, ranks: int, steps: int, more: list[str], name: str = "dppo_toy.yaml") -> None:
+    process = start(out, ranks, steps, more, name, subprocess.PIPE)
     errors = process.communicate()[1]
     assert process.returncode == 0, errors
 
@@ -127,7 +128,7 @@ def record(out: Path) -> tuple:
     """All that must be the same."""
     step = (out / "checkpoints" / "latest").read_text()
     cfg = config.load(out / "config.yaml")
-    model = empty_model(ROOT / "toy" / "model", torch.float32)
+    model = empty_model(ROOT / cfg.model.path, torch.float32)
     lora.adapt(model, cfg.model.lora, torch.float32)
     model.to_empty(device="cpu")
     state = checkpoint.tensors(model, make_optimizers(model, cfg.optim))
@@ -147,6 +148,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--signals", action="store_true", help="other signals too, to other processes")
+    parser.add_argument("--config", default="dppo_toy.yaml", help="a config of configs/")
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
     args = parser.parse_args()
     signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs would go on, as they should
@@ -156,12 +158,12 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as temporary:
         for ranks in args.ranks:
             whole, cut = Path(temporary) / f"whole{ranks}", Path(temporary) / f"cut{ranks}"
-            finish(whole, ranks, steps, more)
+            finish(whole, ranks, steps, more, args.config)
             done = Counter()
             for attempt in tqdm(range(args.kills), f"{ranks} ranks", unit="kill"):
                 phase, number, target = planned(attempt, args.kills, args.signals, rng)
                 with (Path(temporary) / "said").open("w+") as said:
-                    process = start(cut, ranks, steps, more, said)
+                    process = start(cut, ranks, steps, more, args.config, said)
                     if not interrupt(process, cut, phase, number, target, rng.uniform(0, 1.0)):
                         break
                     with suppress(subprocess.TimeoutExpired):
@@ -175,7 +177,7 @@ def main() -> None:
                 assert ranks > 1 or status in (130, -signal.SIGKILL) and "Traceback" not in text, (status, text)
                 done[f"{signal.Signals(number).name} to {target if ranks > 1 else 'it'} in {phase}"] += 1
             assert done.total() == args.kills, f"the run came to its end after {done.total()} of all kills"
-            finish(cut, ranks, steps, more)
+            finish(cut, ranks, steps, more, args.config)
             same = [a == b for a, b in zip(record(whole), record(cut), strict=True)]
             names = ("step", "parameters and moments", "history", "metrics", "decisions", "samples", "export")
             print("\n".join(f"{count:>4} {what}" for what, count in sorted(done.items())))

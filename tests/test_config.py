@@ -116,6 +116,8 @@ NAMED = {
     ("rollout.stop=[a, 1]", "rollout.stop[1]=1 must be a text"),
     ("data.template=x", "data.template='x' must be a mapping {name: anything}, or null"),
     ("reward.custom=x", "reward.custom='x' must be a finite number, in [-1e6, 1e6], or a mapping {name: "),
+    ("reward.custom=1e308", "reward.custom='1e308' must be in [-1e6, 1e6], or a mapping {name: "),
+    ("reward.accuracy=-2000000", "reward.accuracy=-2000000 must be in [-1e6, 1e6]"),
     ("reward.custom={a: x}", "reward.custom.a='x' must be a finite number"),
     ("steps", "--set 'steps' must have the form setting=value"),
     ("steps=[a", "--set 'steps=[a': the value is not valid yaml: while parsing a flow sequence"),

@@ -1,8 +1,13 @@
 """Damaged or hostile files: each ends in one line that names the file, the key and what to do. Nothing is silent."""
 
+import errno
 import json
+import os
 import re
+import resource
 import shutil
+import signal
+import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +18,7 @@ from test_eval import written
 from test_report import write_run
 
 import config
+import data
 import eval as evaluation
 import report
 from config import ConfigError
@@ -22,6 +28,7 @@ from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from model import load_model
 from page import charts, pruning
+from records import Problem
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened
 
@@ -110,6 +117,57 @@ def test_a_chat_template_that_fails_says_how(template, model):
     path = model / "tokenizer_config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": template}))
     assert "the chat template fails: " in said_by(use, model)
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("exported") / "hf"
+    weights.export(load_model(TOY, torch.float32, torch.device("cpu")), TOY, out)
+    return out
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "config.json", "tokenizer.json", "files.json"])
+def test_a_file_of_an_export_that_is_not_as_it_was_written_is_named(name, exported, tmp_path):
+    model = shutil.copytree(exported, tmp_path / "model")
+    use(model)
+    content = bytearray((model / name).read_bytes())
+    content[-3] ^= 1
+    (model / name).write_bytes(content)
+    said = said_by(use, model)
+    assert f"{model}: {name}" in said and "export it again, or remove files.json to take it as it is" in said, said
+
+
+def test_a_link_out_of_a_model_folder_is_refused_but_for_the_hubs_cache(model, tmp_path):
+    snapshot = tmp_path / "models--a--b" / "snapshots" / "1"
+    blobs = snapshot.parents[1] / "blobs"
+    blobs.mkdir(parents=True)
+    shutil.copytree(model, snapshot)
+    (snapshot / "tokenizer.json").rename(blobs / "c0ffee")
+    (snapshot / "tokenizer.json").symlink_to("../../blobs/c0ffee")
+    use(snapshot)
+    (model / "notes.txt").symlink_to("/etc/passwd")
+    assert f"{model}/notes.txt is a link to /etc/passwd, outside of its folder" in said_by(use, model)
+
+
+@pytest.mark.parametrize(("damage", "message"), [
+    (lambda file: file["model"].update(vocab={}, merges=[]), "loses text|cuts up|has no tokens"),
+    (lambda file: file["model"]["vocab"].update(dict.fromkeys([*file["model"]["vocab"]][10:200], 5)), "loses text"),
+    (lambda file: file.update(added_tokens=[]), r"its tokenizer cuts up '<\|im_(start|end)\|>'"),
+    (lambda file: file.update(normalizer={"type": "Replace", "pattern": {"String": "1"}, "content": ""}), None),
+], ids=["empty", "twice", "no special tokens", "a normalizer"])
+def test_a_tokenizer_that_loses_text_is_refused(damage, message, model):
+    """A normalizer may: it is part of the tokenizer that the model was trained with."""
+    path = model / "tokenizer.json"
+    file = json.loads(path.read_text())
+    damage(file)
+    path.write_text(json.dumps(file))
+    problems = [Problem("q", "What is 31 + 15?", "46")]
+    if message is None:
+        prompt, = data.to_prompts(problems, Tokenizer(model), None, 512)
+        assert prompt.ids
+    else:
+        said = said_by(lambda: data.to_prompts(problems, Tokenizer(model), None, 512))
+        assert re.search(message, said) and str(model) in said, said
 
 
 # ---- rows, configs, results and cases
@@ -231,6 +289,64 @@ def test_a_run_whose_folder_is_removed_says_so(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dist, "close", lambda: None)
     assert exit_status(lambda: lines.append(tmp_path / "run" / "metrics.jsonl", {"step": 1})) == 2
     assert f"error: No such file or directory: '{tmp_path}/run/metrics.jsonl'" in capsys.readouterr().err
+
+
+# ---- the file system, and terminals
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.ESTALE, errno.EBUSY, errno.ENOTEMPTY, errno.EXDEV, errno.EROFS])
+def test_any_error_of_the_file_system_is_one_line_with_the_file(number, tmp_path, capsys, monkeypatch):
+    def failing(old, new):
+        raise OSError(number, os.strerror(number), str(old), None, str(new))
+
+    monkeypatch.setattr(dist, "close", lambda: None)
+    monkeypatch.setattr(os, "replace", failing)
+    path = tmp_path / "metrics.jsonl"
+    assert exit_status(lambda: lines.rewrite_log(path, [{"step": 1}]), "go on") == 2
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {os.strerror(number)}: '{tmp_path}/") and said.endswith("make room there; go on")
+
+
+def test_an_error_of_reading_names_the_file_though_python_does_not(tmp_path, capsys, monkeypatch):
+    def failing(path, *given, **settings):
+        raise OSError(errno.EIO, "Input/output error")  # as of read(), which has no name
+
+    monkeypatch.setattr(dist, "close", lambda: None)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1}\n')
+    monkeypatch.setattr(Path, "read_bytes", failing)
+    assert exit_status(lambda: lines.read_log(tmp_path / "metrics.jsonl")) == 2
+    assert f"error: Input/output error: '{tmp_path}/metrics.jsonl'" in capsys.readouterr().err
+
+
+def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(dist, "close", lambda: None)
+    policy, out = load_model(TOY, torch.float32, torch.device("cpu")), tmp_path / "hf"
+    weights.export(policy, TOY, out)
+    before = (out / "model.safetensors").read_bytes()
+    limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1]))
+    try:
+        assert exit_status(lambda: weights.export(policy, TOY, out)) == 2
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        signal.signal(signal.SIGXFSZ, ignored)
+    said, = capsys.readouterr().err.splitlines()
+    assert said.startswith("error: ") and f"{out}.unfinished" in said
+    assert (out / "model.safetensors").read_bytes() == before
+
+
+def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys, monkeypatch):
+    monkeypatch.setattr(dist, "close", lambda: None)
+
+    def program():
+        print("name \x1b]0;owned\x07 \x9b2J \u202egnp\u2066 \x7f over\rwritten\ttab")
+        for move in ("\r", "\n", "\x1b[A", "\n\x1b[A\r  5%"):
+            print(move, end="", file=sys.stderr)
+        raise ConfigError("id '\x1b[2J'")
+
+    assert exit_status(program) == 2
+    out, err = capsys.readouterr()
+    assert out == "name \\x1b]0;owned\\x07 \\x9b2J \\u202egnp\\u2066 \\x7f over\\rwritten\ttab\n"
+    assert err == "\r\n\x1b[A\n\\x1b[A\\r  5%error: id '\\x1b[2J'\n"
 
 
 # ---- results

@@ -1,6 +1,8 @@
 """Nothing is lost beside the checkpoints: what `latest` names, the logs, copies of a run folder."""
 
 import json
+import os
+import pickle
 import re
 import shutil
 from pathlib import Path
@@ -9,6 +11,7 @@ import pytest
 from conftest import toy_config
 
 import config
+import learner
 import report
 import train
 from config import ConfigError
@@ -44,6 +47,28 @@ def go_on(folder: Path, *settings: str, resume: str = "always") -> None:
 
 def steps(folder: Path) -> list[int]:
     return [line["step"] for line in read_log(folder / "metrics.jsonl") if "train/tokens" in line]
+
+
+class Planted:
+    def __init__(self, folder: Path):
+        self.folder = folder
+
+    def __reduce__(self):
+        return os.mkdir, (str(self.folder),)
+
+
+def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp_path, capsys):
+    """torch.distributed.checkpoint unpickles it, which runs code."""
+    metadata = run / "checkpoints" / "step_000004" / "policy" / ".metadata"
+    size, planted = metadata.stat().st_size, pickle.dumps(Planted(tmp_path / "planted"))
+    metadata.write_bytes(planted + bytes(size - len(planted)))
+    with pytest.raises(ConfigError, match="step_000004 is not a whole checkpoint: policy/.metadata is not as it was"):
+        learner.export_checkpoint(metadata.parents[1], tmp_path / "hf")
+    go_on(run)
+    assert "step_000004 is not whole: policy/.metadata is not as it was written" in capsys.readouterr().err
+    assert steps(run) == [1, 2, 3, 4, 5] and not (tmp_path / "planted").exists()
+    pickle.loads(planted)
+    assert (tmp_path / "planted").exists()
 
 
 # ---- the pointer

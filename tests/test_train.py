@@ -353,9 +353,12 @@ def test_resume_refuses_other_settings_and_names_them(tmp_path):
     assert without_times(tmp_path / "run") == before and not (tmp_path / "run" / "eval_000009.jsonl").exists()
 
 
-def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("every", "how"), [
+    (1, "--resume auto goes on from the newest checkpoint, step_000001"),
+    (0, "--resume auto begins it again, since no checkpoint is there")])
+def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(every, how, tmp_path, monkeypatch, capsys):
     """Nothing of the step is applied, and its records lie in the run folder. Status 1 and one line, not a traceback."""
-    cfg = toy_config(tmp_path / "run", "steps=2", "checkpoint.every=1", "pack.capacity=8192", *SHORT)
+    cfg = toy_config(tmp_path / "run", "steps=2", f"checkpoint.every={every}", "pack.capacity=8192", *SHORT)
     (tmp_path / "test.yaml").write_text(config.dump(cfg))
     true, seen = loss.TRUST["clip"], []
 
@@ -369,7 +372,10 @@ def test_a_gradient_that_is_not_finite_leaves_the_policy_and_the_batch(tmp_path,
     assert len(batch["groups"]) == 4 and batch["adv_NG"].shape == (4, 8)
     assert runfolder.state_of(tmp_path / "run") == {
         "state": "failed", "error": "NotFinite: the loss in step 2 is not finite"}
-    assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("error: the loss in step 2 is not finite; the step's batch is in ") and said.endswith(how)
+    if every:
+        assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000001"
 
 
 PAUSING = """
