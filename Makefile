@@ -61,7 +61,7 @@ test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on
 test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
 	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
 
-test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
+test-page: .venv/web ## the report and a chat in a real browser (Debian: apt-get install chromium chromium-driver)
 	$(VENV)/python -m pytest -m page tests/test_page.py
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
@@ -114,6 +114,10 @@ CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 # Without dependencies, as the file says.
 .venv/real: .venv/run requirements-real.txt
 	$(VENV)/pip install --quiet --no-deps -r requirements-real.txt
+	touch $@
+
+.venv/web: .venv/dev requirements-web.txt
+	$(VENV)/pip install --quiet -r requirements-web.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt

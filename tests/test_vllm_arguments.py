@@ -220,8 +220,7 @@ def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
     """eval.py on a run's config samples as the run did; the head of a result says so."""
     cfg = config.load("cppo_toy.yaml", ["rollout.engine=vllm", "rollout.quantization=fp8"])
     tokenizer = evaluation.Tokenizer(TOY, cfg.data)
-    sets = [SimpleNamespace(prompts=[SimpleNamespace(ids=(1, 2))])]
-    spec = evaluation.engine_spec(cfg, torch.device("cpu"), tokenizer, sets)
+    spec = evaluation.engine_spec(cfg, torch.device("cpu"), tokenizer, 10)
     assert spec.quantization == "fp8" and not spec.sleeps
     named = {name: evaluation.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
                                               evaluation.Sampling(8), spec, tokenizer, []) for name in ("fp8", "none")}

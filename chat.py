@@ -1,0 +1,215 @@
+"""Talk to a model, or to what a run has trained, in a terminal or on a page of this machine.
+
+    python chat.py runs/NAME                 # as the run evaluates its policy, with its environment
+    python chat.py DIR_or_name               # a Hugging Face folder, a checkpoint or a hub name
+    python chat.py runs/NAME --web           # a page that only this machine reaches (requirements-web.txt)
+    python chat.py DIR --set eval.temperature=0.6 --set data.system_prompt="Be brief."
+
+A line is a question. /problem asks the next problem of data.eval and shows its gold answer, /new begins
+another conversation, /quit ends, and Ctrl-C ends an answer. An environment's replies stand in ⟦ ⟧.
+"""
+
+import argparse
+import itertools
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import config
+from config import Config, ConfigError
+from data import load_problems
+from eval import engine_spec
+from infra import dist
+from infra.checkpoint import original_model, step_folders
+from infra.environment import load_tokenizer
+from infra.runfolder import state_of
+from infra.signals import exit_status
+from infra.weights import find_model, read_shape
+from lora import load_policy
+from methods.environment import goes_on, with_environment
+from preflight.memory import find_device, fit_engine
+from records import Problem, Prompt, Request, Sample, join
+from rollout import start_engine
+from settings.paths import user_path
+
+PIECE = 8        # tokens that are sampled before they are shown
+CONTEXT = 4096   # tokens of a conversation at most, if the model takes so many
+
+
+class Conversation:
+    """Questions, and a model's answers to them."""
+
+    def __init__(self, cfg: Config):
+        """Load the model of a config. Raises ConfigError."""
+        self.cfg = cfg
+        device = dist.init(find_device(cfg.device))
+        folder = find_model(original_model(cfg.model.path))
+        self.tokenizer, environment = load_tokenizer(folder, cfg)
+        self.longest = min(read_shape(folder).max_positions, cfg.environment.max_context or CONTEXT)
+        spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
+        kind, spec = fit_engine(cfg.rollout.engine, spec)
+        self.engine = with_environment(start_engine(kind, spec), self.tokenizer, environment, cfg)
+        self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
+        self.problems = held_out(cfg)
+        self.asked = 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin another conversation."""
+        self.messages: list[dict] = []
+        self.row: dict = {}
+
+    def say(self, line: str) -> Iterator[str]:
+        """Yield the answer to a line, piece by piece, or do what the command in it says."""
+        if line == "/new":
+            self.begin()
+            yield "a new conversation\n"
+        elif line == "/problem":
+            self.begin()
+            problem = next(self.problems)
+            self.row = problem.row
+            self.messages += problem.messages or [{"role": "user", "content": problem.question}]
+            yield f"{problem.question}\n\n"
+            yield from self.answer()
+            if problem.answer:
+                yield f"\n\nThe gold answer is {problem.answer}."
+        else:
+            self.messages.append({"role": "user", "content": line})
+            yield from self.answer()
+
+    def answer(self) -> Iterator[str]:
+        """Yield the answer to the newest message. Raises ConfigError if the conversation is too long.
+
+        With stop texts it comes as a whole: one of them may lie across two pieces.
+        """
+        sampling, tokenizer = self.cfg.eval, self.tokenizer
+        known = self.messages if tokenizer.template else self.messages[-1:]
+        ids, = tokenizer.encode([tokenizer.render(known, self.cfg.data.system_prompt)])
+        limit = min(self.longest - len(ids), sampling.max_new_tokens)
+        if limit < 1:
+            raise ConfigError(f"the conversation has {len(ids)} of {self.longest} tokens; begin "
+                              "another, /new")
+        self.asked += 1
+        said = {"role": "assistant", "content": ""}
+        self.messages.append(said)
+        whole = Request(Prompt("chat", ids, "", self.row), 0, limit)
+        sample = None
+        while sample is None or goes_on(whole, sample):
+            made = sample.own if sample else 0
+            count = limit - made if tokenizer.stops else min(PIECE, limit - made)
+            seed = dist.seed_for(self.cfg.seed, self.asked, made, "chat")
+            asked = replace(whole, seed=seed, limit=count, so_far=sample)
+            piece, = self.engine.generate([asked], sampling.temperature, sampling.top_p)
+            sample = join(sample, piece)
+            shown = self.text(sample)
+            yield shown.removeprefix(said["content"])
+            said["content"] = shown
+        if not sample.finished:
+            yield f" [cut off after {sample.own} tokens]"
+
+    def text(self, sample: Sample) -> str:
+        """Write an answer, without a character that has tokens still to come."""
+        parts, before = [], ""
+        for number, (_, end) in enumerate(sample.turns):
+            text = self.tokenizer.read(sample.ids[:end])
+            new = text.removeprefix(before)
+            parts.append(f"⟦{new}⟧" if number % 2 else new)
+            before = text
+        return "".join(parts).rstrip("\ufffd")
+
+
+def held_out(cfg: Config) -> Iterator[Problem]:
+    """Yield the problems of data.eval again and again. Raises ConfigError if there are none."""
+    if cfg.data.eval is None:
+        raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
+    sets = [load_problems(name.strip(), cfg.data.dir, False, cfg.data.columns, cfg.reward.needs_answers)
+            for name in cfg.data.eval.split(",")]
+    yield from itertools.cycle(itertools.chain(*sets))
+
+
+def open_config(target: str, name: str | None, overrides: list[str]) -> Config:
+    """Read the config of a run folder, or the default one for a model. Raises ConfigError."""
+    run = user_path(target)
+    if (run / "config.yaml").is_file():
+        name, target = name or str(run / "config.yaml"), str(newest_policy(run))
+    cfg = config.load(name or "eval/default.yaml", overrides)
+    return replace(cfg, model=replace(cfg.model, path=target))
+
+
+def newest_policy(run: Path) -> Path:
+    """Find the export of a run that has finished, or its newest checkpoint. Raises ConfigError."""
+    exported, saved = run / "hf", step_folders(run / "checkpoints")
+    if exported.is_dir() and (state_of(run)["state"] == "finished" or not saved):
+        return exported
+    if not saved:
+        raise ConfigError(f"{run} has neither an export nor a checkpoint yet (checkpoint.every)")
+    return saved[-1]
+
+
+def talk(conversation: Conversation) -> None:
+    """Talk in the terminal."""
+    while True:
+        try:
+            line = input("> ").strip()
+        except EOFError:
+            return
+        if line == "/quit":
+            return
+        try:
+            for piece in conversation.say(line) if line else ():
+                print(piece, end="", flush=True)
+        except ConfigError as error:
+            print(f"error: {error}", end="")
+        except KeyboardInterrupt:
+            print(" [ended]", end="")
+        print()
+
+
+def serve(conversation: Conversation, port: int) -> None:
+    """Serve a page to this machine, one conversation at a time, until Ctrl-C. Raises ConfigError."""
+    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # it tells nobody
+    try:
+        import gradio
+    except ImportError as error:
+        raise ConfigError("--web needs gradio: pip install -r requirements-web.txt") from error
+
+    def answer(line: str, before: list) -> Iterator[str]:
+        if not before:
+            conversation.begin()
+        text = ""
+        try:
+            for piece in conversation.say(line.strip()):
+                text += piece
+                yield text
+        except ConfigError as error:
+            yield f"{text}\n\nerror: {error}"
+
+    as_sampled = gradio.Chatbot(render_markdown=False)  # "#### 42" is no heading
+    page = gradio.ChatInterface(answer, chatbot=as_sampled, title=conversation.cfg.model.path)
+    page.launch(server_name="127.0.0.1", server_port=port)
+
+
+def main() -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
+    parser.add_argument("--config", help="a yaml file, or the name of one in configs/; else the run's own")
+    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
+    parser.add_argument("--web", action="store_true", help="serve a page to this machine alone")
+    parser.add_argument("--port", type=int, default=7860, help="of the page")
+    return exit_status(partial(run_command, parser.parse_args()), "ask again")
+
+
+def run_command(args: argparse.Namespace) -> None:
+    conversation = Conversation(open_config(args.target, args.config, args.set))
+    if args.web:
+        serve(conversation, args.port)
+    else:
+        talk(conversation)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

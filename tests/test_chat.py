@@ -1,0 +1,154 @@
+"""chat.py says what the model, its run and its environment say, whether pieces come or the whole."""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, TOY, toy_config
+from test_environment import with_sums
+
+import chat
+import train
+from config import ConfigError
+from records import Prompt, Request
+
+ROWS = [json.loads(line) for line in (ROOT / "toy" / "test.jsonl").read_text().splitlines()[:2]]
+QUESTION = ROWS[0]["question"]
+SHORT = ["data.max_prompt_tokens=100", "rollout.max_new_tokens=64"]
+GREEDY = ["data.eval=toy/test.jsonl", "eval.max_new_tokens=64"]
+
+
+def opened(*settings: str, target: Path = TOY) -> chat.Conversation:
+    return chat.Conversation(chat.open_config(str(target), None, [*GREEDY, *settings]))
+
+
+@pytest.fixture(autouse=True)
+def two_tokens(monkeypatch):
+    """The toy's answers are short."""
+    monkeypatch.setattr(chat, "PIECE", 2)
+
+
+def said(conversation: chat.Conversation, line: str) -> str:
+    return "".join(conversation.say(line))
+
+
+def sampled_at_once(conversation: chat.Conversation, messages: list[dict], row: dict) -> str:
+    tokenizer = conversation.tokenizer
+    ids, = tokenizer.encode([tokenizer.render(messages, None)])
+    sample, = conversation.engine.generate([Request(Prompt("q", ids, "", row), 0, 64)], 0.0)
+    return conversation.text(sample)
+
+
+def test_pieces_are_the_answer_that_is_sampled_at_once():
+    conversation = opened()
+    question = {"role": "user", "content": QUESTION}
+    pieces = list(conversation.say(question["content"]))
+    answer = sampled_at_once(conversation, [question], {})
+    assert len(pieces) > 2 and "".join(pieces) == answer
+    again = [question, {"role": "assistant", "content": answer}, question]
+    assert said(conversation, question["content"]) == sampled_at_once(conversation, again, {})
+    said(conversation, "/new")
+    assert said(conversation, question["content"]) == answer
+
+
+def test_a_problem_is_asked_with_its_row_and_its_gold_answer_is_shown():
+    conversation = opened()
+    for row in ROWS:
+        text = said(conversation, "/problem")
+        assert text.startswith(f"{row['question']}\n\n") and text.endswith(f"\n\nThe gold answer is {row['answer']}.")
+        assert conversation.row == row
+
+
+@pytest.mark.parametrize("stop", ["['=']", "null"])
+def test_an_environment_replies_in_brackets(stop, tmp_path):
+    """Its reply is wrong by 3 and stands behind a stop text; without one only an answer's end can have a reply."""
+    conversation = opened(*with_sums(tmp_path), f"rollout.stop={stop}", "eval.temperature=1", *SHORT)
+    text = "".join(said(conversation, "/problem") for _ in range(9))
+    sums = re.findall(r"(\d+) \+ (\d+) =⟦ (\d+)⟧", text)
+    assert all(int(a) + int(b) + 3 == int(c) for a, b, c in sums) and bool(sums) == (stop != "null")
+    assert text.count("⟦") == text.count("⟧") >= len(sums)
+
+
+def test_samples_are_those_of_the_seed():
+    hot = ["eval.temperature=1", "eval.max_new_tokens=24"]
+    texts = [said(opened(*hot, f"seed={seed}"), QUESTION) for seed in (0, 0, 1)]
+    assert texts[0] == texts[1] != texts[2]
+
+
+def test_a_character_whose_tokens_come_in_two_pieces_is_shown_once_it_is_whole():
+    conversation = opened()
+    ids, = conversation.tokenizer.encode(["é"])
+    assert len(ids) > 1
+    whole = chat.Sample(list(ids), [0.0] * len(ids), False)
+    half = chat.Sample(list(ids[:-1]), [0.0] * (len(ids) - 1), False)
+    assert (conversation.text(half), conversation.text(whole)) == ("", "é")
+
+
+def test_a_run_speaks_by_its_newest_policy_and_with_its_own_settings(tmp_path):
+    run = tmp_path / "run"
+    cfg = toy_config(run, "steps=2", "checkpoint.every=1", "rollout.group_size=4", "rollout.prompts_per_step=2",
+                     "prune.completions.keep=2", "rollout.max_new_tokens=24", "data.eval=null", "pack.capacity=512",
+                     "data.system_prompt=Add.")
+    train.train(cfg)
+    (run / "state.json").write_text('{"state": "finished"}\n')
+    found = chat.open_config(str(run), None, [])
+    assert (found.model.path, found.data.system_prompt) == (str(run / "hf"), "Add.")
+    (run / "state.json").write_text('{"state": "stopped"}\n')
+    checkpoint = chat.open_config(str(run), None, ["data.system_prompt=null"])
+    assert (checkpoint.model.path, checkpoint.data.system_prompt) == (str(run / "checkpoints" / "step_000002"), None)
+    texts = {said(chat.Conversation(c), QUESTION) for c in (found, chat.open_config(str(run), None, []))}
+    assert len(texts) == 1, "the export and the checkpoint are the same policy"
+    shutil.rmtree(run / "hf")
+    shutil.rmtree(run / "checkpoints")
+    with pytest.raises(ConfigError, match=f"{run} has neither an export nor a checkpoint yet"):
+        chat.open_config(str(run), None, [])
+
+
+def test_a_conversation_that_is_too_long_and_a_set_that_is_not_there_are_one_line(monkeypatch, capsys):
+    conversation = opened("data.eval=null")
+    conversation.longest = 100
+    capsys.readouterr()
+    lines = iter(["/problem", QUESTION * 9, "", "/new", QUESTION])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
+    chat.talk(conversation)
+    first, second, _, new, *_, last = capsys.readouterr().out.splitlines()
+    assert first == "error: /problem: data.eval names no set; --set data.eval=..."
+    assert re.fullmatch(r"error: the conversation has \d+ of 100 tokens; begin another, /new", second)
+    assert (new, last[:4]) == ("a new conversation", "####")
+
+
+def test_ctrl_c_ends_an_answer_and_not_the_program(monkeypatch, capsys):
+    conversation = opened()
+    generate, calls = conversation.engine.generate, []
+
+    def interrupted(*given):
+        calls.append(given)
+        if len(calls) == 2:  # the second piece
+            raise KeyboardInterrupt
+        return generate(*given)
+
+    monkeypatch.setattr(conversation.engine, "generate", interrupted)
+    lines = iter([QUESTION, "And 1 + 1?"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
+    chat.talk(conversation)
+    out = capsys.readouterr().out
+    assert " [ended]\n" in out and len(calls) > 3 and len(conversation.messages) == 4
+
+
+def test_the_command_talks_in_a_terminal():
+    lines = f"{QUESTION}\n\n/problem\n"
+    words = [sys.executable, "chat.py", "toy/model", *(word for setting in GREEDY for word in ("--set", setting))]
+    done = subprocess.run(words, cwd=ROOT, input=lines, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "The gold answer is" in done.stdout, done.stderr
+    done = subprocess.run([*words[:2], "nowhere"], cwd=ROOT, input="", capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+
+
+def test_a_page_without_gradio_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "gradio", None)
+    with pytest.raises(ConfigError, match="--web needs gradio: pip install -r requirements-web.txt"):
+        chat.serve(opened(), 0)
