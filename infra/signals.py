@@ -131,8 +131,10 @@ def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], st
             status, said = 2, f"error: {what}; mend it, or make room there; "
         except KeyboardInterrupt:
             status, said = 130, "interrupted; "
-        except RuntimeError as error:
+        except Exception as error:
             if not dist.is_lost(error):
+                advice = remedy() if callable(remedy) else remedy
+                print(f"once what follows is mended: {advice}", file=sys.stderr)
                 raise
             status, said = 1, f"rank {dist.rank()} has lost another one: mend what that says; "
         finally:

@@ -334,6 +334,13 @@ def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(t
     assert (out / "model.safetensors").read_bytes() == before
 
 
+def test_a_bug_has_its_traceback_and_before_it_how_to_go_on(capsys, monkeypatch):
+    monkeypatch.setattr(dist, "close", lambda: None)
+    with pytest.raises(ZeroDivisionError):
+        exit_status(lambda: 1 / 0, lambda: "go on")
+    assert capsys.readouterr().err == "once what follows is mended: go on\n"
+
+
 def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys, monkeypatch):
     monkeypatch.setattr(dist, "close", lambda: None)
 
