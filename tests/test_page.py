@@ -503,7 +503,8 @@ def chat_page(tmp_path):
                      "eval.temperature=1", "data.eval=toy/test.jsonl")
     settings = [word for setting in sums for word in ("--set", setting)]
     process = subprocess.Popen(command("chat.py", "toy/model", "--web", "--port", port, *settings), cwd=ROOT,
-                               env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+                               env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not so behind &
     address = f"http://127.0.0.1:{port}"
     while address not in (line := process.stdout.readline()):
         assert line, process.stderr.read()
@@ -514,6 +515,7 @@ def chat_page(tmp_path):
 
 
 def test_a_page_answers_replies_and_forgets_and_asks_no_other_machine(chat_page, browser):
+    browser.get_log("performance")  # of pages before
     browser.get(chat_page)
     wait = WebDriverWait(browser, 60)
 
