@@ -318,7 +318,8 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("case", HOSTILE)
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case == "gigabyte" else case
+                                  for case in HOSTILE])
 def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
     body, message = HOSTILE[case]
     seconds = 60 if message is None else 0.3  # to print or return so much takes a slow machine seconds
@@ -401,7 +402,7 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "votes") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
                                   for name in VARIANTS])
 def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     settings = with_sums(tmp_path, "steps=3", "eval.limit=8", "checkpoint.every=1", *VARIANTS[name])
