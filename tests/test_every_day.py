@@ -190,6 +190,16 @@ def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command,
     assert not runfolder.is_done(replace(cfg, out=str(tmp_path / "new")), "auto")
 
 
+def test_steps_that_are_raised_in_the_run_folders_own_config_are_done(tmp_path):
+    cfg = toy_config(tmp_path / "run", "steps=1", *SHORT)
+    train.train(cfg)
+    (tmp_path / "run" / "state.json").write_text('{"state": "finished"}\n')
+    assert runfolder.is_done(cfg, "always")
+    path = tmp_path / "run" / "config.yaml"
+    path.write_text(path.read_text().replace("\nsteps: 1\n", "\nsteps: 2\n"))
+    assert not runfolder.is_done(config.load(path), "always")
+
+
 # ---- a run goes on with what it began with
 
 @pytest.fixture(scope="module")

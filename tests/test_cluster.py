@@ -1,0 +1,118 @@
+"""A job of examples/slurm.sh or examples/skypilot.yaml is stopped, killed and requeued, and is the same run.
+
+Stand-ins for Slurm's commands start torchrun with two gloo ranks on this machine. A step is awaited by what a run logs.
+"""
+
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from conftest import ROOT
+from survive import family, finish, record, steps_logged
+
+STEPS = 12
+SETTINGS = [f"steps={STEPS}", "checkpoint.every=1", "checkpoint.keep=2"]
+COMMANDS = {
+    "srun": 'echo $$ > "$FOLDER/step"; exec "$@"',
+    "scancel": '[ "$1 $2" = "--signal=TERM 7" ] && kill -TERM "$(cat "$FOLDER/step")"',
+    "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$FOLDER/requeued"; fi',
+    "sbatch": "",
+}
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+@pytest.fixture
+def cluster(tmp_path) -> dict[str, str]:
+    """The environment of a job."""
+    commands = tmp_path / "bin"
+    commands.mkdir()
+    for name, text in COMMANDS.items():
+        (commands / name).write_text(f"#!/bin/bash\n{text}\n")
+        (commands / name).chmod(0o755)
+    venv = tmp_path / "venv" / "bin"
+    venv.mkdir(parents=True)
+    (venv / "activate").write_text("")
+    return os.environ | {
+        "PATH": f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}", "FOLDER": str(tmp_path),
+        "VENV": str(venv.parent), "OMP_NUM_THREADS": "1", "PORT": str(free_port()), "SLURM_JOB_ID": "7",
+        "SLURM_JOB_NODELIST": "localhost", "SLURM_JOB_NUM_NODES": "1", "SLURM_GPUS_ON_NODE": "2",
+        "SLURM_SUBMIT_DIR": str(ROOT)}
+
+
+def job(out: Path, cluster: dict, more: list[str]) -> subprocess.Popen:
+    settings = [word for setting in (*more, *SETTINGS, f"out={out}") for word in ("--set", setting)]
+    return subprocess.Popen(["bash", "examples/slurm.sh", "--config", "dppo_toy.yaml", *settings],
+                            cwd=ROOT, env=cluster, stderr=subprocess.PIPE, text=True)
+
+
+def wait_for_step(process: subprocess.Popen, out: Path, step: int) -> None:
+    """Its line comes every fifth step and at a stop; the log has all."""
+    for line in process.stderr:
+        if max(steps_logged(out), default=0) >= step:
+            return
+        assert "Traceback" not in line
+    raise AssertionError(f"it has ended before step {step}")
+
+
+@pytest.mark.slow
+def test_a_job_is_stopped_in_time_killed_and_requeued_and_is_the_same_run(cluster, tmp_path):
+    small = ["rollout.group_size=8", "rollout.prompts_per_step=4", "data.limit=10", "eval.limit=16",
+             "pack.capacity=512"]
+    out, whole = tmp_path / "cut", tmp_path / "whole"
+    done = job(whole, cluster, small)
+    assert done.communicate() and done.returncode == 0
+
+    stopped = job(out, cluster, small)
+    wait_for_step(stopped, out, 3)
+    stopped.send_signal(signal.SIGUSR1)  # as Slurm, 15 minutes before the end
+    assert "interrupted; --resume auto goes on from the newest checkpoint" in stopped.communicate()[1]
+    assert (tmp_path / "requeued").read_text() == "requeue 7\n"
+    stopped_at = max(steps_logged(out))
+    assert 3 <= stopped_at < STEPS
+
+    killed = job(out, cluster | {"SLURM_RESTART_COUNT": "1"}, small)
+    wait_for_step(killed, out, stopped_at + 1)
+    for pid in family(killed.pid)[::-1]:  # as a node that fails
+        os.kill(pid, signal.SIGKILL)
+    killed.communicate()
+    assert max(steps_logged(out)) < STEPS
+
+    last = job(out, cluster | {"SLURM_RESTART_COUNT": "2"}, small)
+    last.communicate()
+    assert last.returncode == 0 and (tmp_path / "requeued").read_text() == "requeue 7\n"
+    assert record(out) == record(whole)
+
+
+@pytest.mark.slow
+def test_the_command_of_the_cloud_runs_and_goes_on(cluster, tmp_path):
+    task = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())
+    assert task["file_mounts"]["/runs"]["mode"] == "MOUNT" and task["envs"]["OUT"].startswith("/runs/")
+    finish(tmp_path / "run", 2, 2, ["checkpoint.every=1"])
+    config = tmp_path / "run" / "config.yaml"
+    config.write_text(config.read_text().replace("steps: 2\n", "steps: 3\n"))
+    sky = {"SKYPILOT_NUM_NODES": "1", "SKYPILOT_NODE_RANK": "0", "SKYPILOT_NUM_GPUS_PER_NODE": "2",
+           "SKYPILOT_NODE_IPS": "127.0.0.1", "CONFIG": str(config), "OUT": str(tmp_path / "run")}
+    done = subprocess.run(["bash", "-c", task["run"]], cwd=ROOT, env=cluster | sky, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert max(steps_logged(tmp_path / "run")) == 3
+
+
+def test_the_shells_scripts_are_sound():
+    """By shellcheck, if it is installed."""
+    shellcheck = shutil.which("shellcheck", path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    if shellcheck is None:
+        pytest.skip("shellcheck is not installed")
+    task = yaml.safe_load((ROOT / "examples" / "skypilot.yaml").read_text())
+    for text in ((ROOT / "examples" / "slurm.sh").read_text(), f"#!/bin/bash\n{task['run']}"):
+        done = subprocess.run([shellcheck, "-e", "SC1091", "-"], input=text, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
