@@ -81,6 +81,7 @@ def steps(count: int, every: int) -> bool:
         measured.read()
 
     runfolder.RunLog.step = watched
+    grading.grade([("a+1", r"\boxed{1+a}")])  # else the workers start with the first answer that needs algebra
     with tempfile.TemporaryDirectory() as temporary:
         out = Path(temporary) / "run"
         more = [f"steps={count}", f"out={out}", f"checkpoint.every={every}"]
