@@ -20,8 +20,8 @@ from pathlib import Path
 
 import config
 from config import Config, ConfigError
-from data import load_problems
-from eval import engine_spec
+from data import Tokenizer
+from eval import engine_spec, load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
 from infra.environment import load_tokenizer
@@ -53,7 +53,7 @@ class Conversation:
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine = with_environment(start_engine(kind, spec), self.tokenizer, environment, cfg)
         self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
-        self.problems = held_out(cfg)
+        self.problems = held_out(cfg, self.tokenizer)
         self.asked = 0
         self.begin()
 
@@ -121,13 +121,12 @@ class Conversation:
         return "".join(parts).rstrip("\ufffd")
 
 
-def held_out(cfg: Config) -> Iterator[Problem]:
+def held_out(cfg: Config, tokenizer: Tokenizer) -> Iterator[Problem]:
     """Yield the problems of data.eval again and again. Raises ConfigError if there are none."""
     if cfg.data.eval is None:
         raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
-    sets = [load_problems(name.strip(), cfg.data.dir, False, cfg.data.columns, cfg.reward.needs_answers)
-            for name in cfg.data.eval.split(",")]
-    yield from itertools.cycle(itertools.chain(*sets))
+    sets = load_sets(cfg.data, tokenizer, cfg.reward)
+    yield from itertools.cycle(problem for held_out in sets for problem in held_out.problems)
 
 
 def open_config(target: str, name: str | None, overrides: list[str]) -> Config:
