@@ -59,8 +59,8 @@ def read_file(path: str, setting: str) -> Source:
 
     It is read once: later changes during a run are not seen.
     """
-    folder, helpers = Path(path).resolve().parent, {}
     text = read_text(path, setting)
+    folder, helpers = Path(path).resolve().parent, {}
     unread = [text]
     while unread:
         imports: list[str] = []

@@ -264,7 +264,9 @@ def spelled(answer: object) -> object:
         answer = parse_list(answer)
     if isinstance(answer, list):  # OlympiadBench's several answers
         return ", ".join(str(spelled(one)) for one in answer)
-    if isinstance(answer, bool) or not isinstance(answer, int | float | Decimal) or not math.isfinite(answer):
+    if isinstance(answer, int) and not isinstance(answer, bool):
+        return str(answer)
+    if not isinstance(answer, float | Decimal) or not math.isfinite(answer):
         return answer
     if answer == int(answer):
         return str(int(answer))

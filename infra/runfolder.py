@@ -70,7 +70,7 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
         if folder.exists() and (not folder.is_dir() or any(path.name != "lock" for path in folder.iterdir())):
             raise ConfigError(f"out={folder} exists and is not a run folder; set `out` to a new folder")
         return folder
-    saved = (folder / "checkpoints").resolve()
+    saved = Path(os.path.realpath(folder / "checkpoints"))
     if saved.parent != folder.resolve() and (saved.parent / "config.yaml").is_file():
         raise ConfigError(f"{folder}/checkpoints is a link into another run, {saved.parent}; put a copy in "
                           f"its place, or set out={saved.parent} to go on with that run")

@@ -50,7 +50,7 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
     its export wrote it (files.json). Weights alone are compared with that list, or all others."""
     root = folder.resolve()
     for path in folder.iterdir():
-        file = path.resolve()
+        file = Path(os.path.realpath(path))  # resolve() raises RuntimeError for links in a circle
         if not file.is_relative_to(root) and not file.is_relative_to(root.parents[1] / "blobs"):
             raise ConfigError(f"{path} is a link to {file}, outside of its folder; put the file there itself")
     names = [name for name in read_list(folder) if name.endswith(".safetensors") == weights]

@@ -355,6 +355,7 @@ def problems_of(folder: Path, *rows: dict) -> list[Problem]:
     ("We add.\nSo the answer is \\boxed{5}.", "5"), (r"\boxed{1} is wrong, \boxed{\frac{1}{2}} right", r"\frac{1}{2}"),
     ("Add them. #### 5", "5"), ("Add them: 8.\n\n**Final answer:** 8", "8"), ("The answer is 12.", "12"),
     ("<think>3?</think><answer>4</answer>", "4"), ("$\\boxed{3}$", "3"), (5.0, "5"), (-0.5, "-0.5"), (7, "7"),
+    (10**400, f"{10**400}"),
     ([1.0, "x"], "1, x"), ('["34"]', "34"), (r'["\\pi", "2"]', r"\pi, 2"), ("[1, 2]", "[1, 2]"),
     ([1.0, float("nan")], "1, nan"), ("['a'], 'b'", "['a'], 'b'"),
     ("['5']", "5"), ("['5' '6']", "5, 6"), ("['a', 1.0]", "a, 1"), ("['5'", "['5'"),

@@ -145,6 +145,8 @@ def test_a_link_out_of_a_model_folder_is_refused_but_for_the_hubs_cache(model, t
     (snapshot / "tokenizer.json").rename(blobs / "c0ffee")
     (snapshot / "tokenizer.json").symlink_to("../../blobs/c0ffee")
     use(snapshot)
+    (model / "circle.txt").symlink_to("circle.txt")  # which has no content that could lie elsewhere
+    use(model)
     (model / "notes.txt").symlink_to("/etc/passwd")
     assert f"{model}/notes.txt is a link to /etc/passwd, outside of its folder" in said_by(use, model)
 

@@ -98,14 +98,16 @@ def test_a_damaged_checkpoint_that_the_pointer_names_is_replaced_by_a_later_one_
     assert "going on from step 4" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["latest is a folder", "checkpoints is a file", "checkpoints is a dead link"])
+@pytest.mark.parametrize("what", ["latest is a folder", "checkpoints is a file", "checkpoints is a dead link",
+                                  "checkpoints is a circle"])
 @pytest.mark.parametrize("resume", ["always", "auto"])
 def test_what_hides_the_checkpoints_begins_no_run_anew(what, resume, run, tmp_path):
     """As when the disk with the checkpoints is not mounted."""
     name, kind = what.split(" is a ")
     path = run / "checkpoints" / "latest" if name == "latest" else run / "checkpoints"
     path.rename(tmp_path / "elsewhere")
-    {"folder": path.mkdir, "file": path.touch, "dead link": lambda: path.symlink_to(tmp_path / "gone")}[kind]()
+    {"folder": path.mkdir, "file": path.touch, "dead link": lambda: path.symlink_to(tmp_path / "gone"),
+     "circle": lambda: path.symlink_to(path.name)}[kind]()
     with pytest.raises(ConfigError, match=f"{path} is of another kind, or a link to nothing; bring it back"):
         go_on(run, resume=resume)
     assert steps(run) == [1, 2, 3, 4]
