@@ -53,7 +53,7 @@ class Conversation:
         kind, spec = fit_engine(cfg.rollout.engine, spec)
         self.engine = with_environment(start_engine(kind, spec), self.tokenizer, environment, cfg)
         self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
-        self.problems = held_out(cfg, self.tokenizer)
+        self.problems: Iterator[Problem] | None = None  # of data.eval, once /problem asks for one
         self.asked = 0
         self.begin()
 
@@ -69,6 +69,7 @@ class Conversation:
             yield "a new conversation\n"
         elif line == "/problem":
             self.begin()
+            self.problems = self.problems or held_out(self.cfg, self.tokenizer)
             problem = next(self.problems)
             self.row = problem.row
             self.messages += problem.messages or [{"role": "user", "content": problem.question}]
@@ -122,11 +123,11 @@ class Conversation:
 
 
 def held_out(cfg: Config, tokenizer: Tokenizer) -> Iterator[Problem]:
-    """Yield the problems of data.eval again and again. Raises ConfigError if there are none."""
+    """Load the problems of data.eval, which come again and again. Raises ConfigError if there are none."""
     if cfg.data.eval is None:
         raise ConfigError("/problem: data.eval names no set; --set data.eval=...")
     sets = load_sets(cfg.data, tokenizer, cfg.reward)
-    yield from itertools.cycle(problem for held_out in sets for problem in held_out.problems)
+    return itertools.cycle(problem for one in sets for problem in one.problems)
 
 
 def open_config(target: str, name: str | None, overrides: list[str]) -> Config:

@@ -16,7 +16,7 @@ head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=600   # seconds for the step under way, and its save
 
 over=no
-trap 'over=yes; scancel --signal=TERM "$SLURM_JOB_ID"' USR1  # the run saves, and ends
+trap 'over=yes; scancel --signal=TERM "$SLURM_JOB_ID" || true' USR1  # the run saves, and ends
 srun torchrun --nnodes "$SLURM_JOB_NUM_NODES" --nproc_per_node "$SLURM_GPUS_ON_NODE" --rdzv_backend c10d \
     --rdzv_id "$SLURM_JOB_ID.${SLURM_RESTART_COUNT:-0}" --rdzv_endpoint "$head:${PORT:-29500}" \
     train.py --resume auto "$@" &

@@ -118,6 +118,9 @@ def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], st
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a worker of the verifier that imports the main program: stop
+    def advice() -> str:
+        return remedy() if callable(remedy) else remedy
+
     with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
         try:
             return program() or 0
@@ -133,11 +136,10 @@ def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], st
             status, said = 130, "interrupted; "
         except Exception as error:
             if not dist.is_lost(error):
-                advice = remedy() if callable(remedy) else remedy
-                print(f"once what follows is mended: {advice}", file=sys.stderr)
+                print(f"once what follows is mended: {advice()}", file=sys.stderr)
                 raise
             status, said = 1, f"rank {dist.rank()} has lost another one: mend what that says; "
         finally:
             dist.close()
-        print(said + (remedy() if callable(remedy) else remedy), file=sys.stderr)
+        print(said + advice(), file=sys.stderr)
         return status

@@ -9,7 +9,6 @@ must end in an error, in the same state as without the damage, or, if it is said
 """
 
 import argparse
-import hashlib
 import io
 import random
 import sys
@@ -20,8 +19,10 @@ from contextlib import redirect_stderr
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.append(str(Path(__file__).parent.parent / "bench"))  # behind it: it has files with names of ours
 
 import torch
+from damage import damage, digest, flat
 from survive import finish
 from tqdm import tqdm
 
@@ -36,13 +37,6 @@ from model import empty_model, load_model
 CPU = torch.device("cpu")
 
 
-def hashed(tensors: dict[str, torch.Tensor], *others: object) -> str:
-    state = hashlib.sha256(repr(others).encode())
-    for name, tensor in sorted(tensors.items()):
-        state.update(name.encode() + tensor.detach().contiguous().numpy().tobytes())
-    return state.hexdigest()
-
-
 def resumed(run: Path) -> str:
     """Resume a run up to its first step; returns a hash of its state."""
     path, extra = checkpoint.find_newest("always", run / "checkpoints")
@@ -50,8 +44,7 @@ def resumed(run: Path) -> str:
     model = empty_model(Path(extra["config"]["model.path"]), torch.float32).to_empty(device=CPU)
     roles = {"policy": (model, make_optimizers(model, config.load(run / "config.yaml").optim))}
     checkpoint.Checkpoints(run / "checkpoints", 2, roles, CPU).load(path)
-    by_kind = checkpoint.tensors(*roles["policy"])
-    return hashed({f"{kind} {name}": t for kind, named in by_kind.items() for name, t in named.items()}, extra)
+    return digest(flat(checkpoint.tensors(*roles["policy"])), extra)
 
 
 def loaded(folder: Path) -> str:
@@ -59,14 +52,7 @@ def loaded(folder: Path) -> str:
     source = weights.find_model(str(folder))
     tokenizer = Tokenizer(source)
     model = load_model(source, torch.float32, CPU)
-    return hashed(model.state_dict(), tokenizer.rust.to_str(), tokenizer.source, sorted(tokenizer.eos_ids))
-
-
-def damaged(content: bytes, rng: random.Random) -> bytes:
-    place = rng.randrange(len(content))
-    if rng.random() < 0.25:
-        return content[:place]
-    return content[:place] + bytes([content[place] ^ 1 << rng.randrange(8)]) + content[place + 1:]
+    return digest(model.state_dict(), tokenizer.rust.to_str(), tokenizer.source, sorted(tokenizer.eos_ids))
 
 
 def spoil(title: str, paths: list[Path], count: int, use: Callable[[], str], older: str | None,
@@ -76,7 +62,7 @@ def spoil(title: str, paths: list[Path], count: int, use: Callable[[], str], old
     for i in tqdm(range(count), title, unit="damage"):
         path, said = paths[i % len(paths)], io.StringIO()
         content = path.read_bytes()
-        path.write_bytes(damaged(content, rng))
+        damage(path, rng.choice(("flipped", "flipped", "flipped", "cut")), rng)
         try:
             with redirect_stderr(said):
                 state = use()

@@ -22,7 +22,6 @@ COMMANDS = {
     "srun": 'echo $$ > "$FOLDER/step"; exec "$@"',
     "scancel": '[ "$1 $2" = "--signal=TERM 7" ] && kill -TERM "$(cat "$FOLDER/step")"',
     "scontrol": 'if [ "$1" = show ]; then echo localhost; else echo "$@" >> "$FOLDER/requeued"; fi',
-    "sbatch": "",
 }
 
 
