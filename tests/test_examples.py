@@ -12,7 +12,7 @@ import config
 import train
 from infra import runfolder
 
-EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.yaml"))
+EXAMPLES = sorted(path.stem for path in (ROOT / "examples").glob("*.jsonl"))
 
 
 def functions(name: str) -> dict:
