@@ -9,6 +9,11 @@ A line is a question. /problem asks the next problem of data.eval and shows its 
 another conversation, /quit ends, and Ctrl-C ends an answer. An environment's replies stand in ⟦ ⟧.
 """
 
+from infra import terminal
+
+if __name__ == "__main__":  # before the imports that take seconds
+    terminal.of_chat(__doc__)
+
 import argparse
 import itertools
 import os
@@ -193,14 +198,7 @@ def serve(conversation: Conversation, port: int) -> None:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
-    parser.add_argument("--config", help="a yaml file, or the name of one in configs/; else the run's own")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    parser.add_argument("--web", action="store_true", help="serve a page to this machine alone")
-    parser.add_argument("--port", type=int, default=7860, help="of the page")
-    return exit_status(partial(run_command, parser.parse_args()), "ask again")
+    return exit_status(partial(run_command, terminal.of_chat(__doc__)), "ask again")
 
 
 def run_command(args: argparse.Namespace) -> None:

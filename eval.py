@@ -15,6 +15,11 @@ evaluation continues from them.
 Dimension key:  N problems.
 """
 
+from infra import terminal
+
+if __name__ == "__main__":  # before the imports that take seconds
+    terminal.of_eval(__doc__)
+
 import argparse
 import sys
 from collections.abc import Callable
@@ -521,29 +526,8 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
         evaluate_models(args)
 
 
-def parse_counts(text: str) -> list[int]:
-    return list(map(int, text.split(",")))
-
-
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    add = parser.add_argument
-    add("--model", nargs="+", default=[],
-        help="Hugging Face folders, checkpoints, patterns of these, or a hub name")
-    add("--data", help="sets separated by commas (data.eval)")
-    add("--data-dir", help="folder with the files of named sets (data.dir)")
-    add("--config", help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml; "
-        "without it eval/default.yaml")
-    add("--suite", help="frozen sets, prompts and sampling: configs/eval/suite_NAME.yaml")
-    add("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    add("--k", type=parse_counts, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
-    add("--seed", type=int, default=0, help="of the samples, at a temperature above 0")
-    add("--out", type=user_path, help="JSON with settings, scores and responses; of several models a folder")
-    add("--rescore", type=user_path, help="a result: grade its responses again")
-    add("--also", choices=["math-verify"], help="its verdicts too, and where they differ from ours")
-    add("--compare", type=user_path, nargs=2, help="two results on the same problems")
-    run_it = partial(evaluate_or_compare, parser.parse_args())
+    run_it = partial(evaluate_or_compare, terminal.of_eval(__doc__))
     return exit_status(run_it, "the same command goes on from there, if it has --out")
 
 

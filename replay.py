@@ -13,7 +13,11 @@ written into the run folder.
 Dimension key:  N groups,  G completions per group,  P weights of this rank.
 """
 
-import argparse
+from infra import terminal
+
+if __name__ == "__main__":  # before the imports that take seconds
+    terminal.of_replay(__doc__)
+
 import json
 import math
 import shutil
@@ -46,7 +50,6 @@ from metrics import Clock, list_decisions
 from preflight import memory
 from records import Batch, PromptDraw, Rolled, lengths
 from settings import kinds
-from settings.paths import user_path
 from train import Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 
@@ -367,16 +370,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("run", type=user_path, metavar="RUN_DIR", help="a run folder")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c",
-                        help="another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
-                             "loss.denominator")
-    parser.add_argument("--draws", type=int, default=200, metavar="D",
-                        help="how often a pruning is drawn again (200; 0: not)")
-    args = parser.parse_args()
+    args = terminal.of_replay(__doc__)
     return exit_status(partial(replay, args.run, args.step, args.set, args.draws))
 
 

@@ -9,6 +9,11 @@ reach a score: --level, or nine tenths of the way from the start to the best row
 finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
 """
 
+from infra import terminal
+
+if __name__ == "__main__":  # before the imports that take seconds
+    terminal.of_report(__doc__)
+
 import argparse
 import base64
 import hashlib
@@ -36,7 +41,7 @@ from page.runs import Groups, LoggedRun, group_runs, read_run
 from page.summary import Score, score_cell, scores_of
 from page.texts import choose_answers, choose_completions, shorten_texts
 from settings.loader import SHORT
-from settings.paths import matching, user_path
+from settings.paths import matching
 
 PARTS = Path(__file__).parent / "page"
 TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
@@ -189,15 +194,7 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
-    parser.add_argument("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
-    parser.add_argument("--level", type=float, metavar="PERCENT",
-                        help="the accuracy to be reached; the reward where no set has an accuracy")
-    parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
-                        help="go on while a run does: write the page again every so many seconds")
-    args = parser.parse_args()
+    args = terminal.of_report(__doc__)
     return exit_status(lambda: make_report(args), "the page stays as it was written last")
 
 

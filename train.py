@@ -15,13 +15,17 @@ update the policy, hand it to the engine. It departs from the papers in (docs/me
 5. Prompts that Dynamic Pruning skips are not replaced, and its prompt level is our reconstruction.
 """
 
+from infra import terminal
+
+if __name__ == "__main__":  # before the imports that take seconds
+    terminal.refuse_early(terminal.of_train(__doc__))
+
 import argparse
 import os
 import sys
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import get_args
 
 import config
 import data
@@ -301,17 +305,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[s
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--config", required=True, help="a yaml file, or the name of one in configs/")
-    parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help="change one setting")
-    parser.add_argument("--resume", nargs="?", choices=get_args(Resume), default="never", const="always",
-                        help="go on from the newest checkpoint; auto: or begin where there is none")
-    parser.add_argument("--check", action="store_true",
-                        help="try all that a run needs, print it and stop; status 2 when something fails")
-    parser.add_argument("--show", action="store_true", help="print all settings of the run, and stop")
-    fit.add_arguments(parser)
-    args = parser.parse_args()
+    args = terminal.of_train(__doc__)
     return exit_status(
         partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
 

@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import re
 import signal
 import sys
 import traceback
@@ -10,19 +9,18 @@ from collections.abc import Callable
 from contextlib import redirect_stderr, redirect_stdout, suppress
 from pathlib import Path
 from time import monotonic
-from typing import IO, Any
+from typing import Any
 
 import torch
 
 from config import ConfigError
 from infra import dist
+from infra.terminal import Plain
 from verify.errors import VerifyError
 
 SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "
                "optim.offload=true (CUDA), train an adapter (model.lora.rank) or on more ranks; for the "
                "rollout lower rollout.slots or rollout.cache_gib; train.py --fit tells what helps")
-CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|(?<!^)\r(?!$)")
-MOVES = re.compile(r"(\n|\x1b\[A)*")  # of a bar within another one
 
 
 class Stopped(KeyboardInterrupt):
@@ -85,22 +83,6 @@ def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
         return samples
 
     engine.generate = generate_or_stop
-
-
-class Plain:
-    """A stream in which control characters are written out, since texts of data and models may hold any; but
-    for those that move a progress bar."""
-
-    def __init__(self, stream: IO[str]):
-        self.stream = stream
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.stream, name)
-
-    def write(self, text: str) -> int:
-        if not MOVES.fullmatch(text):
-            text = CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-        return self.stream.write(text)
 
 
 def find_file(error: OSError) -> object:

@@ -6,7 +6,6 @@ Nothing is loaded but config.json. Bytes are those that `auto` goes by (prefligh
 """
 
 import argparse
-import math
 import os
 import textwrap
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError
 from infra import dist
+from infra.terminal import CARDS
 from infra.weights import Shape, read_shape
 from preflight import counts
 from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
@@ -29,7 +29,6 @@ from settings.rules import all_rules
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 
 
-CARDS = {"4090": 23.5, "L40S": 44.0, "A100": 79.0, "H100": 79.0, "H200": 139.0}  # GiB free on an empty one
 
 
 # ---- does it fit
@@ -105,28 +104,6 @@ def parts_table(found: Fit) -> str:
 
 def cell(size: float) -> str:
     return f"{size / GIB:>10.2f}" if size else f"{'':>10}"
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--fit", action="store_true",
-                        help="say whether the run fits, and what would make it fit; status 2 if it does not")
-    parser.add_argument("--memory", type=gibibytes, metavar="GIB", help="--fit: that is free on each GPU")
-    parser.add_argument("--gpus", type=count, metavar="N", help="--fit: how many")
-    parser.add_argument("--card", choices=CARDS, help="--fit: which GPU")
-
-
-def gibibytes(text: str) -> float:
-    number = float(text)
-    if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError("must be a finite number above 0")
-    return number
-
-
-def count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def described_machine(cfg: Config, args: argparse.Namespace) -> tuple[Machine, str | None]:

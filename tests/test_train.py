@@ -502,3 +502,17 @@ def test_cppo_learns_to_reason(name, ranks, tmp_path):
     assert last["eval/test/accuracy"] - first["eval/test/accuracy"] >= 0.4
     assert last["eval/test/low"] > first["eval/test/high"]
     assert last["eval/test/length"] > 2 * first["eval/test/length"]
+
+
+@pytest.mark.parametrize("command", ["train --help", "eval --help", "replay --help", "report --help", "chat --help",
+                                     "train --config cppo_toy.yaml --set rollout.group_size=1"])
+def test_help_and_a_mistake_in_the_config_come_before_torch(command):
+    """Which takes seconds to import."""
+    name, *words = command.split()
+    code = (f"import runpy, sys; sys.argv = {[f'{name}.py', *words]}\n"
+            f"try: runpy.run_path('{name}.py', run_name='__main__')\n"
+            "except SystemExit as end: print(end.code, [n for n in ('torch', 'numpy') if n in sys.modules])")
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    wrong = "group_size" in command
+    assert done.stdout.splitlines()[-1] == f"{2 if wrong else 0} []", done.stderr
+    assert not wrong or done.stderr.startswith("error: rollout.group_size=1") and done.stderr.count("\n") == 1
