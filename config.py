@@ -239,7 +239,8 @@ class Checkpoint:
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    wandb: str | None = None       # project on Weights & Biases that gets the metrics too; null: none
+    to: list[Literal["wandb", "trackio", "tensorboard"]] | None = None  # trackers that get the metrics too
+    project: str = "winnow"        # the run's project on wandb and trackio
     groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 

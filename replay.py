@@ -68,7 +68,7 @@ def step_config(folder: Path, step: int, changes: list[str]) -> Config:
             path, until = earlier, last
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
-    changes = [*changes, "log.wandb=null"]
+    changes = [*changes, "log.to=null"]
     # The user's own files may have changed since the run began: read the copies made then.
     for setting, name in COPIES.items():
         if (folder / name).is_file():

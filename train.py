@@ -218,7 +218,7 @@ def extra_state(run: Run, asked: Config) -> dict:
 
 def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
-    tracking.require_package(cfg)
+    tracking.require_packages(cfg)
     source = find_model(cfg.model.path)
     settings = cfg.data
     gold = cfg.labels.kind == "gold"

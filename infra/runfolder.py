@@ -24,6 +24,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -35,7 +36,7 @@ from tqdm import tqdm
 import config
 from config import Config, ConfigError
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log
-from infra.tracking import Tracker
+from infra.tracking import Trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -291,7 +292,7 @@ class RunLog:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
-        self.tracker: Tracker | None = None
+        self.tracker: Trackers | None = None
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
@@ -418,25 +419,27 @@ class RunLog:
         self.unlock()
 
     def track(self, cfg: Config) -> None:
-        """Begin to send metrics to wandb.
+        """Begin to send metrics to the trackers of log.to.
 
-        A resumed run sends all of its metrics again: the last ones may not have arrived.
+        A resumed run sends all of its metrics and texts again: the last ones may not have arrived.
         """
-        if self.folder is not None and cfg.log.wandb is not None:
+        if self.folder is not None and cfg.log.to:
             path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
-                # The run's name on wandb's server, which changes only in a copy of its folder.
-                ran_on = {"wandb": None, "folder": home} | json.loads(path.read_text())
-                if ran_on["wandb"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
-                    ran_on |= {"wandb": secrets.token_hex(4)}
+                # The run's name on every tracker, which changes only in a copy of its folder.
+                ran_on = {"tracked": None, "folder": home} | json.loads(path.read_text())
+                if ran_on["tracked"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
+                    ran_on |= {"tracked": secrets.token_hex(4)}
                 ran_on["folder"] = home
             replace(path, json.dumps(ran_on, indent=1) + "\n")
-            self.tracker = Tracker(cfg, self.folder, ran_on["wandb"])
+            self.tracker = Trackers(cfg, self.folder, ran_on["tracked"])
             for line in read_log(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
+            for step, lines in groupby(read_log(self.folder / "samples.jsonl"), lambda line: line["step"]):
+                self.tracker.samples(step, list(lines))
 
     def write_ending(self, state: dict) -> None:
-        """Write state.json, after wandb has sent its last metrics."""
+        """Write state.json, after the trackers have sent their last metrics."""
         if self.tracker is not None:
             self.tracker.finish(exit_code=int("error" in state))
         if self.folder is not None:
@@ -459,7 +462,7 @@ class RunLog:
             append(self.folder / name, line)
 
     def measure(self, line: dict) -> None:
-        """Append a line to metrics.jsonl, and send it to wandb."""
+        """Append a line to metrics.jsonl, and send it to the trackers."""
         line = {"step": line["step"]} | self.unlogged | line
         self.write("metrics.jsonl", line)
         if self.tracker is not None:

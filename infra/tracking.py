@@ -1,21 +1,25 @@
-"""Show a run beside its folder: some groups of each step as text, and Weights & Biases.
+"""Show a run beside its folder: some groups of each step as text, and on the trackers of `log.to`.
 
-wandb is imported only if `log.wandb` asks for it. metrics.jsonl stays the source of truth: a failure of wandb
-is one line on stderr (wandb may print more when its own process is gone), and training goes on.
+A tracker is imported only if it is asked for. metrics.jsonl stays the source of truth: a tracker's failure is
+one line on stderr (wandb may print more when its own process is gone), and training goes on.
 """
 
 import importlib
+import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import redirect_stdout, suppress
 from functools import partial
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from config import Config, ConfigError, flatten
+from config import Config, ConfigError, dump, flatten
 from records import Batch, Rolled, plain
 
 LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
 COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "size", "prob", "weight")
+Warn = Callable[[Exception], None]
 Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
 
 
@@ -60,31 +64,34 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
         } | ({"turns": turns} if turns else {})
 
 
-def require_package(cfg: Config) -> None:
-    """Raise ConfigError if wandb is asked for and cannot be imported."""
-    if cfg.log.wandb is not None:
+def require_packages(cfg: Config) -> None:
+    """Raise ConfigError for a tracker that is asked for and cannot be imported."""
+    for name in cfg.log.to or ():
         try:
-            importlib.import_module("wandb")
+            importlib.import_module(SINKS[name].package)
         except ImportError as error:
-            raise ConfigError(f"log.wandb={cfg.log.wandb}, but wandb cannot be imported ({error}); "
-                              "pip install -r requirements.txt, or set log.wandb=null") from error
+            raise ConfigError(f"log.to: {name} cannot be imported ({error}); pip install -r "
+                              f"requirements-trackers.txt, or leave it out") from error
 
 
-class Tracker:
+class Wandb:
     """A run on Weights & Biases, recorded on disk if the server cannot be reached.
 
     Metrics carry `step` as a value of their own, for wandb's counter cannot go back: steps that a resumed run
     does again are logged a second time, and of two values of a step the later one counts.
     """
 
-    def __init__(self, cfg: Config, folder: Path, run_id: str):
-        self.wandb, self.folder, self.warned = importlib.import_module("wandb"), folder, False
-        self.failures = (self.wandb.Error, OSError)  # OSError: its own process is gone, or time is up
+    package = "wandb"
+    kept = ("its record of the run stays in {}/wandb, and `wandb sync` sends it later, after `wandb login` "
+            "where that is missing")
+
+    def __init__(self, cfg: Config, folder: Path, run_id: str, warn: Warn):
+        self.wandb = importlib.import_module(self.package)
         settings = self.wandb.Settings(console="off", init_timeout=LONGEST_WAIT, finish_timeout=LONGEST_WAIT,
                                        finish_timeout_raises=True)
         init = partial(
             self.wandb.init,
-            project=cfg.log.wandb,
+            project=cfg.log.project,
             id=run_id,
             resume="allow",
             dir=folder,
@@ -93,8 +100,10 @@ class Tracker:
             settings=settings)
         try:
             self.run = self.begin(init)
-        except self.failures as error:
-            self.run = self.begin_offline(init, error)
+        except Exception as error:
+            self.wandb.teardown()  # else the id is in use
+            self.run = self.begin(partial(init, mode="offline"))
+            warn(error)
 
     def begin(self, init: Callable) -> Any:
         """Begin a wandb.Run. Nothing is printed, and so no question asked at a terminal."""
@@ -103,46 +112,107 @@ class Tracker:
         run.define_metric("*", step_metric="step")
         return run
 
-    def begin_offline(self, init: Callable, reason: Exception) -> Any:
-        """Begin a wandb.Run that is only recorded; None if that fails too. Either is printed."""
-        self.wandb.teardown()  # else the id is in use
-        try:
-            run = self.begin(partial(init, mode="offline"))
-        except self.failures:
-            self.warn(reason, "nothing of the run is recorded there")
-            return None
-        self.warn(reason)
-        return run
+    def log(self, values: dict) -> None:
+        self.run.log(values)
+
+    def samples(self, step: int, names: list[str], rows: list[list]) -> None:
+        self.run.log({"step": step, "completions": self.wandb.Table(columns=names, data=rows)})
+
+    def finish(self, exit_code: int) -> None:
+        self.run.finish(exit_code=exit_code)
+
+
+class Trackio:
+    """A run on trackio's board of this machine; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name another one."""
+
+    package, kept = "trackio", "metrics.jsonl has all"
+
+    def __init__(self, cfg: Config, folder: Path, run_id: str, warn: Warn):
+        self.trackio = importlib.import_module(self.package)
+        name = f"{folder.resolve().name}-{run_id}"
+        with suppress(ValueError):  # of a new project
+            for run in self.trackio.Api().runs(cfg.log.project):
+                if run.name == name:
+                    run.delete()  # all that it had is sent again
+        with redirect_stdout(StringIO()):  # how to open the board, at each start
+            self.run = self.trackio.init(cfg.log.project, name, config=flatten(cfg), embed=False,
+                                         auto_log_gpu=False, auto_log_cpu=False)
+
+    def log(self, values: dict) -> None:
+        self.run.log({key: value for key, value in values.items() if key != "step"}, values["step"])
+
+    def samples(self, step: int, names: list[str], rows: list[list]) -> None:
+        table = self.trackio.Table(columns=names, data=rows, allow_mixed_types=True)
+        self.run.log({"completions": table}, step)
+
+    def finish(self, exit_code: int) -> None:
+        self.run.finish()
+
+
+class TensorBoard:
+    """Event files in the folder `tensorboard` of the run."""
+
+    package, kept = "torch.utils.tensorboard", "metrics.jsonl has all"
+
+    def __init__(self, cfg: Config, folder: Path, run_id: str, warn: Warn):
+        writer = importlib.import_module(self.package).SummaryWriter
+        shutil.rmtree(folder / "tensorboard", ignore_errors=True)  # all that it had is sent again
+        self.writer = writer(folder / "tensorboard")
+        self.writer.add_text("config", f"```\n{dump(cfg)}```")
+
+    def log(self, values: dict) -> None:
+        for key, value in values.items():
+            if isinstance(value, int | float) and key != "step":
+                self.writer.add_scalar(key, value, values["step"])
+
+    def samples(self, step: int, names: list[str], rows: list[list]) -> None:
+        for n, row in enumerate(rows):
+            told = (f"{name}: {value}" for name, value in zip(names, row, strict=True))
+            self.writer.add_text(f"completions/{n}", "```\n" + "\n".join(told) + "\n```", step)
+
+    def finish(self, exit_code: int) -> None:
+        self.writer.close()
+
+
+SINKS = {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}  # log.to -> where metrics go too
+
+
+class Trackers:
+    """Where a run's metrics go beside metrics.jsonl. What fails there is told once, and training goes on."""
+
+    def __init__(self, cfg: Config, folder: Path, run_id: str):
+        self.folder, self.warned, self.sinks = folder, set(), {}
+        for name in dict.fromkeys(cfg.log.to or ()):
+            try:
+                self.sinks[name] = SINKS[name](cfg, folder, run_id, partial(self.warn, name))
+            except Exception as error:
+                self.warn(name, error, "nothing of the run is recorded there")
+
+    def each(self, method: str, *given: Any) -> None:
+        for name, sink in self.sinks.items():
+            try:
+                getattr(sink, method)(*given)
+            except Exception as error:  # of packages that raise what they like
+                self.warn(name, error)
 
     def log(self, values: dict) -> None:
         """Send values of one step, `step` among them."""
-        try:
-            if self.run:
-                self.run.log(values)
-        except self.failures as error:
-            self.warn(error)
+        self.each("log", values)
 
     def samples(self, step: int, lines: list[dict]) -> None:
         """Send the completions of lines of samples.jsonl as a table."""
-        names, rows = ["step", "id", "prompt", "gold", *COLUMNS], []
-        for line in lines:
-            for completion in line["completions"]:
-                values = [completion[key] for key in COLUMNS]
-                rows.append([step, line["id"], line["prompt"], line["gold"], *values])
-        self.log({"step": step, "completions": self.wandb.Table(columns=names, data=rows)})
+        rows = [[step, line["id"], line["prompt"], line["gold"], *(completion[key] for key in COLUMNS)]
+                for line in lines for completion in line["completions"]]
+        self.each("samples", step, ["step", "id", "prompt", "gold", *COLUMNS], rows)
 
     def finish(self, exit_code: int) -> None:
-        """Send the rest, and tell wandb that the run has ended."""
-        try:
-            if self.run:
-                self.run.finish(exit_code=exit_code)
-        except self.failures as error:
-            self.warn(error)
+        """Send the rest, and tell that the run has ended."""
+        self.each("finish", exit_code)
 
-    def warn(self, error: Exception, what: str = "") -> None:
+    def warn(self, name: str, error: Exception, what: str = "") -> None:
         """Report a failure once, and where metrics are recorded."""
-        if not self.warned:
-            self.warned = True
-            kept = (f"its record of the run stays in {self.folder}/wandb, and `wandb sync` sends it later, "
-                    "after `wandb login` where that is missing")
-            print(f"wandb: {str(error).splitlines()[0]}; {what or kept}", file=sys.stderr, flush=True)
+        if name not in self.warned:
+            self.warned.add(name)
+            kept = SINKS[name].kept.format(self.folder)
+            first = str(error).partition("\n")[0] or type(error).__name__
+            print(f"{name}: {first}; {what or kept}", file=sys.stderr, flush=True)

@@ -236,7 +236,8 @@ def misplaced(key: str, value: Any, owners: list[str], kind: str) -> str:
 
 
 # Settings that had another name -> the name now.
-RENAMED = {"loss.per": "loss.normalize", "loss.count": "loss.denominator"}
+RENAMED = {"loss.per": "loss.normalize", "loss.count": "loss.denominator",
+           "log.wandb": "log.to=[wandb], and its project log.project"}
 
 
 def unknown(key: str, valid: Iterable[str], path: str) -> str:

@@ -9,10 +9,12 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import wandb
 from conftest import ROOT, as_batch, as_rolled, make_groups, toy_config
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from wandb.proto import wandb_internal_pb2
 
 import config
@@ -21,7 +23,7 @@ from config import ConfigError
 from infra import runfolder, tracking
 from records import Pruned
 
-SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8", "log.wandb=winnow"]
+SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8", "log.to=[wandb]"]
 BLOCK = 32768
 
 
@@ -91,7 +93,7 @@ def test_metrics_config_and_completions_are_recorded(offline, tmp_path):
     run = of_kind["run"].run
     assert (run.project, run.display_name, run.resumed) == ("winnow", "run", False)
     ran_on = json.loads((tmp_path / "run" / "env.json").read_text())
-    assert run.run_id == ran_on["wandb"]
+    assert run.run_id == ran_on["tracked"]
     sent = {item.key: json.loads(item.value_json) for item in run.config.update if item.key != "_wandb"}
     assert sent == config.flatten(cfg) | ran_on["chosen"]
     metric = of_kind["metric"].metric
@@ -154,7 +156,8 @@ def test_a_run_that_died_and_goes_on_is_one_run_with_all_its_steps(offline, tmp_
     assert done.returncode == 9 and runfolder.state_of(tmp_path / "run") == {"state": "died"}
     train.train(cfg, resume="always")
     first, second = recorded(tmp_path / "run")
-    assert first.name == second.name == f"run-{json.loads((tmp_path / 'run' / 'env.json').read_text())['wandb']}.wandb"
+    name = json.loads((tmp_path / "run" / "env.json").read_text())["tracked"]
+    assert first.name == second.name == f"run-{name}.wandb"
     assert same_as_metrics(tmp_path / "run")
 
 
@@ -185,7 +188,7 @@ def test_what_fails_in_a_run_is_said_once(offline, tmp_path, monkeypatch, capsys
     failures = [TimeoutError("late"), ConnectionResetError("gone"), wandb.Error("refused\nat length")]
     for name in ("log", "finish"):
         monkeypatch.setattr(wandb.Run, name, fail)
-    tracker = tracking.Tracker(toy_config(tmp_path / "run", *SHORT), tmp_path, "1a2b3c4d")
+    tracker = tracking.Trackers(toy_config(tmp_path / "run", *SHORT), tmp_path, "1a2b3c4d")
     for _ in range(2):
         tracker.log({"step": 1})
     tracker.finish(0)
@@ -195,7 +198,7 @@ def test_what_fails_in_a_run_is_said_once(offline, tmp_path, monkeypatch, capsys
 
 
 def test_what_cannot_even_be_recorded_is_not_promised(offline, tmp_path, capsys):
-    tracker = tracking.Tracker(toy_config(tmp_path / "run", *SHORT, "log.wandb=a/b:c"), tmp_path, "1a2b3c4d")
+    tracker = tracking.Trackers(toy_config(tmp_path / "run", *SHORT, "log.project=a/b:c"), tmp_path, "1a2b3c4d")
     tracker.log({"step": 1})
     tracker.finish(0)
     said = capsys.readouterr().err
@@ -203,12 +206,57 @@ def test_what_cannot_even_be_recorded_is_not_promised(offline, tmp_path, capsys)
     assert not list(tmp_path.glob("wandb/*/*.wandb"))
 
 
+READ_TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+run, = trackio.Api().runs("winnow")
+print(json.dumps([run.name, run.config, SQLiteStorage.get_logs("winnow", run.name)]))
+"""
+
+
+def test_trackio_and_tensorboard_have_every_step_once_when_the_run_goes_on_too(tmp_path):
+    """Read back by their own readers."""
+    cfg = toy_config(tmp_path / "run", *SHORT[:2], "log.to=[trackio,tensorboard]", "checkpoint.every=1")
+    (tmp_path / "test.yaml").write_text(config.dump(cfg))
+    environment = os.environ | {"TRACKIO_DIR": str(tmp_path / "trackio"), "OMP_NUM_THREADS": "1"}
+
+    def start(*words: str) -> str:
+        done = subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    command = ["train.py", "--config", str(tmp_path / "test.yaml")]
+    start(*command, "--set", "steps=1")
+    start(*command, "--set", "steps=2", "--resume")
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
+    expected = {(line["step"], key): value for line in lines for key, value in line.items()
+                if isinstance(value, int | float) and key != "step"}
+    texts = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
+
+    name, settings, logs = json.loads(start("-c", READ_TRACKIO).splitlines()[-1])
+    assert name.startswith("run-") and settings["rollout.group_size"] == cfg.rollout.group_size
+    tables = [entry for entry in logs if "completions" in entry]
+    kept = [(entry["step"], key, value) for entry in logs for key, value in entry.items()
+            if isinstance(value, int | float) and key != "step"]
+    assert {(step, key): value for step, key, value in kept} == expected and len(kept) == len(expected)
+    assert [table["step"] for table in tables] == [1, 2]
+    told = [completion["text"] for line in texts if line["step"] == 2 for completion in line["completions"]]
+    assert [row["text"] for row in tables[1]["completions"]["_value"]] == told
+
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), {"scalars": 0, "tensors": 0}).Reload()
+    kept = [(event.step, key, event.value) for key in events.Tags()["scalars"] for event in events.Scalars(key)]
+    assert {(step, key) for step, key, _ in kept} == expected.keys() and len(kept) == len(expected)
+    assert all(value == np.float32(expected[step, key]) for step, key, value in kept)
+    shown = [event.tensor_proto.string_val[0].decode() for event in events.Tensors("completions/0/text_summary")]
+    assert all(f"text: {line['completions'][0]['text']}" in text for line, text in zip(texts[::2], shown, strict=True))
+
+
 def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="log.wandb=winnow, but wandb cannot be imported .*; pip install -r req"):
+    with pytest.raises(ConfigError, match="log.to: wandb cannot be imported .*; pip install -r requirements-trackers"):
         train.train(toy_config(tmp_path / "run", *SHORT))
     assert not (tmp_path / "run").exists()
-    tracking.require_package(toy_config(tmp_path / "run"))
+    tracking.require_packages(toy_config(tmp_path / "run"))
 
 
 def test_groups_as_text_say_what_was_decided_on_each_completion():
