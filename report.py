@@ -1,6 +1,7 @@
 """Run folders -> one page to watch and compare runs by: report.html, which needs no network and no server.
 
     python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
+    python report.py RUN_DIR --card | --push-to-hub USER/NAME    # its model card, here or on the hub
 
 Runs that differ in `seed` and `out` only are one row. Methods differ in cost, so scores are
 compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
@@ -34,6 +35,7 @@ from infra import runfolder
 from infra.checkpoint import replayable_steps
 from infra.lines import blame_file
 from infra.signals import exit_status
+from page.card import push, write_card
 from page.charts import COLOURS, draw_curves, score_charts
 from page.compare import ReportTable, make_tables
 from page.pruning import pruning_charts
@@ -207,6 +209,11 @@ def check_level(level: float | None, scores: list[Score]) -> None:
 def make_report(args: argparse.Namespace) -> None:
     """Run the command line."""
     paths = [path for text in args.runs for path in matching(text, "RUN_DIR")]
+    if args.card or args.push_to_hub:
+        if len(paths) > 1:
+            raise ConfigError("--card and --push-to-hub describe one run; name one RUN_DIR")
+        print(push(paths[0], args.push_to_hub) if args.push_to_hub else write_card(paths[0]))
+        return
     # runs/* names the last page and other files too. A path that is not there is an error.
     runs = [path for path in paths if (path / "config.yaml").is_file() or not path.exists()] or paths
     for path in paths:

@@ -86,6 +86,9 @@ def of_report(text: str | None) -> argparse.Namespace:
                         help="the accuracy to be reached; the reward where no set has an accuracy")
     parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
                         help="go on while a run does: write the page again every so many seconds")
+    parser.add_argument("--card", action="store_true", help="write the card of the run's model instead")
+    parser.add_argument("--push-to-hub", metavar="NAME",
+                        help="upload export and card instead, as a private model of the hub: USER/NAME")
     return parser.parse_args()
 
 
