@@ -9,6 +9,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -18,17 +19,18 @@ from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError
 from infra import dist
+from infra.families import Shape, shape_of
 from infra.terminal import CARDS
-from infra.weights import Shape, read_shape
+from infra.weights import read_shape
 from preflight import counts
 from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
 from settings import loader as settings
-from settings.paths import find_path
+from settings.loader import read_json
+from settings.paths import REPOSITORY, find_path
 from settings.rules import all_rules
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
-
-
+SHAPES = REPOSITORY / "preflight" / "shapes.json"  # hub name -> what its config.json says
 
 
 # ---- does it fit
@@ -126,19 +128,19 @@ def described_machine(cfg: Config, args: argparse.Namespace) -> tuple[Machine, s
 
 
 def find_shape(path: str) -> Shape:
-    """Read the shape of a model from its config.json, without loading or downloading any weights. Raises
-    ConfigError where there is none on this machine."""
+    """Read the shape of a model from its config.json, without loading or downloading any weights. SHAPES has
+    those of the published configs' models. Raises ConfigError where there is none on this machine."""
     folder = find_path(path)
     if not folder.is_dir():
-        try:
-            known = try_to_load_from_cache(path, "config.json")
-        except HFValidationError:
-            known = None
-        if not isinstance(known, str):
+        with suppress(HFValidationError):
+            if isinstance(known := try_to_load_from_cache(path, "config.json"), str):
+                return read_shape(Path(known).parent)
+        shipped = read_json(SHAPES)
+        if path not in shipped:
             raise ConfigError(f"model.path={path!r} is not on this machine, and --fit downloads nothing; a "
                               "folder with its config.json is enough, of a model on the hub by hf download "
                               "NAME config.json --local-dir DIR, then --set model.path=DIR")
-        folder = Path(known).parent
+        return shape_of(shipped[path], lambda: False)
     return read_shape(folder)
 
 

@@ -121,6 +121,8 @@ BUGS = {
     "infra/signals": [
         ("except OSError as error:", "except BlockingIOError as error:", "damaged"),
         ("return error.filename or next(iter(paths), \"a file\")", "return error.filename", "damaged"),
+    ],
+    "infra/terminal": [
         ("text = CONTROL.sub(", "_ = CONTROL.sub(", "damaged"),
     ],
     "infra/tokenizer": [

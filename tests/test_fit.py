@@ -1,5 +1,6 @@
 """train.py --fit: what fits, and what would make it fit, on machines that are only named."""
 
+import json
 import re
 import sys
 
@@ -84,8 +85,9 @@ def test_settings_that_are_too_high_are_named_or_that_nothing_helps(size, memory
 
 
 @pytest.mark.parametrize(("arguments", "message"), [
-    (["--config", "grpo_math.yaml"], "error: model.path='Qwen/Qwen2.5-7B-Instruct' is not on this machine, and --fit "
-                                     "downloads nothing; a folder with its config.json is enough, "),
+    (["--config", "grpo_math.yaml", "--set", "model.path=Qwen/Qwen2.5-14B"],
+     "error: model.path='Qwen/Qwen2.5-14B' is not on this machine, and --fit downloads nothing; a folder with its "
+     "config.json is enough, "),
     (["--config", "cppo_toy.yaml", "--set", "model.path=a/b/c"], "error: model.path='a/b/c' is not on this machine"),
     (["--config", "cppo_toy.yaml", "--gpus", "8"], "error: --gpus needs --memory or --card: this machine shows no GPU"),
     (["--config", "cppo_toy.yaml", "--card", "H100", "--set", "pack.capacity=10"], "error: pack.capacity=10 must be"),
@@ -161,3 +163,19 @@ def test_a_rank_may_fill_so_much_of_what_is_free():
     large = fit.try_on(cfg, shape, gpu(999))
     for factor, fits in ((1.001, True), (0.999, False)):
         assert fit.try_on(large.cfg, shape, gpu(large.peak / GIB / USABLE_SHARE * factor)).fits == fits
+
+
+def test_the_shapes_of_all_published_configs_are_shipped(monkeypatch):
+    """So that --fit needs no network; a size that the benches know too is the same there."""
+    monkeypatch.setattr(fit, "try_to_load_from_cache", cache_without_models)
+    paths = {config.load(path.name).model.path for path in config.CONFIGS.glob("*.yaml")}
+    shipped = {path for path in paths if "/" in path and not path.startswith("toy/")}
+    assert shipped == set(json.loads(fit.SHAPES.read_text())) and len(shipped) == 10
+    for path in shipped:
+        found = fit.find_shape(path)
+        size = next((part for part in path.split("-") if part in shapes.SHAPES), None)
+        known = found if size is None else shapes.shape_of(size)
+        for name in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+                     "num_key_value_heads", "vocab_size", "tie_word_embeddings", "head_dim"):
+            assert getattr(found, name) == getattr(known, name), (path, name)
+    assert counts.parameters(fit.find_shape("Qwen/Qwen3-8B")) == pytest.approx(8.19e9, rel=1e-3)  # "8.2B"

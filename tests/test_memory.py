@@ -335,7 +335,7 @@ def test_no_published_config_plans_more_than_95_percent_of_a_card(name):
     for gib, ranks in ((79, 1), (79, 8), (139, 1), (79, 16), (79, 32)):
         if ranks % cfg.rollout.tensor_parallel:
             continue
-        fitted = fit.try_on(cfg, shapes.shape_of(cfg.model.path), gpu(gib, ranks))
+        fitted = fit.try_on(cfg, fit.find_shape(cfg.model.path), gpu(gib, ranks))
         if fitted.fits:
             seen += 1
             assert fitted.peak <= 0.95 * gib * GIB
@@ -471,17 +471,18 @@ def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
 
 def fitted(name: str, size: int, ranks: int) -> fit.Fit:
     cfg = config.load(name)
-    return fit.try_on(cfg, shapes.shape_of(cfg.model.path), gpu(FREE[size], ranks))
+    return fit.try_on(cfg, fit.find_shape(cfg.model.path), gpu(FREE[size], ranks))
 
 
 def head_line(name: str) -> str:
     """The line of a published config's head: on how many GPUs it fits, with the GiB of each and what `auto` takes.
 
-    They are of 80 GB; or for an adapter one, of 24 GB where it fits.
+    They are of 80 GB; or for an adapter one, of 24 GB where it fits with a group at a time.
     """
     cfg, said = config.load(name), []
     adapter = cfg.model.lora.rank is not None
-    size = 24 if adapter and fitted(name, 24, 1).fits else 80
+    small = fitted(name, 24, 1)
+    size = 24 if adapter and small.fits and small.cfg.rollout.slots >= cfg.rollout.group_size else 80
     for ranks in (1, 8, 16, 32, 64):
         tried = fitted(name, size, ranks)
         if tried.fits:

@@ -23,7 +23,7 @@ import rollout_vllm
 import train
 from config import ConfigError
 from infra import dist
-from preflight import memory
+from preflight import fit, memory
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
 
@@ -179,7 +179,7 @@ def noting(start, seen: list[str]):
 def plan(name: str, ranks: int) -> EngineSpec:
     """The engine of a published config on so many GPUs of 80 GB, as train.py starts it."""
     asked = config.load(name, ["rollout.engine=vllm"])
-    cfg, _ = memory.choose_settings(asked, shapes.shape_of(asked.model.path), gpu(79, ranks), {})
+    cfg, _ = memory.choose_settings(asked, fit.find_shape(asked.model.path), gpu(79, ranks), {})
     taken = []
     learner = SimpleNamespace(dtype=torch.bfloat16, backend="varlen")
     with pytest.MonkeyPatch.context() as patch:
