@@ -32,6 +32,7 @@ from infra.checkpoint import original_model, step_folders
 from infra.environment import load_tokenizer
 from infra.runfolder import state_of
 from infra.signals import exit_status
+from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from lora import load_policy
 from methods.environment import goes_on, with_environment
@@ -77,7 +78,7 @@ class Conversation:
             self.problems = self.problems or held_out(self.cfg, self.tokenizer)
             problem = next(self.problems)
             self.row = problem.row
-            self.messages += problem.messages or [{"role": "user", "content": problem.question}]
+            self.messages = as_messages(problem.messages or problem.question, None)
             yield f"{problem.question}\n\n"
             yield from self.answer()
             if problem.answer:

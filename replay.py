@@ -105,7 +105,7 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
 @contextmanager
 def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
     """Load a run as it was before a step, in a temporary folder: resume it there, or begin it again."""
-    there, = dist.gather([Path(mkdtemp(prefix="replay_"))] if dist.rank() == 0 else [])
+    there = dist.on_first(lambda: Path(mkdtemp(prefix="replay_")))
     cfg = replace(cfg, out=str(there))
     try:
         if dist.rank() == 0:

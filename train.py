@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ import lora
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
-from eval import Sampling, evaluate, files_of, load_sets
+from eval import Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
@@ -51,7 +51,7 @@ from page.show import resolved
 from page.summary import summary
 from preflight import checks as preflight
 from preflight import counts, fit, memory
-from records import Batch, EngineSpec, Rolled
+from records import Batch, Rolled
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from update import update
@@ -274,21 +274,8 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     learner = build_learner(cfg, task.source, device)
     if cfg.advantage.kind == "gae":
         learner = critic.with_critic(learner, cfg, task.source)
-    spec = EngineSpec(
-        task.source,
-        learner.dtype,
-        device,
-        learner.backend,
-        task.tokenizer.eos_ids,
-        cfg.rollout.slots,
-        longest,
-        cfg.rollout.tensor_parallel,
-        cfg.rollout.cache_gib,
-        task.tokenizer.stops,
-        cfg.rollout.sleep == "always",
-        cfg.rollout.quantization,
-    )
-    return learner, start_engine(cfg.rollout.engine, spec)
+    spec = engine_spec(cfg, device, task.tokenizer, longest)
+    return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],

@@ -198,7 +198,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     wrong = []
-    for path in dist.gather(newest_checkpoints(folder) if dist.rank() == 0 else []):
+    for path in dist.on_first(newest_checkpoints, folder):
         if not (damage := find_damage(path)):
             return path, torch.load(path / "extra.pt", weights_only=True)
         wrong.append(damage)
@@ -434,7 +434,7 @@ def find_damage(step: Path, part: str = "") -> str:
 
     Collective. Each rank reads the files that it wrote itself, if there are as many ranks as there were then.
     """
-    missing, = dist.gather([find_missing(step)] if dist.rank() == 0 else [])
+    missing = dist.on_first(find_missing, step)
     mine = [name for name in read_list(step)
             if name.startswith(part) and writing_rank(name) % dist.world_size() == dist.rank()]
     return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")

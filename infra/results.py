@@ -27,7 +27,7 @@ class Store:
     def __init__(self, out: Path, head: dict, chunk: int):
         self.path = out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
-        (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
+        stored, *lines = dist.on_first(self.open, head)
         require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         with blame_file(self.path):

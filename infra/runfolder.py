@@ -158,20 +158,19 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
     return refused
 
 
-def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
-    """Name each setting with a file that has changed since the run in a folder began.
+def changed_files(folder: Path, texts: dict[str, str | None]) -> dict[str, Path]:
+    """Map each setting with a file that has changed since the run in a folder began to the copy there.
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
     """
     copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
-    return [setting for setting, path in copies.items()
-            if texts[setting] != (path.read_text() if path.is_file() else None)]
+    return {setting: copy for setting, copy in copies.items()
+            if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
 def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
     """Raise ConfigError if a file of COPIES has changed since the run began."""
-    for setting in changed_files(folder, texts):
-        copy = folder / COPIES.get(setting, setting)
+    for setting, copy in changed_files(folder, texts).items():
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
                           f"{copy}, write the new one over that copy to go on with it all the same, or start "
                           "a new run with --set out=...")
@@ -241,11 +240,6 @@ def evaluations(folder: Path) -> dict[int, Path]:
     """Map the step of each evaluation to its file of answers, in order."""
     named = {path: re.fullmatch(r"eval_(\d+)\.jsonl", path.name) for path in folder.glob("eval_*.jsonl")}
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
-
-
-def describe_error(error: BaseException) -> str:
-    """Describe the error of a failed run in one line."""
-    return f"{type(error).__name__}: {error}".split("\n")[0]
 
 
 def describe_environment(device: torch.device, diff: str) -> dict:
@@ -411,8 +405,9 @@ class RunLog:
             self.write_ending({"state": "stopped"})
             raise
         except BaseException as error:
+            said, *_ = f"{type(error).__name__}: {error}".split("\n")
             with suppress(OSError):  # a full disk may be the error itself
-                self.write_ending({"state": "failed", "error": describe_error(error)})
+                self.write_ending({"state": "failed", "error": said})
             self.unlock()
             raise
         self.write_ending({"state": "finished"})

@@ -89,11 +89,10 @@ class Tokenizer:
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
-        self.plain = data.prompt if data else None
-        self.date = data.date if data else None
-        self.arguments = dict(data.template or {}) if data else {}
+        data = data or Data(train="", eval=None)
+        self.plain, self.date, self.arguments = data.prompt, data.date, data.template or {}
         if self.plain is None:
-            self.read_template(folder, data.chat_template if data else None, settings.get("chat_template"))
+            self.read_template(folder, data.chat_template, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
@@ -186,16 +185,8 @@ class Tokenizer:
         return token is not None and not self.decode([token])
 
     def render(self, question: str | Sequence[dict], system: str | None) -> str:
-        """Render a question, or messages, up to and including the generation prompt. Raises ConfigError.
-
-        `system` is put before messages that have no system message of their own.
-        """
-        if isinstance(question, str):
-            question = [{"role": "user", "content": question}]
-        messages = [*question]
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return self.conversation(messages, generate=True)
+        """Render a question, or messages, up to and including the generation prompt. Raises ConfigError."""
+        return self.conversation(as_messages(question, system), generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
         """Render messages, and the opening of an answer if it is to `generate` one."""
@@ -289,6 +280,14 @@ class Tokenizer:
         with special tokens that mark something, and without EOS, BOS and padding."""
         shown = [i for i in ids if i not in self.hidden]
         return self.opened + self.rust.decode(shown, skip_special_tokens=False)
+
+
+def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:
+    """Put `system` before a question, or before messages that have no system message of their own."""
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def literal(value: object) -> str:

@@ -117,8 +117,7 @@ class FilteredHistory(PromptHistory):
         if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
             return everyone
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
-        mine = [self.estimates(prompts)] if dist.rank() == 0 else []
-        estimate_K, = dist.gather(mine)
+        estimate_K = dist.on_first(self.estimates, prompts)
         outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
         if outside_K.all():
             self.outside += len(prompts)

@@ -62,7 +62,7 @@ def estimate_table(
     the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
-    lines, = dist.gather([mend_log(path)] if dist.rank() == 0 else [])
+    lines = dist.on_first(mend_log, path)
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:

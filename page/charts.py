@@ -178,7 +178,7 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
     """Draw each evaluation as a point, and lines and intervals of rows."""
     runs = sum(groups.values(), [])
     most = max(20, EVALUATIONS // (len(COSTS) * len(runs)))
-    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
+    bounds = score.bounds
     for i, group in enumerate(groups.values()):
         lines = []
         for run in group:

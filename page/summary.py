@@ -33,6 +33,11 @@ class Score:
     def scale(self) -> int:
         return 100 if self.percent else 1
 
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the ends of the range that a value must lie in."""
+        return (0, 100) if self.percent else (-math.inf, math.inf)
+
     def text(self, value: float) -> str:
         return f"{value:.1f}" if self.percent else f"{value:.3f}"
 

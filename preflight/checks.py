@@ -18,6 +18,7 @@ from data import Task, Tokenizer, render_problem
 from history import sample_seed
 from infra import dist
 from infra.signals import SAVE_MEMORY
+from infra.tokenizer import as_messages
 from learner import Learner, checkpoint_roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
@@ -259,9 +260,7 @@ def check_ends(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy
 
 def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
     """Check that the chat template ends a prompt with the opening of an answer."""
-    messages = [{"role": "user", "content": "1 + 1?"}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
+    messages = as_messages("1 + 1?", system)
     without = tokenizer.conversation(messages, False)
     text = tokenizer.conversation(messages, True)
     opening = text.removeprefix(without)
@@ -337,9 +336,7 @@ def compare_with_transformers(cfg: Config, task: Task) -> list[Check]:
     except ImportError:
         return []
     problem = task.problems[0]
-    messages = [*problem.messages] or [{"role": "user", "content": problem.question}]
-    if data.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    messages = as_messages(problem.messages or problem.question, data.system_prompt)
     theirs = AutoTokenizer.from_pretrained(task.source).apply_chat_template(
         messages, chat_template=tokenizer.own_template, add_generation_prompt=True, return_dict=False,
         **tokenizer.arguments)

@@ -361,11 +361,6 @@ def used_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Return the most bytes of the machine's memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
