@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -48,7 +48,7 @@ from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from preflight.memory import choose_backend, find_device, fit_engine, with_rollout
-from records import EngineSpec, Problem, Prompt, Request, Rewards, plain
+from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
@@ -63,7 +63,7 @@ MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rol
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampling:
     """The way answers are sampled: n to every problem, greedy at temperature 0."""
 
@@ -74,7 +74,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvalSet:
     """The problems of an evaluation set, their prompts in the same order, and the reward."""
 

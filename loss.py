@@ -13,13 +13,13 @@ C tokens of these completions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from config import Loss
-from records import LogProbs, PreparedRow, Pruned, Row
+from records import LogProbs, PreparedRow, Pruned, Row, frozen
 from settings import kinds
 
 
@@ -139,7 +139,7 @@ TRUST = {
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RowLoss:
     """The loss of one row, and the terms that it was computed from."""
 

@@ -12,12 +12,11 @@ import math
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from config import NEED_ANSWER, Reward
 from infra import custom_reward
-from records import Problem, Prompt
+from records import Problem, Prompt, frozen
 from verify.cases import check_golds, count_outcomes, read_cases
 from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
@@ -25,7 +24,7 @@ from verify.grade import VERIFY_SECONDS, grade
 from verify.number import number
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Completion:
     """A completion and its gold answer, as a component reads them."""
 

@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -51,14 +51,14 @@ from page.show import resolved
 from page.summary import summary
 from preflight import checks as preflight
 from preflight import counts, fit, memory
-from records import Batch, Rolled
+from records import Batch, Rolled, frozen
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Run:
     """The objects that the loop uses, from its first step to its last."""
 

@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_section, read_shape
-from records import Stops
+from records import Stops, frozen
 from settings.loader import SHORT, convert, read_json
 
 # Every template gets them, beside special tokens.
@@ -29,7 +29,7 @@ MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special to
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Added:
     """A token of `added_tokens_decoder`. None: as AddedToken has it."""
 

@@ -9,7 +9,6 @@ C completion tokens of one packed row.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,13 +19,13 @@ from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
 from infra.lines import append, mend_log
-from records import Group, Prompt, Request, Rewards
+from records import Group, Prompt, Request, Rewards, frozen
 from settings.kinds import SoftValue
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SoftValues:
     """V* of every training prompt, by its id."""
 

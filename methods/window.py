@@ -17,7 +17,7 @@ empty.
 something else: the sequences that packing chooses from.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from collect import Sampler, rank_informative
 from config import Rollout
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw, Request, Rewards, Rolled, Sample, join
+from records import Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen, join
 
 Begun = tuple[PromptDraw, tuple[Sample, ...]]  # a group that goes on or waits
 
@@ -99,7 +99,7 @@ class Pool(PromptHistory):
             self.begun.append((draw, tuple(samples)))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WindowSampler:
     """Sample windows of every completion until a step has enough, and score what goes on no more."""
 

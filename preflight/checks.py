@@ -7,7 +7,7 @@ Dimension key:  C completion tokens of one row.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -23,7 +23,7 @@ from learner import Learner, checkpoint_roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
 from preflight import counts, memory
-from records import Group, Problem, Prompt, Request, Row, Sample
+from records import Group, Problem, Prompt, Request, Row, Sample, frozen
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.extract import extract
@@ -35,7 +35,7 @@ SOLUTIONS = 64  # gold solutions that the verifier is tried on
 ENDING = 40     # characters of a prompt's end that are compared
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Check:
     name: str
     passed: bool

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from preflight.counts import (
     sequences_asked,
     update_bytes,
 )
-from records import EngineSpec
+from records import EngineSpec, frozen
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -43,7 +43,7 @@ ROW_STEP = 256    # tokens; rows grow in steps of it
 REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Machine:
     """The hardware of a rank."""
 

@@ -102,9 +102,7 @@ def main(folder: Path) -> None:
     write(folder)
     torch.manual_seed(0)
     model = folder / "talk_model"
-    model.mkdir(exist_ok=True)
-    for path in (HERE / "model").iterdir():  # it goes on from the toy's model
-        shutil.copyfile(path, model / path.name)
+    shutil.copytree(HERE / "model", model, dirs_exist_ok=True)  # it goes on from the toy's model
     pretrain(model, conversations(), batches=400, batch_size=48, lr=1e-3)
 
 
