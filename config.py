@@ -16,11 +16,13 @@ import yaml
 from settings import kinds
 from settings import loader as settings
 from settings.loader import (
+    AboveOne,
     ConfigError,
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
+    Share,
     at_least,
     flatten,
 )
@@ -212,7 +214,7 @@ class Loss:
     # pi_engine is the policy that drew the token, also if that was in an earlier step
     tis_cap: Annotated[float, at_least(1)] | None = None
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
-    mask_ratio: Annotated[float, settings.above(1)] | None = None
+    mask_ratio: AboveOne | None = None
 
 
 @section
@@ -230,7 +232,7 @@ class Eval:
     limit: Count | None = None     # evaluate on the first so many problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
-    top_p: Annotated[float, settings.within("(0, 1]")] = 1.0  # from the likeliest tokens of this probability
+    top_p: Share = 1.0  # from the likeliest tokens of this probability
 
 
 @section

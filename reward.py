@@ -7,7 +7,6 @@ verifier is right. A component is a function of a `Completion` and an entry in C
 called by infra/custom_reward.py. A component that is nan for a completion adds nothing to its reward.
 """
 
-import argparse
 import math
 import re
 import sys
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from config import NEED_ANSWER, Reward
 from infra import custom_reward
+from infra.terminal import new_parser
 from records import Problem, Prompt, frozen
 from verify.cases import check_golds, count_outcomes, read_cases
 from verify.errors import VerifyError
@@ -170,8 +170,7 @@ def reward_range(weights: dict[str, float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = new_parser(__doc__)
     parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
     try:
         cases = read_cases(parser.parse_args().cases)

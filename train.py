@@ -114,7 +114,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             run.log.warn(step + 1, shortage(rolled, batch, selection))
             run.checkpoints.reach(step + 1, extra_state(run, cfg))
             if is_due(cfg.eval.every, step + 1, cfg.steps):
-                evaluate_sets(run, cfg.eval, step + 1)
+                evaluate_sets(run, step + 1)
             if is_due(cfg.checkpoint.every, step + 1, cfg.steps):
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
@@ -183,7 +183,7 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
     cfg = run.cfg
     done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # unless a stop came in the middle
     if not done and (run.first == 0 or is_due(cfg.eval.every, run.first, cfg.steps)):
-        evaluate_sets(run, cfg.eval, run.first)
+        evaluate_sets(run, run.first)
     if cfg.advantage.kind != "soft_value":
         return None
     return soft_value.estimate_table(
@@ -195,8 +195,9 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
     )
 
 
-def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
+def evaluate_sets(run: Run, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
+    settings = run.cfg.eval
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
     clock = Clock()
     results = {}

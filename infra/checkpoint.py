@@ -165,12 +165,9 @@ class Checkpoints:
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
     def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        fields.pop("scored", None)  # a Sample's, which follows from the others
-        for name, value in pairs:
-            if isinstance(value, array):
-                fields[name] = value.tolist()
-        return fields
+        # A Sample's `scored` follows from its other fields.
+        return {name: value.tolist() if isinstance(value, array) else value
+                for name, value in pairs if name != "scored"}
 
     torch.save(asdict(records, dict_factory=plain_fields), path)
 
@@ -279,11 +276,8 @@ def how_to_go_on(run: Path) -> str:
 
 def replayable_steps(run: Path, last: int) -> list[int]:
     """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
-    steps = [1]
-    for path in step_folders(run / "checkpoints"):
-        if not find_missing(path):
-            steps.append(step_of(path.name) + 1)
-    return [step for step in steps if step <= last]
+    whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if not find_missing(path)]
+    return [step + 1 for step in (0, *whole) if step < last]
 
 
 def newest_checkpoints(folder: Path) -> list[Path]:
@@ -359,10 +353,8 @@ def load_policy_into(path: str, model: nn.Module) -> nn.Module:
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     """Load into these tensors, each rank its shards. Raises ConfigError if the stored ones differ in name or
     shape."""
-    here = {}
-    for kind, by_name in state.items():
-        for name, t in by_name.items():
-            here[f"{kind}.{name}"] = (tuple(t.shape), t.dtype)
+    here = {f"{kind}.{name}": (tuple(t.shape), t.dtype)
+            for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
     differing = sorted(name for name in here if stored.get(name) != here[name])

@@ -184,9 +184,7 @@ def describe_missing(rewards: Rewards, cfg: Reward) -> str:
     if rewards.total_NG.isnan().all():
         return f"none of {count} completions has a reward: every component is None, so none is trained on"
     absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
-    if not absent:
-        return ""
-    return f"{', '.join(absent)}: None for all of {count} completions"
+    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
 
 
 def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:

@@ -134,9 +134,8 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
 def require_same_settings(step: Path, saved: dict, now: Config) -> None:
     """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
     it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
-    there = {}
-    for key, value in config.flatten(now).items():
-        there[key] = value if value == "auto" else saved.get(key, value)
+    settings = config.flatten(now).items()
+    there = {key: value if value == "auto" else saved.get(key, value) for key, value in settings}
     if refused := refused_changes(there, now):
         raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
                           "they were there")

@@ -137,11 +137,8 @@ class VotingSampler:
         the data's, on its `local_slice`."""
         counted = list(zip(groups, ballots, samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
-        labelled = []
-        for group, vote in zip(groups, votes, strict=True):
-            prompt = replace(group.prompt, answer=vote.label or "")
-            labelled.append(replace(group, prompt=prompt, vote=vote))
-        return labelled
+        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
+                for group, vote in zip(groups, votes, strict=True)]
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""

@@ -204,10 +204,5 @@ def window_seed(seed: int, draw: PromptDraw, g: int, so_far: Sample | None) -> i
 def interleave(going_on: list, new: list) -> list:
     """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
     prompts alike."""
-    places = []
-    for items in (going_on, new):
-        for i, item in enumerate(items):
-            place = (i + 0.5) / len(items)
-            places.append((place, item))
-    places.sort(key=lambda pair: pair[0])
-    return [item for _, item in places]
+    placed = [((i + 0.5) / len(items), item) for items in (going_on, new) for i, item in enumerate(items)]
+    return [item for _, item in sorted(placed, key=lambda pair: pair[0])]

@@ -108,12 +108,10 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 
 def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """Sample every probe a few times, as if each rank had the next few completions of its group."""
-    requests = []
     first = dist.rank() * SAMPLES
     limit = min(NEW_TOKENS, settings.max_new_tokens)
-    for prompt in probes:
-        for g in range(first, first + SAMPLES):
-            requests.append(Request(prompt, sample_seed(seed, 0, prompt.id, g), limit))
+    requests = [Request(prompt, sample_seed(seed, 0, prompt.id, g), limit)
+                for prompt in probes for g in range(first, first + SAMPLES)]
     samples = iter(engine.generate(requests, settings.temperature))
     return [Group(prompt, tuple(islice(samples, SAMPLES))) for prompt in probes]
 
@@ -220,10 +218,8 @@ def check_seeds(groups: list[Group]) -> Check:
     independence the second of a pair equals the first with the first's probability, so the chance of these
     equal pairs is at most the product of those probabilities times the number of ways to choose the pairs.
     """
-    samples = []
-    for n, group in enumerate(groups):
-        for g, sample in enumerate(group.samples):
-            samples.append((n, g, dist.rank(), sample.ids, sum(sample.logp)))
+    samples = [(n, g, dist.rank(), sample.ids, sum(sample.logp))
+               for n, group in enumerate(groups) for g, sample in enumerate(group.samples)]
     ordered = sorted(dist.gather(samples))
     pairs = list(zip(ordered[::2], ordered[1::2], strict=True))
     equal = [logp for (*_, ids, logp), (*_, paired_ids, _) in pairs if ids == paired_ids]

@@ -6,14 +6,25 @@ A section of one of these unions is a dataclass by its `kind`; config.py has all
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from settings import loader as settings
-from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
+from settings.loader import (
+    AboveOne,
+    BelowOne,
+    Chance,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Share,
+    ZeroToOne,
+    at_least,
+    within,
+)
 
 kind = dataclass(frozen=True, slots=True, kw_only=True)  # decorates each class below
 
 KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                     "prune.completions.kind=none")]
-DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for a certain drop")]
+DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for a certain drop")]
 
 
 @kind
@@ -26,9 +37,9 @@ class Gold:
 class Votes:
     """OptPO (arXiv:2512.02882): score by the answer that most completions agree on, without labels."""
     kind: Literal["votes"] = "votes"
-    right: Annotated[float, settings.within("(0, 1)")] = 0.6  # p0, chance of a vote for the true answer
-    other: Annotated[float, settings.within("(0, 1)")] = 0.1  # p1, chance of one for any other answer
-    threshold: Annotated[float, settings.above(1)] = 19.0  # Bayes factor of leader to runner-up that decides
+    right: Chance = 0.6  # p0, chance of a vote for the true answer
+    other: Chance = 0.1  # p1, chance of one for any other answer
+    threshold: AboveOne = 19.0  # Bayes factor of leader to runner-up that decides
     chunk: Count = 4               # completions added at a time to a prompt that is not decided
     most: Count = 32               # M, completions of a prompt after which its leader is taken as it is
 
@@ -97,8 +108,8 @@ class Preference:
     pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
     likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
     gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
-    c_max: Annotated[float, settings.above(1)] = 2.0  # of the weight of pairs below `gap`
-    c_min: Annotated[float, settings.within("[0, 1)")] = 0.5  # ... and above
+    c_max: AboveOne = 2.0  # of the weight of pairs below `gap`
+    c_min: BelowOne = 0.5  # ... and above
     steepness: Positive = 1.0      # of the way from one to the other
 
 
@@ -168,7 +179,7 @@ class Pods:
 class VarianceShare:
     """RAGEN-2 (arXiv:2604.06268): train on the groups that hold most of the reward variance. Biased."""
     kind: Literal["variance"] = "variance"
-    share: Annotated[float, settings.within("(0, 1]")] = 0.9  # of the sum of the groups' variances
+    share: Share = 0.9  # of the sum of the groups' variances
     slack: PositiveOrZero = 0.01   # taken off the share: a step of hardly any variance is left out
 
 
@@ -201,8 +212,8 @@ class LowestRank:
 class Greso:
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     kind: Literal["greso"] = "greso"
-    explore: Annotated[float, settings.within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
-    target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
+    explore: Annotated[float, within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
+    target: Chance = 0.25  # share of flat groups that p is steered to
 
 
 @kind
@@ -210,8 +221,8 @@ class ProportionalPrompts:
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
     kind: Literal["pps"] = "pps"
     # of the prompts rolled out before, how many are expected to be again
-    share: Annotated[float, settings.within("(0, 1]")]
-    floor: Annotated[float, settings.within("(0, 1]")] = 0.1  # least size of a prompt, over their mean
+    share: Share
+    floor: Share = 0.1  # least size of a prompt, over their mean
 
 
 @kind
@@ -241,7 +252,7 @@ class Prefix:
     """NAT (arXiv:2603.06619): train on the tokens before a random cut, weighed up. Unbiased."""
     kind: Literal["prefix"] = "prefix"
     # chance that nothing is cut off, above 0; no token weighs more than one over it
-    whole: Annotated[float, settings.within("(0, 1]")] = 0.5
+    whole: Share = 0.5
     least: Count = 1               # tokens that no cut takes
 
 
@@ -280,7 +291,7 @@ class TotalVariation:
     kind: Literal["total_variation"] = "total_variation"
     divergence: Positive           # the bound, on a difference of probabilities; 0.15 in the paper
     sides: Literal["advantage", "both"] = "advantage"  # stop moves along the advantage, or all moves (IPO)
-    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+    cap: AboveOne = 20.0  # upper bound on the ratio
 
 
 @kind
@@ -288,7 +299,7 @@ class BinaryKl:
     """Divergence PPO (arXiv:2602.04879) by the KL of a token against all others."""
     kind: Literal["binary_kl"] = "binary_kl"
     divergence: Positive           # the bound, in nats; 0.05 in the paper
-    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+    cap: AboveOne = 20.0  # upper bound on the ratio
 
 
 @kind
@@ -307,8 +318,8 @@ class AdamW:
     lr: Positive                   # learning rate
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
     warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
-    beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
-    beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
+    beta1: BelowOne = 0.9          # decay of the mean of gradients
+    beta2: BelowOne = 0.999        # decay of the mean of their squares
     weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
     clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
     offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory

@@ -141,9 +141,9 @@ def set_alarm(seconds: float) -> None:
 class Call:
     """Call a function in a worker. The call starts at once, and `result` waits for it."""
 
-    def __init__(self, function: Callable, *args: object, limits: Limits | None = None):
-        self.limits = limits or ALGEBRA
-        self.args = function, self.limits.seconds, *args
+    def __init__(self, function: Callable, *args: object, limits: Limits = ALGEBRA):
+        self.limits = limits
+        self.args = function, limits.seconds, *args
         self.start()
 
     def start(self) -> None:
