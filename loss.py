@@ -124,10 +124,6 @@ def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segmen
     return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
-def no_trust_region(logps: LogProbs, settings: kinds.NoBound) -> Tensor:
-    return torch.ones_like(logps.adv_C)
-
-
 # loss.trust.kind -> f, of the log-probs and of that section of the config
 TRUST = {
     "clip": clip,
@@ -135,7 +131,7 @@ TRUST = {
     "clamp": clamp,
     "total_variation": total_variation,
     "binary_kl": binary_kl,
-    "none": no_trust_region,
+    "none": lambda logps, settings: torch.ones_like(logps.adv_C),
 }
 
 

@@ -408,7 +408,8 @@ class TorchEngine:
         state = Decoding(self, requests)
         started = tokens = 0
         start = perf_counter()
-        with progress_bar(progress, count) as bar:
+        hidden = True if progress is None else None  # None: tqdm looks for a terminal
+        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
                 idle_S = state.owner_S == count
                 idle = idle_S.nonzero()[:, 0].tolist()
@@ -427,17 +428,6 @@ class TorchEngine:
                 state.step(temperature, top_p, eos)
                 rate = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-
-
-def progress_bar(name: str | None, count: int) -> tqdm:
-    """Make a bar of samples done. It is hidden without a name, and if there is no terminal."""
-    return tqdm(
-        desc=name,
-        total=count,
-        unit="sample",
-        leave=False,
-        disable=True if name is None else None,  # None: tqdm looks for a terminal
-    )
 
 
 def group_by_length(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:

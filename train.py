@@ -139,7 +139,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source) | checkpoint.describe_code()
     checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
-    if path is not None:
+    if path:
         runfolder.require_same_settings(path, saved["config"], cfg)
         log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)

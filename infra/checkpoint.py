@@ -120,12 +120,12 @@ class Checkpoints:
             for copy in self.copied:
                 copy.result()
             self.copied = []
-            if self.written is not None and self.written.done():
+            if self.written and self.written.done():
                 self.wait()
 
     def wait(self) -> None:
         """Wait until the newest save is on disk. Raises ConfigError if it could not be written."""
-        if self.written is not None:
+        if self.written:
             written, self.written = self.written, None
             written.result()
 

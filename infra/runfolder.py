@@ -293,12 +293,12 @@ class RunLog:
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
-        if self.folder is not None and self.held is None:
+        if self.folder and not self.held:
             self.held = lock_folder(self.folder)
 
     def unlock(self) -> None:
         """Release the folder."""
-        if self.held is not None:
+        if self.held:
             self.held.release()
             self.held = None
 
@@ -417,7 +417,7 @@ class RunLog:
 
         A resumed run sends all of its metrics and texts again: the last ones may not have arrived.
         """
-        if self.folder is not None and cfg.log.to:
+        if self.folder and cfg.log.to:
             path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
                 # The run's name on every tracker, which changes only in a copy of its folder.
@@ -434,9 +434,9 @@ class RunLog:
 
     def write_ending(self, state: dict) -> None:
         """Write state.json, after the trackers have sent their last metrics."""
-        if self.tracker is not None:
+        if self.tracker:
             self.tracker.finish(exit_code=int("error" in state))
-        if self.folder is not None:
+        if self.folder:
             rewrite_log(self.folder / "state.json", [state])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
@@ -452,14 +452,14 @@ class RunLog:
 
     def write(self, name: str, line: dict) -> None:
         """Append a line to one of the logs."""
-        if self.folder is not None:
+        if self.folder:
             append(self.folder / name, line)
 
     def measure(self, line: dict) -> None:
         """Append a line to metrics.jsonl, and send it to the trackers."""
         line = {"step": line["step"]} | self.unlogged | line
         self.write("metrics.jsonl", line)
-        if self.tracker is not None:
+        if self.tracker:
             self.tracker.log(line)
         self.unlogged = {}
 
@@ -477,7 +477,7 @@ class RunLog:
             if (n := result["n"]) > 1 and "pass" in result:
                 line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
         self.measure(line)
-        if self.folder is not None:
+        if self.folder:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
@@ -498,7 +498,7 @@ class RunLog:
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
         shown["kept"] = f"{metrics['prune/kept']}/{metrics['prune/offered']}"
         self.outer.set_postfix(shown)
-        if self.folder is not None:
+        if self.folder:
             total, seconds = self.outer.total, (perf_counter() - self.start) / (step - self.first)
             values = ", ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds * (total - step)))
@@ -508,7 +508,7 @@ class RunLog:
         """Keep groups of the step, and show one completion of the first now and then."""
         for line in lines:
             self.write("samples.jsonl", {"step": step} | line)
-        if lines and self.tracker is not None:
+        if lines and self.tracker:
             self.tracker.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
@@ -524,7 +524,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line above the bar, unless it is empty."""
-        if self.folder is not None and text:
+        if self.folder and text:
             tqdm.write(text, file=sys.stderr)
 
 

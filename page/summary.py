@@ -2,6 +2,7 @@
 
 import math
 import sys
+from collections import defaultdict
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -85,10 +86,9 @@ def score_cell(line: dict, score: Score) -> str:
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
     """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = defaultdict(float)
     for line in lines:
-        for key in line:
+        for key, value in line.items():
             if key.startswith("time/"):
-                phase = key.removeprefix("time/")
-                seconds[phase] = seconds.get(phase, 0.0) + (line[key] or 0.0)
+                seconds[key.removeprefix("time/")] += value or 0.0
     return seconds
