@@ -202,7 +202,7 @@ def evaluate_sets(run: Run, step: int) -> None:
     clock = Clock()
     results = {}
     for s in run.task.sets:
-        bar = run.log.bar(f"eval {s.name}")
+        bar = f"eval {s.name}" if dist.rank() == 0 else None
         results[s.name] = evaluate(run.engine, run.task.tokenizer, s, sampling, bar)
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])

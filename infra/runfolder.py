@@ -446,10 +446,6 @@ class RunLog:
         self.first, self.start = first, perf_counter()
         yield from self.outer
 
-    def bar(self, name: str) -> str | None:
-        """Return the name of a bar within the step, or None on a rank that shows nothing."""
-        return None if self.folder is None else name
-
     def write(self, name: str, line: dict) -> None:
         """Append a line to one of the logs."""
         if self.folder:
