@@ -15,6 +15,7 @@ from infra import dist
 from infra.environment import EnvironmentFile
 from infra.replies import Splicer
 from infra.tokenizer import Tokenizer
+from model import Decoder
 from records import Request, Sample, join
 from rollout import Engine
 from verify.grade import Call
@@ -29,7 +30,13 @@ class EnvironmentEngine:
         if file.tools and file.format != "plain":  # else it is known when the file replies
             self.splicer.require_fit(("tool",))
         self.lock_step = lock_step  # ranks share an engine, so all sample as many turns (tensor_parallel)
-        self.eos_ids, self.sync, self.sleep = engine.eos_ids, engine.sync, engine.sleep
+        self.eos_ids = engine.eos_ids
+
+    def sync(self, policy: Decoder) -> None:
+        self.engine.sync(policy)
+
+    def sleep(self) -> None:
+        self.engine.sleep()
 
     @property
     def peak_bytes(self) -> int:
