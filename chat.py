@@ -35,7 +35,7 @@ from infra.signals import exit_status
 from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from lora import load_policy
-from methods.environment import goes_on, with_environment
+from methods.environment import with_environment
 from preflight.memory import find_device, fit_engine
 from records import Problem, Prompt, Request, Sample, join
 from rollout import start_engine
@@ -104,7 +104,7 @@ class Conversation:
         self.messages.append(said)
         whole = Request(Prompt("chat", ids, "", self.row), 0, limit)
         sample = None
-        while sample is None or goes_on(whole, sample):
+        while sample is None or not sample.is_whole(limit):
             made = sample.own if sample else 0
             count = limit - made if tokenizer.stops else min(PIECE, limit - made)
             seed = dist.seed_for(self.cfg.seed, self.asked, made, "chat")

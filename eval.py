@@ -38,8 +38,8 @@ from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import hash_files, original_model, policy_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
-from infra.lines import blame_file
-from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
+from infra.lines import blame_file, write_json
+from infra.results import Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
 from infra.runfolder import changed_files, print_progress
 from infra.signals import exit_status
@@ -456,7 +456,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
         problems = answer_problems(engine, tokenizer, s, sampling, progress, store)
         results[s.name] = summarise(problems, args.k, s.bounds)
     if store and dist.rank() == 0:
-        write_result(out, {"head": head, "results": results})
+        write_json(out, {"head": head, "results": results})
         store.remove()
     return {"head": head, "results": results}
 
@@ -520,7 +520,7 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
         require_place(args.out)
         result = rescore(summarise_file(args.rescore, args.k), args.k)
         if args.out:
-            write_result(args.out, result)
+            write_json(args.out, result)
         print_result(result, args)
     else:
         evaluate_models(args)

@@ -132,6 +132,10 @@ class Sample:
         ends = [0, *chain.from_iterable(self.replies), len(self.ids)]
         return [*pairwise(ends)]
 
+    def is_whole(self, limit: int) -> bool:
+        """Tell whether it has ended, or has as many tokens of the policy as it may have."""
+        return self.finished or self.cut or self.own >= limit
+
     def first(self, count: int) -> "Sample":
         """Return the completion up to its count-th token that is trained on."""
         end = int(np.arange(len(self.ids))[self.scored][count - 1]) + 1

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log
+from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
 from infra.tracking import Trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -331,7 +331,7 @@ class RunLog:
         patch.touch(mode=0o600)  # it may hold a secret
         patch.write_text(diff)
         ran_on = describe_environment(device, diff) | {"chosen": chosen}
-        replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
+        write_json(self.folder / "env.json", ran_on)
 
     def seal(self) -> dict[str, dict]:
         """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
@@ -425,7 +425,7 @@ class RunLog:
                 if ran_on["tracked"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
                     ran_on |= {"tracked": secrets.token_hex(4)}
                 ran_on["folder"] = home
-            replace(path, json.dumps(ran_on, indent=1) + "\n")
+            write_json(path, ran_on)
             self.tracker = Trackers(cfg, self.folder, ran_on["tracked"])
             for line in read_log(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)

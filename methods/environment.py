@@ -64,7 +64,7 @@ class EnvironmentEngine:
             calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
             for i, call in zip(going_on, calls, strict=True):
                 pieces[i] = self.answered(requests[i], pieces[i], call)
-            going_on = [i for i in going_on if goes_on(requests[i], pieces[i])]
+            going_on = [i for i in going_on if not pieces[i].is_whole(requests[i].limit)]
         return pieces
 
     def continued(self, request: Request, piece: Sample | None) -> Request:
@@ -106,10 +106,6 @@ class EnvironmentEngine:
         if last or len(ids) >= room:
             return replace(piece, finished=False, cut=True)
         return join(piece, Sample(ids, [0.0] * len(ids), finished=False, replies=((0, len(ids)),)))
-
-
-def goes_on(request: Request, piece: Sample) -> bool:
-    return not piece.finished and not piece.cut and piece.own < request.limit
 
 
 def with_environment(engine: Engine, tokenizer: Tokenizer, file: EnvironmentFile | None, cfg: Config,

@@ -93,11 +93,9 @@ def estimate_table(
 
 def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
     """Sample `count` completions of each prompt and return their rewards."""
-    requests = []
-    for prompt in prompts:
-        for k in range(count):
-            seed = dist.seed_for(sampler.seed, prompt.id, k, "reference")
-            requests.append(Request(prompt, seed, sampler.sampling.max_new_tokens))
+    limit = sampler.sampling.max_new_tokens
+    requests = [Request(prompt, dist.seed_for(sampler.seed, prompt.id, k, "reference"), limit)
+                for prompt in prompts for k in range(count)]
     samples = sampler.complete(requests)
     groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
     return sampler.score(groups).total_NG.tolist()

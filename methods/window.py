@@ -148,7 +148,7 @@ class WindowSampler:
             groups[n][g] = join(groups[n][g], piece)
 
     def is_whole(self, sample: Sample) -> bool:
-        return sample.finished or sample.cut or sample.own >= self.pool.sampling.max_new_tokens
+        return sample.is_whole(self.pool.sampling.max_new_tokens)
 
     def find_leaving(
         self,

@@ -230,10 +230,8 @@ def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, sa
         yield f"device=cpu: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
-    was = []
-    for key, value in list_choices(cfg, here).items():
-        if key not in ("device", "rollout.sleep") and saved.get(key, value) != value:
-            was.append(f"{key}={saved[key]}")
+    was = [f"{key}={saved[key]}" for key, value in list_choices(cfg, here).items()
+           if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
     if was:
         yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
 

@@ -40,9 +40,7 @@ def secret_lines(part: str) -> Iterator[dict]:
 def lookup_line(rng: random.Random, number: int) -> dict:
     """Make a table of six numbers in a ring, and ask for two steps through it."""
     ring = rng.sample(range(1, 100), 6)
-    leads = {}
-    for i, one in enumerate(ring):
-        leads[str(one)] = ring[(i + 1) % len(ring)]
+    leads = dict(zip(map(str, ring), [*ring[1:], ring[0]], strict=True))
     question = f"Table {number}: two steps from {ring[0]}."
     return {"question": question, "answer": str(ring[2]), "next": leads}
 
