@@ -169,12 +169,13 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     total = -(pull_C * logp_C).sum()
     if row.bonus_C is not None:
         total = total - (row.bonus_C * factor_C * entropy_C).sum()
-    if not loss.kl:
-        return RowLoss(total, factor_C, f_C, None, logp_C.detach())
-    k3_C = k3(logp_C, prepared.ref_logp_C)
-    ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
-    total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
-    return RowLoss(total, factor_C, f_C, k3_C.detach(), logp_C.detach())
+    k3_C = None
+    if loss.kl:
+        k3_C = k3(logp_C, prepared.ref_logp_C)
+        ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
+        total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
+        k3_C = k3_C.detach()
+    return RowLoss(total, factor_C, f_C, k3_C, logp_C.detach())
 
 
 def needs_extra_pass(loss: Loss) -> bool:

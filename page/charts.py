@@ -144,10 +144,10 @@ def draw_chart(title: str, note: str, groups: Groups, keys: list[str], most: int
     return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw_svg(plot))
 
 
-def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> None:
+def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> list[Curve]:
     """Draw a thin line per run, and a thick one, the mean of the finished runs, if their steps are alike.
 
-    A single finished run is drawn thick.
+    A single finished run is drawn thick. Returns the lines of finished runs.
     """
     style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
     finished = [line for run, line in zip(group, lines, strict=True) if run.finished]
@@ -156,6 +156,7 @@ def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -
     if finished and len({len(x) for x, _ in finished}) == 1:
         x, y = (np.mean([line[axis] for line in finished], axis=0) for axis in (0, 1))
         axes.plot(x, y, linewidth=1.8, **style)
+    return finished
 
 
 def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
@@ -185,9 +186,8 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
             step_E, value_E = run.held_out(score)
             lines.append(thin_points(run.spent(kind, step_E), value_E, most))
             axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
-        plot_group(axes, group, lines, i)
-        ended = [line for run, line in zip(group, lines, strict=True) if run.finished]
-        plot_interval(axes, ended, i, bounds)
+        finished = plot_group(axes, group, lines, i)
+        plot_interval(axes, finished, i, bounds)
     if len(runs) == 1:
         plot_own_interval(axes, runs[0], score, most)
     bottom, top = axes.get_ylim()
