@@ -226,9 +226,8 @@ class Tokenizer:
 
     def find_opened(self) -> str:
         """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""
-        question = [{"role": "user", "content": "?"}]
         try:
-            text = self.conversation(question, generate=True)
+            text = self.render("?", None)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
         split = self.rust.encode_special_tokens or self.own_template is not None

@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from infra import dist
 from infra.checkpoint import LIST, find_changed, find_missing, format_list, list_files, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
+from records import frozen
 from settings.loader import build, read_json
 from settings.paths import find_path
 
@@ -115,7 +116,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield hf_name(name), p
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Index:
     weight_map: dict[str, str]  # name of a tensor -> file beside the index
 

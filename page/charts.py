@@ -6,7 +6,6 @@ row of the comparison has a colour, a run a thin line and the mean over seeds a 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from io import StringIO
@@ -21,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from page.compare import LEAST_RUNS, format_amount
 from page.runs import COSTS, Groups, LoggedRun
 from page.summary import Score
+from records import frozen
 from verify.statistics import half_width
 
 # section -> charts: title, metrics, note (Chart.note)
@@ -91,7 +91,7 @@ SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
 Curve = tuple[np.ndarray, np.ndarray]  # x and y of its points
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chart:
     title: str
     note: str                      # a line above the chart and, below it, one on what good looks like

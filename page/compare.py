@@ -5,7 +5,6 @@ page shows it as markdown or as HTML.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
@@ -23,6 +22,7 @@ from page.runs import (
     score_at,
 )
 from page.summary import Score, phase_seconds
+from records import frozen
 from verify.statistics import half_width
 
 LEAST_RUNS = 3         # an interval needs so many runs
@@ -30,7 +30,7 @@ UNKNOWN, NEVER = "not known", "not reached"
 OUTSIDE_STEP = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReportTable:
     title: str
     head: list[str]

@@ -3,15 +3,15 @@
 import math
 import sys
 from collections import defaultdict
-from dataclasses import dataclass
 from pathlib import Path
 
 from infra.lines import is_evaluation, read_metrics
 from infra.runfolder import SCORES, score_text
+from records import frozen
 from settings.paths import REPOSITORY
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Score:
     """The measure of an evaluation set, accuracy or reward: a key of runfolder.SCORES.
 

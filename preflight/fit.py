@@ -9,7 +9,7 @@ import argparse
 import os
 import textwrap
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -22,6 +22,7 @@ from infra.terminal import CARDS
 from infra.weights import Shape, read_shape
 from preflight import counts
 from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
+from records import frozen
 from settings import loader as settings
 from settings.paths import find_path
 from settings.rules import all_rules
@@ -33,7 +34,7 @@ GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
 
 # ---- does it fit
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fit:
     """What a config chooses on a machine, and the bytes of each phase on each rank."""
 
