@@ -32,9 +32,10 @@ from infra.checkpoint import original_model, step_folders
 from infra.environment import load_tokenizer
 from infra.runfolder import state_of
 from infra.signals import exit_status
+from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from lora import load_policy
-from methods.environment import goes_on, with_environment
+from methods.environment import with_environment
 from preflight.memory import find_device, fit_engine
 from records import Problem, Prompt, Request, Sample, join
 from rollout import start_engine
@@ -77,7 +78,7 @@ class Conversation:
             self.problems = self.problems or held_out(self.cfg, self.tokenizer)
             problem = next(self.problems)
             self.row = problem.row
-            self.messages += problem.messages or [{"role": "user", "content": problem.question}]
+            self.messages = as_messages(problem.messages or problem.question, None)
             yield f"{problem.question}\n\n"
             yield from self.answer()
             if problem.answer:
@@ -103,7 +104,7 @@ class Conversation:
         self.messages.append(said)
         whole = Request(Prompt("chat", ids, "", self.row), 0, limit)
         sample = None
-        while sample is None or goes_on(whole, sample):
+        while sample is None or not sample.is_whole(limit):
             made = sample.own if sample else 0
             count = limit - made if tokenizer.stops else min(PIECE, limit - made)
             seed = dist.seed_for(self.cfg.seed, self.asked, made, "chat")

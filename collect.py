@@ -4,7 +4,7 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 T tokens of all completions, laid end to end.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import chain, islice
 
 import torch
@@ -16,7 +16,7 @@ from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
 from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
-from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample
+from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen
 from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
 from settings import kinds
@@ -24,7 +24,7 @@ from settings import kinds
 GATHER_BLOCK = 128  # completions that each rank sends at a time, to save memory
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampler:
     """The engine and tokenizer that sample and score completions, and the settings that they read."""
 
@@ -85,7 +85,7 @@ def gather_samples(samples: list[Sample]) -> list[Sample]:
     return list(chain.from_iterable(by_rank))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Selection:
     """The settings that decide when a step has enough, and which completions are trained on."""
 

@@ -16,11 +16,13 @@ import yaml
 from settings import kinds
 from settings import loader as settings
 from settings.loader import (
+    AboveOne,
     ConfigError,
     Count,
     CountOrZero,
     Positive,
     PositiveOrZero,
+    Share,
     at_least,
     flatten,
 )
@@ -31,8 +33,10 @@ CONFIGS = Path(__file__).parent / "configs"
 NEED_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # reward components that compare with it
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
+section = dataclass(frozen=True, slots=True)
 
-@dataclass(frozen=True, slots=True)
+
+@section
 class Lora:
     """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (lora.py)."""
     rank: Count | None = None      # of an adapter; null: there is none, and all weights are trained
@@ -41,7 +45,7 @@ class Lora:
     path: str | None = None        # a folder in PEFT's format with the initial adapter; null: one that adds 0
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
@@ -53,7 +57,7 @@ class Model:
     lora: Lora = Lora()
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Data:
     train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
     eval: str | None               # one or several of the same, separated by commas; null: train without
@@ -71,7 +75,7 @@ class Data:
     limit: Count | None = None     # train on the first so many problems; null: on all
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Rollout:
     group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
@@ -110,7 +114,7 @@ class Rollout:
 Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Environment:
     """Replies within completions: tools, a game, a simulated user (docs/environments.md)."""
     file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
@@ -123,7 +127,7 @@ class Environment:
     gib: Positive = 2.0            # memory for a reply
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
     weight 0 is measured and logged, but not rewarded; one of null is not measured."""
@@ -169,7 +173,7 @@ class Reward:
         return not self.weights.keys().isdisjoint(NEED_ANSWER)
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Critic:
     """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
     lr: float | None = None        # learning rate, constant after the warm-up
@@ -180,7 +184,7 @@ class Critic:
     pretrain_steps: int = 0        # first steps of the run: only the critic learns
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Prune:
     completions: kinds.Completions = kinds.KeepAll()
     prompts: kinds.Prompts = kinds.AllPrompts()
@@ -189,14 +193,14 @@ class Prune:
     truncated: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Pack:
     capacity: Count | Literal["auto"] = "auto"  # most tokens of a row; auto: as memory allows
     window: Count | None = None    # groups to choose from, oldest first; null: all, longest first
     budget: int | None = None      # rollout.until=full: tokens of a step, each completion with its prompt
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Loss:
     normalize: Literal["token", "sequence", "constant", "sum"] = "sequence"  # the mean (loss.token_weight)
     denominator: Literal["all", "kept"] = "all"  # divide by all candidates, or by the survivors
@@ -210,10 +214,10 @@ class Loss:
     # pi_engine is the policy that drew the token, also if that was in an earlier step
     tis_cap: Annotated[float, at_least(1)] | None = None
     # weigh a completion 0 when its mean ratio is outside [1 / mask_ratio, mask_ratio]
-    mask_ratio: Annotated[float, settings.above(1)] | None = None
+    mask_ratio: AboveOne | None = None
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Update:
     epochs: Count = 1              # passes over each rollout
     minibatches: int = 1           # optimizer steps per pass, each on whole groups
@@ -221,30 +225,30 @@ class Update:
     rate_by_ess: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
     limit: Count | None = None     # evaluate on the first so many problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
-    top_p: Annotated[float, settings.within("(0, 1]")] = 1.0  # from the likeliest tokens of this probability
+    top_p: Share = 1.0  # from the likeliest tokens of this probability
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Checkpoint:
     every: Annotated[int, at_least(0, " (0: only at the end)")] = 0  # steps between checkpoints
     keep: Count | Literal["all"] = 1  # how many of the newest stay on disk
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Log:
     to: list[Literal["wandb", "trackio", "tensorboard"]] | None = None  # trackers that get the metrics too
     project: str = "winnow"        # the run's project on wandb and trackio
     groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 
-@dataclass(frozen=True, slots=True)
+@section
 class Config:
     out: str                       # the run folder; runs/<config name> unless set
     steps: Count                   # steps of the whole run

@@ -7,7 +7,7 @@ A solution in the place of the answer is taken apart as a completion is: its las
 """
 
 import sys
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from config import ConfigError
@@ -25,7 +25,7 @@ from infra.rows import (
 )
 from infra.tokenizer import Tokenizer
 from infra.trial import SECONDS, try_first
-from records import Problem, Prompt
+from records import Problem, Prompt, frozen
 from settings.loader import SHORT
 from verify.extract import extract, last_boxed
 
@@ -206,7 +206,7 @@ def render_problem(problem: Problem, tokenizer: Tokenizer, system: str | None) -
         raise ConfigError(f"prompt {problem.id}: {error}") from error
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Task:
     """The problems to train on and the sets to evaluate on, rendered for one model."""
 

@@ -24,7 +24,7 @@ import argparse
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -38,17 +38,17 @@ from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import hash_files, original_model, policy_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
-from infra.lines import blame_file
-from infra.results import Store, list_models, read_result, require_place, require_same_head, write_result
+from infra.lines import blame_file, write_json
+from infra.results import Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
-from infra.runfolder import COPIES, changed_files, print_progress
+from infra.runfolder import changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
-from preflight.memory import choose_backend, find_device, fit_engine
-from records import EngineSpec, Problem, Prompt, Request, Rewards, plain
+from preflight.memory import choose_backend, find_device, fit_engine, with_rollout
+from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
@@ -63,7 +63,7 @@ MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rol
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sampling:
     """The way answers are sampled: n to every problem, greedy at temperature 0."""
 
@@ -74,7 +74,7 @@ class Sampling:
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EvalSet:
     """The problems of an evaluation set, their prompts in the same order, and the reward."""
 
@@ -376,14 +376,12 @@ def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile 
 
 
 def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest: int) -> EngineSpec:
-    """Describe an engine for sequences of so many tokens. Raises ConfigError if the model takes fewer."""
-    folder = find_model(original_model(cfg.model.path))
-    check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
+    """Describe an engine for sequences of so many tokens, which is awake all the time."""
     auto = torch.bfloat16 if device.type == "cuda" else torch.float32
     dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
     backend = choose_backend(cfg.model.attention, device, dtype)
     return EngineSpec(
-        folder,
+        tokenizer.folder,
         dtype,
         device,
         backend,
@@ -415,8 +413,8 @@ class Engines:
 
 def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
     """Print which files of the user's are not the ones that the run of a folder began with."""
-    for setting in changed_files(run, texts):
-        if (copy := run / COPIES.get(setting, setting)).is_file():
+    for setting, copy in changed_files(run, texts).items():
+        if copy.is_file():
             print(f"the file of {setting} has changed since the run began: it was {copy}", file=sys.stderr)
 
 
@@ -432,16 +430,18 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer, environment))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
     longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
+    check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
-    cfg = replace(cfg, rollout=replace(cfg.rollout, engine=engine_name))
+    cfg = with_rollout(cfg, engine=engine_name)
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     store = head = None
     if args.suite and dist.rank() == 0:
         print_detectable(sets, sampling.n)
     if out or args.suite:
-        stored = read_result(out) if dist.rank() == 0 and out and out.is_file() else None
-        head, stored = dist.gather([describe_result(cfg, sampling, spec, tokenizer, sets), stored]
-                                   if dist.rank() == 0 else [])
+        stored, head = dist.on_first(lambda: (
+            read_result(out) if out and out.is_file() else None,
+            describe_result(cfg, sampling, spec, tokenizer, sets),
+        ))
     if out:
         if stored:
             require_same_head(out, stored["head"], head)
@@ -456,7 +456,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
         problems = answer_problems(engine, tokenizer, s, sampling, progress, store)
         results[s.name] = summarise(problems, args.k, s.bounds)
     if store and dist.rank() == 0:
-        write_result(out, {"head": head, "results": results})
+        write_json(out, {"head": head, "results": results})
         store.remove()
     return {"head": head, "results": results}
 
@@ -520,7 +520,7 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
         require_place(args.out)
         result = rescore(summarise_file(args.rescore, args.k), args.k)
         if args.out:
-            write_result(args.out, result)
+            write_json(args.out, result)
         print_result(result, args)
     else:
         evaluate_models(args)

@@ -9,7 +9,7 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -29,9 +29,9 @@ from infra.weights import export, find_model
 from loss import has_token_weights
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
-from records import Batch, Rolled, Row
+from records import Batch, Rolled, Row, frozen
 from settings import kinds
-from settings.paths import require_new, user_path
+from settings.paths import user_path
 
 
 class NotFinite(Exception):
@@ -42,7 +42,7 @@ class NotFinite(Exception):
         self.step, self.records = step, records
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Learner:
     """The model in training, how packed rows pass through it, and the settings that an update reads."""
 
@@ -230,7 +230,8 @@ def main() -> int:
 
 def export_checkpoint(step: Path, out: Path) -> None:
     """Write the policy of a checkpoint as new Hugging Face folders. Raises ConfigError."""
-    require_new(out, "--out")
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} is a file, or a folder with something in it; name a new one")
     require_whole(step)
     source = find_model(original_model(step))
     dist.init("cpu")

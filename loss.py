@@ -13,13 +13,13 @@ C tokens of these completions.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from config import Loss
-from records import LogProbs, PreparedRow, Pruned, Row
+from records import LogProbs, PreparedRow, Pruned, Row, frozen
 from settings import kinds
 
 
@@ -124,10 +124,6 @@ def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segmen
     return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
-def no_trust_region(logps: LogProbs, settings: kinds.NoBound) -> Tensor:
-    return torch.ones_like(logps.adv_C)
-
-
 # loss.trust.kind -> f, of the log-probs and of that section of the config
 TRUST = {
     "clip": clip,
@@ -135,11 +131,11 @@ TRUST = {
     "clamp": clamp,
     "total_variation": total_variation,
     "binary_kl": binary_kl,
-    "none": no_trust_region,
+    "none": lambda logps, settings: torch.ones_like(logps.adv_C),
 }
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RowLoss:
     """The loss of one row, and the terms that it was computed from."""
 
@@ -173,12 +169,13 @@ def row_loss(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, loss: Loss,
     total = -(pull_C * logp_C).sum()
     if row.bonus_C is not None:
         total = total - (row.bonus_C * factor_C * entropy_C).sum()
-    if not loss.kl:
-        return RowLoss(total, factor_C, f_C, None, logp_C.detach())
-    k3_C = k3(logp_C, prepared.ref_logp_C)
-    ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
-    total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
-    return RowLoss(total, factor_C, f_C, k3_C.detach(), logp_C.detach())
+    k3_C = None
+    if loss.kl:
+        k3_C = k3(logp_C, prepared.ref_logp_C)
+        ratio_C = (logp_C - old_C).exp() if loss.kl_corrected else 1
+        total = total + loss.kl * (weight_C * ratio_C * k3_C).sum()
+        k3_C = k3_C.detach()
+    return RowLoss(total, factor_C, f_C, k3_C, logp_C.detach())
 
 
 def needs_extra_pass(loss: Loss) -> bool:

@@ -173,9 +173,8 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
         line |= {name: value for name, value in (("copy", draw.copy), ("age", draw.age)) if value}
         if draw.kept:
             group, values = next(rolled_out)
-            line[name] = []
-            for s, value in zip(group.samples, values, strict=True):
-                line[name].append(None if s.pending or math.isnan(value) else value)
+            line[name] = [None if s.pending or math.isnan(value) else value
+                          for s, value in zip(group.samples, values, strict=True)]
             tokens = b"/".join(s.ids.tobytes() for s in group.samples)
             line["tokens"] = hashlib.sha256(tokens).hexdigest()[:16]
         prompts.append(line | trained.get(draw, {}))

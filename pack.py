@@ -8,14 +8,13 @@ tokens among them, the only ones that are projected and scored,  S completions i
 
 from bisect import bisect_left, insort
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from config import Pack
-from records import Group, Row, Segments
+from records import Group, Row, Segments, frozen
 
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
@@ -83,7 +82,7 @@ def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
     return hands
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Minibatch:
     """The completions of one optimizer step, with the weights of their tokens."""
 
@@ -97,7 +96,7 @@ class Minibatch:
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Plan:
     """The completions (n, g) of one row; completions of a group are neighbours."""
 
@@ -144,7 +143,7 @@ def pack(minibatch: Minibatch, settings: Pack, ranks: int, quadratic: float = 0.
     return by_rank
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class KeptGroup:
     """Tokens of a prompt, and of its completions that are kept."""
 

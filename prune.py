@@ -9,12 +9,12 @@ Dimension key:  N groups in one step,  G completions per group,  K items to draw
 L tokens of one completion.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from records import Group, Pruned, Rewards, lengths
+from records import Group, Pruned, Rewards, frozen, lengths
 from settings import kinds
 
 SIZE_FLOOR = 0.1  # smallest size over the mean size, for a completion of advantage 0 with a KL term
@@ -24,7 +24,7 @@ RELATIVE_ZERO = 1e-12  # a size below so much of the largest is a rounding error
 LARGER, TINY = 1 + 1e-9, 1e-12  # equal variances are not larger, however they are rounded
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Candidates:
     """The completions of a step before any is dropped, as far as a pruner may look at them."""
 
@@ -320,7 +320,7 @@ def cut_completions(groups: list[Group], tokens: CutWeights) -> list[Group]:
         for group, weight_GC in zip(groups, tokens, strict=True)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Memory:
     """The history of K prompts that come up, before they are rolled out."""
 

@@ -16,8 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+frozen = dataclass(frozen=True, slots=True)
 
-@dataclass(frozen=True, slots=True)
+
+@frozen
 class Stops:
     """Texts that end a completion (rollout.stop), however they are cut into tokens."""
 
@@ -34,7 +36,7 @@ class Stops:
         return [any(text in tail for text in self.texts) for tail in self.decode(tails)]
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Problem:
     """One line of a data set."""
 
@@ -49,7 +51,7 @@ class Problem:
     messages: tuple[dict, ...] = field(default=(), hash=False)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Prompt:
     """A problem rendered through the model's chat template."""
 
@@ -59,7 +61,7 @@ class Prompt:
     row: dict = field(default_factory=dict, compare=False)  # Problem.row
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PromptDraw:
     """A prompt drawn in a step, to be rolled out or skipped."""
 
@@ -75,7 +77,7 @@ class PromptDraw:
         return self.weight > 0
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Sample:
     """One completion, exactly as the behaviour policy produced it."""
 
@@ -130,6 +132,10 @@ class Sample:
         ends = [0, *chain.from_iterable(self.replies), len(self.ids)]
         return [*pairwise(ends)]
 
+    def is_whole(self, limit: int) -> bool:
+        """Tell whether it has ended, or has as many tokens of the policy as it may have."""
+        return self.finished or self.cut or self.own >= limit
+
     def first(self, count: int) -> "Sample":
         """Return the completion up to its count-th token that is trained on."""
         end = int(np.arange(len(self.ids))[self.scored][count - 1]) + 1
@@ -137,7 +143,7 @@ class Sample:
         return replace(self, ids=self.ids[:end], logp=self.logp[:end], replies=replies)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Request:
     """A completion to sample, or to go on with."""
 
@@ -164,7 +170,7 @@ def join(so_far: Sample | None, piece: Sample) -> Sample:
     )
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Group:
     """The G completions of one prompt."""
 
@@ -185,7 +191,7 @@ def pending(groups: list[Group], G: int) -> Tensor:
     return torch.tensor(flags, dtype=torch.bool).view(-1, G)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rewards:
     """The rewards of the completions of N groups; nan without a reward."""
 
@@ -216,7 +222,7 @@ def plain(number: Tensor) -> float | None:
     return None if number.isnan() else number.item()
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Rolled:
     """All rounds of a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
 
@@ -238,7 +244,7 @@ class Rolled:
                       torch.cat([self.adv_NG, newest.adv_NG]), sizes)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pruned:
     keep_NG: Tensor     # bool
     weight_NG: Tensor   # 0 if not kept
@@ -246,7 +252,7 @@ class Pruned:
     size_NG: Tensor | None = None  # that the probability follows (pps), over its mean of the step
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Batch:
     """The groups that a step trains on, the same on every rank, perhaps fewer than were rolled out."""
 
@@ -268,7 +274,7 @@ class Batch:
         return self.pruned.keep_NG & ((self.adv_NG != 0) | (not self.advantage_only))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Segments:
     """The attention of a row of T packed tokens: each segment's queries attend to its keys, causally.
 
@@ -293,7 +299,7 @@ class Segments:
         return Segments.of(lengths, lengths, torch.arange(sum(lengths), device=device))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Row:
     """One forward pass over packed groups: each prompt is followed by its kept completions, and each attends
     to the prompt and to itself. The first completion is one segment with the prompt."""
@@ -326,7 +332,7 @@ class Row:
         return replace(self, **moved)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class PreparedRow:
     """A row with the values that passes without gradient have computed for it before the update."""
 
@@ -337,7 +343,7 @@ class PreparedRow:
     factor_C: Tensor | None = None     # of each token's whole term (loss.weigh); None: 1
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class LogProbs:
     """The log-probs of one row's tokens before and after the policy moved."""
 
@@ -347,7 +353,7 @@ class LogProbs:
     segment_C: Tensor   # which completion each token belongs to: 0, 1, ...
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EngineSpec:
     """The arguments that a rollout engine is started with."""
 

@@ -26,7 +26,7 @@ from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
@@ -48,7 +48,7 @@ from learner import Learner
 from methods import soft_value
 from metrics import Clock, list_decisions
 from preflight import memory
-from records import Batch, PromptDraw, Rolled, lengths
+from records import Batch, PromptDraw, Rolled, frozen, lengths
 from settings import kinds
 from train import Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
@@ -105,7 +105,7 @@ def read_step(folder: Path, step: int) -> tuple[dict, dict]:
 @contextmanager
 def run_before(folder: Path, step: int, cfg: Config) -> Iterator[Run]:
     """Load a run as it was before a step, in a temporary folder: resume it there, or begin it again."""
-    there, = dist.gather([Path(mkdtemp(prefix="replay_"))] if dist.rank() == 0 else [])
+    there = dist.on_first(lambda: Path(mkdtemp(prefix="replay_")))
     cfg = replace(cfg, out=str(there))
     try:
         if dist.rank() == 0:
@@ -217,7 +217,7 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
 
 # ---- prunings side by side
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Arm:
     """A pruning, and its result for the step."""
 

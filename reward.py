@@ -7,17 +7,16 @@ verifier is right. A component is a function of a `Completion` and an entry in C
 called by infra/custom_reward.py. A component that is nan for a completion adds nothing to its reward.
 """
 
-import argparse
 import math
 import re
 import sys
 import time
-from dataclasses import dataclass
 from pathlib import Path
 
 from config import NEED_ANSWER, Reward
 from infra import custom_reward
-from records import Problem, Prompt
+from infra.terminal import new_parser
+from records import Problem, Prompt, frozen
 from verify.cases import check_golds, count_outcomes, read_cases
 from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
@@ -25,7 +24,7 @@ from verify.grade import VERIFY_SECONDS, grade
 from verify.number import number
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Completion:
     """A completion and its gold answer, as a component reads them."""
 
@@ -171,8 +170,7 @@ def reward_range(weights: dict[str, float]) -> tuple[float, float]:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = new_parser(__doc__)
     parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
     try:
         cases = read_cases(parser.parse_args().cases)

@@ -342,9 +342,8 @@ class Decoding:
         back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
         place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
         recent_ST = self.ids_NM[self.owner_S[:, None], place_ST]
-        tails = []
-        for ids, made in zip(recent_ST.tolist(), self.step_S.tolist(), strict=True):
-            tails.append(ids[-made:])
+        made_S = self.step_S.tolist()
+        tails = [ids[-made:] for ids, made in zip(recent_ST.tolist(), made_S, strict=True)]
         reached = stops.reached(tails)
         return torch.tensor(reached, device=self.step_S.device)
 
@@ -353,11 +352,8 @@ class Decoding:
         ids = self.ids_NM.tolist()
         logp = self.logp_NM.tolist()
         ended = self.ended_N.tolist()
-        samples = []
-        for i, made in enumerate(self.made_N[:-1].tolist()):
-            sample = Sample(ids[i][:made], logp[i][:made], ended[i])
-            samples.append(sample)
-        return samples
+        made_N = self.made_N[:-1].tolist()
+        return [Sample(ids[i][:made], logp[i][:made], ended[i]) for i, made in enumerate(made_N)]
 
 
 class TorchEngine:
@@ -412,7 +408,8 @@ class TorchEngine:
         state = Decoding(self, requests)
         started = tokens = 0
         start = perf_counter()
-        with progress_bar(progress, count) as bar:
+        hidden = True if progress is None else None  # None: tqdm looks for a terminal
+        with tqdm(desc=progress, total=count, unit="sample", leave=False, disable=hidden) as bar:
             while True:
                 idle_S = state.owner_S == count
                 idle = idle_S.nonzero()[:, 0].tolist()
@@ -431,17 +428,6 @@ class TorchEngine:
                 state.step(temperature, top_p, eos)
                 rate = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
-
-
-def progress_bar(name: str | None, count: int) -> tqdm:
-    """Make a bar of samples done. It is hidden without a name, and if there is no terminal."""
-    return tqdm(
-        desc=name,
-        total=count,
-        unit="sample",
-        leave=False,
-        disable=True if name is None else None,  # None: tqdm looks for a terminal
-    )
 
 
 def group_by_length(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:

@@ -157,10 +157,8 @@ class VLLMEngine:
             outputs = self.llm.generate(asked, params, use_tqdm=bar)
         except Exception as error:  # vLLM's errors have nothing else in common
             raise RuntimeError(f"vLLM failed while sampling: {error}") from error
-        samples = []
-        for output in outputs:
-            c = output.outputs[0]
-            samples.append(Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop"))
+        made = [output.outputs[0] for output in outputs]
+        samples = [Sample(c.token_ids, c.logprobs.logprobs, c.finish_reason == "stop") for c in made]
         start = sum(map(len, by_rank[:first]))
         return samples[start:start + len(requests)]
 

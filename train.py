@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -33,7 +33,7 @@ import lora
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
-from eval import Sampling, evaluate, files_of, load_sets
+from eval import Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
@@ -51,14 +51,14 @@ from page.show import resolved
 from page.summary import summary
 from preflight import checks as preflight
 from preflight import counts, fit, memory
-from records import Batch, EngineSpec, Rolled
+from records import Batch, Rolled, frozen
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Run:
     """The objects that the loop uses, from its first step to its last."""
 
@@ -114,7 +114,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             run.log.warn(step + 1, shortage(rolled, batch, selection))
             run.checkpoints.reach(step + 1, extra_state(run, cfg))
             if is_due(cfg.eval.every, step + 1, cfg.steps):
-                evaluate_sets(run, cfg.eval, step + 1)
+                evaluate_sets(run, step + 1)
             if is_due(cfg.checkpoint.every, step + 1, cfg.steps):
                 run.checkpoints.save()
             if asked_to_stop(stop) and step + 1 < cfg.steps:
@@ -139,7 +139,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source) | checkpoint.describe_code()
     checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
-    if path is not None:
+    if path:
         runfolder.require_same_settings(path, saved["config"], cfg)
         log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
@@ -183,7 +183,7 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
     cfg = run.cfg
     done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # unless a stop came in the middle
     if not done and (run.first == 0 or is_due(cfg.eval.every, run.first, cfg.steps)):
-        evaluate_sets(run, cfg.eval, run.first)
+        evaluate_sets(run, run.first)
     if cfg.advantage.kind != "soft_value":
         return None
     return soft_value.estimate_table(
@@ -195,13 +195,14 @@ def before_steps(run: Run) -> soft_value.SoftValues | None:
     )
 
 
-def evaluate_sets(run: Run, settings: config.Eval, step: int) -> None:
+def evaluate_sets(run: Run, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
+    settings = run.cfg.eval
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
     clock = Clock()
     results = {}
     for s in run.task.sets:
-        bar = run.log.bar(f"eval {s.name}")
+        bar = f"eval {s.name}" if dist.rank() == 0 else None
         results[s.name] = evaluate(run.engine, run.task.tokenizer, s, sampling, bar)
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
@@ -274,21 +275,8 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     learner = build_learner(cfg, task.source, device)
     if cfg.advantage.kind == "gae":
         learner = critic.with_critic(learner, cfg, task.source)
-    spec = EngineSpec(
-        task.source,
-        learner.dtype,
-        device,
-        learner.backend,
-        task.tokenizer.eos_ids,
-        cfg.rollout.slots,
-        longest,
-        cfg.rollout.tensor_parallel,
-        cfg.rollout.cache_gib,
-        task.tokenizer.stops,
-        cfg.rollout.sleep == "always",
-        cfg.rollout.quantization,
-    )
-    return learner, start_engine(cfg.rollout.engine, spec)
+    spec = engine_spec(cfg, device, task.tokenizer, longest)
+    return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],

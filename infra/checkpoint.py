@@ -120,12 +120,12 @@ class Checkpoints:
             for copy in self.copied:
                 copy.result()
             self.copied = []
-            if self.written is not None and self.written.done():
+            if self.written and self.written.done():
                 self.wait()
 
     def wait(self) -> None:
         """Wait until the newest save is on disk. Raises ConfigError if it could not be written."""
-        if self.written is not None:
+        if self.written:
             written, self.written = self.written, None
             written.result()
 
@@ -165,12 +165,9 @@ class Checkpoints:
 def save_plainly(records: Any, path: Path) -> None:
     """Save a dataclass as dicts, lists and tensors, which torch.load reads without running code."""
     def plain_fields(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        fields = dict(pairs)
-        fields.pop("scored", None)  # a Sample's, which follows from the others
-        for name, value in pairs:
-            if isinstance(value, array):
-                fields[name] = value.tolist()
-        return fields
+        # A Sample's `scored` follows from its other fields.
+        return {name: value.tolist() if isinstance(value, array) else value
+                for name, value in pairs if name != "scored"}
 
     torch.save(asdict(records, dict_factory=plain_fields), path)
 
@@ -198,7 +195,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
         for leftover in folder.glob("*.unfinished"):
             shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
     wrong = []
-    for path in dist.gather(newest_checkpoints(folder) if dist.rank() == 0 else []):
+    for path in dist.on_first(newest_checkpoints, folder):
         if not (damage := find_damage(path)):
             return path, torch.load(path / "extra.pt", weights_only=True)
         wrong.append(damage)
@@ -279,11 +276,8 @@ def how_to_go_on(run: Path) -> str:
 
 def replayable_steps(run: Path, last: int) -> list[int]:
     """List the steps up to `last` that can be replayed: the first, and each after a whole checkpoint."""
-    steps = [1]
-    for path in step_folders(run / "checkpoints"):
-        if not find_missing(path):
-            steps.append(step_of(path.name) + 1)
-    return [step for step in steps if step <= last]
+    whole = [step_of(path.name) for path in step_folders(run / "checkpoints") if not find_missing(path)]
+    return [step + 1 for step in (0, *whole) if step < last]
 
 
 def newest_checkpoints(folder: Path) -> list[Path]:
@@ -359,10 +353,8 @@ def load_policy_into(path: str, model: nn.Module) -> nn.Module:
 def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     """Load into these tensors, each rank its shards. Raises ConfigError if the stored ones differ in name or
     shape."""
-    here = {}
-    for kind, by_name in state.items():
-        for name, t in by_name.items():
-            here[f"{kind}.{name}"] = (tuple(t.shape), t.dtype)
+    here = {f"{kind}.{name}": (tuple(t.shape), t.dtype)
+            for kind, by_name in state.items() for name, t in by_name.items()}
     metadata = dcp.FileSystemReader(path).read_metadata().state_dict_metadata
     stored = {name: (tuple(t.size), t.properties.dtype) for name, t in metadata.items()}
     differing = sorted(name for name in here if stored.get(name) != here[name])
@@ -434,7 +426,7 @@ def find_damage(step: Path, part: str = "") -> str:
 
     Collective. Each rank reads the files that it wrote itself, if there are as many ranks as there were then.
     """
-    missing, = dist.gather([find_missing(step)] if dist.rank() == 0 else [])
+    missing = dist.on_first(find_missing, step)
     mine = [name for name in read_list(step)
             if name.startswith(part) and writing_rank(name) % dist.world_size() == dist.rank()]
     return missing or next(filter(None, dist.gather([find_changed(step, mine)])), "")

@@ -11,16 +11,16 @@ import functools
 import math
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 
 from config import ConfigError, Reward
 from infra.reward_worker import Source, call_functions
-from records import Problem, Prompt, Rewards
+from records import Problem, Prompt, Rewards, frozen
 from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardFile:
     """A file of reward functions, as it was when the run began, and how its functions are called."""
 
@@ -88,7 +88,7 @@ def read_text(path: str, setting: str) -> str:
 REPORTED: set[tuple[RewardFile, str]] = set()  # files and reasons that `report_once` has reported
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class RewardCall:
     """The arguments of a completion's reward. Rows are compared by identity and not by content: two sets may
     ask the same question of different rows."""
@@ -184,9 +184,7 @@ def describe_missing(rewards: Rewards, cfg: Reward) -> str:
     if rewards.total_NG.isnan().all():
         return f"none of {count} completions has a reward: every component is None, so none is trained on"
     absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
-    if not absent:
-        return ""
-    return f"{', '.join(absent)}: None for all of {count} completions"
+    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
 
 
 def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:

@@ -3,8 +3,9 @@ world size 1."""
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as td
@@ -81,6 +82,12 @@ def gather(items: list, group: td.ProcessGroup | None = None) -> list:
     lists: list = [None] * world_size()
     td.all_gather_object(lists, items, group)
     return [item for rank_items in lists for item in rank_items]
+
+
+def on_first(function: Callable, *given: object) -> Any:
+    """Call a function on rank 0 alone, and return its result on every rank. Collective."""
+    result, = gather([function(*given)] if rank() == 0 else [])
+    return result
 
 
 def gather_rows(rows: Tensor) -> list[Tensor]:

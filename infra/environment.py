@@ -3,7 +3,7 @@
 import functools
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from config import Config, ConfigError, Environment
@@ -11,7 +11,7 @@ from infra.custom_reward import describe_end, read_file
 from infra.environment_worker import Reply, Turn, call_environment, list_schemas, make_reply
 from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
-from records import Problem
+from records import Problem, frozen
 from verify.grade import WORKERS, Call, Limits, OverLimit
 
 CHARACTERS = 200  # of one token at most, so that a reply with more for each token of the context cannot fit
@@ -22,7 +22,7 @@ def report_once(reason: str) -> None:
     print(reason, file=sys.stderr, flush=True)
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class EnvironmentFile:
     """A file with reply() or tools(), as it was when the run began, and how it is called."""
 
@@ -44,10 +44,10 @@ class EnvironmentFile:
         """Choose the format of calls by the chat template. Raises ConfigError without a place for tools."""
         form, template = self.settings.format, "" if tokenizer.template is None else tokenizer.source
         takes_tools = "tools" in template
-        if form == "auto":
+        if form == "auto" and takes_tools:
+            form = "qwen" if "<tool_call>" in template else "llama"
+        elif form == "auto":
             form = "plain"
-            if takes_tools:
-                form = "qwen" if "<tool_call>" in template else "llama"
         if self.tools and form != "plain" and not takes_tools:
             raise ConfigError(
                 f"environment.format={form}: the chat template of {tokenizer.folder} has no place for tools; "

@@ -140,10 +140,8 @@ def find_calls(text: str, form: str) -> list[str]:
 
     'Let me see. {"name": "add", "arguments": {"a": 1, "b": 2}}' has one call, the text from { on.
     """
-    if form == "qwen":
-        return TAGGED_CALL.findall(text)
-    call = BARE_CALL.search(text)
-    return [call[0]] if call else []
+    pattern = TAGGED_CALL if form == "qwen" else BARE_CALL
+    return pattern.findall(text)
 
 
 def run_tool(functions: dict[str, Callable], call: str, turn: Turn) -> tuple[str, str, bool]:

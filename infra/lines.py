@@ -95,6 +95,11 @@ def replace(path: Path, text: str) -> None:
     fresh.replace(path)
 
 
+def write_json(path: Path, value: dict) -> None:
+    """Write an object over several lines, whole or not at all."""
+    replace(path, json.dumps(value, indent=1) + "\n")
+
+
 def rewrite_log(path: Path, lines: list[dict]) -> None:
     """Replace a log at once."""
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))

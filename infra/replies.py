@@ -42,9 +42,9 @@ class Splicer:
         not read back as the text.
         """
         closed = so_far[-1] == self.closing
-        if isinstance(content, str) and not closed:
-            return self.text_tokens(content, so_far)
         if isinstance(content, str):
+            if not closed:
+                return self.text_tokens(content, so_far)
             content = [{"role": "user", "content": content}]
         roles = tuple(message["role"] for message in content)
         if roles not in self.fitting:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
-from infra.lines import DAMAGED, append, blame_file, read_log, replace, rewrite_log
+from infra.lines import DAMAGED, append, blame_file, read_log, rewrite_log
 from settings.loader import SHORT, parse_json
 from settings.paths import matching, short_names
 
@@ -27,7 +27,7 @@ class Store:
     def __init__(self, out: Path, head: dict, chunk: int):
         self.path = out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
-        (stored, *lines), = dist.gather([self.open(head)] if dist.rank() == 0 else [])
+        stored, *lines = dist.on_first(self.open, head)
         require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         with blame_file(self.path):
@@ -127,8 +127,3 @@ def require_alike(place: str, problems: list[dict], count: int) -> None:
                 raise ConfigError(f"{place}: text and gold of {problem['id']} must be texts; {DAMAGED}")
     if len(counts) != 1 or len(judged) != 1:
         raise ConfigError(f"{place}: all problems must have as many responses, judged alike; {DAMAGED}")
-
-
-def write_result(path: Path, result: dict) -> None:
-    """Write a result, whole or not at all."""
-    replace(path, json.dumps(result, indent=1) + "\n")

@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
-from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log
+from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
 from infra.tracking import Trackers
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -134,9 +134,8 @@ def changed_settings(there: Config | dict, now: Config | dict) -> dict[str, str]
 def require_same_settings(step: Path, saved: dict, now: Config) -> None:
     """Raise ConfigError if a checkpoint was made with other settings, though config.yaml may agree with them:
     it can be edited. `saved` is flat; nothing is compared that it lacks, or that is `auto` now."""
-    there = {}
-    for key, value in config.flatten(now).items():
-        there[key] = value if value == "auto" else saved.get(key, value)
+    settings = config.flatten(now).items()
+    there = {key: value if value == "auto" else saved.get(key, value) for key, value in settings}
     if refused := refused_changes(there, now):
         raise ConfigError(f"--resume: {step} was made with other settings: {', '.join(refused)}; set them as "
                           "they were there")
@@ -158,20 +157,19 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
     return refused
 
 
-def changed_files(folder: Path, texts: dict[str, str | None]) -> list[str]:
-    """Name each setting with a file that has changed since the run in a folder began.
+def changed_files(folder: Path, texts: dict[str, str | None]) -> dict[str, Path]:
+    """Map each setting with a file that has changed since the run in a folder began to the copy there.
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
     """
     copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
-    return [setting for setting, path in copies.items()
-            if texts[setting] != (path.read_text() if path.is_file() else None)]
+    return {setting: copy for setting, copy in copies.items()
+            if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
 def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
     """Raise ConfigError if a file of COPIES has changed since the run began."""
-    for setting in changed_files(folder, texts):
-        copy = folder / COPIES.get(setting, setting)
+    for setting, copy in changed_files(folder, texts).items():
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
                           f"{copy}, write the new one over that copy to go on with it all the same, or start "
                           "a new run with --set out=...")
@@ -243,11 +241,6 @@ def evaluations(folder: Path) -> dict[int, Path]:
     return dict(sorted((int(match[1]), path) for path, match in named.items() if match))
 
 
-def describe_error(error: BaseException) -> str:
-    """Describe the error of a failed run in one line."""
-    return f"{type(error).__name__}: {error}".split("\n")[0]
-
-
 def describe_environment(device: torch.device, diff: str) -> dict:
     """Describe command, code, machine, device and libraries; `diff` is that of the code to its commit."""
     cpu = f"cpu, {torch.get_num_threads()} threads"
@@ -300,12 +293,12 @@ class RunLog:
 
     def lock(self) -> None:
         """Keep other runs out of the folder until this process ends. Raises ConfigError if one is in it."""
-        if self.folder is not None and self.held is None:
+        if self.folder and not self.held:
             self.held = lock_folder(self.folder)
 
     def unlock(self) -> None:
         """Release the folder."""
-        if self.held is not None:
+        if self.held:
             self.held.release()
             self.held = None
 
@@ -338,7 +331,7 @@ class RunLog:
         patch.touch(mode=0o600)  # it may hold a secret
         patch.write_text(diff)
         ran_on = describe_environment(device, diff) | {"chosen": chosen}
-        replace(self.folder / "env.json", json.dumps(ran_on, indent=1) + "\n")
+        write_json(self.folder / "env.json", ran_on)
 
     def seal(self) -> dict[str, dict]:
         """Flush the logs to the disk, since a checkpoint will count on them; returns {"logs": name -> [bytes,
@@ -411,8 +404,9 @@ class RunLog:
             self.write_ending({"state": "stopped"})
             raise
         except BaseException as error:
+            said, *_ = f"{type(error).__name__}: {error}".split("\n")
             with suppress(OSError):  # a full disk may be the error itself
-                self.write_ending({"state": "failed", "error": describe_error(error)})
+                self.write_ending({"state": "failed", "error": said})
             self.unlock()
             raise
         self.write_ending({"state": "finished"})
@@ -423,7 +417,7 @@ class RunLog:
 
         A resumed run sends all of its metrics and texts again: the last ones may not have arrived.
         """
-        if self.folder is not None and cfg.log.to:
+        if self.folder and cfg.log.to:
             path, home = self.folder / "env.json", str(self.folder.resolve())
             with blame_file(path):
                 # The run's name on every tracker, which changes only in a copy of its folder.
@@ -431,7 +425,7 @@ class RunLog:
                 if ran_on["tracked"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
                     ran_on |= {"tracked": secrets.token_hex(4)}
                 ran_on["folder"] = home
-            replace(path, json.dumps(ran_on, indent=1) + "\n")
+            write_json(path, ran_on)
             self.tracker = Trackers(cfg, self.folder, ran_on["tracked"])
             for line in read_log(self.folder / "metrics.jsonl"):
                 self.tracker.log(line)
@@ -440,9 +434,9 @@ class RunLog:
 
     def write_ending(self, state: dict) -> None:
         """Write state.json, after the trackers have sent their last metrics."""
-        if self.tracker is not None:
+        if self.tracker:
             self.tracker.finish(exit_code=int("error" in state))
-        if self.folder is not None:
+        if self.folder:
             rewrite_log(self.folder / "state.json", [state])
 
     def steps(self, first: int, last: int) -> Iterator[int]:
@@ -452,20 +446,16 @@ class RunLog:
         self.first, self.start = first, perf_counter()
         yield from self.outer
 
-    def bar(self, name: str) -> str | None:
-        """Return the name of a bar within the step, or None on a rank that shows nothing."""
-        return None if self.folder is None else name
-
     def write(self, name: str, line: dict) -> None:
         """Append a line to one of the logs."""
-        if self.folder is not None:
+        if self.folder:
             append(self.folder / name, line)
 
     def measure(self, line: dict) -> None:
         """Append a line to metrics.jsonl, and send it to the trackers."""
         line = {"step": line["step"]} | self.unlogged | line
         self.write("metrics.jsonl", line)
-        if self.tracker is not None:
+        if self.tracker:
             self.tracker.log(line)
         self.unlogged = {}
 
@@ -483,7 +473,7 @@ class RunLog:
             if (n := result["n"]) > 1 and "pass" in result:
                 line |= {f"eval/{name}/{key}": result[key][str(n)] for key in ("pass", "majority")}
         self.measure(line)
-        if self.folder is not None:
+        if self.folder:
             problems = [{"set": name} | p for name, result in results.items() for p in result["problems"]]
             rewrite_log(self.folder / f"eval_{step:06d}.jsonl", problems)
         for name, result in results.items():
@@ -504,7 +494,7 @@ class RunLog:
         shown = {name: f"{metrics[key]:.2f}" for name, key in names.items() if key in metrics}
         shown["kept"] = f"{metrics['prune/kept']}/{metrics['prune/offered']}"
         self.outer.set_postfix(shown)
-        if self.folder is not None:
+        if self.folder:
             total, seconds = self.outer.total, (perf_counter() - self.start) / (step - self.first)
             values = ", ".join(f"{name} {value}" for name, value in shown.items())
             left = timedelta(seconds=round(seconds * (total - step)))
@@ -514,7 +504,7 @@ class RunLog:
         """Keep groups of the step, and show one completion of the first now and then."""
         for line in lines:
             self.write("samples.jsonl", {"step": step} | line)
-        if lines and self.tracker is not None:
+        if lines and self.tracker:
             self.tracker.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
@@ -530,7 +520,7 @@ class RunLog:
 
     def say(self, text: str) -> None:
         """Print a line above the bar, unless it is empty."""
-        if self.folder is not None and text:
+        if self.folder and text:
             tqdm.write(text, file=sys.stderr)
 
 

@@ -69,15 +69,13 @@ def stop_engine(engine: Any, stop: Stop | None, alone: bool) -> None:
 
     def generate_or_stop(*args: Any, **settings: Any) -> Any:
         samples = None
-        try:
+        with suppress(Stopped):  # raised by a signal to this rank
             try:
                 stop.sampling = alone
                 if not (alone and stop.signal):
                     samples = generate(*args, **settings)
             finally:
                 stop.sampling = False
-        except Stopped:  # raised by a signal to this rank
-            pass
         if asked_to_stop(stop):
             raise Stopped
         return samples

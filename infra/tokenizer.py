@@ -4,7 +4,7 @@ import difflib
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import date
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from tokenizers.models import BPE
 from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_section, read_shape
-from records import Stops
+from records import Stops, frozen
 from settings.loader import SHORT, convert, read_json
 
 # Every template gets them, beside special tokens.
@@ -29,7 +29,7 @@ MARKER = re.compile(r"<\|[^<>|\s]+\|>")  # how most templates write a special to
 OPENING_TAG = re.compile(r"<[A-Za-z][\w:-]*>\s*")
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Added:
     """A token of `added_tokens_decoder`. None: as AddedToken has it."""
 
@@ -89,11 +89,10 @@ class Tokenizer:
         self.stops = Stops(stop_texts, self.rust.decode_batch) if stop_texts else None
         self.hidden = self.eos_ids | set(map(self.rust.token_to_id, self.special.values()))
         self.begin = self.find_begin()
-        self.plain = data.prompt if data else None
-        self.date = data.date if data else None
-        self.arguments = dict(data.template or {}) if data else {}
+        data = data or Data(train="", eval=None)
+        self.plain, self.date, self.arguments = data.prompt, data.date, data.template or {}
         if self.plain is None:
-            self.read_template(folder, data.chat_template if data else None, settings.get("chat_template"))
+            self.read_template(folder, data.chat_template, settings.get("chat_template"))
         else:
             self.source, self.template, self.own_template = self.plain, None, None
         self.opened = self.find_opened()
@@ -186,16 +185,8 @@ class Tokenizer:
         return token is not None and not self.decode([token])
 
     def render(self, question: str | Sequence[dict], system: str | None) -> str:
-        """Render a question, or messages, up to and including the generation prompt. Raises ConfigError.
-
-        `system` is put before messages that have no system message of their own.
-        """
-        if isinstance(question, str):
-            question = [{"role": "user", "content": question}]
-        messages = [*question]
-        if system and messages[0]["role"] != "system":
-            messages.insert(0, {"role": "system", "content": system})
-        return self.conversation(messages, generate=True)
+        """Render a question, or messages, up to and including the generation prompt. Raises ConfigError."""
+        return self.conversation(as_messages(question, system), generate=True)
 
     def conversation(self, messages: list[dict[str, str]], generate: bool) -> str:
         """Render messages, and the opening of an answer if it is to `generate` one."""
@@ -235,9 +226,8 @@ class Tokenizer:
 
     def find_opened(self) -> str:
         """Find the tags that a prompt ends with, such as <think>: the answer begins within them."""
-        question = [{"role": "user", "content": "?"}]
         try:
-            text = self.conversation(question, generate=True)
+            text = self.render("?", None)
         except ConfigError:  # said with the first problem, if it fails there too
             return ""
         split = self.rust.encode_special_tokens or self.own_template is not None
@@ -289,6 +279,14 @@ class Tokenizer:
         with special tokens that mark something, and without EOS, BOS and padding."""
         shown = [i for i in ids if i not in self.hidden]
         return self.opened + self.rust.decode(shown, skip_special_tokens=False)
+
+
+def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict]:
+    """Put `system` before a question, or before messages that have no system message of their own."""
+    messages = [{"role": "user", "content": question}] if isinstance(question, str) else [*question]
+    if system and messages[0]["role"] != "system":
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
 
 
 def literal(value: object) -> str:

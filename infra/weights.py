@@ -4,7 +4,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from infra import dist
 from infra.checkpoint import LIST, find_changed, find_missing, format_list, list_files, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
+from records import frozen
 from settings.loader import build, read_json
 from settings.paths import find_path
 
@@ -61,11 +62,11 @@ def require_own_files(folder: Path, weights: bool = False) -> None:
 
 def read_shape(folder: Path) -> Shape:
     """Read config.json. Raises ConfigError for a model that this decoder does not compute."""
-    path = Path(folder) / "config.json"
+    path = folder / "config.json"
     if not path.is_file():
         raise ConfigError(f"{path} not found; model.path must be a Hugging Face folder or a hub name")
     try:
-        return shape_of(read_json(path), partial(is_tied, Path(folder)))
+        return shape_of(read_json(path), partial(is_tied, folder))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}; mend it, download it again, or take another model") from None
 
@@ -115,7 +116,7 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
             yield hf_name(name), p
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Index:
     weight_map: dict[str, str]  # name of a tensor -> file beside the index
 
@@ -151,7 +152,6 @@ def open_tensors(path: Path) -> Iterator[Any]:
 def weight_files(folder: Path) -> list[Path]:
     """List the weights of a folder: one safetensors file, or the shards that its index names. Raises
     ConfigError."""
-    folder = Path(folder)
     index, single = (folder / name for name in WEIGHT_FILES)
     if index.is_file():
         weight_map = read_section(Index, read_json(index), index).weight_map
@@ -201,7 +201,7 @@ def load_weights(model: nn.Module, folder: Path) -> None:
     Raises ConfigError when a tensor is missing, left over, of another shape than config.json says or
     not finite.
     """
-    require_own_files(Path(folder), weights=True)
+    require_own_files(folder, weights=True)
     tensors = read_tensors(weight_files(folder))
     head = tensors.pop("lm_head.weight", None) if model.shape.tied else None  # some exports repeat it
     if head is not None and EMBEDDING in tensors and not torch.equal(head, tensors[EMBEDDING]):
@@ -238,7 +238,7 @@ def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] |
     """
     with replace_folder(folder) as fresh:
         if dist.rank() == 0:
-            for path in Path(source).iterdir():
+            for path in source.iterdir():
                 copied = path.suffix in (".json", ".jinja", ".txt", ".model")
                 if copied and path.is_file() and path.name not in WEIGHT_FILES:
                     shutil.copyfile(path, fresh / path.name)
@@ -274,5 +274,5 @@ def save_weights(model: nn.Module, folder: Path) -> None:
             tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
     if dist.rank() == 0:
         save_torch_state_dict(tensors, folder)
-        for path in Path(folder).glob("*.safetensors"):  # safetensors lets only the owner read them
-            shutil.copymode(Path(folder) / "config.json", path)
+        for path in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
+            shutil.copymode(folder / "config.json", path)

@@ -7,7 +7,7 @@ Dimension key:  N groups per step,  G completions per group,  C completion token
 S completions,  K completions that have ended.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -31,7 +31,7 @@ from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Batch, Group, Rolled, Row, lengths, pending
+from records import Batch, Group, Rolled, Row, frozen, lengths, pending
 from reward import reward_range
 from settings.kinds import Gae, Optim
 
@@ -60,7 +60,7 @@ class ValueModel(nn.Module):
         return (self.low + self.high) / 2 + x_C
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class CriticLearner:
     """The value model in training, and its settings."""
 

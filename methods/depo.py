@@ -25,10 +25,9 @@ from torch.nn.functional import binary_cross_entropy_with_logits as cross_entrop
 
 from history import PromptHistory
 from infra import dist
-from infra.weights import hf_name, weight_files
+from infra.weights import EMBEDDING, weight_files
 from records import Prompt, PromptDraw, Rolled
 
-EMBEDDING = hf_name("embed_tokens.weight")
 HIDDEN = 64        # H
 INITIAL_STD = 1e-3     # deviation of the output weights at first, as released
 DISTIL_WEIGHT = 0.5       # weight of the second loss, as in the authors' code
@@ -117,8 +116,7 @@ class FilteredHistory(PromptHistory):
         if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
             return everyone
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
-        mine = [self.estimates(prompts)] if dist.rank() == 0 else []
-        estimate_K, = dist.gather(mine)
+        estimate_K = dist.on_first(self.estimates, prompts)
         outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
         if outside_K.all():
             self.outside += len(prompts)

@@ -8,7 +8,6 @@ without it. The policy's own tokens are never made again from text (docs/environ
 `EnvironmentEngine` stands in for the engine, so rollouts, votes and evaluations go through it alike.
 """
 
-from array import array
 from dataclasses import replace
 
 from config import Config
@@ -65,19 +64,17 @@ class EnvironmentEngine:
             calls = [self.ask(requests[i], pieces[i]) for i in going_on]  # the workers take them in parallel
             for i, call in zip(going_on, calls, strict=True):
                 pieces[i] = self.answered(requests[i], pieces[i], call)
-            going_on = [i for i in going_on if goes_on(requests[i], pieces[i])]
+            going_on = [i for i in going_on if not pieces[i].is_whole(requests[i].limit)]
         return pieces
 
     def continued(self, request: Request, piece: Sample | None) -> Request:
         """Ask for the next turn, behind all that there is."""
         if piece is None:
-            own, seed = 0, request.seed
-        else:
-            own, seed = piece.own, dist.seed_for(request.seed, len(piece.replies), "turn")
-        so_far = join(request.so_far, piece) if piece else request.so_far
-        room = self.room(request, so_far)
-        limit = min(request.limit - own, room)
-        return replace(request, seed=seed, limit=limit, so_far=so_far)
+            return replace(request, limit=min(request.limit, self.room(request, request.so_far)))
+        whole = join(request.so_far, piece)
+        seed = dist.seed_for(request.seed, len(piece.replies), "turn")
+        limit = min(request.limit - piece.own, self.room(request, whole))
+        return replace(request, seed=seed, limit=limit, so_far=whole)
 
     def room(self, request: Request, so_far: Sample | None) -> int:
         """Count the tokens that environment.max_context leaves."""
@@ -89,7 +86,7 @@ class EnvironmentEngine:
         if not (piece.finished and self.splicer.ends_turn(piece.ids[-1])):
             return None
         whole = join(request.so_far, piece)
-        start = whole.replies[-1][1] if whole.replies else 0
+        start, _ = whole.turns[-1]
         text = self.tokenizer.read(whole.ids)
         newest = self.tokenizer.read(whole.ids[start:])
         return self.file.ask(text, newest, request.prompt.row)
@@ -101,27 +98,14 @@ class EnvironmentEngine:
         if call is None:
             return replace(piece, cut=not piece.finished and not room)
         reply = self.file.wait(call, request.prompt.id)
-        calls = piece.calls + reply.calls
-        failures = piece.failures + reply.failures
-        piece = replace(piece, calls=calls, failures=failures)
+        piece = replace(piece, calls=piece.calls + reply.calls, failures=piece.failures + reply.failures)
         if reply.content is None:
             return piece
         ids = self.splicer.tokens(reply.content, whole.ids)
         last = len(whole.replies) + 1 >= self.file.settings.turns
         if last or len(ids) >= room:
             return replace(piece, finished=False, cut=True)
-        end = piece.length + len(ids)
-        return replace(
-            piece,
-            ids=piece.ids + array("i", ids),
-            logp=piece.logp + array("d", bytes(8 * len(ids))),
-            replies=(*piece.replies, (piece.length, end)),
-            finished=False,
-        )
-
-
-def goes_on(request: Request, piece: Sample) -> bool:
-    return not piece.finished and not piece.cut and piece.own < request.limit
+        return join(piece, Sample(ids, [0.0] * len(ids), finished=False, replies=((0, len(ids)),)))
 
 
 def with_environment(engine: Engine, tokenizer: Tokenizer, file: EnvironmentFile | None, cfg: Config,

@@ -18,13 +18,13 @@ Dimension key:  N groups.
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 from collect import Sampler
 from history import sample_seed
 from infra import dist
-from records import Group, PromptDraw, Request, Rewards, Sample
+from records import Group, PromptDraw, Request, Rewards, Sample, frozen
 from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
@@ -66,7 +66,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
     return ballot
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Vote:
     """A prompt's label and the completions that voted; the group has the first of these."""
 
@@ -78,7 +78,7 @@ class Vote:
     accuracy: float | None       # share of the group's completions that are right by it
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class VotingSampler:
     """Sample until a prompt's answers agree, and score by the answer that they agree on."""
 
@@ -137,11 +137,8 @@ class VotingSampler:
         the data's, on its `local_slice`."""
         counted = list(zip(groups, ballots, samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
-        labelled = []
-        for group, vote in zip(groups, votes, strict=True):
-            prompt = replace(group.prompt, answer=vote.label or "")
-            labelled.append(replace(group, prompt=prompt, vote=vote))
-        return labelled
+        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
+                for group, vote in zip(groups, votes, strict=True)]
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""

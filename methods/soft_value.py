@@ -9,7 +9,6 @@ C completion tokens of one packed row.
 """
 
 import math
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,13 +19,13 @@ from collect import Sampler
 from config import ConfigError
 from infra import dist, runfolder
 from infra.lines import append, mend_log
-from records import Group, Prompt, Request, Rewards
+from records import Group, Prompt, Request, Rewards, frozen
 from settings.kinds import SoftValue
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class SoftValues:
     """V* of every training prompt, by its id."""
 
@@ -62,7 +61,7 @@ def estimate_table(
     the first step all were `sampled`, and are only read. Raises ConfigError if some are missing then.
     """
     path = folder / runfolder.SOFT_VALUES
-    lines, = dist.gather([mend_log(path)] if dist.rank() == 0 else [])
+    lines = dist.on_first(mend_log, path)
     rewards_by_id = {line["id"]: line["rewards"] for line in lines}
     missing = [prompt for prompt in prompts if prompt.id not in rewards_by_id]
     if missing and sampled:
@@ -94,11 +93,9 @@ def estimate_table(
 
 def sample_rewards(sampler: Sampler, prompts: list[Prompt], count: int) -> list[list[float]]:
     """Sample `count` completions of each prompt and return their rewards."""
-    requests = []
-    for prompt in prompts:
-        for k in range(count):
-            seed = dist.seed_for(sampler.seed, prompt.id, k, "reference")
-            requests.append(Request(prompt, seed, sampler.sampling.max_new_tokens))
+    limit = sampler.sampling.max_new_tokens
+    requests = [Request(prompt, dist.seed_for(sampler.seed, prompt.id, k, "reference"), limit)
+                for prompt in prompts for k in range(count)]
     samples = sampler.complete(requests)
     groups = [Group(prompt, tuple(samples[n * count:(n + 1) * count])) for n, prompt in enumerate(prompts)]
     return sampler.score(groups).total_NG.tolist()

@@ -17,7 +17,7 @@ empty.
 something else: the sequences that packing chooses from.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -26,7 +26,7 @@ from collect import Sampler, rank_informative
 from config import Rollout
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
-from records import Group, PromptDraw, Request, Rewards, Rolled, Sample, join
+from records import Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen, join
 
 Begun = tuple[PromptDraw, tuple[Sample, ...]]  # a group that goes on or waits
 
@@ -99,7 +99,7 @@ class Pool(PromptHistory):
             self.begun.append((draw, tuple(samples)))
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class WindowSampler:
     """Sample windows of every completion until a step has enough, and score what goes on no more."""
 
@@ -148,7 +148,7 @@ class WindowSampler:
             groups[n][g] = join(groups[n][g], piece)
 
     def is_whole(self, sample: Sample) -> bool:
-        return sample.finished or sample.cut or sample.own >= self.pool.sampling.max_new_tokens
+        return sample.is_whole(self.pool.sampling.max_new_tokens)
 
     def find_leaving(
         self,
@@ -204,10 +204,5 @@ def window_seed(seed: int, draw: PromptDraw, g: int, so_far: Sample | None) -> i
 def interleave(going_on: list, new: list) -> list:
     """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
     prompts alike."""
-    places = []
-    for items in (going_on, new):
-        for i, item in enumerate(items):
-            place = (i + 0.5) / len(items)
-            places.append((place, item))
-    places.sort(key=lambda pair: pair[0])
-    return [item for _, item in places]
+    placed = [((i + 0.5) / len(items), item) for items in (going_on, new) for i, item in enumerate(items)]
+    return [item for _, item in sorted(placed, key=lambda pair: pair[0])]

@@ -6,7 +6,6 @@ row of the comparison has a colour, a run a thin line and the mean over seeds a 
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
 from fnmatch import fnmatch
 from functools import partial
 from io import StringIO
@@ -21,65 +20,66 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from page.compare import LEAST_RUNS, format_amount
 from page.runs import COSTS, Groups, LoggedRun
 from page.summary import Score
+from records import frozen
 from verify.statistics import half_width
 
 # section -> charts: title, metrics, note (Chart.note)
 CHARTS = {
     "Reward": [
-        ("Reward", ["reward/mean"], "mean over the completions of a step\nIt should rise, then level off."),
-        ("Spread of the rewards", ["reward/std"],
+        ("Reward", "reward/mean", "mean over the completions of a step\nIt should rise, then level off."),
+        ("Spread of the rewards", "reward/std",
          "their standard deviation\nAt 0 all rewards are equal and nothing is learnt."),
-        ("Components of the reward", ["reward/*"],
+        ("Components of the reward", "reward/*",
          "means before their weights\nEach component with a weight should rise."),
-        ("Flat groups", ["advantage/flat_groups"],
+        ("Flat groups", "advantage/flat_groups",
          "share of groups of equal rewards\nThey have no gradient. The share grows as problems are learnt."),
     ],
     "Completions": [
-        ("Length", ["rollout/length"], "tokens per completion\nSteady, or rising with the reward, is good."),
-        ("Truncated", ["rollout/truncated"],
+        ("Length", "rollout/length", "tokens per completion\nSteady, or rising with the reward, is good."),
+        ("Truncated", "rollout/truncated",
          "share of completions\nNear 0 is good; else raise rollout.max_new_tokens."),
-        ("Entropy", ["rollout/entropy"],
+        ("Entropy", "rollout/entropy",
          "nats per sampled token\nA slow fall is good. A fall to 0 ends exploration."),
     ],
     "Pruning": [
-        ("Completions offered and kept", ["prune/offered", "prune/kept"],
+        ("Completions offered and kept", "prune/offered prune/kept",
          "of a step\nThe gap is what pruning left out."),
-        ("Largest weight", ["prune/weight_max"],
+        ("Largest weight", "prune/weight_max",
          "of a kept completion\n1 is no correction; a large weight makes the gradient noisy."),
-        ("Effective sample size", ["prune/ess"],
+        ("Effective sample size", "prune/ess",
          "of the weights, (sum w)² / sum w²\nClose to the number of kept completions is good."),
-        ("Prompts skipped", ["prune/skipped"],
+        ("Prompts skipped", "prune/skipped",
          "before they were rolled out\nSkipped prompts cost no tokens."),
     ],
     "Update": [
-        ("KL to the initial model", ["train/kl"],
+        ("KL to the initial model", "train/kl",
          "nats per trained token\nA slow rise is good; a jump shows that the policy has drifted."),
-        ("Clipped", ["train/clipped"],
+        ("Clipped", "train/clipped",
          "share of tokens stopped by the trust region\nA few percent is good; a first update has 0."),
-        ("Gradient norm", ["train/grad_norm"], "before clipping\nSpikes are a bad sign."),
-        ("Learning rate", ["train/lr"], "\nIt should follow optim.schedule."),
+        ("Gradient norm", "train/grad_norm", "before clipping\nSpikes are a bad sign."),
+        ("Learning rate", "train/lr", "\nIt should follow optim.schedule."),
     ],
     "Trainer against engine": [
-        ("Mismatch", ["mismatch/logp_abs_mean"],
+        ("Mismatch", "mismatch/logp_abs_mean",
          "mean |difference| of log-probs\nSmall and steady is good; train.py --check prints its bound."),
-        ("Largest mismatch", ["mismatch/logp_abs_max"], "of one token\nIt should not grow over the run."),
-        ("Mismatch KL", ["mismatch/kl"], "nats per token\nIt should stay near 0."),
+        ("Largest mismatch", "mismatch/logp_abs_max", "of one token\nIt should not grow over the run."),
+        ("Mismatch KL", "mismatch/kl", "nats per token\nIt should stay near 0."),
     ],
     "Critic": [
-        ("Explained variance", ["critic/explained_variance"],
+        ("Explained variance", "critic/explained_variance",
          "of the rewards, by the critic's values\nAbove 0 is useful, 1 is perfect."),
-        ("Critic's loss", ["critic/loss"], "\nIt should fall."),
-        ("Critic's gradient norm", ["critic/grad_norm"], "\nSpikes are a bad sign."),
+        ("Critic's loss", "critic/loss", "\nIt should fall."),
+        ("Critic's gradient norm", "critic/grad_norm", "\nSpikes are a bad sign."),
     ],
     "Cost": [
-        ("Tokens generated and trained", ["rollout/tokens", "train/tokens"],
+        ("Tokens generated and trained", "rollout/tokens train/tokens",
          "of a step\nThe gap is what pruning and flat groups saved."),
-        ("Seconds by phase", ["time/*"],
+        ("Seconds by phase", "time/*",
          "of a step, on rank 0\nRollout and update should take most of a step."),
-        ("Memory", ["memory/peak_gib"],
+        ("Memory", "memory/peak_gib",
          "GiB, the most that a rank has held so far\nFlat after the first steps is good."),
     ],
-    "All others": [("", ["*"], "")],
+    "All others": [("", "*", "")],
 }
 SEPARATE_CHARTS = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
 COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
@@ -91,7 +91,7 @@ SIZE = (3.7, 2.2)  # inches; a page has several beside each other, a phone one
 Curve = tuple[np.ndarray, np.ndarray]  # x and y of its points
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Chart:
     title: str
     note: str                      # a line above the chart and, below it, one on what good looks like
@@ -113,7 +113,7 @@ def draw_curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
     sections: dict[str, list[Chart]] = {}
     for section, charts in CHARTS.items():
         for title, patterns, note in charts:
-            drawn = [key for pattern in patterns for key in left if fnmatch(key, pattern)]
+            drawn = [key for pattern in patterns.split() for key in left if fnmatch(key, pattern)]
             left = [key for key in left if key not in drawn]
             for together in split_into_charts(drawn, title, len(runs)):
                 name = title if title and (len(runs) == 1 or len(drawn) == 1) else ", ".join(together)
@@ -144,10 +144,10 @@ def draw_chart(title: str, note: str, groups: Groups, keys: list[str], most: int
     return Chart(title, note, [(label, i) for i, label in enumerate(labels)], draw_svg(plot))
 
 
-def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> None:
+def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -> list[Curve]:
     """Draw a thin line per run, and a thick one, the mean of the finished runs, if their steps are alike.
 
-    A single finished run is drawn thick.
+    A single finished run is drawn thick. Returns the lines of finished runs.
     """
     style = {"color": COLOURS[i % len(COLOURS)], "linestyle": ("-", "--", ":")[i // len(COLOURS) % 3]}
     finished = [line for run, line in zip(group, lines, strict=True) if run.finished]
@@ -156,6 +156,7 @@ def plot_group(axes: Axes, group: list[LoggedRun], lines: list[Curve], i: int) -
     if finished and len({len(x) for x, _ in finished}) == 1:
         x, y = (np.mean([line[axis] for line in finished], axis=0) for axis in (0, 1))
         axes.plot(x, y, linewidth=1.8, **style)
+    return finished
 
 
 def thin_points(x: np.ndarray, y: np.ndarray, most: int) -> Curve:
@@ -178,16 +179,15 @@ def plot_score(axes: Axes, groups: Groups, score: Score, kind: str) -> None:
     """Draw each evaluation as a point, and lines and intervals of rows."""
     runs = sum(groups.values(), [])
     most = max(20, EVALUATIONS // (len(COSTS) * len(runs)))
-    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
+    bounds = score.bounds
     for i, group in enumerate(groups.values()):
         lines = []
         for run in group:
             step_E, value_E = run.held_out(score)
             lines.append(thin_points(run.spent(kind, step_E), value_E, most))
             axes.plot(*lines[-1], ".", color=COLOURS[i % len(COLOURS)], markersize=4)
-        plot_group(axes, group, lines, i)
-        ended = [line for run, line in zip(group, lines, strict=True) if run.finished]
-        plot_interval(axes, ended, i, bounds)
+        finished = plot_group(axes, group, lines, i)
+        plot_interval(axes, finished, i, bounds)
     if len(runs) == 1:
         plot_own_interval(axes, runs[0], score, most)
     bottom, top = axes.get_ylim()

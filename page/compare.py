@@ -5,7 +5,6 @@ page shows it as markdown or as HTML.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from statistics import mean
 
 import numpy as np
@@ -23,6 +22,7 @@ from page.runs import (
     score_at,
 )
 from page.summary import Score, phase_seconds
+from records import frozen
 from verify.statistics import half_width
 
 LEAST_RUNS = 3         # an interval needs so many runs
@@ -30,7 +30,7 @@ UNKNOWN, NEVER = "not known", "not reached"
 OUTSIDE_STEP = ("step", "start", "eval", "checkpoint")  # phases that are no part of a step's seconds
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class ReportTable:
     title: str
     head: list[str]
@@ -75,10 +75,9 @@ def title_of(score: Score) -> str:
 def score_table(groups: Groups, score: Score) -> ReportTable:
     """Tabulate the score before, at the end, and at the budget that every run reached."""
     columns, cells = read_at_budgets(groups, score, 1.0)
-    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     rows = []
     for label, group in groups.items():
-        ends = [format_mean([run.held_out(score)[1][i] for run in group], *bounds, score.text)
+        ends = [format_mean([run.held_out(score)[1][i] for run in group], *score.bounds, score.text)
                 for i in (0, -1)]
         rows.append([label, str(len(group)), ends[0], *cells[label], ends[1]])
     return ReportTable(f"{title_of(score)}, at the budget that every run reached",
@@ -96,13 +95,12 @@ def read_at_budgets(groups: Groups, score: Score, share: float) -> tuple[list[st
     """Read the score at a share of the budget that every run reached: a column for each kind of cost."""
     runs = sum(groups.values(), [])
     columns, cells = [], {label: [] for label in groups}
-    bounds = (0, 100) if score.percent else (-np.inf, np.inf)
     for kind in COSTS:
         budget = share * min(run.spent(kind, run.held_out(score)[0])[-1] for run in runs)
         columns.append(f"{format_amount(budget)} {kind}")
         for label, group in groups.items():
             read = [score_at(run, score, kind, budget) for run in group]
-            cells[label].append(format_reading(read, score.text, *bounds))
+            cells[label].append(format_reading(read, score.text, *score.bounds))
     return columns, cells
 
 

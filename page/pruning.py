@@ -43,7 +43,8 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
     if skipped[1].any():
         charts.append(Chart("Prompts skipped",
                             "of a step\nSkipped before their rollout, they cost no tokens.", [],
-                            draw_svg(lambda axes: plot_skipped(axes, *skipped))))
+                            draw_svg(lambda axes: axes.plot(*thin_points(*skipped, LINE_POINTS),
+                                                            color=COLOURS[0]))))
     return describe_pruning(run), charts
 
 
@@ -114,10 +115,6 @@ def plot_weights(axes: Axes, weights: np.ndarray) -> None:
     if len(weights):
         edges = np.linspace(0, 1.02 * weights.max(), 40)
         axes.hist(weights, edges, weights=np.full(len(weights), 1 / len(weights)), color=COLOURS[0])
-
-
-def plot_skipped(axes: Axes, x: np.ndarray, y: np.ndarray) -> None:
-    axes.plot(*thin_points(x, y, LINE_POINTS), color=COLOURS[0])
 
 
 def plot_tokens(axes: Axes, run: LoggedRun) -> None:

@@ -19,6 +19,7 @@ from infra import runfolder
 from infra.lines import is_evaluation, read_log, read_metrics
 from page.show import as_yaml
 from page.summary import Score
+from records import frozen
 from settings.loader import read
 
 # kind of cost -> the metric of each step to add up; None counts the steps.
@@ -101,7 +102,7 @@ def add_up_cost(steps: list[dict], kind: str, until_E: np.ndarray) -> np.ndarray
 Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but the seed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Reading:
     """A figure of a run (low = high), or the two evaluations that it lies between."""
 

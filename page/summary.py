@@ -2,15 +2,16 @@
 
 import math
 import sys
-from dataclasses import dataclass
+from collections import defaultdict
 from pathlib import Path
 
 from infra.lines import is_evaluation, read_metrics
 from infra.runfolder import SCORES, score_text
+from records import frozen
 from settings.paths import REPOSITORY
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Score:
     """The measure of an evaluation set, accuracy or reward: a key of runfolder.SCORES.
 
@@ -32,6 +33,11 @@ class Score:
     @property
     def scale(self) -> int:
         return 100 if self.percent else 1
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return the ends of the range that a value must lie in."""
+        return (0, 100) if self.percent else (-math.inf, math.inf)
 
     def text(self, value: float) -> str:
         return f"{value:.1f}" if self.percent else f"{value:.3f}"
@@ -80,10 +86,9 @@ def score_cell(line: dict, score: Score) -> str:
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
     """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds: dict[str, float] = {}
+    seconds: dict[str, float] = defaultdict(float)
     for line in lines:
-        for key in line:
+        for key, value in line.items():
             if key.startswith("time/"):
-                phase = key.removeprefix("time/")
-                seconds[phase] = seconds.get(phase, 0.0) + (line[key] or 0.0)
+                seconds[key.removeprefix("time/")] += value or 0.0
     return seconds

@@ -42,7 +42,6 @@ def choose_completions(samples: list[dict], most: int) -> dict:
     for line in samples:
         by_step.setdefault(line["step"], []).append(line)
     steps = [{"step": step, "groups": groups} for step, groups in sorted(by_step.items())]
-    every, shown = 1, steps
     for limit in TEXT_LIMITS:
         cut = [shorten_texts(step, limit) for step in steps]
         sizes = [count_bytes(step) for step in cut]

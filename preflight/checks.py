@@ -7,7 +7,7 @@ Dimension key:  C completion tokens of one row.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import islice
 
 import torch
@@ -18,11 +18,12 @@ from data import Task, Tokenizer, render_problem
 from history import sample_seed
 from infra import dist
 from infra.signals import SAVE_MEMORY
+from infra.tokenizer import as_messages
 from learner import Learner, checkpoint_roles
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
 from preflight import counts, memory
-from records import Group, Problem, Prompt, Request, Row, Sample
+from records import Group, Problem, Prompt, Request, Row, Sample, frozen
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.extract import extract
@@ -34,7 +35,7 @@ SOLUTIONS = 64  # gold solutions that the verifier is tried on
 ENDING = 40     # characters of a prompt's end that are compared
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Check:
     name: str
     passed: bool
@@ -107,12 +108,10 @@ def probe_prompts(prompts: list[Prompt], max_tokens: int) -> list[Prompt]:
 
 def sample_probes(engine: Engine, probes: list[Prompt], settings: Rollout, seed: int) -> list[Group]:
     """Sample every probe a few times, as if each rank had the next few completions of its group."""
-    requests = []
     first = dist.rank() * SAMPLES
     limit = min(NEW_TOKENS, settings.max_new_tokens)
-    for prompt in probes:
-        for g in range(first, first + SAMPLES):
-            requests.append(Request(prompt, sample_seed(seed, 0, prompt.id, g), limit))
+    requests = [Request(prompt, sample_seed(seed, 0, prompt.id, g), limit)
+                for prompt in probes for g in range(first, first + SAMPLES)]
     samples = iter(engine.generate(requests, settings.temperature))
     return [Group(prompt, tuple(islice(samples, SAMPLES))) for prompt in probes]
 
@@ -219,10 +218,8 @@ def check_seeds(groups: list[Group]) -> Check:
     independence the second of a pair equals the first with the first's probability, so the chance of these
     equal pairs is at most the product of those probabilities times the number of ways to choose the pairs.
     """
-    samples = []
-    for n, group in enumerate(groups):
-        for g, sample in enumerate(group.samples):
-            samples.append((n, g, dist.rank(), sample.ids, sum(sample.logp)))
+    samples = [(n, g, dist.rank(), sample.ids, sum(sample.logp))
+               for n, group in enumerate(groups) for g, sample in enumerate(group.samples)]
     ordered = sorted(dist.gather(samples))
     pairs = list(zip(ordered[::2], ordered[1::2], strict=True))
     equal = [logp for (*_, ids, logp), (*_, paired_ids, _) in pairs if ids == paired_ids]
@@ -259,9 +256,7 @@ def check_ends(groups: list[Group], engine: Engine, tokenizer: Tokenizer, policy
 
 def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
     """Check that the chat template ends a prompt with the opening of an answer."""
-    messages = [{"role": "user", "content": "1 + 1?"}]
-    if system:
-        messages.insert(0, {"role": "system", "content": system})
+    messages = as_messages("1 + 1?", system)
     without = tokenizer.conversation(messages, False)
     text = tokenizer.conversation(messages, True)
     opening = text.removeprefix(without)
@@ -337,9 +332,7 @@ def compare_with_transformers(cfg: Config, task: Task) -> list[Check]:
     except ImportError:
         return []
     problem = task.problems[0]
-    messages = [*problem.messages] or [{"role": "user", "content": problem.question}]
-    if data.system_prompt and messages[0]["role"] != "system":
-        messages.insert(0, {"role": "system", "content": data.system_prompt})
+    messages = as_messages(problem.messages or problem.question, data.system_prompt)
     theirs = AutoTokenizer.from_pretrained(task.source).apply_chat_template(
         messages, chat_template=tokenizer.own_template, add_generation_prompt=True, return_dict=False,
         **tokenizer.arguments)

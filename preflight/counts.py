@@ -4,13 +4,14 @@ Every count is a table of named parts, which `train.py --fit` prints; their sum 
 window are counted as if they had none: the embedded engine keeps all of their keys, and vLLM may need less.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from config import Config, Lora, has_reference
 from infra.rows import NAMED_SETS
 from infra.weights import Shape
+from records import frozen
 from rollout_vllm import PREFILL_TOKENS, cache_bytes
 from settings.kinds import Gae
 
@@ -19,7 +20,7 @@ MANY = 1_000_000_000  # sequences: more than any engine has slots for
 GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Pass:
     """What the memory of a forward and backward pass of one row depends on."""
 

@@ -10,7 +10,7 @@ import os
 import textwrap
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -24,6 +24,7 @@ from infra.terminal import CARDS
 from infra.weights import read_shape
 from preflight import counts
 from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
+from records import frozen
 from settings import loader as settings
 from settings.loader import read_json
 from settings.paths import REPOSITORY, find_path
@@ -35,7 +36,7 @@ SHAPES = REPOSITORY / "preflight" / "shapes.json"  # hub name -> what its config
 
 # ---- does it fit
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Fit:
     """What a config chooses on a machine, and the bytes of each phase on each rank."""
 

@@ -10,7 +10,7 @@ import sys
 import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -29,7 +29,7 @@ from preflight.counts import (
     sequences_asked,
     update_bytes,
 )
-from records import EngineSpec
+from records import EngineSpec, frozen
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -43,7 +43,7 @@ ROW_STEP = 256    # tokens; rows grow in steps of it
 REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
 
-@dataclass(frozen=True, slots=True)
+@frozen
 class Machine:
     """The hardware of a rank."""
 
@@ -230,10 +230,8 @@ def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, sa
         yield f"device=cpu: {machine.no_cuda}"
     if machine.device.type == "cuda" and cfg.rollout.engine == "auto" and machine.no_vllm:
         yield f"rollout.engine=torch, the embedded one: {machine.no_vllm}"
-    was = []
-    for key, value in list_choices(cfg, here).items():
-        if key not in ("device", "rollout.sleep") and saved.get(key, value) != value:
-            was.append(f"{key}={saved[key]}")
+    was = [f"{key}={saved[key]}" for key, value in list_choices(cfg, here).items()
+           if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
     if was:
         yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
 
@@ -361,11 +359,6 @@ def used_bytes(device: torch.device) -> float:
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
         return total - free
-    return peak_resident_bytes()
-
-
-def peak_resident_bytes() -> int:
-    """Return the most bytes of the machine's memory that this process has held so far."""
     unit = 1 if sys.platform == "darwin" else 1024
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 

@@ -6,27 +6,40 @@ A section of one of these unions is a dataclass by its `kind`; config.py has all
 from dataclasses import dataclass
 from typing import Annotated, Literal
 
-from settings import loader as settings
-from settings.loader import Count, CountOrZero, Positive, PositiveOrZero, ZeroToOne, at_least
+from settings.loader import (
+    AboveOne,
+    BelowOne,
+    Chance,
+    Count,
+    CountOrZero,
+    Positive,
+    PositiveOrZero,
+    Share,
+    ZeroToOne,
+    at_least,
+    within,
+)
+
+kind = dataclass(frozen=True, slots=True, kw_only=True)  # decorates each class below
 
 KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                     "prune.completions.kind=none")]
-DropProb = Annotated[float, settings.within("[0, 1)", ": no weight makes up for a certain drop")]
+DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for a certain drop")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Gold:
     """Score by the answers of the data."""
     kind: Literal["gold"] = "gold"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Votes:
     """OptPO (arXiv:2512.02882): score by the answer that most completions agree on, without labels."""
     kind: Literal["votes"] = "votes"
-    right: Annotated[float, settings.within("(0, 1)")] = 0.6  # p0, chance of a vote for the true answer
-    other: Annotated[float, settings.within("(0, 1)")] = 0.1  # p1, chance of one for any other answer
-    threshold: Annotated[float, settings.above(1)] = 19.0  # Bayes factor of leader to runner-up that decides
+    right: Chance = 0.6  # p0, chance of a vote for the true answer
+    other: Chance = 0.1  # p1, chance of one for any other answer
+    threshold: AboveOne = 19.0  # Bayes factor of leader to runner-up that decides
     chunk: Count = 4               # completions added at a time to a prompt that is not decided
     most: Count = 32               # M, completions of a prompt after which its leader is taken as it is
 
@@ -34,7 +47,7 @@ class Votes:
 Labels = Gold | Votes
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class GroupNorm:
     """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
     kind: Literal["group_norm"] = "group_norm"
@@ -42,25 +55,25 @@ class GroupNorm:
     eps: Positive = 1e-4           # added to the deviation; verl has 1e-6
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Centred:
     """Dr. GRPO (arXiv:2503.20783): the reward less its group's mean."""
     kind: Literal["centred"] = "centred"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class LeaveOneOut:
     """RLOO (arXiv:2402.14740): the reward less the mean of the others in its group."""
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Shrinkage:
     """The reward less a mean of the others, shrunk towards the other prompts' (arXiv:2511.03710)."""
     kind: Literal["shrinkage"] = "shrinkage"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Decoupled:
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
@@ -68,7 +81,7 @@ class Decoupled:
     eps: Positive = 1e-4           # added to the deviation
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class SoftValue:
     """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
     kind: Literal["soft_value"] = "soft_value"
@@ -77,7 +90,7 @@ class SoftValue:
     residual: Positive | None = None  # beta of its squared loss (methods/soft_value.py); 1e-3 in the paper
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Gae:
     """PPO (arXiv:1707.06347), VAPO (arXiv:2504.05118), T-PPO (arXiv:2506.15050): with a critic."""
     kind: Literal["gae"] = "gae"
@@ -87,7 +100,7 @@ class Gae:
     bootstrap: Literal["prev", "true"] = "prev"  # value behind a cut: of the state before (EGAE), or its own
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Preference:
     """Pairs of a group by reward: DPO (arXiv:2305.18290), RPO (2405.16436), MADPO (2510.05342)."""
     kind: Literal["preference"] = "preference"
@@ -95,12 +108,12 @@ class Preference:
     pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
     likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
     gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
-    c_max: Annotated[float, settings.above(1)] = 2.0  # of the weight of pairs below `gap`
-    c_min: Annotated[float, settings.within("[0, 1)")] = 0.5  # ... and above
+    c_max: AboveOne = 2.0  # of the weight of pairs below `gap`
+    c_min: BelowOne = 0.5  # ... and above
     steepness: Positive = 1.0      # of the way from one to the other
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class GroupPreference:
     """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
     kind: Literal["group_preference"] = "group_preference"
@@ -116,13 +129,13 @@ def is_preference(advantage: Advantage) -> bool:
     return isinstance(advantage, Preference | GroupPreference)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class KeepAll:
     """Train on every completion."""
     kind: Literal["none"] = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class TopK:
     """CPPO (arXiv:2503.22342): train on the completions of the largest |advantage|. Biased."""
     kind: Literal["topk"] = "topk"
@@ -130,21 +143,21 @@ class TopK:
     scope: Literal["group", "batch"] = "group"  # batch: keep x groups of the whole step
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Bottom:
     """Dynamic Pruning as listed (arXiv:2603.04135): drop completions of small |advantage|. Biased."""
     kind: Literal["bottom"] = "bottom"
     drop_prob: DropProb            # share of each group
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Bernoulli:
     """Dynamic Pruning as proved (arXiv:2603.04135): drop small |A| at random, weigh up the kept. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a completion with an |advantage| below its group's mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Pps:
     """Draw a given number with probability in proportion to size, and weigh by its inverse. Unbiased."""
     kind: Literal["pps"] = "pps"
@@ -154,7 +167,7 @@ class Pps:
     by_cost: bool = False          # size over sqrt(length), for a budget of tokens instead of completions
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Pods:
     """PODS (arXiv:2504.13818): train on the completions with the largest reward variance. Biased."""
     kind: Literal["pods"] = "pods"
@@ -162,31 +175,31 @@ class Pods:
     compare: Literal["kept", "all"] = "kept"  # advantages among those kept, as released, or among all
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class VarianceShare:
     """RAGEN-2 (arXiv:2604.06268): train on the groups that hold most of the reward variance. Biased."""
     kind: Literal["variance"] = "variance"
-    share: Annotated[float, settings.within("(0, 1]")] = 0.9  # of the sum of the groups' variances
+    share: Share = 0.9  # of the sum of the groups' variances
     slack: PositiveOrZero = 0.01   # taken off the share: a step of hardly any variance is left out
 
 
 Completions = KeepAll | TopK | Bottom | Bernoulli | Pps | Pods | VarianceShare
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class AllPrompts:
     """Roll out every prompt."""
     kind: Literal["none"] = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class BernoulliPrompts:
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small |A| at random, weigh up the kept. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class LowestRank:
     """Dynamic Pruning as listed (arXiv:2603.04135): skip prompts of small mean |advantage|. Biased."""
     kind: Literal["rank"] = "rank"
@@ -195,24 +208,24 @@ class LowestRank:
     max_skips: Annotated[int, at_least(1, ": a prompt that is never rolled out is never measured again")]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Greso:
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
     kind: Literal["greso"] = "greso"
-    explore: Annotated[float, settings.within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
-    target: Annotated[float, settings.within("(0, 1)")] = 0.25  # share of flat groups that p is steered to
+    explore: Annotated[float, within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
+    target: Chance = 0.25  # share of flat groups that p is steered to
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class ProportionalPrompts:
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
     kind: Literal["pps"] = "pps"
     # of the prompts rolled out before, how many are expected to be again
-    share: Annotated[float, settings.within("(0, 1]")]
-    floor: Annotated[float, settings.within("(0, 1]")] = 0.1  # least size of a prompt, over their mean
+    share: Share
+    floor: Share = 0.1  # least size of a prompt, over their mean
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Depo:
     """DEPO (arXiv:2602.06375): roll out prompts that are estimated neither too hard nor too easy. Biased."""
     kind: Literal["depo"] = "depo"
@@ -228,25 +241,25 @@ class Depo:
 Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPrompts | Depo
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class WholeCompletions:
     """Train on every token of the survivors."""
     kind: Literal["none"] = "none"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Prefix:
     """NAT (arXiv:2603.06619): train on the tokens before a random cut, weighed up. Unbiased."""
     kind: Literal["prefix"] = "prefix"
     # chance that nothing is cut off, above 0; no token weighs more than one over it
-    whole: Annotated[float, settings.within("(0, 1]")] = 0.5
+    whole: Share = 0.5
     least: Count = 1               # tokens that no cut takes
 
 
 Tokens = WholeCompletions | Prefix
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Clip:
     """PPO (arXiv:1707.06347), GRPO, DAPO: the ratio, or no gradient if the clip has stopped it."""
     kind: Literal["clip"] = "clip"
@@ -255,7 +268,7 @@ class Clip:
     dual: float | None = None      # upper bound on the ratio of a negative advantage; verl has 10
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class ClipSequence:
     """GSPO (arXiv:2507.18071): clip by the geometric mean of a completion's token ratios."""
     kind: Literal["clip_sequence"] = "clip_sequence"
@@ -264,7 +277,7 @@ class ClipSequence:
     dual: float | None = None      # upper bound on the ratio of a negative advantage
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Clamp:
     """CISPO (arXiv:2506.13585): the ratio is clamped and every token keeps its gradient."""
     kind: Literal["clamp"] = "clamp"
@@ -272,24 +285,24 @@ class Clamp:
     high: PositiveOrZero = 0.2     # ... and at most 1 + high
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class TotalVariation:
     """Divergence PPO (arXiv:2602.04879), IPO of prime-rl: bound how far a token's probability moves."""
     kind: Literal["total_variation"] = "total_variation"
     divergence: Positive           # the bound, on a difference of probabilities; 0.15 in the paper
     sides: Literal["advantage", "both"] = "advantage"  # stop moves along the advantage, or all moves (IPO)
-    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+    cap: AboveOne = 20.0  # upper bound on the ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class BinaryKl:
     """Divergence PPO (arXiv:2602.04879) by the KL of a token against all others."""
     kind: Literal["binary_kl"] = "binary_kl"
     divergence: Positive           # the bound, in nats; 0.05 in the paper
-    cap: Annotated[float, settings.above(1)] = 20.0  # upper bound on the ratio
+    cap: AboveOne = 20.0  # upper bound on the ratio
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class NoBound:
     """REINFORCE, A*-PO: the gradient of -A log pi, however far the policy has moved."""
     kind: Literal["none"] = "none"
@@ -298,15 +311,15 @@ class NoBound:
 Trust = Clip | ClipSequence | Clamp | TotalVariation | BinaryKl | NoBound
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class AdamW:
     """AdamW (arXiv:1711.05101) on all weights that are trained."""
     kind: Literal["adamw"] = "adamw"
     lr: Positive                   # learning rate
     schedule: Literal["constant", "cosine"] = "constant"  # after the warm-up; cosine: down to 0 at the end
     warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
-    beta1: settings.BelowOne = 0.9          # decay of the mean of gradients
-    beta2: settings.BelowOne = 0.999        # decay of the mean of their squares
+    beta1: BelowOne = 0.9          # decay of the mean of gradients
+    beta2: BelowOne = 0.999        # decay of the mean of their squares
     weight_decay: PositiveOrZero = 0.0  # of every parameter, as verl: norms, biases and embeddings too
     clip_norm: Positive = 1.0      # on the norm of the whole gradient, over all ranks
     offload: bool = False          # CUDA: weights, gradients and moments stay and step in the host's memory

@@ -57,6 +57,9 @@ Positive = Annotated[float, above(0)]
 PositiveOrZero = Annotated[float, at_least(0)]
 ZeroToOne = Annotated[float, within("[0, 1]")]
 BelowOne = Annotated[float, within("[0, 1)")]
+AboveOne = Annotated[float, above(1)]
+Share = Annotated[float, within("(0, 1]")]
+Chance = Annotated[float, within("(0, 1)")]
 
 
 class Loader(yaml.SafeLoader):

@@ -27,12 +27,6 @@ def find_path(text: str | Path) -> Path:
     return path if path.exists() or not (REPOSITORY / path).exists() else REPOSITORY / path
 
 
-def require_new(folder: Path, option: str) -> None:
-    """Raise ConfigError for a folder with something in it, which would be written over."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{option} {folder} is a file, or a folder with something in it; name a new one")
-
-
 def matching(text: str, option: str) -> list[Path]:
     """List the paths that a pattern matches, which a shell has not expanded; a path without one is itself.
 

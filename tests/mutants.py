@@ -168,7 +168,7 @@ BUGS = {
         ('len(piece.replies), "turn")', '0, "turn")', "environment"),
         ("- len(request.prompt.ids) - length", "- length", "environment"),
         ("last = len(whole.replies) + 1 >=", "last = len(whole.replies) >=", "environment"),
-        ("(piece.length, end)", "(piece.length + 1, end)", "environment"),
+        ("replies=((0, len(ids)),)", "replies=((1, len(ids)),)", "environment"),
         ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
         ("finished=False, cut=True", "cut=True", "environment"),
     ],

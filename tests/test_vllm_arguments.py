@@ -189,7 +189,7 @@ def plan(name: str, ranks: int) -> EngineSpec:
         patch.setattr(train, "build_learner", lambda *given: learner)
         patch.setattr(train.critic, "with_critic", lambda *given: learner)
         patch.setattr(train, "start_engine", lambda kind, spec: taken.append(spec))
-        tokenizer = SimpleNamespace(eos_ids=frozenset([2]), stops=None)
+        tokenizer = SimpleNamespace(folder=TOY, eos_ids=frozenset([2]), stops=None)
         train.load_models(cfg, SimpleNamespace(source=TOY, tokenizer=tokenizer))
     return taken[0]
 

@@ -12,7 +12,6 @@ share no problem, except at level 1: pre-training has seen most of its few probl
 import random
 import shutil
 from collections.abc import Iterator
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -53,14 +52,13 @@ def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> dict[Arithmetic, 
     """Make `count` problems, as many of each level, no two the same and none of `taboo`."""
     rng = random.Random(seed)
     lines: dict[Arithmetic, dict] = {}
-    for level in cycle(LEVELS):
+    while len(lines) < count:
+        level = LEVELS[len(lines) % len(LEVELS)]
         line, numbers = problem(rng, level)
         while numbers in lines or numbers in taboo:
             line, numbers = problem(rng, level)
         lines[numbers] = line
-        if len(lines) == count:
-            return lines
-    raise AssertionError("levels come round without end")
+    return lines
 
 
 def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
@@ -80,9 +78,7 @@ def main(folder: Path) -> None:
     write(folder)
     torch.manual_seed(0)
     model = folder / "hard_model"
-    model.mkdir(exist_ok=True)
-    for path in (HERE / "model").glob("*.json"):  # the toy's tokenizer and shape
-        shutil.copyfile(path, model / path.name)
+    shutil.copytree(HERE / "model", model, dirs_exist_ok=True)  # the toy's tokenizer and shape
     (model / "model.safetensors").unlink(missing_ok=True)
     texts = ((line["question"], line["solution"]) for line, _ in pretraining())
     pretrain(model, texts, batches=1000, batch_size=BATCH_SIZE, lr=3e-3, stop=BATCHES)

@@ -7,7 +7,6 @@ guesses, and is mostly wrong; its worked solutions are mostly right. Reinforceme
 it to work answers out.
 """
 
-import argparse
 import json
 import random
 import sys
@@ -27,6 +26,7 @@ from tqdm import trange  # noqa: E402
 import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 from infra import dist  # noqa: E402
+from infra.terminal import new_parser  # noqa: E402
 from infra.weights import save_weights  # noqa: E402
 from records import Segments  # noqa: E402
 
@@ -165,8 +165,7 @@ def main(folder: Path, batches: int, batch_size: int, lr: float) -> None:
 
 
 if __name__ == "__main__":
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser = new_parser(__doc__)
     parser.add_argument("--out", type=Path, default=HERE / "model")
     parser.add_argument("--batches", type=int, default=1300)
     parser.add_argument("--batch-size", type=int, default=160)

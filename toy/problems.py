@@ -77,11 +77,11 @@ def problems(seed: int, taboo: frozenset[Arithmetic]) -> Iterator[tuple[dict, Ar
 def distinct(count: int, seed: int, taboo: frozenset[Arithmetic]) -> dict[Arithmetic, dict]:
     """Make `count` problems, no two with the same arithmetic."""
     lines: dict[Arithmetic, dict] = {}
-    for line, numbers in problems(seed, taboo):
+    stream = problems(seed, taboo)
+    while len(lines) < count:
+        line, numbers = next(stream)
         lines.setdefault(numbers, line)
-        if len(lines) == count:
-            return lines
-    raise AssertionError("the stream of problems is endless")
+    return lines
 
 
 def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:

@@ -40,9 +40,7 @@ def secret_lines(part: str) -> Iterator[dict]:
 def lookup_line(rng: random.Random, number: int) -> dict:
     """Make a table of six numbers in a ring, and ask for two steps through it."""
     ring = rng.sample(range(1, 100), 6)
-    leads = {}
-    for i, one in enumerate(ring):
-        leads[str(one)] = ring[(i + 1) % len(ring)]
+    leads = dict(zip(map(str, ring), [*ring[1:], ring[0]], strict=True))
     question = f"Table {number}: two steps from {ring[0]}."
     return {"question": question, "answer": str(ring[2]), "next": leads}
 
@@ -102,9 +100,7 @@ def main(folder: Path) -> None:
     write(folder)
     torch.manual_seed(0)
     model = folder / "talk_model"
-    model.mkdir(exist_ok=True)
-    for path in (HERE / "model").iterdir():  # it goes on from the toy's model
-        shutil.copyfile(path, model / path.name)
+    shutil.copytree(HERE / "model", model, dirs_exist_ok=True)  # it goes on from the toy's model
     pretrain(model, conversations(), batches=400, batch_size=48, lr=1e-3)
 
 

@@ -32,10 +32,8 @@ def read_cases(path: Path) -> list[dict]:
     """Read labelled completions. Raises VerifyError with the line of a malformed one."""
     if not path.is_file():
         raise VerifyError(f"--cases: file {path} not found")
-    cases = []
-    for i, line in enumerate(path.read_bytes().split(b"\n"), start=1):
-        if line.strip():
-            cases.append(read_case(line, f"{path}:{i}"))
+    lines = enumerate(path.read_bytes().split(b"\n"), start=1)
+    cases = [read_case(line, f"{path}:{i}") for i, line in lines if line.strip()]
     if not cases:
         raise VerifyError(f"{path} holds no cases")
     return cases

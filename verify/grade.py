@@ -141,9 +141,9 @@ def set_alarm(seconds: float) -> None:
 class Call:
     """Call a function in a worker. The call starts at once, and `result` waits for it."""
 
-    def __init__(self, function: Callable, *args: object, limits: Limits | None = None):
-        self.limits = limits or ALGEBRA
-        self.args = function, self.limits.seconds, *args
+    def __init__(self, function: Callable, *args: object, limits: Limits = ALGEBRA):
+        self.limits = limits
+        self.args = function, limits.seconds, *args
         self.start()
 
     def start(self) -> None:
@@ -233,8 +233,8 @@ def compare_by_algebra(gold: str, answer: str) -> str:
     return "unparsed" if failures else "wrong"
 
 
-def finish_verdict(verdict: str | Call) -> str:
-    """Wait for a verdict, and return it."""
+def finish_verdict(verdict: str | Call) -> str | bool:
+    """Wait for a verdict, and return it; "timed_out" or "unparsed" for one that no worker lives to give."""
     if isinstance(verdict, str):
         return verdict
     try:
@@ -302,16 +302,7 @@ def unreadable(golds: Iterable[str]) -> set[str]:
     """Return the gold answers that the verifier cannot read; only the same spelling is right for them."""
     uncertain = [gold for gold in dict.fromkeys(golds) if number(gold) is None]
     calls = {gold: Call(is_readable, gold, algebra_can_read) for gold in uncertain}
-    unread = set()
-    for gold, call in calls.items():
-        try:
-            if not call.result():
-                unread.add(gold)
-        except VerifyError:
-            raise
-        except Exception:  # a gold answer that kills its worker
-            unread.add(gold)
-    return unread
+    return {gold for gold, call in calls.items() if finish_verdict(call) is not True}
 
 
 def algebra_can_read(expression: str) -> bool:

@@ -24,8 +24,8 @@ def mean(values: Iterable[float]) -> float:
     return math.fsum(values) / len(values)
 
 
-def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[float, float]:
-    """Compute Wilson's score interval (95% at z = 1.96) of the mean share of right answers, n per problem.
+def wilson(value_N: Iterable[float], n: float = 1) -> tuple[float, float]:
+    """Compute Wilson's score interval (95%) of the mean share of right answers, n per problem.
 
     The spread of the shares gives the number of independent answers that they are worth, at most N x n.
     Because the spread is estimated, z becomes Student's quantile (the first terms of its expansion). With
@@ -35,6 +35,7 @@ def wilson(value_N: Iterable[float], n: float = 1, z: float = 1.96) -> tuple[flo
     N, fraction = len(value_N), value_N.mean()
     spread = value_N.var(ddof=1) if n > 1 and N > 1 else 0.0
     count = min(N * fraction * (1 - fraction) / spread, N * n) if spread > 0 else N
+    z = 1.96
     z *= 1 + (z * z + 1) / (4 * (N - 1)) if n > 1 and N > 1 else 1
     centre = (fraction + z * z / count / 2) / (1 + z * z / count)
     half = z * math.sqrt(fraction * (1 - fraction) / count + (z / count) ** 2 / 4) / (1 + z * z / count)
