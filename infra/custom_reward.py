@@ -85,7 +85,7 @@ def read_text(path: str, setting: str) -> str:
         raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
 
 
-REPORTED: set[tuple[RewardFile, str]] = set()  # files and reasons that `report_once` has reported
+REPORTED: set[tuple[str, str]] = set()  # files and reasons that `report_once` has reported
 
 
 @frozen
@@ -129,7 +129,9 @@ def read_values(own: RewardFile, cfg: Reward, call: Call, row_id: str, timed_out
         returned = await_call(own, call, row_id)
     except OverLimit as error:
         reason = str(error)
-        report_once(own, reason, row_id)
+        report_once(f"reward.custom_file={own.source.path}", own.limits, reason, row_id,
+                    f"its value is {own.ended:g} (reward.custom_ended), as of all that end so "
+                    "(reward/timed_out, reward/died)")
         returned = [own.ended] * len(own.functions)
         timed_out = timed_out or reason == TIME
         died = reason != TIME
@@ -145,15 +147,12 @@ def await_call(own: RewardFile, call: Call, row_id: str) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def report_once(own: RewardFile, reason: str, row_id: str) -> None:
-    """Say on stderr that a call was ended, the first time for each reason."""
-    if (own, reason) not in REPORTED:
-        REPORTED.add((own, reason))
-        print(
-            f"reward.custom_file={own.source.path}: a call {describe_end(own.limits, reason)} (row {row_id}"
-            f"); its value is {own.ended:g} (reward.custom_ended), as of all that end so "
-            "(reward/timed_out, reward/died)",
-            file=sys.stderr, flush=True)
+def report_once(file: str, limits: Limits, reason: str, row_id: str, then: str) -> None:
+    """Say on stderr that a call was ended, the first time for each file and reason."""
+    if (file, reason) not in REPORTED:
+        REPORTED.add((file, reason))
+        how = describe_end(limits, reason)
+        print(f"{file}: a call {how} (row {row_id}); {then}", file=sys.stderr, flush=True)
 
 
 def describe_end(limits: Limits, reason: str) -> str:

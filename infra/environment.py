@@ -1,13 +1,11 @@
 """Call the user's own environment (environment.file), in workers that may be ended."""
 
-import functools
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from config import Config, ConfigError, Environment
-from infra.custom_reward import describe_end, read_file
+from infra.custom_reward import describe_end, read_file, report_once
 from infra.environment_worker import Reply, Turn, call_environment, list_schemas, make_reply
 from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
@@ -15,11 +13,6 @@ from records import Problem, frozen
 from verify.grade import WORKERS, Call, Limits, OverLimit
 
 CHARACTERS = 200  # of one token at most, so that a reply with more for each token of the context cannot fit
-
-
-@functools.cache
-def report_once(reason: str) -> None:
-    print(reason, file=sys.stderr, flush=True)
 
 
 @frozen
@@ -70,12 +63,12 @@ class EnvironmentFile:
         try:
             reply = call.result()
         except OverLimit as error:
-            how = describe_end(self.limits, str(error))
             goes_on = "the model reads that" if self.tools else "its completion ends there"
-            report_once(f"environment.file={self.settings.file}: a call {how} (row {row_id}); {goes_on}, as "
-                        "of all that end so (environment/failures)")
+            report_once(f"environment.file={self.settings.file}", self.limits, str(error), row_id,
+                        f"{goes_on}, as of all that end so (environment/failures)")
             if not self.tools:
                 return Reply(None, failures=1)
+            how = describe_end(self.limits, str(error))
             message = {"role": "tool", "name": "", "content": f"error: the call {how}"}
             return make_reply([message], self.format, 1)
         if isinstance(reply, str):

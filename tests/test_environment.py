@@ -349,9 +349,8 @@ def test_a_file_that_is_none_is_one_line(source, message, tmp_path):
 
 
 def test_a_call_that_is_ended_ends_its_completion_and_is_said_once(tmp_path, capfd):
-    environment.report_once.cache_clear()
     file = opened(tmp_path, "def reply(text, row):\n    while text: pass\n")
-    replies = [file.wait(call, "q7") for call in [file.ask(text, text, {}) for text in ("a", "b")]]
+    replies = [file.wait(file.ask(text, text, {}), row) for text, row in (("a", "q7"), ("b", "q8"))]
     assert replies == [Reply(None, failures=1)] * 2
     assert capfd.readouterr().err.splitlines() == [
         f"environment.file={tmp_path}/mine.py: a call took more than 0.3 s of computing or 10 times that by the clock "
