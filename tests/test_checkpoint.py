@@ -107,7 +107,7 @@ def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(settings, tmp_
     assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
     exported = weights(load(tmp_path / "saved" / "hf"))
     assert all(torch.equal(exported[name.removeprefix("model.")], p) for name, p in whole.items())
-    for ranks in (1, 3, 4):
+    for ranks in (1, 3):
         for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved", *settings):
             assert extra == {"step": 7, "name": "extra of 7"}
             for one, other in zip(expected, found, strict=True):

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import survive
 import torch
-from conftest import ROOT, TOY, toy_config, write_tiny
+from conftest import ROOT, TOY, toy_config
 
 import config
 import data
@@ -334,7 +334,7 @@ def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, 
 
 def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys):
     """Two models on generated sums: a citable line and a row of LaTeX for each, and their paired difference."""
-    other = write_tiny(tmp_path / "other_model")
+    other = shutil.copytree(ROOT / "toy" / "hard_model", tmp_path / "other_model")  # whose answers end soon too
     assert run("--suite", "sums", "--model", str(TOY), str(other)) == 0
     said = capsys.readouterr().out
     assert "sums-2026: 300 problems x 1 answers show a difference of two models from about 8 points on" in said

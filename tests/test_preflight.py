@@ -36,7 +36,7 @@ def failing(cfg) -> list[str]:
     return [c.name for c in checks if not c.passed]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def unchecked():
     """Runs have their checks here."""
 

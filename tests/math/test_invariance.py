@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -31,6 +32,7 @@ from preflight import checks as preflight
 from preflight import memory
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
+from verify import grade as grading
 
 CONFIGS = {
     "cppo": [],
@@ -209,6 +211,7 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, r
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
     """Join a gloo group of `ranks`, do the work and leave its result behind."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, grading.STOP_SIGNALS)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     torch.set_num_threads(1)  # an environment variable comes too late in a spawned process
     store = f"file://{folder}/store{ranks}"
@@ -220,8 +223,11 @@ def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
 @functools.cache
 def process(rank: int) -> ProcessPoolExecutor:
     """The one process that is this rank in every test, because a new one imports for seconds. Never another rank:
-    torch remembers what it has computed of a rank's place among others."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    torch remembers what it has computed of a rank's place among others. It is forked by the process that forks the
+    verifier's workers too, and has imported torch (verify/grade.py)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["verify.algebra", "torch"])
+    return ProcessPoolExecutor(1, context)
 
 
 def on_ranks(ranks: int, folder, work, *arguments) -> list:
