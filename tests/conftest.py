@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -89,10 +90,10 @@ def unflushed():
 
 @pytest.fixture(scope="module", autouse=True)
 def untried():
-    """What the toy's files do is known, so no child process tries them first (test_trial.py): a fork of a process as
-    large as this one takes long."""
+    """What the files of the toy and of `tiny` do is known, so no child process tries them first (test_trial.py): a fork
+    of a process as large as this one takes long."""
     def known(true, what: object, function, *given, **limits):
-        own = str(what).endswith((str(TOY), "/few.jsonl", "/first.jsonl"))
+        own = str(what).endswith((str(TOY), "/tiny0", "/few.jsonl", "/first.jsonl"))
         return function(*given) if own else true(what, function, *given, **limits)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -141,6 +142,11 @@ def write_tiny(folder: Path, seed: int = 0, std: float = 0.3, **changes) -> Path
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
+
+
+def others_slow(cases: Iterable, *fast) -> list:
+    """The cases of a parametrized test, of which `make test` runs those that are named, `make test-long` all."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
 
 
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> decoder.Decoder:

@@ -15,6 +15,7 @@ import torch
 from conftest import ROOT
 from test_memory import small
 
+import config
 import lora
 from advantage import flat_groups
 from config import ConfigError, Lora
@@ -325,7 +326,9 @@ def ran(name: str, *given: str) -> dict:
     return measured
 
 
-def test_the_bench_of_a_step_has_less_to_do_where_less_is_kept(capsys):
+def test_the_bench_of_a_step_has_less_to_do_where_less_is_kept(capsys, monkeypatch):
+    load = config.load
+    monkeypatch.setattr(config, "load", lambda name, sets: load(name, [*sets, "rollout.prompts_per_step=2"]))
     whole, some = step.steps(rounds=1, keeps=(16, 4))
     assert whole["tokens"] > 2 * some["tokens"] and whole["update of unpruned"] == [1.0]
     assert all(whole[f"{name} s"] > 0 for name in ("rollout", "reward", "pack", "update", "sync", "step"))
@@ -363,9 +366,9 @@ def test_the_bench_of_rollouts_and_checkpoints_measures_each_engine_and_each_way
 def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
     rows = grade.speed("common", rounds=1, count=14)
     assert [row["verifier"] for row in rows] == ["winnow", "math-verify"] and min(rows[0]["answers/s"]) > 0
-    assert grade.hostile(8)["texts"] == 8
-    row = grade.hostile_batch(4)
-    assert row["formulas"] == sum(row.get(verdict, 0) for verdict in ("wrong", "unparsed", "timed_out")) == 4
+    assert grade.hostile(2)["texts"] == 2
+    row = grade.hostile_batch(2)
+    assert row["formulas"] == sum(row.get(verdict, 0) for verdict in ("wrong", "unparsed", "timed_out")) == 2
 
 
 def check_damage(rows: list[dict]) -> None:

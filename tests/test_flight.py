@@ -25,7 +25,7 @@ from preflight import memory
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
 
-FLIGHT = ["steps=6", "optim.lr=1e-3", "rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8"]
+FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8"]
 THINNED = ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "data.limit=10", "steps=10"]
 
 
@@ -192,7 +192,8 @@ def drawn_at(watched: dict, step: int, n: int, g: int) -> list[int]:
 
 
 @pytest.mark.parametrize("loss", [
-    ["loss.tis_cap=1.05"], ["loss.old_logp=engine", "loss.tis_cap=1.3", "loss.trust={low: 0.1, high: 0.1}"],
+    pytest.param(["loss.tis_cap=1.05"], marks=pytest.mark.slow),
+    ["loss.old_logp=engine", "loss.tis_cap=1.3", "loss.trust={low: 0.1, high: 0.1}"],
     pytest.param(["loss.old_logp=engine", "loss.tis_cap=null",
                   "loss.trust={kind: total_variation, divergence: 0.02, sides: both}"], marks=pytest.mark.slow),
 ], ids=["decoupled", "clip", "ipo"])
@@ -200,7 +201,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         loss, watched, tmp_path):
     """-1/(N G) sum_i 1/|o_i| sum_t f_t A_i grad log pi, with the ratio of every token to the policy that drew it: the
     weights of that step, run over the completion alone."""
-    cfg = in_flight(tmp_path / "run", *loss, "rollout.in_flight=1.75", "steps=4", "data.eval=null")
+    cfg = in_flight(tmp_path / "run", *loss, "rollout.in_flight=1.75", "steps=4")
     train.train(cfg)
     step = max(step for step, batch in enumerate(watched["batch"]) if len({draw.age for draw in batch.draws}) > 1)
     batch, policy = watched["batch"][step], load(TOY, torch.float64)
@@ -281,7 +282,7 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_do_not_matter(ranks, settings, tmp_path):
     """The same groups are whole after the same windows as on one rank, and the parameters are the same."""
-    cfg = in_flight(tmp_path / "alone", "steps=5", "data.eval=null", *settings)
+    cfg = in_flight(tmp_path / "alone", "steps=5", *settings)
     alone = trained_unchecked(cfg)
     spread = on_ranks(ranks, tmp_path, trained_unchecked, replace(cfg, out=str(tmp_path / "spread")))[0]
     decisions = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("alone", "spread")]
@@ -294,7 +295,8 @@ def test_ranks_do_not_matter(ranks, settings, tmp_path):
 
 @pytest.mark.parametrize(("name", "settings"), [
     ("flight_toy.yaml", [*FLIGHT, *THINNED]),
-    ("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4"])])
+    pytest.param("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4"],
+                 marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
     """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding."""

@@ -38,7 +38,7 @@ RUNS = {
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
 }
-FAST = ("cppo", "dppo", "flight")
+FAST = ("cppo", "flight")
 
 
 def run_config(name: str, out: Path, *settings: str) -> config.Config:
@@ -144,7 +144,8 @@ def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, c
 
 def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
     assert "mean of" not in shown(capsys, run_of("cppo"), 2, draws=3)  # topk leaves nothing to chance
-    assert "mean of 3 draws" in shown(capsys, run_of("dppo"), 2, draws=3)
+    drawn = ["prune.completions={kind: pps, keep: 2}", "loss.denominator=all"]
+    assert "mean of 3 draws" in shown(capsys, run_of("cppo"), 2, *drawn, draws=3)
 
 
 def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():

@@ -84,12 +84,12 @@ RESUMED = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in ("cppo", "lora") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
                                   for name in RESUMED])
 def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
     """4 steps in one go = 3 steps, dead in the middle of the fourth, resumed from the checkpoint after the second."""
     base = f"{name}_toy.yaml" if name in ("tppo", "apo") else "cppo_toy.yaml"
-    cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=2", "eval.every=1", "eval.max_new_tokens=8",
+    cfg = toy_config(tmp_path / "whole", "steps=4", "checkpoint.every=2", "eval.every=1", *SHORT,
                      *RESUMED[name], name=base)
     whole = run_and_copy(cfg, tmp_path / "cut", 3, monkeypatch)
     assert without_times(tmp_path / "whole")[-2]["train/grad_norm"] > 0

@@ -13,7 +13,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TOY, as_batch, as_rolled, attend_alone, gradients, load, nudge, toy_config, weights
+from conftest import (
+    TOY,
+    as_batch,
+    as_rolled,
+    attend_alone,
+    gradients,
+    load,
+    nudge,
+    others_slow,
+    toy_config,
+    weights,
+)
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -127,7 +138,7 @@ def in_other_ways(by, cfg: config.Config, groups: list, adv_NG: torch.Tensor) ->
              adv_NG[order])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", others_slow(CONFIGS, "cppo-kl-batch", "lora"))
 def test_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(name, rolled, tmp_path):
     cfg = toy_config(tmp_path / "run", *CONFIGS[name])
     alone = gradient(cfg, *rolled)
@@ -135,7 +146,7 @@ def test_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(name, rolle
         assert_same(alone, other, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "dapo", "gspo", "vapo", "tppo", "apo", "odpo", "dgpo"))
 def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, tiny, tmp_path):
     cfg = objective(name, tmp_path / "run", f"model.path={tiny}")
     alone = gradient(cfg, *rolled)
@@ -301,7 +312,7 @@ def read_decisions(folder: Path) -> str:
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
     cfg = pruned_config(name, tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
-                        "pack.capacity=200")
+                        "pack.capacity=200", "eval.limit=2", "eval.max_new_tokens=8")
     run = trained if name == "cppo" else trained_unchecked
     alone = run(cfg)
     for ranks in (2, 4) if name == "cppo" else (3,):
@@ -329,7 +340,8 @@ GO_ON = (("tppo", 2, 3), ("greso", 2, 3), ("tppo-lora", 2, 3), ("madpo", 1, 2), 
 @pytest.mark.parametrize(("name", "before", "after"), [
     ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in GO_ON)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
-    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
+    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2",
+                        "data.eval=null")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"
     decisions, measured = read_decisions(folder), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
@@ -340,7 +352,8 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
     assert step_metrics(folder) == pytest.approx(measured, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("adapter", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [[], pytest.param(["model.lora.rank=2"], marks=pytest.mark.slow)],
+                         ids=["full", "lora"])
 def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, tmp_path, rolled):
     cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1", *adapter)
     alone = gradient(cfg, *rolled)
