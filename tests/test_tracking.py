@@ -235,7 +235,8 @@ def test_trackio_and_tensorboard_have_every_step_once_when_the_run_goes_on_too(t
                 if isinstance(value, int | float) and key != "step"}
     texts = runfolder.read_log(tmp_path / "run" / "samples.jsonl")
 
-    name, settings, logs = json.loads(done.stdout.splitlines()[-1])
+    line, = (line for line in done.stdout.splitlines() if line.startswith('["'))  # among what the trackers print
+    name, settings, logs = json.loads(line)
     assert name.startswith("run-") and settings["rollout.group_size"] == cfg.rollout.group_size
     tables = [entry for entry in logs if "completions" in entry]
     kept = [(entry["step"], key, value) for entry in logs for key, value in entry.items()
