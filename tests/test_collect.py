@@ -243,8 +243,9 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
 @pytest.mark.parametrize("settings", [
     ("seed=2", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
      "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
-    ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}",
-     "prune.tokens={kind: prefix, whole: 0.2}")])
+    pytest.param(("prune.prompts.kind=greso", "rollout.until=informative",
+                  "prune.completions={kind: pps, keep: 2, scope: batch}", "prune.tokens={kind: prefix, whole: 0.2}"),
+                 marks=pytest.mark.slow)])
 def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     """The third step of a run, in its second epoch, from the checkpoint before it and its line of decisions.jsonl."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=3", "data.limit=5",
