@@ -145,7 +145,8 @@ def name_of(draw) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("settings", [
-    [], pytest.param(["rollout.in_flight=1.5", "rollout.max_age=1"], marks=pytest.mark.slow),
+    pytest.param([], marks=pytest.mark.slow),
+    pytest.param(["rollout.in_flight=1.5", "rollout.max_age=1"], marks=pytest.mark.slow),
     pytest.param(["rollout.in_flight=4", "rollout.max_age=3", "steps=9"], marks=pytest.mark.slow), THINNED])
 def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settings, watched, tmp_path):
     cfg = in_flight(tmp_path / "run", *settings)
