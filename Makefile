@@ -16,8 +16,13 @@ test: .venv/dev      ## the suite, without whole training runs
 test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
 
-test-fork: .venv/dev ## the suite of a fork: the two recipes of docs/fork.md applied to a copy, then the tests of `make test`
-	$(VENV)/python tests/fork.py
+# The tests that read kinds, configs, settings, or code that a new method changes: what a fork can turn red.
+FORK := tests/math/test_kinds.py tests/math/test_unbiased.py tests/math/test_advantage.py tests/math/test_prune.py \
+	tests/math/test_by_reward.py tests/test_config.py tests/test_repo.py tests/test_recipes.py tests/test_fork.py \
+	tests/test_collect.py tests/test_court.py tests/test_report.py
+
+test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
+	$(VENV)/python tests/fork.py $(FORK)
 
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, the atlas, the court, and two killed runs.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
@@ -29,8 +34,9 @@ test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as 
 	$(VENV)/python tests/flips.py --checkpoint 40 --log 10 --export 30 --latest 30
 	$(VENV)/python tests/fuzz.py --mutants 200
 
-test-long: .venv/dev ## the long forms: all slow tests, every preset trains, 70 kills, 16,000 damaged files
+test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 16,000 damaged files
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
+	$(VENV)/python tests/fork.py
 	$(VENV)/python tests/survive.py --kills 20 --signals
 	$(VENV)/python tests/survive.py --kills 10 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/survive.py --kills 5 --config calculator_toy.yaml

@@ -1,10 +1,13 @@
 """A tiny random model in a Hugging Face folder, small records, and configs that point at them."""
 
+import functools
+import itertools
 import json
 import os
 import shutil
 import signal
 import sys
+from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
 from typing import get_args
@@ -14,9 +17,11 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 import config
+import data
 import model as decoder
 import train
-from infra import dist
+from infra import dist, tokenizer
+from infra import weights as weights_on_disk
 from infra.weights import save_weights
 from preflight import checks as preflight
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
@@ -67,10 +72,34 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
 
 
-@pytest.fixture(autouse=True)
-def unchecked(monkeypatch):
+@pytest.fixture(scope="module", autouse=True)
+def unchecked():
     """Runs without the checks before them, which take as long and on which they do not depend (test_preflight.py)."""
-    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "run_checks", lambda *given: [])
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def unflushed():
+    """Files are not flushed to the disk: no test loses power."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "fsync", lambda file: None)
+        yield
+
+
+@pytest.fixture(scope="module", autouse=True)
+def untried():
+    """What the files of the toy and of `tiny` do is known, so no child process tries them first (test_trial.py): a fork
+    of a process as large as this one takes long."""
+    def known(true, what: object, function, *given, **limits):
+        own = str(what).endswith((str(TOY), "/tiny0", "/few.jsonl", "/first.jsonl"))
+        return function(*given) if own else true(what, function, *given, **limits)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (data, tokenizer, weights_on_disk):
+            patch.setattr(module, "try_first", functools.partial(known, module.try_first))
+        yield
 
 
 @pytest.fixture
@@ -115,6 +144,11 @@ def tiny(tmp_path_factory) -> Path:
     return write_tiny(tmp_path_factory.mktemp("tiny"))
 
 
+def others_slow(cases: Iterable, *fast) -> list:
+    """The cases of a parametrized test, of which `make test` runs those that are named, `make test-long` all."""
+    return [case if case in fast else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def load(folder: Path, dtype: torch.dtype = torch.float32) -> decoder.Decoder:
     return decoder.load_model(folder, dtype, torch.device("cpu"))
 
@@ -140,11 +174,13 @@ def nudge(model: torch.nn.Module, size: float) -> None:
 def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
     """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8 from 256 problems, evaluated on
     6."""
-    few = out.parent / "few.jsonl"
+    first, few = out.parent / "first.jsonl", out.parent / "few.jsonl"
     few.parent.mkdir(parents=True, exist_ok=True)
-    few.write_text("".join((ROOT / "toy" / "test.jsonl").read_text().splitlines(keepends=True)[:6]))
+    for file, source, count in ((first, "train", 256), (few, "test", 6)):
+        with (ROOT / "toy" / f"{source}.jsonl").open() as lines:
+            file.write_text("".join(itertools.islice(lines, count)))
     return config.load(name, [
-        f"model.path={TOY}", f"out={out}", f"data.train={ROOT / 'toy' / 'train.jsonl'}", f"data.eval={few}",
+        f"model.path={TOY}", f"out={out}", f"data.train={first}", f"data.eval={few}",
         "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
         "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", *overrides])
 

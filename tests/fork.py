@@ -1,4 +1,5 @@
-"""Is a fork's suite green? Apply the recipes of docs/fork.md to a copy, and run the tests of `make test` there.
+"""Is a fork's suite green? Apply the recipes of docs/fork.md to a copy, and run tests there: all those of `make test`,
+or the files that are named (`make test-fork`).
 
     python tests/fork.py [arguments of pytest]
 """

@@ -1,9 +1,9 @@
 """chat.py says what the model, its run and its environment say, whether pieces come or the whole."""
 
+import io
 import json
 import re
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -139,13 +139,14 @@ def test_ctrl_c_ends_an_answer_and_not_the_program(monkeypatch, capsys):
     assert " [ended]\n" in out and len(calls) > 3 and len(conversation.messages) == 4
 
 
-def test_the_command_talks_in_a_terminal():
-    lines = f"{QUESTION}\n\n/problem\n"
-    words = [sys.executable, "chat.py", "toy/model", *(word for setting in GREEDY for word in ("--set", setting))]
-    done = subprocess.run(words, cwd=ROOT, input=lines, capture_output=True, text=True)
-    assert (done.returncode, done.stderr) == (0, "") and "The gold answer is" in done.stdout, done.stderr
-    done = subprocess.run([*words[:2], "nowhere"], cwd=ROOT, input="", capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+def test_the_command_talks_in_a_terminal(command, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.StringIO(f"{QUESTION}\n\n/problem\n"))
+    assert command(chat, TOY, *(word for setting in GREEDY for word in ("--set", setting))) == 0
+    printed = capsys.readouterr()
+    assert printed.err == "" and "The gold answer is" in printed.out
+    assert command(chat, "nowhere") == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
 
 
 def test_a_page_without_gradio_says_what_to_install(monkeypatch):

@@ -107,7 +107,7 @@ def test_what_two_ranks_saved_is_bit_equal_on_any_number_of_ranks(settings, tmp_
     assert len(list((tmp_path / "saved" / "step_000007" / "policy").glob("*.distcp"))) == 2
     exported = weights(load(tmp_path / "saved" / "hf"))
     assert all(torch.equal(exported[name.removeprefix("model.")], p) for name, p in whole.items())
-    for ranks in (1, 3, 4):
+    for ranks in (1, 3):
         for *found, extra in on_ranks(ranks, tmp_path, load_on_ranks, tmp_path / "saved", *settings):
             assert extra == {"step": 7, "name": "extra of 7"}
             for one, other in zip(expected, found, strict=True):
@@ -176,12 +176,12 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
 
 @pytest.mark.parametrize("adapter", [False, True], ids=["full", "lora"])
 def test_no_flipped_byte_and_no_lost_end_of_any_file_is_loaded(adapter, role, tmp_path, capsys):
-    """500 times each, in every file of the newest; the one before is loaded, and what is wrong is said."""
+    """100 times, in every file of the newest (tests/flips.py: more); the one before is loaded, and it is said."""
     role = sharded("model.lora.rank=3") if adapter else role
     checkpoints, rng, named = saved(tmp_path, role, 1, 2), random.Random(0), Counter()
     newest = tmp_path / "step_000002"
     files = [path for path in sorted(newest.rglob("*")) if path.is_file()]
-    for _ in range(500):
+    for _ in range(100):
         path = rng.choice(files)
         whole = path.read_bytes()
         at = rng.randrange(len(whole))
@@ -190,7 +190,7 @@ def test_no_flipped_byte_and_no_lost_end_of_any_file_is_loaded(adapter, role, tm
         assert find(checkpoints.folder)[1]["step"] == 1
         path.write_bytes(whole)
         named[path] += f"step_000002 is not whole: {path.relative_to(newest)}" in capsys.readouterr().err
-    assert set(named) == set(files) and named.total() == 500
+    assert set(named) == set(files) and named.total() == 100
     assert go_on(checkpoints)["step"] == 2
 
 

@@ -206,8 +206,8 @@ def finite(folder) -> list[dict]:
 ])
 def test_a_step_that_rolls_nothing_out_and_one_without_variance_are_finite(settings, tmp_path):
     """Nothing changes then; momentum alone would move the weights of every step after the first."""
-    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=12", *settings,
-                           name="grpo_toy.yaml"))
+    train.train(toy_config(tmp_path / "run", "optim.lr=1e-3", "checkpoint.every=1", "checkpoint.keep=12",
+                           "data.eval=null", *settings, name="grpo_toy.yaml"))
     found = finite(tmp_path / "run")
     states = []
     for n in range(1, len(found) + 1):
@@ -243,12 +243,13 @@ def test_rates_of_0_are_grpo_bit_for_bit(count, tmp_path):
 @pytest.mark.parametrize("settings", [
     ("seed=2", "prune.prompts={kind: bernoulli, drop_prob: 0.6}",
      "prune.completions={kind: bernoulli, drop_prob: 0.7}"),
-    ("prune.prompts.kind=greso", "rollout.until=informative", "prune.completions={kind: pps, keep: 2, scope: batch}",
-     "prune.tokens={kind: prefix, whole: 0.2}")])
+    pytest.param(("prune.prompts.kind=greso", "rollout.until=informative",
+                  "prune.completions={kind: pps, keep: 2, scope: batch}", "prune.tokens={kind: prefix, whole: 0.2}"),
+                 marks=pytest.mark.slow)])
 def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     """The third step of a run, in its second epoch, from the checkpoint before it and its line of decisions.jsonl."""
     cfg = toy_config(tmp_path / "run", "steps=3", "checkpoint.every=1", "checkpoint.keep=3", "data.limit=5",
-                     "update.minibatches=2", "update.epochs=2", *settings, name="grpo_toy.yaml")
+                     "update.minibatches=2", "update.epochs=2", "data.eval=null", *settings, name="grpo_toy.yaml")
     trained = train.train(cfg)
     line = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
@@ -338,7 +339,8 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
 def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
     """The advantages that are logged are rewards less V* of the file, and a resumed run reads the same file."""
     cfg = toy_config(tmp_path / "run", "data.limit=4", "advantage.samples=2", "steps=2", "rollout.group_size=1",
-                     "checkpoint.every=1", "checkpoint.keep=2", "update.minibatches=1", name="apo_toy.yaml")
+                     "checkpoint.every=1", "checkpoint.keep=2", "update.minibatches=1", "data.eval=null",
+                     name="apo_toy.yaml")
     whole = weights(train.train(cfg))
     lines = {line["id"]: torch.tensor([line["rewards"]], dtype=torch.float64)
              for line in runfolder.read_log(tmp_path / "run" / "soft_values.jsonl")}

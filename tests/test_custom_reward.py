@@ -18,6 +18,7 @@ from data import load_problems
 from infra import custom_reward, reward_worker, runfolder
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
+from verify import grade
 from verify.grade import workers
 
 ROW = {"question": "q", "tests": [1, 2], "deep": {"a": [3]}}
@@ -341,7 +342,9 @@ HOSTILE = {
 
 
 @pytest.mark.parametrize("case", HOSTILE)
-def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
+def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
+    if case in ("sleeps", "regex"):  # which only the clock ends
+        monkeypatch.setattr(grade, "PATIENCE", 1)
     source, message = HOSTILE[case]
     (tmp_path / "own").mkdir()
     path = file_of(tmp_path / "own", source)

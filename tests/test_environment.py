@@ -23,6 +23,7 @@ from infra.replies import Splicer
 from methods.environment import EnvironmentEngine
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
+from verify import grade
 
 SUMS = """import re
 
@@ -320,8 +321,10 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.slow) if case == "gigabyte" else case
                                   for case in HOSTILE])
-def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd):
+def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
     body, message = HOSTILE[case]
+    if case == "sleeps":
+        monkeypatch.setattr(grade, "PATIENCE", 1)
     seconds = 60 if message is None else 0.3  # to print or return so much takes a slow machine seconds
     file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
     problems = [Problem("q", "q?", "1", row={"question": "q?"})]
@@ -404,7 +407,8 @@ VARIANTS = {
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
                                   for name in VARIANTS])
 def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
-    settings = with_sums(tmp_path, "steps=3", "eval.limit=8", "checkpoint.every=1", *VARIANTS[name])
+    few = ["steps=2", "eval.limit=2"] if name == "cppo" else ["steps=3", "eval.limit=8"]
+    settings = with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name])
     cfg = toy_config(tmp_path / "one", *settings)
     alone = trained_unchecked(cfg)
     lines = runfolder.read_log(tmp_path / "one" / "metrics.jsonl")
@@ -414,7 +418,7 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
         for key, p in alone.items():
             torch.testing.assert_close(other[key], p, rtol=0, atol=1e-9)
     assert step_metrics(tmp_path / "two") == pytest.approx(step_metrics(tmp_path / "one"), rel=1e-8, abs=1e-11)
-    trained_unchecked(replace(cfg, out=str(tmp_path / "cut"), steps=2))
+    trained_unchecked(replace(cfg, out=str(tmp_path / "cut"), steps=cfg.steps - 1))
     resumed = weights(train.train(replace(cfg, out=str(tmp_path / "cut")), resume="always"))
     assert all(torch.equal(resumed[key], p) for key, p in alone.items())
     texts = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", "cut")]
@@ -486,13 +490,13 @@ def test_arrays_of_a_pool_keep_replies(tmp_path):
     settings = [f"environment.file={tmp_path}/mine.py", "environment.max_context=200", "rollout.window=4",
                 "rollout.in_flight=2", "rollout.max_age=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
                 "data.eval=null", "checkpoint.every=1", "data.limit=16"]
-    cfg = toy_config(tmp_path / "whole", *settings, "checkpoint.keep=all", "steps=6", name="flight_toy.yaml")
+    cfg = toy_config(tmp_path / "whole", *settings, "checkpoint.keep=all", "steps=4", name="flight_toy.yaml")
     whole = trained_unchecked(cfg)
     cut = tmp_path / "cut"
-    for step in range(1, 6):  # the first checkpoint with replies in its pool
+    for step in range(1, 4):  # the first checkpoint with replies in its pool
         saved = torch.load(tmp_path / "whole" / "checkpoints" / f"step_00000{step}" / "extra.pt", weights_only=True)
         if any(len(sample[3]) for group in saved["history"]["pool"] for sample in group[-1]):
             break
     trained_unchecked(replace(cfg, out=str(cut), steps=step))
     resumed = weights(train.train(replace(cfg, out=str(cut)), resume="always"))
-    assert all(torch.equal(resumed[key], p) for key, p in whole.items()) and step < 5
+    assert all(torch.equal(resumed[key], p) for key, p in whole.items()) and step < 4

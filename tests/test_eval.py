@@ -332,9 +332,11 @@ def test_bad_input_is_one_line_and_status_2(changes, message, monkeypatch, run, 
 
 # ---- suites
 
-def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys):
-    """Two models on generated sums: a citable line and a row of LaTeX for each, and their paired difference."""
-    other = write_tiny(tmp_path / "other_model")
+def test_a_suite_is_frozen_cited_and_compared(tmp_path, run, capsys, monkeypatch):
+    """Two models on generated sums, of short answers here: a citable line and a row of LaTeX for each, and their paired
+    difference."""
+    other, load = write_tiny(tmp_path / "other_model"), config.load
+    monkeypatch.setattr(config, "load", lambda name, sets: load(name, [*sets, "eval.max_new_tokens=8"]))
     assert run("--suite", "sums", "--model", str(TOY), str(other)) == 0
     said = capsys.readouterr().out
     assert "sums-2026: 300 problems x 1 answers show a difference of two models from about 8 points on" in said

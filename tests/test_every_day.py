@@ -117,7 +117,7 @@ def test_a_run_that_came_and_went_while_models_were_loaded_is_not_written_over(t
 @pytest.mark.parametrize("stopped", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["finished", "stopped"])
 def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, command, monkeypatch, capsys):
     """With other settings of evaluation, checkpoints and log besides, none of which changes a step."""
-    whole = toy_config(tmp_path / "whole", "steps=4", "optim.warmup_steps=3", *SHORT)
+    whole = toy_config(tmp_path / "whole", "steps=3", "optim.warmup_steps=3", *SHORT)
     expected, once = weights(train.train(whole)), replace(whole, steps=2, out=str(tmp_path / "run"))
     with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
         patch.setattr(train, "asked_to_stop", lambda stop: stopped)
@@ -126,21 +126,21 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
     yaml, changed = written(once), {"eval.every": (5, 1), "checkpoint.keep": (1, 2), "log.groups": (2, 1)}
     sets = [word for key, (_, now) in changed.items() for word in ("--set", f"{key}={now}")]
     capsys.readouterr()
-    assert command(train, "--config", yaml, "--resume", "--set", "steps=4", *sets) == 0
+    assert command(train, "--config", yaml, "--resume", "--set", "steps=3", *sets) == 0
     lines = capsys.readouterr().err.splitlines()
     said = [line for line in lines if line.startswith(f"going on from step {first} with ")]
-    assert len(said) == 1 and "steps (2 there, 4 now)" in said[0]
+    assert len(said) == 1 and "steps (2 there, 3 now)" in said[0]
     assert all(f"{key} ({there} there, {now} now)" in said[0] for key, (there, now) in changed.items())
     folder = tmp_path / "run"
     assert config.load(folder / f"config_until_{first:06d}.yaml") == once
-    assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=4", *sets[1::2]])
+    assert config.load(folder / "config.yaml") == config.load(yaml, ["steps=3", *sets[1::2]])
     steps = [[line for line in runfolder.read_log(place / "metrics.jsonl") if "reward/mean" in line]
              for place in (tmp_path / "whole", folder)]
     one, other = ([{key: x for key, x in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
                   for lines in steps)
-    assert one == other and len(one) == 4
+    assert one == other and len(one) == 3
     evaluated = {line["step"] for line in runfolder.read_log(folder / "metrics.jsonl") if "eval/few/accuracy" in line}
-    assert evaluated == {0, first, 2, 3, 4} and len(list((folder / "checkpoints").glob("step_*"))) == 2
+    assert evaluated == {0, first, 2, 3} and len(list((folder / "checkpoints").glob("step_*"))) == 2
     exported = weights(load(folder / "hf"))
     assert all(torch.equal(exported[name], p.float()) for name, p in expected.items())
 

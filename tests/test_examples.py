@@ -60,13 +60,13 @@ def test_either_of_two_rewards_may_be_none():
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_an_example_trains_for_three_steps(name, tmp_path, monkeypatch):
+def test_an_example_trains_for_two_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its paths are relative to it
     train.train(config.load(f"examples/{name}.yaml", [
-        f"out={tmp_path / 'run'}", "steps=3", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=4",
-        "rollout.max_new_tokens=48"]))
+        f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2",
+        "eval.max_new_tokens=16", "rollout.max_new_tokens=48"]))
     steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
-    assert len(steps) == 3 and all(math.isfinite(step["train/loss"]) for step in steps)
+    assert len(steps) == 2 and all(math.isfinite(step["train/loss"]) for step in steps)
     assert all(0 <= step["reward/mean"] <= 1.5 and step["reward/died"] == 0 for step in steps)
     assert any(step["rollout/unscored"] for step in steps) == (name == "two_rewards")
     assert "NaN" not in (tmp_path / "run" / "samples.jsonl").read_text()  # which is no JSON

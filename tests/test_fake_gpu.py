@@ -66,6 +66,7 @@ def excess(row: dict) -> list[str]:
             if counts[what, phase] > WAITS.get((what, phase), 0) * row["passes"]]
 
 
+@pytest.mark.slow
 def test_a_sync_in_the_loss_is_seen():
     line, = excess(figures(*FEW, "--spoil"))
     assert line.startswith("sync, loss: 1 x fake_gpu.py") and "terms.loss.item()" in line

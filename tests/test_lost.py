@@ -80,7 +80,7 @@ def test_pickled_metadata_is_compared_with_its_digest_before_it_is_read(run, tmp
     ("step_000002\n", 3, "names .* step_000002 is taken"), ("", 5, None),
     ("step_00000", 5, "names 'step_00000', .* step_000004 is taken"),
     ("step_000004", 5, None), ("step_000004\n", 5, None), (None, 5, None)])
-@pytest.mark.parametrize("resume", ["always", "auto"])
+@pytest.mark.parametrize("resume", ["always", pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_pointer_to_another_step_than_the_newest_loses_nothing_and_is_said(named, begun, said, resume, run, capsys):
     """`cp -r` of a run that goes on takes `latest`, and then the folders that have replaced those it names."""
     pointer = run / "checkpoints" / "latest"

@@ -36,7 +36,7 @@ def failing(cfg) -> list[str]:
     return [c.name for c in checks if not c.passed]
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def unchecked():
     """Runs have their checks here."""
 
@@ -69,9 +69,9 @@ def test_an_adapter_that_no_engine_gets_is_seen(cfg, monkeypatch):
 
 
 def test_a_run_does_not_depend_on_its_preflight(tmp_path, monkeypatch):
-    with_it = weights(train.train(toy_config(tmp_path / "with", *SHORT)))
+    with_it = weights(train.train(toy_config(tmp_path / "with", "steps=1", *SHORT)))
     monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
-    without = weights(train.train(toy_config(tmp_path / "without", *SHORT)))
+    without = weights(train.train(toy_config(tmp_path / "without", "steps=1", *SHORT)))
     assert all(torch.equal(without[name], p) for name, p in with_it.items())
     assert any(not torch.equal(p, with_it[name]) for name, p in load(TOY, torch.float64).named_parameters())
 

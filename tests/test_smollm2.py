@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, others_slow
 from safetensors.torch import load_file
 
 import config
@@ -176,7 +176,7 @@ def test_the_reward_reads_thousands():
     assert smollm2_reward.reward(r"\boxed{1200}", "1,200") == 1  # as GSM8K writes it
 
 
-@pytest.mark.parametrize("method", smollm2.METHODS)
+@pytest.mark.parametrize("method", others_slow(smollm2.METHODS, "PPS, LoRA"))
 def test_a_method_trains_for_a_step(method, tiny, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
     word_problems.write(tmp_path)

@@ -12,7 +12,7 @@ import lookup
 import pytest
 import secret_sums
 import talk
-from conftest import ROOT, TOY
+from conftest import ROOT, TOY, others_slow
 from problems import problem, splits, write
 from test_invariance import trained_unchecked
 
@@ -139,10 +139,10 @@ def test_guesses_get_hints_and_few_are_worth_more():
     assert [guess.found(text, row) for text in texts] == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", ["calculator", "secret_sums", "lookup", "guess"])
+@pytest.mark.parametrize("name", others_slow(["calculator", "secret_sums", "lookup", "guess"], "calculator", "guess"))
 def test_a_task_with_an_environment_trains(name, tmp_path):
     trained_unchecked(config.load(f"{name}_toy.yaml", [
-        f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=4"]))
+        f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2"]))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("environment/calls", 0) for line in lines) > 0
 

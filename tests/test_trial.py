@@ -9,6 +9,7 @@ from conftest import toy_config, write_tiny
 
 import data
 from config import ConfigError
+from infra import trial
 from infra.trial import try_first
 from records import Problem
 
@@ -19,11 +20,12 @@ def with_normalizer(folder, normalizer: dict):
     return folder
 
 
-def test_a_tokenizer_that_explodes_is_one_line(tmp_path):
+def test_a_tokenizer_that_explodes_is_one_line(tmp_path, monkeypatch):
     """Three replacements, each of a letter by a thousand of them."""
     more = {"type": "Replace", "pattern": {"String": "a"}, "content": "a" * 1000}
     folder = with_normalizer(write_tiny(tmp_path / "model"), {"type": "Sequence", "normalizers": [more] * 4})
-    with pytest.raises(ConfigError, match="takes more than 15 s of computing or 4 GiB of memory, or ends the process"):
+    monkeypatch.setattr(trial, "GIB", 1)
+    with pytest.raises(ConfigError, match="takes more than 15 s of computing or 1 GiB of memory, or ends the process"):
         data.to_prompts([Problem("q", "a banana", "1")], data.Tokenizer(folder), None, 512)
 
 

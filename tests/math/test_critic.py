@@ -118,7 +118,8 @@ def test_it_learns_from_all_that_is_done_whatever_the_policy_is_trained_on(tiny,
         assert torch.equal(dist.gather_full(mine), theirs)
 
 
-@pytest.mark.parametrize("settings", [["critic.minibatches=3", "critic.epochs=2"], ["advantage.lam_critic=0.9"]])
+@pytest.mark.parametrize("settings", [
+    pytest.param(["critic.minibatches=3", "critic.epochs=2"], marks=pytest.mark.slow), ["advantage.lam_critic=0.9"]])
 def test_it_comes_to_explain_the_rewards(settings, tiny, tmp_path):
     """But for what the first tokens get: their state is the prompt, the same for right and wrong."""
     learner, rolled = set_up(tiny, tmp_path / "run", "critic.lr=3e-3", *settings), rolled_out()
@@ -199,7 +200,7 @@ def test_equal_rewards_leave_no_variance_to_explain(tiny, tmp_path):
 def test_pretraining_leaves_the_policy(tmp_path):
     """The policy's rate warms up from the first step in which it learns."""
     cfg = toy_config(tmp_path / "run", "steps=3", "critic.pretrain_steps=1", "optim.warmup_steps=2",
-                     "critic.warmup_steps=3", name="vapo_toy.yaml")
+                     "critic.warmup_steps=3", "data.eval=null", "rollout.max_new_tokens=24", name="vapo_toy.yaml")
     train.train(cfg)
     lines = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in line]
     rates = [line.get("train/lr") for line in lines]

@@ -4,6 +4,7 @@ import functools
 import multiprocessing
 import os
 import re
+import signal
 from collections.abc import Iterator
 from concurrent.futures import FIRST_EXCEPTION, ProcessPoolExecutor, wait
 from dataclasses import replace
@@ -12,7 +13,18 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import TOY, as_batch, as_rolled, attend_alone, gradients, load, nudge, toy_config, weights
+from conftest import (
+    TOY,
+    as_batch,
+    as_rolled,
+    attend_alone,
+    gradients,
+    load,
+    nudge,
+    others_slow,
+    toy_config,
+    weights,
+)
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -31,6 +43,7 @@ from preflight import checks as preflight
 from preflight import memory
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
+from verify import grade as grading
 
 CONFIGS = {
     "cppo": [],
@@ -125,7 +138,7 @@ def in_other_ways(by, cfg: config.Config, groups: list, adv_NG: torch.Tensor) ->
              adv_NG[order])
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", others_slow(CONFIGS, "cppo-kl-batch", "lora"))
 def test_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(name, rolled, tmp_path):
     cfg = toy_config(tmp_path / "run", *CONFIGS[name])
     alone = gradient(cfg, *rolled)
@@ -133,7 +146,7 @@ def test_gradient_does_not_depend_on_how_the_batch_is_cut_or_ordered(name, rolle
         assert_same(alone, other, rtol=1e-10)
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "dapo", "gspo", "vapo", "tppo", "apo", "odpo", "dgpo"))
 def test_no_objectives_gradient_depends_on_the_cut_or_the_order(name, rolled, tiny, tmp_path):
     cfg = objective(name, tmp_path / "run", f"model.path={tiny}")
     alone = gradient(cfg, *rolled)
@@ -209,6 +222,7 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, r
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
     """Join a gloo group of `ranks`, do the work and leave its result behind."""
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, grading.STOP_SIGNALS)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     torch.set_num_threads(1)  # an environment variable comes too late in a spawned process
     store = f"file://{folder}/store{ranks}"
@@ -220,8 +234,11 @@ def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
 @functools.cache
 def process(rank: int) -> ProcessPoolExecutor:
     """The one process that is this rank in every test, because a new one imports for seconds. Never another rank:
-    torch remembers what it has computed of a rank's place among others."""
-    return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
+    torch remembers what it has computed of a rank's place among others. It is forked by the process that forks the
+    verifier's workers too, and has imported torch (verify/grade.py)."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["verify.algebra", "torch"])
+    return ProcessPoolExecutor(1, context)
 
 
 def on_ranks(ranks: int, folder, work, *arguments) -> list:
@@ -295,7 +312,7 @@ def read_decisions(folder: Path) -> str:
 def test_any_number_of_ranks_gives_the_same_parameters_metrics_and_decisions(name, tmp_path):
     """Whole steps in float64, three or five: sampling, scoring, pruning, two mini-batches in two epochs, KL."""
     cfg = pruned_config(name, tmp_path / "one", "steps=3", "loss.kl=0.1", "update.epochs=2", "update.minibatches=2",
-                        "pack.capacity=200")
+                        "pack.capacity=200", "eval.limit=2", "eval.max_new_tokens=8")
     run = trained if name == "cppo" else trained_unchecked
     alone = run(cfg)
     for ranks in (2, 4) if name == "cppo" else (3,):
@@ -323,7 +340,8 @@ GO_ON = (("tppo", 2, 3), ("greso", 2, 3), ("tppo-lora", 2, 3), ("madpo", 1, 2), 
 @pytest.mark.parametrize(("name", "before", "after"), [
     ("dppo", 1, 2), *(pytest.param(*case, marks=pytest.mark.slow) for case in GO_ON)])
 def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_masks(name, before, after, tmp_path):
-    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2")
+    cfg = pruned_config(name, tmp_path / "run", "steps=4", "checkpoint.every=2", "checkpoint.keep=2",
+                        "data.eval=null")
     alone, folder = on_ranks(before, tmp_path, trained_unchecked, cfg)[0], tmp_path / "run"
     decisions, measured = read_decisions(folder), step_metrics(folder)
     (folder / "checkpoints" / "latest").write_text("step_000002")
@@ -334,7 +352,8 @@ def test_a_run_goes_on_on_another_number_of_ranks_with_the_same_prompts_and_mask
     assert step_metrics(folder) == pytest.approx(measured, rel=1e-9, abs=1e-12)
 
 
-@pytest.mark.parametrize("adapter", [[], ["model.lora.rank=2"]], ids=["full", "lora"])
+@pytest.mark.parametrize("adapter", [[], pytest.param(["model.lora.rank=2"], marks=pytest.mark.slow)],
+                         ids=["full", "lora"])
 def test_any_number_of_ranks_gives_the_same_first_gradient_in_float32(adapter, tmp_path, rolled):
     cfg = toy_config(tmp_path / "run", "model.dtype=float32", "pack.capacity=200", "loss.kl=0.1", *adapter)
     alone = gradient(cfg, *rolled)

@@ -85,7 +85,8 @@ def test_a_pruner_keeps_candidates_alone_and_weighs_what_it_keeps(kind):
 UNBIASED = [example(section) for section in PRUNERS.values() if is_unbiased(section)]
 
 
-@pytest.mark.parametrize("settings", [*UNBIASED, kinds.Pps(keep=5), kinds.Pps(keep=5, scope="batch")], ids=str)
+@pytest.mark.parametrize("settings", [
+    *UNBIASED, pytest.param(kinds.Pps(keep=5), marks=pytest.mark.slow), kinds.Pps(keep=5, scope="batch")], ids=str)
 def test_what_the_seed_draws_has_the_probabilities_that_it_is_weighed_by(settings):
     """z-test over 2,000 seeds at G = 16: how often each completion is kept, and a projection of the weights."""
     generator = torch.Generator().manual_seed(0)

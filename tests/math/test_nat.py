@@ -81,7 +81,8 @@ ALL, PPS = kinds.KeepAll(), kinds.Pps(keep=2, size="adv")
 
 
 @pytest.mark.parametrize(("draw", "normalize"), [
-    (ALL, "sequence"), (ALL, "constant"), (ALL, "token"), (PPS, "token"),
+    pytest.param(ALL, "sequence", marks=pytest.mark.slow), pytest.param(ALL, "constant", marks=pytest.mark.slow),
+    (ALL, "token"), (PPS, "token"),
     (replace(PPS, keep=1, scope="batch"), "sequence")])
 def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, normalize, tiny, tmp_path, monkeypatch):
     """The denominators are those of whole completions."""
@@ -90,7 +91,8 @@ def test_over_all_cuts_and_all_draws_the_mean_is_the_full_gradient(draw, normali
 
 
 @pytest.mark.parametrize("settings", [
-    ["advantage.kind=centred", "loss.trust={kind: clamp, low: 0.02, high: 0.02}", "loss.tis_cap=2"],
+    pytest.param(["advantage.kind=centred", "loss.trust={kind: clamp, low: 0.02, high: 0.02}", "loss.tis_cap=2"],
+                 marks=pytest.mark.slow),
     ["advantage.kind=leave_one_out", "loss.trust={kind: total_variation, divergence: 0.001}",
      "loss.likelihood=0.1"],
 ], ids=["cispo", "divergence"])
@@ -180,7 +182,7 @@ def test_what_needs_whole_completions_is_an_error(settings, why):
 
 
 def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=1", name="nat_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="nat_toy.yaml")
     train(cfg)
     decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
     steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]

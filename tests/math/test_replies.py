@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import make_groups
+from conftest import make_groups, others_slow
 from outcomes import EXACT, distance, mean_of, outcomes
 from test_invariance import on_ranks
 from test_nat import ADV_NG, REWARD_NG, Short, cuts
@@ -45,8 +45,9 @@ class RepliedCase(Case):
         return replied(super().with_engine(groups))
 
 
-@pytest.mark.parametrize("apart", [False, True], ids=["packed", "alone"])
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "alone"])
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "grpo", "dapo", "gspo", "vapo", "tppo", "apo", "kl", "weights",
+                                             "odpo", "dgpo"))
 def test_the_gradient_is_that_of_the_textbook_loss_over_the_policys_own_tokens(name, apart, tiny, tmp_path):
     case = RepliedCase(name, tiny, tmp_path / "run")
     if apart:  # so small that no two completions share a row

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_rolled, gradients, make_groups, mask_backend, nudge
+from conftest import as_rolled, gradients, make_groups, mask_backend, nudge, others_slow
 from test_invariance import Gradient, on_ranks
 from test_objectives import CORRECT_NG, OBJECTIVES, Case, gradient_of, learner_on
 
@@ -63,7 +63,8 @@ def assert_equal(ours: Gradient, expected: Gradient, what: str) -> None:
         torch.testing.assert_close(ours[key], grad, rtol=0, atol=1e-10 * size, msg=f"{what}: {key}")
 
 
-@pytest.mark.parametrize("name", OBJECTIVES)
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "grpo", "dapo", "gspo", "vapo", "tppo-true", "apo", "kl",
+                                             "weights", "odpo", "dgpo"))
 def test_gradients_with_shared_prompts_are_those_without(name, tiny, tmp_path, monkeypatch):
     """Once more with an explicit mask. T-PPO's completions are of a rollout window: some began in earlier steps, some
     go on."""

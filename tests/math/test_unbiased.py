@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, toy_config
+from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow, toy_config
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
 from torch import Tensor
 
@@ -69,7 +69,7 @@ def test_a_second_step_on_the_same_draw_is_biased(tiny, tmp_path):
             p.data.sub_(p.grad, alpha=rate)
         return step.gradient(pruned) - step.gradient(every)
 
-    full, drawn = step.gradient(every), list(outcomes(candidates("sequence"), HALF))
+    full, drawn = step.gradient(every), list(outcomes(candidates("sequence"), Pps(keep=2)))
     size = {rate: mean_of(drawn, lambda pruned, rate=rate: error_of_the_second(pruned, rate)).norm() / full.norm()
             for rate in (0.0, 0.01)}  # of the bias; a first step of rate 0 leaves the second one unbiased
     assert size[0.0] < EXACT and size[0.01] > 0.01
@@ -236,7 +236,10 @@ def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places
     assert both_levels(step, monkeypatch, places) < EXACT
 
 
-@pytest.mark.parametrize("kind", KINDS)
+ALIKE = ("centred", "leave_one_out", "shrinkage")  # as group_norm is
+
+
+@pytest.mark.parametrize("kind", others_slow(KINDS, *(kind for kind in KINDS if kind not in ALIKE)))
 def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions(kind, tiny, tmp_path, monkeypatch):
     """Or the two do not go together, and that is a config error. Pairs go with pruning of prompts alone."""
     try:
@@ -308,7 +311,8 @@ BIASED = {
 }
 
 
-@pytest.mark.parametrize("arm", BIASED)
+@pytest.mark.parametrize("arm", others_slow(BIASED, "topk", "topk over the full batch", "bottom fraction", "no weights",
+                                            "advantages normalised after pruning"))
 def test_the_same_sees_the_bias_of_every_biased_arm(arm, tiny, tmp_path):
     draws, normalize, count = BIASED[arm]
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", f"loss.denominator={count}")
