@@ -6,7 +6,7 @@ bound of a setting is in its type, constraints between settings are in settings/
 settings/loader.py turns yaml into all this.
 """
 
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, fields, replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -25,6 +25,7 @@ from settings.loader import (
     Share,
     at_least,
     flatten,
+    frozen,
 )
 from settings.paths import find_path, user_path
 from settings.rules import all_rules
@@ -33,10 +34,8 @@ CONFIGS = Path(__file__).parent / "configs"
 NEED_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # reward components that compare with it
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
 
-section = dataclass(frozen=True, slots=True)
 
-
-@section
+@frozen
 class Lora:
     """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (lora.py)."""
     rank: Count | None = None      # of an adapter; null: there is none, and all weights are trained
@@ -45,7 +44,7 @@ class Lora:
     path: str | None = None        # a folder in PEFT's format with the initial adapter; null: one that adds 0
 
 
-@section
+@frozen
 class Model:
     path: str                      # Hugging Face folder or hub name
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"  # to compute in; auto: bfloat16 on CUDA
@@ -57,7 +56,7 @@ class Model:
     lora: Lora = Lora()
 
 
-@section
+@frozen
 class Data:
     train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
     eval: str | None               # one or several of the same, separated by commas; null: train without
@@ -75,7 +74,7 @@ class Data:
     limit: Count | None = None     # train on the first so many problems; null: on all
 
 
-@section
+@frozen
 class Rollout:
     group_size: Annotated[int, at_least(1, ", or 2 to compare them")]  # G, completions per prompt
     prompts_per_step: Count        # N, prompts offered per step, over all ranks
@@ -114,7 +113,7 @@ class Rollout:
 Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
 
 
-@section
+@frozen
 class Environment:
     """Replies within completions: tools, a game, a simulated user (docs/environments.md)."""
     file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
@@ -127,7 +126,7 @@ class Environment:
     gib: Positive = 2.0            # memory for a reply
 
 
-@section
+@frozen
 class Reward:
     """Weight of each named component (reward.COMPONENTS); the reward is their weighted sum. A component of
     weight 0 is measured and logged, but not rewarded; one of null is not measured."""
@@ -173,7 +172,7 @@ class Reward:
         return not self.weights.keys().isdisjoint(NEED_ANSWER)
 
 
-@section
+@frozen
 class Critic:
     """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
     lr: float | None = None        # learning rate, constant after the warm-up
@@ -184,7 +183,7 @@ class Critic:
     pretrain_steps: int = 0        # first steps of the run: only the critic learns
 
 
-@section
+@frozen
 class Prune:
     completions: kinds.Completions = kinds.KeepAll()
     prompts: kinds.Prompts = kinds.AllPrompts()
@@ -193,14 +192,14 @@ class Prune:
     truncated: bool = False
 
 
-@section
+@frozen
 class Pack:
     capacity: Count | Literal["auto"] = "auto"  # most tokens of a row; auto: as memory allows
     window: Count | None = None    # groups to choose from, oldest first; null: all, longest first
     budget: int | None = None      # rollout.until=full: tokens of a step, each completion with its prompt
 
 
-@section
+@frozen
 class Loss:
     normalize: Literal["token", "sequence", "constant", "sum"] = "sequence"  # the mean (loss.token_weight)
     denominator: Literal["all", "kept"] = "all"  # divide by all candidates, or by the survivors
@@ -217,7 +216,7 @@ class Loss:
     mask_ratio: AboveOne | None = None
 
 
-@section
+@frozen
 class Update:
     epochs: Count = 1              # passes over each rollout
     minibatches: int = 1           # optimizer steps per pass, each on whole groups
@@ -225,7 +224,7 @@ class Update:
     rate_by_ess: bool = False
 
 
-@section
+@frozen
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
@@ -235,20 +234,20 @@ class Eval:
     top_p: Share = 1.0  # from the likeliest tokens of this probability
 
 
-@section
+@frozen
 class Checkpoint:
     every: Annotated[int, at_least(0, " (0: only at the end)")] = 0  # steps between checkpoints
     keep: Count | Literal["all"] = 1  # how many of the newest stay on disk
 
 
-@section
+@frozen
 class Log:
     to: list[Literal["wandb", "trackio", "tensorboard"]] | None = None  # trackers that get the metrics too
     project: str = "winnow"        # the run's project on wandb and trackio
     groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 
-@section
+@frozen
 class Config:
     out: str                       # the run folder; runs/<config name> unless set
     steps: Count                   # steps of the whole run

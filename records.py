@@ -7,7 +7,7 @@ S completions in one row.
 
 from array import array
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import field, fields, replace
 from itertools import accumulate, chain, pairwise
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-frozen = dataclass(frozen=True, slots=True)
+from settings.loader import frozen
 
 
 @frozen

@@ -6,7 +6,7 @@ neither read nor known to change no result stops the run.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import field, fields
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -23,11 +23,11 @@ from settings.loader import (
     at_least,
     build,
     convert,
+    kind,
     read,
     within,
 )
 
-record = dataclass(frozen=True, slots=True, kw_only=True)
 Dtype = Literal["float32", "bfloat16", "float16"]
 FULL, SLIDING = "full_attention", "sliding_attention"
 LayerType = Literal["full_attention", "sliding_attention"]
@@ -36,7 +36,7 @@ Activation = Literal["silu", "gelu_pytorch_tanh"]
 
 # ---- rotary embeddings, in the names of config.json
 
-@record
+@kind
 class Rope:
     """A rotary embedding; the kinds below stretch its long waves."""
 
@@ -44,19 +44,19 @@ class Rope:
     partial_rotary_factor: ZeroToOne = 1.0  # share of a head that turns
 
 
-@record
+@kind
 class Linear(Rope):
     factor: Annotated[float, at_least(1)]
 
 
-@record
+@kind
 class Llama3(Linear):
     low_freq_factor: Positive
     high_freq_factor: Positive
     original_max_position_embeddings: Count
 
 
-@record
+@kind
 class Yarn(Linear):
     """YaRN (arXiv:2309.00071)."""
 
@@ -75,7 +75,7 @@ ROPES = {"default": Rope, "linear": Linear, "llama3": Llama3, "yarn": Yarn}
 
 # ---- config.json
 
-@record
+@kind
 class Common:
     """The settings of config.json that every family reads, in Hugging Face's names."""
 
@@ -97,7 +97,7 @@ class Common:
     dtype: Dtype | None = None
 
 
-@record
+@kind
 class ConfigFile(Common):
     """The settings of config.json; of these a family reads the ones in the `settings` of its row."""
 
@@ -117,7 +117,7 @@ class ConfigFile(Common):
 
 # ---- the table
 
-@record
+@kind
 class Family:
     """The properties of a family; the defaults are Llama's."""
 
@@ -148,7 +148,7 @@ FAMILIES = {name: build(Family, row, f"{name}.") for name, row in TABLE["familie
 
 # ---- a decoder's shape
 
-@record
+@kind
 class Shape:
     """The numbers that the decoder computes with."""
 

@@ -3,7 +3,6 @@
 A section of one of these unions is a dataclass by its `kind`; config.py has all other sections.
 """
 
-from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from settings.loader import (
@@ -17,10 +16,9 @@ from settings.loader import (
     Share,
     ZeroToOne,
     at_least,
+    kind,
     within,
 )
-
-kind = dataclass(frozen=True, slots=True, kw_only=True)  # decorates each class below
 
 KeepCount = Annotated[int, at_least(1, " and at most rollout.group_size; to train on all set "
                                     "prune.completions.kind=none")]

@@ -12,10 +12,10 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
-from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import yaml
 
@@ -26,6 +26,18 @@ TYPE_NAMES = {int: "a whole number", float: "a finite number", bool: "true or fa
 MOST = 10_000            # values in a setting that may be anything
 SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can stand for gigabytes
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
+
+
+@dataclass_transform(frozen_default=True)
+def frozen(cls: type) -> type:
+    """Make a dataclass of it, as all sections and records are: its objects cannot be changed."""
+    return dataclass(frozen=True, slots=True)(cls)
+
+
+@dataclass_transform(frozen_default=True, kw_only_default=True)
+def kind(cls: type) -> type:
+    """The same with fields given by name: so a fork may add one anywhere."""
+    return dataclass(frozen=True, slots=True, kw_only=True)(cls)
 
 
 class ConfigError(ValueError):
