@@ -157,6 +157,7 @@ def newest_policy(run: Path) -> Path:
 
 def talk(conversation: Conversation) -> None:
     """Talk in the terminal."""
+    print("/problem asks one of data.eval, /new begins another conversation, /quit ends")
     while True:
         try:
             line = input("> ").strip()

@@ -17,11 +17,20 @@ CARD = """---
 {head}---
 # {name}
 
-{base} after {steps} steps of reinforcement learning with verifiable rewards, by Winnow at commit `{commit}`.
+{base} after {steps} steps of reinforcement learning, by Winnow at commit `{commit}`.
+
+```python
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder = "."  # of this file, or the model's name on the hub
+llm, tokenizer = AutoModelForCausalLM.from_pretrained(folder), AutoTokenizer.from_pretrained(folder)
+asked = [{{"role": "user", "content": "..."}}]
+prompt = tokenizer.apply_chat_template(
+    asked, add_generation_prompt=True, return_dict=True, return_tensors="pt")
+print(tokenizer.decode(llm.generate(**prompt, max_new_tokens=256)[0]))
+```
 
 ## Figures
-
-Accuracy or mean reward with its 95% interval, before and after, as the run evaluated it (`eval` below).
 
 {figures}
 
@@ -42,9 +51,11 @@ The completions took {generated:,} tokens, those with a gradient {trained:,}. {m
 
 {licence}.
 """
+FIGURES = "Accuracy or mean reward with its 95% interval, before and after, as the run evaluated it (`eval`)."
 SHOWN = ("advantage.kind", "prune.prompts.kind", "prune.completions.kind", "prune.completions.keep",
          "loss.trust.kind", "loss.denominator", "optim.lr", "rollout.prompts_per_step", "rollout.group_size",
-         "rollout.max_new_tokens", "model.lora.rank", "environment.file", "data.train", "data.eval", "seed")
+         "rollout.max_new_tokens", "model.lora.rank", "reward.custom_file", "environment.file", "data.train",
+         "data.eval", "seed")
 
 
 def write_card(run: Path) -> Path:
@@ -57,13 +68,12 @@ def write_card(run: Path) -> Path:
     scores = [(score.name, *(score_cell(evals[n], score) for n in (0, -1))) for score in scores_of(evals)]
     settings, base = flatten(cfg), cfg.model.path
     local, licence = find_path(base).is_dir(), licence_of(base)
-    adapter = (run / "hf" / "adapter_config.json").is_file()
+    rewards = {name: weight for name, weight in cfg.reward.weights.items() if weight}
     head = {
         "license": licence,
         "base_model": None if local else base,
-        "base_model_relation": "adapter" if adapter else "finetune",
         "datasets": None if find_path(cfg.data.train).exists() else [cfg.data.train],
-        "library_name": "peft" if adapter else "transformers",
+        "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "tags": ["winnow", "reinforcement-learning"]}
     with blame_file(run / "env.json"):
@@ -73,9 +83,10 @@ def write_card(run: Path) -> Path:
             name=run.resolve().name,
             base=f"`{base}`" if local else f"[{base}](https://huggingface.co/{base})",
             steps=cfg.steps,
-            figures=table(("set", "before", "after"), scores) if scores else "The run evaluated on no set.",
-            method=table(("setting", "value"), [(key, str(settings[key])) for key in SHOWN
-                                                if settings.get(key) is not None]),
+            figures=f"{FIGURES}\n\n{table(('set', 'before', 'after'), scores)}" if scores else
+            "The run evaluated on no set.",
+            method=table(("setting", "value"), [("reward", str(rewards)), *(
+                (key, str(settings[key])) for key in SHOWN if settings.get(key) is not None)]),
             generated=sum(line.get("rollout/tokens", 0) for line in lines),
             trained=sum(line.get("train/tokens", 0) for line in lines),
             commit=ran_on["commit"],
@@ -85,6 +96,8 @@ def write_card(run: Path) -> Path:
             licence=f"{licence}, that of the base model" if licence else
             f"`{base}` states no licence where the run found it: look for it before you pass this model on")
     path = run / "hf" / "README.md"
+    if path.exists() and path.read_text() != text:
+        raise ConfigError(f"{path} is another card; move it away, or remove it to have it written again")
     path.write_text(text)
     return path
 

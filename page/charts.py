@@ -32,7 +32,7 @@ CHARTS = {
         ("Components of the reward", "reward/*",
          "means before their weights\nEach component with a weight should rise."),
         ("Flat groups", "advantage/flat_groups",
-         "share of groups of equal rewards\nThey have no gradient. The share grows as problems are learnt."),
+         "share of groups of equal rewards\nNo gradient: all their answers are right, or all wrong."),
     ],
     "Completions": [
         ("Length", "rollout/length", "tokens per completion\nSteady, or rising with the reward, is good."),

@@ -73,7 +73,7 @@ def summary(folder: Path) -> str:
     return "\n".join([*table, "", f"seconds  {phases}", f"run folder  {folder}",
                       f"next  {python} {programs}eval.py --config {folder}/config.yaml --model {folder}/hf"
                       + ("" if evals else " --data SET"),
-                      f"      {python} {programs}report.py {folder}"])
+                      *(f"      {python} {programs}{name}.py {folder}" for name in ("report", "chat"))])
 
 
 def score_cell(line: dict, score: Score) -> str:

@@ -3,6 +3,7 @@
 import base64
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -17,6 +18,7 @@ from transformers import AutoModelForCausalLM
 import config
 import report
 import train
+from config import ConfigError
 from infra import runfolder
 from page import card
 
@@ -43,15 +45,36 @@ def test_the_card_has_method_data_figures_and_the_licence_of_the_base(run):
         assert f"{line['eval/few/accuracy']:.1%} [{line['eval/few/low']:.1%}, {line['eval/few/high']:.1%}]" in read.text
     cfg = config.load(run / "config.yaml")
     assert f"| prune.completions.kind | {cfg.prune.completions.kind} |" in read.text
-    assert f"| data.train | {cfg.data.train} |" in read.text and config.dump(cfg) in read.text
+    assert "| reward | {'accuracy': 1.0} |" in read.text and f"| data.train | {cfg.data.train} |" in read.text
+    assert config.dump(cfg) in read.text
     steps = [line for line in runfolder.read_log(run / "metrics.jsonl") if "train/tokens" in line]
     assert f"those with a gradient {sum(line['train/tokens'] for line in steps):,}" in read.text
     assert "apache-2.0, that of the base model." in read.text
 
 
+def test_a_card_that_was_edited_is_not_written_over(run):
+    path = card.write_card(run)
+    mine = f"{path.read_text()}My own words.\n"
+    path.write_text(mine)
+    with pytest.raises(ConfigError, match="README.md is another card; move it away, or remove it to have it written"):
+        card.write_card(run)
+    assert path.read_text() == mine
+    path.unlink()
+
+
+def test_the_lines_of_code_in_the_card_run(run, monkeypatch, capsys):
+    code = re.search(r"```python\n(.*?)```", card.write_card(run).read_text(), re.DOTALL)[1]
+    monkeypatch.chdir(run / "hf")
+    exec(code.replace("max_new_tokens=256", "max_new_tokens=4"), {})
+    assert "<|im_start|>user\n" in capsys.readouterr().out
+
+
 def test_without_a_card_of_the_base_no_licence_is_claimed(run, monkeypatch):
     monkeypatch.setattr(card, "licence_of", lambda base: None)
-    read = ModelCard.load(card.write_card(run))
+    (run / "hf" / "README.md").unlink()
+    path = card.write_card(run)
+    read = ModelCard.load(path)
+    path.unlink()
     assert read.data.license is None and "states no licence where the run found it" in read.text
 
 

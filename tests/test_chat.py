@@ -115,7 +115,8 @@ def test_a_conversation_that_is_too_long_and_a_set_that_is_not_there_are_one_lin
     lines = iter(["/problem", "/problem", QUESTION * 9, "", "/new", QUESTION])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
     chat.talk(conversation)
-    first, again, second, _, new, *_, last = capsys.readouterr().out.splitlines()
+    commands, first, again, second, _, new, *_, last = capsys.readouterr().out.splitlines()
+    assert "/problem" in commands and "/new" in commands and "/quit" in commands
     assert first == again == "error: /problem: data.eval names no set; --set data.eval=..."
     assert re.fullmatch(r"error: the conversation has \d+ of 100 tokens; begin another, /new", second)
     assert (new, last[:4]) == ("a new conversation", "####")
