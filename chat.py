@@ -43,6 +43,7 @@ from settings.paths import user_path
 
 PIECE = 8        # tokens that are sampled before they are shown
 CONTEXT = 4096   # tokens of a conversation at most, if the model takes so many
+COMMANDS = "/problem asks one of data.eval, /new begins another conversation, /quit ends"
 
 
 class Conversation:
@@ -83,6 +84,8 @@ class Conversation:
             yield from self.answer()
             if problem.answer:
                 yield f"\n\nThe gold answer is {problem.answer}."
+        elif line.startswith("/"):
+            raise ConfigError(f"{line}: no such command; {COMMANDS}")
         else:
             self.messages.append({"role": "user", "content": line})
             yield from self.answer()
@@ -157,7 +160,7 @@ def newest_policy(run: Path) -> Path:
 
 def talk(conversation: Conversation) -> None:
     """Talk in the terminal."""
-    print("/problem asks one of data.eval, /new begins another conversation, /quit ends")
+    print(COMMANDS)
     while True:
         try:
             line = input("> ").strip()

@@ -157,7 +157,8 @@ def find_file(name: str, folder: str | None) -> Path | None:
     """Find the file of a data set; None for a set on the hub. Raises ConfigError if it is neither."""
     path = find_path(Path(folder, NAMED_SETS[name][1]) if folder and name in NAMED_SETS else name)
     if path.suffix in READERS and not path.is_file():
-        where = "" if path.is_absolute() else f" from {Path.cwd()}, nor from {REPOSITORY}"
+        places = dict.fromkeys((Path.cwd(), REPOSITORY))
+        where = "" if path.is_absolute() else f" from {', nor from '.join(map(str, places))}"
         raise ConfigError(f"data file {path} not found{where}; {CHOICES}")
     if path.suffix in READERS:
         return path
@@ -177,10 +178,10 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
     rows, there = [row for row in rows if isinstance(row, dict)], {}
     for name, column in columns.items():
         ours = any(find_cell(row, name, {}) is not None for row in rows)
-        needed = name in ("question", "answer") and not ours
-        if column is None or needed or any(find_cell(row, name, columns) is not None for row in rows):
+        found = column is None or any(find_cell(row, name, columns) is not None for row in rows)
+        if found or name in ("question", "answer") and not ours:
             there[name] = column
-        else:
+        if not found and (ours or name != "question"):
             print(f"{source}: no row has the column {column!r} that data.columns names for {name}"
                   + f"; its own {name!r} is taken" * ours, file=sys.stderr)
     return there

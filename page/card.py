@@ -97,7 +97,7 @@ def write_card(run: Path) -> Path:
             f"`{base}` states no licence where the run found it: look for it before you pass this model on")
     path = run / "hf" / "README.md"
     if path.exists() and path.read_text() != text:
-        raise ConfigError(f"{path} is another card; move it away, or remove it to have it written again")
+        raise ConfigError(f"{path} has been edited, or is another's; move it away to have it written again")
     path.write_text(text)
     return path
 
@@ -117,7 +117,9 @@ def licence_of(base: str) -> str | None:
 
 def push(run: Path, name: str) -> str:
     """Upload a run's export and its card to the hub, as a private model there; returns its address."""
-    card = write_card(run)
+    card = run / "hf" / "README.md"
+    if not card.exists():  # one that was edited goes as it is
+        write_card(run)
     try:
         made = HfApi().create_repo(name, exist_ok=True, private=True)
         HfApi().upload_folder(repo_id=name, folder_path=card.parent, commit_message=f"Winnow {run.name}")

@@ -56,7 +56,7 @@ def test_a_card_that_was_edited_is_not_written_over(run):
     path = card.write_card(run)
     mine = f"{path.read_text()}My own words.\n"
     path.write_text(mine)
-    with pytest.raises(ConfigError, match="README.md is another card; move it away, or remove it to have it written"):
+    with pytest.raises(ConfigError, match="README.md has been edited, or is another's; move it away to have it"):
         card.write_card(run)
     assert path.read_text() == mine
     path.unlink()
@@ -124,6 +124,8 @@ def push(run: Path, address: str) -> subprocess.CompletedProcess:
 
 
 def test_export_and_card_go_to_the_hub_as_a_private_model(run, tmp_path):
+    path = card.write_card(run)
+    path.write_text(f"{path.read_text()}My own words.\n")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     done = push(run, f"http://127.0.0.1:{server.server_port}")
@@ -131,7 +133,8 @@ def test_export_and_card_go_to_the_hub_as_a_private_model(run, tmp_path):
     assert done.returncode == 0 and "someone/sums" in done.stdout, done.stderr
     assert Hub.made == [{"organization": "someone", "name": "sums", "visibility": "private"}]
     exported = {path.name: path.read_bytes() for path in (run / "hf").iterdir()}
-    assert Hub.files == exported and "README.md" in exported
+    path.unlink()
+    assert Hub.files == exported and b"My own words." in exported["README.md"]
     for name, content in Hub.files.items():
         (tmp_path / name).write_bytes(content)
     AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -112,11 +112,11 @@ def test_a_conversation_that_is_too_long_and_a_set_that_is_not_there_are_one_lin
     conversation = opened("data.eval=null")
     conversation.longest = 100
     capsys.readouterr()
-    lines = iter(["/problem", "/problem", QUESTION * 9, "", "/new", QUESTION])
+    lines = iter(["/problem", "/problem", "/help", QUESTION * 9, "", "/new", QUESTION])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines, "/quit"))
     chat.talk(conversation)
-    commands, first, again, second, _, new, *_, last = capsys.readouterr().out.splitlines()
-    assert "/problem" in commands and "/new" in commands and "/quit" in commands
+    commands, first, again, unknown, second, _, new, *_, last = capsys.readouterr().out.splitlines()
+    assert commands == chat.COMMANDS and unknown == f"error: /help: no such command; {chat.COMMANDS}"
     assert first == again == "error: /problem: data.eval names no set; --set data.eval=..."
     assert re.fullmatch(r"error: the conversation has \d+ of 100 tokens; begin another, /new", second)
     assert (new, last[:4]) == ("a new conversation", "####")

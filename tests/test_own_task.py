@@ -51,6 +51,9 @@ def test_other_columns_and_what_lies_inside_one(tmp_path, capsys):
     assert capsys.readouterr().err.splitlines()[:2] == [
         no_row.format("prompt", "question", "question"),
         no_row.format("reward_model.ground_truth", "answer", "answer")]
+    bare = str(write(tmp_path / "bare.jsonl", {"question": "r"}))  # a reward may need no answer
+    assert data.load_problems(bare, columns={"answer": "Ergebniss"}, answers=False) == [Problem("bare/0", "r", "")]
+    assert capsys.readouterr().err == f"{bare}: no row has the column 'Ergebniss' that data.columns names for answer\n"
     # A row that lacks what others have is not given what stands under our name.
     without = {"answer": "5", "reward_model": {}, "uid": 4}
     mixed = str(write(tmp_path / "mixed.jsonl", row | {"answer": "4"}, row | without))
