@@ -50,13 +50,13 @@ def write_file(gguf, path: Path, weights: dict[str, torch.Tensor]) -> None:
     merges = ["Ġ m", "o r", "Ġm or", "1 5"]  # the last is never used: single digits
     tokens = [*SPECIAL, *alphabet(), *(merge.replace(" ", "") for merge in merges)]
     writer = gguf.GGUFWriter(path, "llama")
-    for name, value in (("block_count", 1), ("context_length", 512), ("embedding_length", 32), ("head_count", 4),
-                        ("feed_forward_length", 64), ("head_count_kv", 2), ("rope_dimension_count", 8),
-                        ("rope_freq_base", 5000.0), ("layer_norm_rms_eps", 1e-5), ("vocab_size", len(tokens)),
-                        ("tokenizer_model", "gpt2"), ("tokenizer_pre", "smollm"), ("token_list", tokens),
-                        ("token_types", [3] * 3 + [1] * (len(tokens) - 3)), ("token_merges", merges),
-                        ("chat_template", TEMPLATE), ("unk_token_id", 0), ("bos_token_id", 1), ("eos_token_id", 2),
-                        ("pad_token_id", 2)):
+    for name, value in (("name", "A model"), ("block_count", 1), ("context_length", 512), ("embedding_length", 32),
+                        ("head_count", 4), ("feed_forward_length", 64), ("head_count_kv", 2),
+                        ("rope_dimension_count", 8), ("rope_freq_base", 5000.0), ("layer_norm_rms_eps", 1e-5),
+                        ("vocab_size", len(tokens)), ("tokenizer_model", "gpt2"), ("tokenizer_pre", "smollm"),
+                        ("token_list", tokens), ("token_types", [3] * 3 + [1] * (len(tokens) - 3)),
+                        ("token_merges", merges), ("chat_template", TEMPLATE), ("unk_token_id", 0),
+                        ("bos_token_id", 1), ("eos_token_id", 2), ("pad_token_id", 2)):
         getattr(writer, f"add_{name}")(value)
     for name, weight in weights.items():
         writer.add_tensor(f"{name}.weight", weight.numpy())
