@@ -18,6 +18,7 @@ from infra import dist
 from infra.weights import Shape, find_mismatches, named_weights
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
+from settings.loader import in_short
 
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
@@ -71,7 +72,7 @@ class VLLMEngine:
                 raise ConfigError(
                     f"rollout.engine=vllm cannot start with slots={spec.slots}, sequences of {spec.max_len} "
                     f"tokens, tensor_parallel={spec.tensor_parallel} and {cache / 2**30:.4g} GiB of KV cache "
-                    f"(rollout.cache_gib): {' '.join(str(error).split())[:600]}") from error
+                    f"(rollout.cache_gib): {in_short(error)}") from error
             # Its finalizer would destroy the trainer's process group, at exit or before.
             self.llm.llm_engine.engine_core._finalizer.detach()
             self.sleep()

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from config import ConfigError
 from records import Problem
-from settings.loader import parse_json
+from settings.loader import in_short, parse_json
 from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)
@@ -109,7 +109,7 @@ def read_named(name: str) -> Iterator[tuple[str, dict]]:
         rows = datasets.load_dataset(name, config, split=split)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise ConfigError(f"hub data set {name} ({config}, {split}) could not be loaded: "
-                          f"{str(error).splitlines()[0]}. Set data.dir to a folder with the files, or give a "
+                          f"{in_short(error)}. Set data.dir to a folder with the files, or give a "
                           "path.") from error
     yield from ((f"{name}: row {i}", row) for i, row in enumerate(rows))
 

@@ -21,7 +21,7 @@ from config import ConfigError, Data
 from infra.trial import try_first
 from infra.weights import read_section, read_shape
 from records import Stops, frozen
-from settings.loader import SHORT, convert, read_json
+from settings.loader import SHORT, convert, in_short, read_json
 
 # Every template gets them, beside special tokens.
 RENDER_ARGUMENTS = ("messages", "add_generation_prompt", "tools", "documents", "strftime_now")
@@ -60,7 +60,7 @@ class Tokenizer:
         try:
             self.rust = RustTokenizer.from_str(path.read_text(encoding="utf-8"))
         except Exception as error:  # the library raises nothing narrower
-            raise ConfigError(f"{path} is not a tokenizer: {str(error)[:300]}; download it again") from None
+            raise ConfigError(f"{path} is not a tokenizer: {in_short(error)}; download it again") from None
         # The file may ask for all three, as its last user did; ids depend on text and vocabulary alone.
         self.rust.no_truncation()
         self.rust.no_padding()

@@ -21,7 +21,7 @@ from infra.checkpoint import LIST, find_changed, find_missing, format_list, list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from records import frozen
-from settings.loader import build, read_json
+from settings.loader import build, in_short, read_json
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")
@@ -43,7 +43,7 @@ def find_model(path: str) -> Path:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
         raise ConfigError(f"model.path={path!r} is no folder, and could not be downloaded from the hub: "
-                          f"{str(error).splitlines()[0]}") from error
+                          f"{in_short(error)}") from error
 
 
 def require_own_files(folder: Path, weights: bool = False) -> None:
@@ -146,7 +146,7 @@ def open_tensors(path: Path) -> Iterator[Any]:
         with safe_open(path, "pt") as file:
             yield file
     except SafetensorError as error:
-        raise ConfigError(f"{path} cannot be read ({error}); download or write it again") from None
+        raise ConfigError(f"{path} cannot be read ({in_short(error)}); download or write it again") from None
 
 
 def weight_files(folder: Path) -> list[Path]:

@@ -28,6 +28,11 @@ SHORT = reprlib.Repr()  # shortens a value in an error: a few lines of yaml can 
 SHORT.maxlevel, SHORT.maxstring, SHORT.maxother, SHORT.maxlong = 2, 200, 200, 200
 
 
+def in_short(error: Exception) -> str:
+    """Write a library's error as one line; it may quote the whole of a file."""
+    return " ".join(str(error).split())[:500]
+
+
 @dataclass_transform(frozen_default=True)
 def frozen(cls: type) -> type:
     """Make a dataclass of it, as all sections and records are: its objects cannot be changed."""
@@ -99,7 +104,7 @@ def parse(text: str | bytes, source: str | Path) -> Any:
     try:
         return yaml.load(text, Loader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: 5,000 digits
-        raise ConfigError(f"{source} is not valid yaml: {' '.join(str(error).split())}") from None
+        raise ConfigError(f"{source} is not valid yaml: {in_short(error)}") from None
 
 
 def read(path: Path) -> dict[str, Any]:

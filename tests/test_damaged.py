@@ -31,6 +31,7 @@ from page import charts, pruning
 from records import Problem
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened
+LONG_HEADER = b'{"a":"' + b"x" * 9_992 + b'"}'  # of 10,000 bytes; the library's error quotes it
 
 
 def said_by(function, *given) -> str:
@@ -85,6 +86,8 @@ def model(tmp_path) -> Path:
     ("model.safetensors", b"", "cannot be read .header too small|cannot be read"),
     ("model.safetensors", b"garbage" * 100, "model.safetensors cannot be read"),
     ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
+    ("model.safetensors", (10_000).to_bytes(8, "little") + LONG_HEADER,
+     "model.safetensors cannot be read .*x{100}[)]; download"),
     ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
     ("model.safetensors.index.json", b"[]", "holds no JSON object"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
