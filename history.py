@@ -4,7 +4,8 @@ Dimension key:  N prompts (groups) rolled out in one step,  G completions per pr
 """
 
 import math
-from typing import NamedTuple
+from fractions import Fraction
+from functools import lru_cache
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ from records import Prompt, PromptDraw, Rolled
 from settings import kinds
 
 
+@lru_cache(maxsize=2)  # a step may end one epoch and begin the next
 def epoch_order(count: int, seed: int, epoch: int) -> np.ndarray:
     """Permute `count` prompts for one epoch: a pure function of (seed, epoch)."""
     bits = np.random.Philox(seed_for(seed, epoch, "order"))
@@ -28,16 +30,12 @@ def sample_seed(seed: int, epoch: int, prompt_id: str, g: int) -> int:
     return seed_for(seed, epoch, prompt_id, g, "rollout")
 
 
-class PromptRecord(NamedTuple):
-    """Numbers of a prompt's rollouts, for pruning it; a rollout has all of its completions."""
-
-    size: float       # mean |A| of the newest
-    easy: int         # newest rollouts in a row with equal, high rewards
-    hard: int         # ... all equal and low
-    skipped: int = 0  # times that it was skipped since the newest
-
-
-NO_RECORD = PromptRecord(size=math.nan, easy=0, hard=0)  # of a prompt without a rollout
+# What is known of a prompt's rollouts, for pruning it; a rollout has all of its completions.
+RECORD = np.dtype([
+    ("size", np.float64),   # mean |A| of the newest; nan before the first
+    ("flat", np.int32),     # newest in a row with equal rewards, all high; below 0: with all low
+    ("skipped", np.int32),  # times that the prompt was skipped since the newest
+])
 
 
 def mark_easy_and_hard(value_NG: Tensor, middle: float) -> tuple[Tensor, Tensor]:
@@ -62,7 +60,11 @@ class PromptHistory:
         self.adapts = pruning.kind in REFILLING  # `adapt` is called
         self.middle = middle  # equal values above it mark an easy prompt (collect.reward_midpoint)
         self.place = 0
-        self.records: dict[str, PromptRecord] = {}
+        # By the number of the prompt.
+        self.records = np.zeros(len(prompts) if self.remembers else 0, RECORD)
+        self.records["size"] = math.nan
+        self.known = 0            # prompts with a size
+        self.total = Fraction(0)  # of all sizes: exact, so that their order changes no bit of the mean
         explore = getattr(pruning, "explore", 0.5)
         self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
@@ -74,57 +76,53 @@ class PromptHistory:
         call.
         """
         if self.pruning.kind == "none":
-            return [PromptDraw(prompt, epoch) for epoch, prompt in self.coming(count)]
+            return [PromptDraw(self.prompts[k], epoch, number=k) for epoch, k in self.coming(count)]
         draws: list[PromptDraw] = []
         missing = count
         while missing:
             block = self.coming(missing)
-            prompts = [prompt for _, prompt in block]
-            prob_K = self.rollout_prob(prompts)
-            for (epoch, prompt), prob in zip(block, prob_K.tolist(), strict=True):
+            prob_K = self.rollout_prob([k for _, k in block])
+            for (epoch, k), prob in zip(block, prob_K.tolist(), strict=True):
+                prompt = self.prompts[k]
                 kept = seed_for(self.seed, epoch, prompt.id, "prompt") < prob * 2**63
                 weight = 0.0
                 if kept:
                     weight = 1.0 if self.adapts else 1 / prob
-                elif record := self.records.get(prompt.id):
-                    self.records[prompt.id] = record._replace(skipped=record.skipped + 1)
-                draws.append(PromptDraw(prompt, epoch, prob, weight))
+                elif not math.isnan(self.records["size"][k]):
+                    self.records["skipped"][k] += 1
+                draws.append(PromptDraw(prompt, epoch, prob, weight, number=k))
             missing = 0
             if self.adapts:
                 missing = count - sum(draw.kept for draw in draws)
         return draws
 
-    def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
-        """Compute each prompt's probability of a rollout, [K]."""
-        return PROMPTS[self.pruning.kind](self.remembered(prompts), self.pruning)
+    def rollout_prob(self, numbers: list[int]) -> Tensor:
+        """Compute the probability of a rollout of the prompts with these numbers, [K]."""
+        return PROMPTS[self.pruning.kind](self.remembered(numbers), self.pruning)
 
-    def coming(self, count: int) -> list[tuple[int, Prompt]]:
-        """Advance by `count` prompts in the endless sequence of epochs; return each with its epoch."""
+    def coming(self, count: int) -> list[tuple[int, int]]:
+        """Advance by `count` prompts in the endless sequence of epochs; return epoch and number of each."""
         size = len(self.prompts)
         drawn = []
         while len(drawn) < count:
             epoch, first = divmod(self.place, size)
             places = epoch_order(size, self.seed, epoch)[first:first + count - len(drawn)]
-            drawn += [(epoch, self.prompts[i]) for i in places]
+            drawn += [(epoch, k) for k in places.tolist()]
             self.place += len(places)
         return drawn
 
-    def remembered(self, prompts: list[Prompt]) -> Memory:
+    def remembered(self, numbers: list[int]) -> Memory:
         """Gather the history of these prompts for prune.PROMPTS."""
-        records = [self.records.get(prompt.id, NO_RECORD) for prompt in prompts]
-        sizes = [record.size for record in self.records.values()]
-
-        def column(name: str) -> Tensor:
-            return torch.tensor([getattr(record, name) for record in records], dtype=torch.float64)
-
+        records = self.records[numbers]
+        flat_K = torch.from_numpy(records["flat"].astype(np.float64))
         return Memory(
-            size_K=column("size"),
-            skipped_K=column("skipped"),
-            easy_K=column("easy"),
-            hard_K=column("hard"),
-            mean=math.fsum(sizes) / len(sizes) if sizes else math.nan,
+            size_K=torch.from_numpy(records["size"].copy()),
+            skipped_K=torch.from_numpy(records["skipped"].astype(np.float64)),
+            easy_K=flat_K.clamp(min=0),
+            hard_K=(-flat_K).clamp(min=0),
+            mean=float(self.total) / self.known if self.known else math.nan,
             explore=self.explore,
-            rows=[prompt.row for prompt in prompts],
+            rows=[self.prompts[k].row for k in numbers],
         )
 
     def record(self, rolled: Rolled) -> None:
@@ -136,10 +134,14 @@ class PromptHistory:
         shows_N = has_comparison(value_NG)
         for n, draw in enumerate(rolled.kept):
             if shows_N[n]:
-                old = self.records.get(draw.prompt.id, NO_RECORD)
-                easy = old.easy + 1 if easy_N[n] else 0
-                hard = old.hard + 1 if hard_N[n] else 0
-                self.records[draw.prompt.id] = PromptRecord(size_N[n].item(), easy, hard)
+                before, flat, _ = self.records[draw.number].item()
+                if math.isnan(before):
+                    self.known, before = self.known + 1, 0.0
+                size = size_N[n].item()
+                self.total += Fraction(size) - Fraction(before)
+                easy = max(flat, 0) + 1 if easy_N[n] else 0
+                hard = max(-flat, 0) + 1 if hard_N[n] else 0
+                self.records[draw.number] = size, easy - hard, 0
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
@@ -152,11 +154,21 @@ class PromptHistory:
             self.explore = adapt_p(self.explore, easy, hard, self.pruning.target)
 
     def state(self) -> dict:
-        """Return plain values for a checkpoint, which later steps do not change."""
-        records = {prompt_id: tuple(record) for prompt_id, record in self.records.items()}
-        return {"place": self.place, "explore": self.explore, "records": records}
+        """Return plain values for a checkpoint, which later steps do not change: of each prompt a bit, and 16
+        bytes if it has a size."""
+        known_K = ~np.isnan(self.records["size"])
+        return {
+            "place": self.place,
+            "explore": self.explore,
+            "known": torch.from_numpy(np.packbits(known_K)),
+            "records": torch.from_numpy(self.records[known_K].view(np.uint8)),
+            "total": self.total.as_integer_ratio(),
+        }
 
     def restore(self, state: dict) -> None:
         self.place = state["place"]
         self.explore = state["explore"]
-        self.records = {prompt_id: PromptRecord(*values) for prompt_id, values in state["records"].items()}
+        known_K = np.unpackbits(state["known"].numpy(), count=len(self.records)).astype(bool)
+        self.records[known_K] = state["records"].numpy().view(RECORD)
+        self.known = int(known_K.sum())
+        self.total = Fraction(*state["total"])

@@ -71,6 +71,7 @@ class PromptDraw:
     weight: float = 1.0   # of its whole group: 1 / prob if pruning is unbiased, else 1; 0 if skipped
     copy: int = 0         # which of the prompt's completions, if each is a group of its own (T-PPO)
     age: int = 0          # steps since it was drawn, if its group goes on or waits (rollout.max_age)
+    number: int = 0       # of the prompt among all to train on
 
     @property
     def kept(self) -> bool:

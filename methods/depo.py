@@ -88,8 +88,7 @@ class FilteredHistory(PromptHistory):
         super().__init__(history.prompts, history.pruning, history.seed, history.middle)
         self.steps = 0    # done
         self.outside = 0  # prompts in a row that were outside the band
-        self.newest: dict[str, float] = {}  # estimate: history; share of right answers in the newest group
-        self.row = {prompt.id: k for k, prompt in enumerate(self.prompts)}
+        self.newest: dict[int, float] = {}  # estimate: history; share of right answers in the newest group
         if self.pruning.estimate == "head":
             self.feature_KD = mean_embeddings(source, self.prompts)
             self.head = make_head(self.feature_KD.shape[1], self.seed)
@@ -110,50 +109,49 @@ class FilteredHistory(PromptHistory):
                 "come", file=sys.stderr)
         return draws
 
-    def rollout_prob(self, prompts: list[Prompt]) -> Tensor:
+    def rollout_prob(self, numbers: list[int]) -> Tensor:
         """Compute each prompt's probability of a rollout, [K]: 1 within the band, and `explore` outside."""
-        everyone = torch.ones(len(prompts), dtype=torch.float64)
+        everyone = torch.ones(len(numbers), dtype=torch.float64)
         if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
             return everyone
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
-        estimate_K = dist.on_first(self.estimates, prompts)
+        estimate_K = dist.on_first(self.estimates, numbers)
         outside_K = (estimate_K < self.pruning.low) | (estimate_K > self.pruning.high)  # nan counts as inside
         if outside_K.all():
-            self.outside += len(prompts)
+            self.outside += len(numbers)
         else:
             last_inside = int((~outside_K).nonzero()[-1])
-            self.outside = len(prompts) - 1 - last_inside
+            self.outside = len(numbers) - 1 - last_inside
         return everyone.masked_fill(outside_K, self.pruning.explore)
 
     @torch.no_grad()
-    def estimates(self, prompts: list[Prompt]) -> Tensor:
+    def estimates(self, numbers: list[int]) -> Tensor:
         """Estimate how often each prompt would be answered right, [K]; nan if nothing is known."""
         if self.pruning.estimate == "history":
-            shares = [self.newest.get(prompt.id, torch.nan) for prompt in prompts]
+            shares = [self.newest.get(k, torch.nan) for k in numbers]
             return torch.tensor(shares, dtype=torch.float64)
-        return self.logits([prompt.id for prompt in prompts])[:, 0].sigmoid()
+        return self.logits(numbers)[:, 0].sigmoid()
 
-    def logits(self, ids: list[str]) -> Tensor:
-        rows = [self.row[i] for i in ids]
-        return self.head(self.feature_KD[rows].double())
+    def logits(self, numbers: list[int]) -> Tensor:
+        return self.head(self.feature_KD[numbers].double())
 
     def adapt(self, rolled: Rolled) -> None:
         """Take the estimator's one step of this step, on the prompts that were rolled out and graded, or
         remember their shares of right answers."""
         self.steps += 1
         accuracy_N = rolled.rewards.components["accuracy"].nanmean(dim=1).tolist()
-        ids, shares, confidences = [], [], []
-        for group, share in zip(rolled.groups, accuracy_N, strict=True):
+        numbers, shares, confidences = [], [], []
+        for draw, group, share in zip(rolled.kept, rolled.groups, accuracy_N, strict=True):
             if not math.isnan(share):
-                ids.append(group.prompt.id)
+                numbers.append(draw.number)
                 shares.append(share)
                 confidences.append([sum(sample.logp) / sample.own for sample in group.samples])
         if self.pruning.estimate == "history":
-            self.newest |= dict(zip(ids, shares, strict=True))
-        elif ids:
+            self.newest |= dict(zip(numbers, shares, strict=True))
+        elif numbers:
             right_M = torch.tensor(shares, dtype=torch.float64)
             confidence_M = torch.tensor(confidences, dtype=torch.float64).mean(dim=1).exp()
-            estimator_loss(self.logits(ids), right_M, confidence_M).backward()
+            estimator_loss(self.logits(numbers), right_M, confidence_M).backward()
             nn.utils.clip_grad_norm_(self.head.parameters(), 1.0)
             self.optimizer.step()
             self.optimizer.zero_grad()

@@ -81,16 +81,15 @@ class Pool(PromptHistory):
                 logp = torch.frombuffer(sample.logp, dtype=torch.float64)
                 others = sample.replies, sample.calls, sample.failures, sample.cut
                 kept.append((ids, logp, sample.finished, *others))
-            turn = draw.epoch, draw.prob, draw.weight, draw.copy, draw.age
-            pool.append((draw.prompt.id, *turn, kept))
+            turn = draw.epoch, draw.prob, draw.weight, draw.copy, draw.age, draw.number
+            pool.append((*turn, kept))
         return super().state() | {"pool": pool}
 
     def restore(self, state: dict) -> None:
         super().restore(state)
-        by_id = {prompt.id: prompt for prompt in self.prompts}
         self.begun = []
-        for prompt_id, *turn, kept in state["pool"]:
-            draw = PromptDraw(by_id[prompt_id], *turn)
+        for *turn, number, kept in state["pool"]:
+            draw = PromptDraw(self.prompts[number], *turn, number)
             samples = []
             for ids, logp, finished, replies, calls, failures, cut in kept:
                 spans = tuple(map(tuple, replies))

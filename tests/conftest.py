@@ -243,7 +243,7 @@ def as_rewards(components: dict[str, torch.Tensor], weights: dict[str, float]) -
 def as_rolled(groups: list[Group], reward_NG: torch.Tensor, adv_NG: torch.Tensor | None = None) -> Rolled:
     """One round in which every prompt offered was rolled out, scored by accuracy alone."""
     rewards = as_rewards({"accuracy": reward_NG}, {"accuracy": 1.0})
-    draws = [PromptDraw(group.prompt, 0) for group in groups]
+    draws = [PromptDraw(group.prompt, 0, number=n) for n, group in enumerate(groups)]
     return Rolled() + Rolled(draws, groups, rewards, torch.zeros_like(reward_NG) if adv_NG is None else adv_NG)
 
 

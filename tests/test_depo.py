@@ -79,10 +79,11 @@ def test_the_loss_is_that_of_the_release_written_out():
 
 def test_prompts_within_the_band_come_up_and_others_are_refilled(monkeypatch):
     history = filtered(low=0.2, high=0.7)
-    order = [prompt.id for _, prompt in PromptHistory(history.prompts, history.pruning, 0, 0.5).coming(12)]
-    guess = dict(zip(order, [0.1, 0.2, 0.7, 0.71, 0.5, 0.9, 0.3, 0.0, 0.4, 1.0, 0.6, 0.5], strict=True))
-    monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, prompts: torch.tensor(
-        [guess[p.id] for p in prompts], dtype=torch.float64))
+    numbers = [k for _, k in PromptHistory(history.prompts, history.pruning, 0, 0.5).coming(12)]
+    order = [history.prompts[k].id for k in numbers]
+    guess = dict(zip(numbers, [0.1, 0.2, 0.7, 0.71, 0.5, 0.9, 0.3, 0.0, 0.4, 1.0, 0.6, 0.5], strict=True))
+    monkeypatch.setattr(depo.FilteredHistory, "estimates", lambda self, numbers: torch.tensor(
+        [guess[k] for k in numbers], dtype=torch.float64))
     draws = history.draw(4)
     kept = [draw.prompt.id for draw in draws if draw.kept]
     assert kept == [order[i] for i in (1, 2, 4, 6)]
@@ -105,7 +106,7 @@ def test_the_share_to_explore_is_the_chance_outside(monkeypatch):
 @pytest.mark.parametrize("estimate", ["head", "history"])
 def test_where_everything_is_outside_a_run_goes_on_and_says_so(estimate, capsys):
     history = filtered(estimate=estimate)
-    share = dict.fromkeys(history.row, 1.0)
+    share = dict.fromkeys([p.id for p in history.prompts], 1.0)
     if estimate == "history":
         for _ in range(3):
             step(history, share)
@@ -123,10 +124,10 @@ def test_the_estimator_learns_which_prompts_are_hard():
     history = filtered(count=64, low=0.0, high=1.0)
     longest = sorted(history.prompts, key=lambda p: len(p.ids))[32:]
     share = {p.id: 0.0 if p in longest else 1.0 for p in history.prompts}
-    before = history.estimates(history.prompts)
+    before = history.estimates([*range(len(history.prompts))])
     for _ in range(120):
         step(history, share)
-    after = history.estimates(history.prompts)
+    after = history.estimates([*range(len(history.prompts))])
     hard = torch.tensor([share[p.id] == 0 for p in history.prompts])
     assert ((before - 0.5).abs() < 0.02).all()
     assert ((after < 0.5) == hard).double().mean() > 0.9
@@ -154,13 +155,13 @@ def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
     for _ in range(5):
         one, other = step(history, share), step(resumed, share)
         assert [(t.prompt.id, t.prob) for t in one.draws] == [(t.prompt.id, t.prob) for t in other.draws]
-    assert history.estimates(history.prompts).nan_to_num(-1).equal(resumed.estimates(resumed.prompts).nan_to_num(-1))
+    assert history.estimates([*range(len(history.prompts))]).nan_to_num(-1).equal(resumed.estimates([*range(len(resumed.prompts))]).nan_to_num(-1))
     assert history.steps == resumed.steps == 8
 
 
 def test_completions_that_were_not_graded_teach_nothing():
     history = filtered()
-    done = rolled(history, dict.fromkeys(history.row, 0.5))
+    done = rolled(history, dict.fromkeys([p.id for p in history.prompts], 0.5))
     done.rewards.components["accuracy"][:] = math.nan
     before = [p.clone() for p in history.head.parameters()]
     history.record(done)

@@ -62,7 +62,8 @@ def scripted(lengths: list[int], *settings: str) -> tuple[WindowSampler, Pool, c
                      "advantage.kind=gae", "critic.lr=1", *settings, name="flight_toy.yaml")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(len(lengths))]
     pool = Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout)
-    order = [prompt for _, prompt in PromptHistory(prompts, cfg.prune.prompts, cfg.seed, 0.5).coming(len(prompts))]
+    history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, 0.5)
+    order = [prompts[k] for _, k in history.coming(len(prompts))]
     engine = Scripted({prompt.ids[0]: [length] for prompt, length in zip(order, lengths, strict=True)})
     return WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, 0), pool), pool, cfg
 

@@ -111,7 +111,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
         assert all(g.samples[0].fresh <= window for g in rolled.groups)
         ended |= {g.prompt.id: g.samples[0] for g in rolled.groups if not g.samples[0].pending}
     assert steps >= 3
-    order = [prompt for _, prompt in pool_of(cfg, task.prompts).coming(pool.place)]
+    order = [task.prompts[k] for _, k in pool_of(cfg, task.prompts).coming(pool.place)]
     assert ended.keys() | {draw.prompt.id for draw, _ in pool.begun} == {prompt.id for prompt in order}
     alone = engine.generate(ask([p.ids for p in order], [0] * len(order), 48), 0.0)
     for prompt, sample in zip(order, alone, strict=True):
@@ -133,7 +133,7 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
     engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
-    pool.begun = [(PromptDraw(prompts[30], 0, copy=1), (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
+    pool.begun = [(PromptDraw(prompts[30], 0, copy=1, number=30), (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
     sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):

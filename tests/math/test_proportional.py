@@ -24,7 +24,7 @@ def test_the_size_of_a_prompt_is_2_sqrt_p_1_minus_p(tmp_path):
     groups = make_groups([[2] * 8] * 5, [1] * 5)
     history = PromptHistory([group.prompt for group in groups], ProportionalPrompts(share=0.5), 0, middle=0.5)
     history.record(as_rolled(groups[:4], reward_NG, group_norm(reward_NG, 0, 0.0)))
-    size_K = history.remembered([group.prompt for group in groups]).size_K
+    size_K = history.remembered([*range(5)]).size_K
     assert size_K[:4].tolist() == pytest.approx([2 * (p * (1 - p)) ** 0.5 for p in (1 / 8, 1 / 2, 0, 1 / 4)])
     assert proportional_prob(size_K, 0.5, 0.1).tolist()[4] == 1
 
