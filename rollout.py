@@ -177,9 +177,11 @@ class Cache:
         length_P = torch.tensor(lengths, device=self.device)
         self.longest = max(lengths) or 1
         self.length_S = length_P[row_S]
-        same_SS = row_S[:, None] == row_S
-        rank_S = same_SS.tril(-1).sum(dim=1)  # among the slots of the same prompt
         count_P = row_S.bincount(minlength=len(lengths))
+        by_row_S = row_S.argsort(stable=True)
+        first_P = count_P.cumsum(0) - count_P  # in that order
+        rank_S = torch.empty_like(row_S)       # among the slots of the same prompt
+        rank_S[by_row_S] = torch.arange(len(row_S), device=self.device) - first_P[row_S[by_row_S]]
         shared_P = (count_P > 1).int()
         first_shared = int(shared_P.argmax())
         row_P = torch.arange(len(lengths), device=self.device)
