@@ -47,7 +47,7 @@ from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
-from preflight.memory import choose_backend, find_device, fit_engine, with_rollout
+from preflight.memory import choose_backend, find_device, fit_engine, rounds_products, with_rollout
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
@@ -59,7 +59,7 @@ from verify.statistics import bounded_interval, detectable, majority_at, mean, p
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
 # What a suite leaves open: the machine.
 MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",
-           "model.dtype=", "model.attention=", "device=", "data.dir=")
+           "model.dtype=", "model.products=", "model.attention=", "device=", "data.dir=")
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
 
 
@@ -391,7 +391,8 @@ def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest
         cfg.rollout.tensor_parallel,
         cfg.rollout.cache_gib,
         tokenizer.stops,
-        quantization=cfg.rollout.quantization)
+        quantization=cfg.rollout.quantization,
+        rounds=rounds_products(cfg.model, device))
 
 
 class Engines:

@@ -41,7 +41,7 @@ from infra.weights import (
     require_own_files,
     weight_files,
 )
-from model import Decoder, empty_model, load_model
+from model import Decoder, Projection, empty_model, load_model
 from settings.loader import read_json
 from settings.paths import find_path
 
@@ -71,7 +71,7 @@ PLAIN_PEFT = {  # settings of PEFT that change an adapter's result, and the valu
 }
 
 
-class Adapted(nn.Linear):
+class Adapted(Projection):
     """A frozen linear layer with an adapter beside it. Its own weight and bias keep their names."""
 
     def __init__(self, linear: nn.Linear, settings: Lora, wide: torch.dtype):
@@ -90,7 +90,7 @@ class Adapted(nn.Linear):
                 setattr(self, f"{name}_{factor}", nn.Parameter(empty, requires_grad=name == "lora"))
 
     def forward(self, x_TI: Tensor) -> Tensor:
-        base_TO = F.linear(x_TI, self.weight, self.bias)
+        base_TO = super().forward(x_TI)
         A_RI = getattr(self, f"{self.adapter}_A", None)
         if A_RI is None:
             return base_TO

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, flatten
+from config import Config, ConfigError, Model, flatten
 from infra import dist
 from infra.weights import Shape, read_shape
 from model import BLOCK_CALLS
@@ -39,6 +39,7 @@ OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
 OVERCOUNT = 1.3  # the count is at most so many times an update's bytes (tests/test_fake_gpu.py)
 ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
+PRODUCTS = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
 ROW_STEP = 256    # tokens; rows grow in steps of it
 REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
@@ -327,6 +328,16 @@ def list_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     flash-attn's are the same; both need half precision."""
     halves = dtype in (torch.bfloat16, torch.float16)
     return ["varlen", "sdpa"] if device.type == "cuda" and halves else ["sdpa"]
+
+
+def rounds_products(settings: Model, device: torch.device) -> bool:
+    """Tell whether model.products is bfloat16. Raises ConfigError where that is no faster."""
+    able = torch.cpu.get_capabilities()
+    if settings.products and (device.type != "cpu" or not any(able.get(name) for name in PRODUCTS)):
+        raise ConfigError(f"model.products={settings.products} is for CPUs with one of "
+                          f"{', '.join(PRODUCTS)}, and this device, {device.type}, is none; leave it out"
+                          + ", and set model.dtype=bfloat16" * (device.type == "cuda"))
+    return settings.products is not None
 
 
 def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:

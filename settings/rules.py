@@ -38,6 +38,9 @@ ONLY_WITH = {
 # A choice -> the name of another setting, the values that this may have then, and why.
 REQUIRES = {
     "rollout.engine=vllm": [("model.dtype", "auto, float32 or bfloat16", "vLLM does not compute in float64")],
+    "model.products": [("model.dtype", "auto or float32", "it rounds what is multiplied in float32")],
+    "model.products without loss.tis_cap": [
+        ("rollout.engine", "auto or torch", "vLLM does not round like this; loss.tis_cap corrects for it")],
     "rollout.group_size=1": [
         ("prune.completions.kind", "none", "there is nothing to compare a completion with"),
         ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
