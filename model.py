@@ -339,8 +339,8 @@ class Decoder(nn.Module):
         return matmul_float32(hidden_CD, self.head_VD.T)
 
     def round_products(self, held: bool = False) -> None:
-        """Multiply operands rounded to bfloat16 in the linear layers of blocks (model.products); all else stays
-        as it is. `held`: an engine's weights are not trained, and rounded once."""
+        """Multiply operands rounded to bfloat16 in the linear layers of blocks (model.products); all else
+        stays as it is. `held`: an engine's weights are not trained, and rounded once."""
         for layer in self.layers.modules():
             if isinstance(layer, Projection):
                 layer.rounds = True

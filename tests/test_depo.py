@@ -155,7 +155,8 @@ def test_a_resumed_estimator_goes_on_bit_for_bit(estimate, tmp_path):
     for _ in range(5):
         one, other = step(history, share), step(resumed, share)
         assert [(t.prompt.id, t.prob) for t in one.draws] == [(t.prompt.id, t.prob) for t in other.draws]
-    assert history.estimates([*range(len(history.prompts))]).nan_to_num(-1).equal(resumed.estimates([*range(len(resumed.prompts))]).nan_to_num(-1))
+    found, again = (each.estimates([*range(len(each.prompts))]).nan_to_num(-1) for each in (history, resumed))
+    assert found.equal(again)
     assert history.steps == resumed.steps == 8
 
 

@@ -133,7 +133,8 @@ def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
             return [Sample((9,) * request.limit, (-0.5,) * request.limit, False) for request in requests]
 
     engine, pool, seeds = Endless(), pool_of(cfg, prompts), []
-    pool.begun = [(PromptDraw(prompts[30], 0, copy=1, number=30), (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
+    begun = PromptDraw(prompts[30], 0, copy=1, number=30)
+    pool.begun = [(begun, (Sample((9,) * 16, (-1.0,) * 16, False, pending=True),))]
     sampler = WindowSampler(Sampler(engine, data.Tokenizer(TOY), cfg.rollout, cfg.reward, cfg.seed), pool)
     rounds = []
     for _ in range(3):
