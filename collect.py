@@ -43,7 +43,8 @@ class Sampler:
         for draw in kept:
             for g in range(G):
                 seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
-                requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
+                requests.append(
+                    Request(draw.prompt, seed, self.sampling.max_new_tokens, drafts=draw.drafts))
         samples = iter(self.complete(requests))
         return [Group(draw.prompt, tuple(islice(samples, G))) for draw in kept]
 

@@ -100,6 +100,9 @@ class Rollout:
     # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
     # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
     max_age: Count | None = None
+    # torch: a prompt's completions of the last epoch are read in one pass; what a new one has in common with
+    # them needs no decoding step (methods/drafts.py). Completions stay the same
+    drafts: bool = False
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0

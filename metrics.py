@@ -73,6 +73,8 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     if tokens:
         nats = sum(sum(s.logp[s.start + s.old:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens
+    if drafted := sum(s.drafted for s in samples):
+        metrics["rollout/drafted"] = drafted / tokens
     metrics |= age_metrics(batch)
     comparable_N = has_comparison(reward_NG)
     if comparable_N.any() and reward_NG.shape[1] > 1:

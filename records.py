@@ -72,6 +72,8 @@ class PromptDraw:
     copy: int = 0         # which of the prompt's completions, if each is a group of its own (T-PPO)
     age: int = 0          # steps since it was drawn, if its group goes on or waits (rollout.max_age)
     number: int = 0       # of the prompt among all to train on
+    # Tokens of its last completions, which may save decoding (rollout.drafts)
+    drafts: tuple[Sequence[int], ...] = field(default=(), compare=False)
 
     @property
     def kept(self) -> bool:
@@ -93,6 +95,7 @@ class Sample:
     calls: int = 0         # of tools and of reply(), and how many of them failed
     failures: int = 0
     cut: bool = False      # it ends because of environment.turns or max_context
+    drafted: int = 0       # tokens that a draft has too, so that no decoding step was needed
     # Tokens of the policy, without replies: all, those that this step trains on, those that it has sampled;
     # and the place behind the last of them.
     own: int = field(init=False)
@@ -152,6 +155,7 @@ class Request:
     seed: int
     limit: int                    # tokens to sample at most, replies apart
     so_far: Sample | None = None  # sampled before
+    drafts: tuple[Sequence[int], ...] = ()  # completions of the prompt by an older policy
 
 
 def join(so_far: Sample | None, piece: Sample) -> Sample:

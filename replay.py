@@ -136,15 +136,15 @@ def link_run(folder: Path, there: Path, cfg: Config, step: int) -> None:
 
 def find_draws(run: Run, line: dict) -> list[PromptDraw]:
     """Return the prompts that a line of decisions.jsonl names, as they were drawn."""
-    prompts = {prompt.id: prompt for prompt in run.task.prompts}
+    numbers = {prompt.id: k for k, prompt in enumerate(run.task.prompts)}
     draws = []
     for p in line["prompts"]:
-        prompt = prompts.get(p["id"])
-        if prompt is None:
+        k = numbers.get(p["id"])
+        if k is None:
             raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        draws.append(PromptDraw(prompt, p["epoch"], p["prob"], p["weight"], p.get("copy", 0),
-                                p.get("age", 0)))
-    return draws
+        draws.append(PromptDraw(run.task.prompts[k], p["epoch"], p["prob"], p["weight"], p.get("copy", 0),
+                                p.get("age", 0), k))
+    return run.history.attach(draws) if run.cfg.rollout.drafts else draws
 
 
 def roll_again(run: Run, line: dict) -> Rolled:

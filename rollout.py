@@ -9,6 +9,7 @@ T prompt tokens,  M new tokens at most.
 """
 
 from collections import Counter
+from os.path import commonprefix
 from time import perf_counter
 from typing import Protocol
 
@@ -20,9 +21,10 @@ from tqdm import tqdm
 
 from infra import dist
 from model import BACKENDS, Decoder, at_least_float32, empty_model
-from records import EngineSpec, Request, Sample, Segments, Stops
+from records import EngineSpec, Request, Sample, Segments, Stops, frozen
 
-Ids = tuple[int, ...]  # the tokens of a prompt
+Ids = tuple[int, ...]      # the tokens of a prompt or a draft
+Drafts = tuple[Ids, ...]
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
 
@@ -89,6 +91,50 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
     return kept_SV.scatter_(1, place_SV, sorted_SV)
 
 
+@frozen
+class Asked:
+    """A prompt to compute, the row of the cache that it gets, and its drafts."""
+
+    number: int
+    row: int
+    ids: Ids
+    drafts: Drafts
+
+    @property
+    def size(self) -> int:
+        return len(self.ids) + sum(map(len, self.drafts))
+
+
+class Tree:
+    """Drafts of some prompts, computed in one pass. What several begin with is computed once."""
+
+    def __init__(self):
+        self.child: dict[tuple[int, int], int] = {}  # place of a token, and the next token -> its place
+        self.pairs: list[Tensor] = []  # of each layer, keys and values: [2, T, key heads, width]
+        self.hidden_TD = torch.empty(0)
+
+    def grow(self, asked: Asked, ids: list[int], positions: list[int]) -> list[tuple[list[int], int]]:
+        """Append a prompt's drafts to a pass that ends with the prompt. Return its branches: the places that
+        each sees, its own last, and how many are its own."""
+        root = len(ids) - 1
+        prompt = [*range(len(ids) - len(asked.ids), root)]
+        branches = []
+        path, before = [root], ()
+        for draft in sorted(asked.drafts):
+            common = len(commonprefix([before, draft]))
+            path = path[:common + 1]
+            new = draft[len(path) - 1:-1]  # nothing is drawn behind a last token
+            for token in new:
+                self.child[path[-1], token] = len(ids)
+                positions.append(positions[root] + len(path))
+                path.append(len(ids))
+                ids.append(token)
+            if new:
+                branches.append((prompt + path, len(new)))
+            before = draft
+        return branches
+
+
 class Cache:
     """The keys and values of each layer: of each prompt once, however many of the S slots answer it, and of
     the tokens that each slot has read since. A layer's are one tensor: [2, prompts or slots, key heads,
@@ -100,7 +146,7 @@ class Cache:
         model: Decoder,
         attention: str,
         slots: int,
-        prompts: list[Ids],
+        prompts: dict[Ids, Drafts],
         max_new_tokens: int,
     ):
         self.model = model
@@ -108,7 +154,10 @@ class Cache:
         shape = model.shape
         weight = model.embed_tokens.weight
         self.device = weight.device
-        self.prompts = prompts
+        self.prompts = [*prompts]
+        self.drafts = [*prompts.values()]
+        # Of prompts that are held, by number: its drafts, and the place of its last token among them.
+        self.trees: dict[int, tuple[Tree, int]] = {}
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
         self.of_prompts = []       # layer -> keys and values
@@ -136,38 +185,63 @@ class Cache:
                 self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
         for number, row in zip(new, rows, strict=False):
+            self.trees.pop(self.held[row], None)
             self.held[row] = number
-            prompt = self.prompts[number]
-            if len(prompt) > 1:
-                placed.append((prompt, row))
-        for run in group_by_length(placed):
+            asked = Asked(number, row, self.prompts[number], self.drafts[number])
+            if asked.size > 1:
+                placed.append(asked)
+        for run in group_by_size(placed):
             self.prefill(run)
         row_of = {number: row for row, number in enumerate(self.held)}
         row_S = [row_of.get(number, 0) for number in prompt_S]
         self.arrange(torch.tensor(row_S, device=self.device))
 
-    def prefill(self, placed: list[tuple[Ids, int]]) -> None:
-        """Compute prompts together, each into its row."""
+    def prefill(self, placed: list[Asked]) -> None:
+        """Compute prompts together, each into its row, and behind each the tree of its drafts."""
         ids, positions = [], []
-        rows, sizes = [], []
-        for prompt, row in placed:
-            size = len(prompt) - 1
-            ids += prompt[:-1]
-            positions += range(size)
-            rows += [row] * size
-            sizes.append(size)
-        columns_3T = torch.tensor([ids, positions, rows], device=self.device)
-        ids_T, position_T, row_T = columns_3T
-        segments = Segments.plain(sizes, self.device)
-        within = BACKENDS[self.attention](segments)
+        rows, places = [], []  # of the tokens of prompts
+        queries, keys, key = [], [], []
+        tree = Tree()
+        for asked in placed:
+            start, last = len(ids), len(asked.ids) - 1
+            rows += [asked.row] * last
+            places += range(start, start + last)
+            read = last + 1 if asked.drafts else last
+            ids += asked.ids[:read]
+            positions += range(read)
+            branches = [(range(start, len(ids)), read)]
+            if asked.drafts:
+                self.trees[asked.number] = tree, start + last
+                branches += tree.grow(asked, ids, positions)
+            for seen, new in branches:
+                queries.append(new)
+                keys.append(len(seen))
+                key += seen
+        columns = ids, positions, key, rows, places
+        ids_T, position_T, key_K, row_P, place_P = (
+            torch.tensor(x, dtype=torch.long, device=self.device) for x in columns)
+        within = BACKENDS[self.attention](Segments.of(queries, keys, key_K))
+        drafted = any(asked.drafts for asked in placed)
 
         def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
             pair = self.of_prompts[layer]
-            pair[0, row_T, :, position_T] = k
-            pair[1, row_T, :, position_T] = v
+            pair[0, row_P, :, position_T[place_P]] = k[place_P]
+            pair[1, row_P, :, position_T[place_P]] = v[place_P]
+            if drafted:
+                tree.pairs.append(torch.stack([k, v]))
             return within(layer, q, k, v, window)
 
-        self.model.hidden(ids_T, position_T, attend)
+        tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
+
+    def copy_paths(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+        """Give slots the keys and values of the tree's tokens that they have followed."""
+        slots, columns, places = [], [], []
+        for slot, path in paths.items():
+            slots += [slot] * len(path)
+            columns += range(len(path))
+            places += path
+        for pair, computed in zip(self.of_slots, tree.pairs, strict=True):
+            pair[:, slots, :, columns] = computed[:, places].transpose(0, 1)
 
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
@@ -268,22 +342,28 @@ class Cache:
 class Decoding:
     """The sample that each slot works on and its progress, and every sample's tokens so far."""
 
-    def __init__(self, engine: "TorchEngine", requests: list[Request]):
+    def __init__(self, engine: "TorchEngine", requests: list[Request], temperature: float, top_p: float):
         count = len(requests)
         prompts = [tokens_before(request) for request in requests]
         limits = [request.limit for request in requests]
         longest = max(limits)
         slots = min(engine.slots, count)
         self.stops = engine.stops
+        self.temperature = temperature
+        self.top_p = top_p
         self.prompts = prompts
         self.seeds = [request.seed for request in requests]
         self.count = count
-        different = list(dict.fromkeys(prompts))
+        different = {}
+        for prompt, request in zip(prompts, requests, strict=True):
+            if prompt not in different:
+                different[prompt] = tuple(map(tuple, request.drafts))
         number_of = {prompt: i for i, prompt in enumerate(different)}
         self.cache = Cache(engine.model, engine.attention, slots, different, longest)
         self.prompt_N = [number_of[prompt] for prompt in prompts]
         self.prompt_N.append(-1)
         with torch.device(engine.device):
+            self.eos = torch.tensor(sorted(engine.eos_ids))
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
             self.token_S = torch.zeros(slots, dtype=torch.long)
             self.step_S = torch.zeros(slots, dtype=torch.long)  # 0 if the slot is idle
@@ -293,10 +373,11 @@ class Decoding:
             self.ids_NM = torch.zeros(count + 1, longest, dtype=torch.long)
             self.logp_NM = torch.zeros(count + 1, longest, dtype=torch.float64)
             self.made_N = torch.zeros(count + 1, dtype=torch.long)
+            self.drafted_N = torch.zeros(count + 1, dtype=torch.long)
             self.ended_N = torch.zeros(count + 1, dtype=torch.bool)
 
     def admit(self, slots: list[int], samples: range) -> None:
-        """Start `sample_lines` in `slots`."""
+        """Start `samples` in `slots`, and follow their drafts."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
         owners = self.owner_S.tolist()
@@ -308,6 +389,32 @@ class Decoding:
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
         drawn_SM = torch.from_numpy(np.stack(rows))
         self.uniform_SM[slots] = drawn_SM.to(device)
+        paths: dict[Tree, dict[int, list[int]]] = {}
+        for slot in slots:
+            if prompt_S[slot] in self.cache.trees:
+                tree, root = self.cache.trees[prompt_S[slot]]
+                paths.setdefault(tree, {})[slot] = [root]
+        for tree, followed in paths.items():
+            self.follow(tree, followed)
+
+    def follow(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+        """Draw the tokens of some slots as long as the ones before are a draft's; `paths` begin with the last
+        token of the prompt. A token is drawn as in `step`, so drafts change no sample."""
+        moving = [*paths]
+        begun_K = self.owner_S[moving]
+        while moving:
+            hidden_KD = tree.hidden_TD[[paths[slot][-1] for slot in moving]]
+            self.take(torch.tensor(moving), self.cache.model.logits(hidden_KD))
+            tokens = self.token_S[moving].tolist()
+            owners = self.owner_S[moving].tolist()
+            asked, moving = moving, []
+            for slot, token, owner in zip(asked, tokens, owners, strict=True):
+                place = tree.child.get((paths[slot][-1], token))
+                if owner < self.count and place is not None:
+                    paths[slot].append(place)
+                    moving.append(slot)
+        self.drafted_N[begun_K] = self.made_N[begun_K]
+        self.cache.copy_paths(tree, paths)
 
     def shrink(self) -> None:
         """Drop idle slots, so that the last long samples do not pay for all that have ended."""
@@ -318,36 +425,41 @@ class Decoding:
         self.step_S = self.step_S[busy_S]
         self.uniform_SM = self.uniform_SM[busy_S]
 
-    def step(self, temperature: float, top_p: float, eos: Tensor) -> None:
-        """Sample one token for every slot; a slot becomes idle when its sample ends."""
+    def step(self) -> None:
+        """Sample one token for every slot."""
         logits_SV = self.cache.decode(self.token_S, self.step_S)
-        uniform_S1 = self.uniform_SM.gather(1, self.step_S[:, None])
-        uniform_S = uniform_S1[:, 0]
-        self.token_S, logp_S = sample_tokens(logits_SV, uniform_S, temperature, top_p)
-        place = self.owner_S, self.step_S
-        self.ids_NM[place] = self.token_S
-        self.logp_NM[place] = logp_S.double()
-        self.step_S += 1
-        ended_S = torch.isin(self.token_S, eos)
-        if self.stops:
-            ended_S |= self.mark_stopped(self.stops)
-        self.made_N[self.owner_S] = self.step_S
-        self.ended_N[self.owner_S] = ended_S
-        full_S = self.step_S == self.limit_N[self.owner_S]
-        over_S = ended_S | full_S
-        self.owner_S = torch.where(over_S, self.count, self.owner_S)
-        # Idle slots stay at their first token: their place in the cache must not run over.
-        self.step_S *= self.owner_S < self.count
+        self.take(slice(None), logits_SV)
 
-    def mark_stopped(self, stops: Stops) -> Tensor:
-        """Mark the slots with a newest token that completes a stop text."""
-        back_T = torch.arange(-stops.tokens, 0, device=self.step_S.device)
-        place_ST = (self.step_S[:, None] + back_T).clamp(min=0)
-        recent_ST = self.ids_NM[self.owner_S[:, None], place_ST]
-        made_S = self.step_S.tolist()
-        tails = [ids[-made:] for ids, made in zip(recent_ST.tolist(), made_S, strict=True)]
+    def take(self, slots: Tensor | slice, logits_KV: Tensor) -> None:
+        """Sample the next token of K slots; a slot becomes idle when its sample ends."""
+        owner_K = self.owner_S[slots]
+        step_K = self.step_S[slots]
+        uniform_K1 = self.uniform_SM[slots].gather(1, step_K[:, None])
+        token_K, logp_K = sample_tokens(logits_KV, uniform_K1[:, 0], self.temperature, self.top_p)
+        self.token_S[slots] = token_K
+        self.ids_NM[owner_K, step_K] = token_K
+        self.logp_NM[owner_K, step_K] = logp_K.double()
+        made_K = step_K + 1
+        ended_K = torch.isin(token_K, self.eos)
+        if self.stops:
+            ended_K |= self.mark_stopped(self.stops, owner_K, made_K)
+        self.made_N[owner_K] = made_K
+        self.ended_N[owner_K] = ended_K
+        over_K = ended_K | (made_K == self.limit_N[owner_K])
+        owner_K = torch.where(over_K, self.count, owner_K)
+        self.owner_S[slots] = owner_K
+        # Idle slots stay at their first token: their place in the cache must not run over.
+        self.step_S[slots] = made_K * (owner_K < self.count)
+
+    def mark_stopped(self, stops: Stops, owner_K: Tensor, made_K: Tensor) -> Tensor:
+        """Mark the samples with a newest token that completes a stop text."""
+        back_T = torch.arange(-stops.tokens, 0, device=made_K.device)
+        place_KT = (made_K[:, None] + back_T).clamp(min=0)
+        recent_KT = self.ids_NM[owner_K[:, None], place_KT]
+        made = made_K.tolist()
+        tails = [ids[-count:] for ids, count in zip(recent_KT.tolist(), made, strict=True)]
         reached = stops.reached(tails)
-        return torch.tensor(reached, device=self.step_S.device)
+        return torch.tensor(reached, device=made_K.device)
 
     def samples(self) -> list[Sample]:
         """Return all samples, in the order that they were asked for."""
@@ -355,7 +467,9 @@ class Decoding:
         logp = self.logp_NM.tolist()
         ended = self.ended_N.tolist()
         made_N = self.made_N[:-1].tolist()
-        return [Sample(ids[i][:made], logp[i][:made], ended[i]) for i, made in enumerate(made_N)]
+        drafted = self.drafted_N.tolist()
+        return [Sample(ids[i][:made], logp[i][:made], ended[i], drafted=drafted[i])
+                for i, made in enumerate(made_N)]
 
 
 class TorchEngine:
@@ -408,8 +522,7 @@ class TorchEngine:
         if not requests:
             return []
         count = len(requests)
-        eos = torch.tensor(sorted(self.eos_ids), device=self.device)
-        state = Decoding(self, requests)
+        state = Decoding(self, requests, temperature, top_p)
         started = tokens = 0
         start = perf_counter()
         hidden = True if progress is None else None  # None: tqdm looks for a terminal
@@ -424,24 +537,25 @@ class TorchEngine:
                     samples = range(started, started + len(slots))
                     state.admit(slots, samples)
                     started += len(slots)
+                    if state.cache.trees:
+                        continue  # some may have ended
                 elif not busy:
                     return state.samples()
                 elif len(idle) * 4 > len(state.owner_S):
                     state.shrink()
                 tokens += busy + len(slots)
-                state.step(temperature, top_p, eos)
+                state.step()
                 rate = tokens / (perf_counter() - start)
                 bar.set_postfix_str(f"{rate:,.0f} tok/s", refresh=False)
 
 
-def group_by_length(placed: list[tuple[Ids, int]]) -> list[list[tuple[Ids, int]]]:
-    """Cut (prompt, row)s, the shortest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
+def group_by_size(placed: list[Asked]) -> list[list[Asked]]:
+    """Cut prompts, the smallest first, into runs of at most PREFILL_TOKENS when padded, or of one."""
     runs = []
-    shortest_first = sorted(placed, key=lambda pair: len(pair[0]))
-    for prompt, row in shortest_first:
-        if not runs or len(prompt) * (len(runs[-1]) + 1) > PREFILL_TOKENS:
+    for asked in sorted(placed, key=lambda asked: asked.size):
+        if not runs or asked.size * (len(runs[-1]) + 1) > PREFILL_TOKENS:
             runs.append([])
-        runs[-1].append((prompt, row))
+        runs[-1].append(asked)
     return runs
 
 

@@ -5,7 +5,7 @@ from pathlib import Path
 from collect import Sampler
 from config import Config
 from history import PromptHistory
-from methods import depo, optpo, window
+from methods import depo, drafts, optpo, window
 
 
 def choose_sampler(
@@ -17,6 +17,8 @@ def choose_sampler(
     """Choose the history and the sampler of a run by its config; `source` is the folder of the model."""
     if cfg.prune.prompts.kind == "depo":
         history = depo.FilteredHistory(history, source)
+    if cfg.rollout.drafts:
+        history = drafts.DraftHistory(history)
     if cfg.labels.kind == "votes":
         sampler = optpo.VotingSampler(sampler, cfg.labels)
     if cfg.rollout.window or cfg.rollout.max_age:

@@ -302,6 +302,8 @@ def sampling_parts(cfg: Config, shape: Shape, slots: int) -> Parts:
     sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
     parts = engine_parts(shape, element, slots, longest(cfg), spread, sampling.cache_gib)
+    if sampling.drafts:
+        parts["KV cache"] *= 2  # drafts have at most the tokens of the slots that they serve
     if spread:
         widest = 4 * shape.hidden_size + 3 * shape.intermediate_size // spread
         parts["activations of prompts"] = PREFILL_TOKENS * widest * element

@@ -178,7 +178,7 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
     dtype = getattr(torch, name)
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
-    engine = pick("rollout.engine", machine.engines(dtype))
+    engine = pick("rollout.engine", ["torch"] if cfg.rollout.drafts else machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention),
                    rollout=replace(cfg.rollout, engine=engine))
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))

@@ -79,6 +79,13 @@ REQUIRES = {
     "loss.mask_ratio": [
         ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
         ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
+    "rollout.drafts=True": [
+        ("rollout.engine", "auto or torch", "vLLM has no pass over several drafts"),
+        ("rollout.window", "null", "drafts are of whole completions"),
+        ("rollout.max_age", "null", "drafts are of completions by one policy"),
+        ("environment.file", "null", "drafts hold no replies"),
+        ("labels.kind", "gold", "votes are not asked for a group at a time"),
+        ("prune.prompts.kind", "none, bernoulli, rank, pps or greso", "DEPO has a history of its own")],
     "rollout.max_age": [
         ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
         ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),

@@ -35,6 +35,7 @@ RUNS = {
     "window": ("tppo_toy.yaml", ["rollout.window=12", "critic.pretrain_steps=1"]),
     "flight": ("flight_toy.yaml", ["seed=3", "rollout.max_age=2", "optim.lr=1e-3", "data.limit=32"]),
     "surplus": ("surplus_toy.yaml", ["rollout.prompts_per_step=2", "rollout.oversample=4", "data.limit=32"]),
+    "drafts": ("drafts_toy.yaml", ["data.limit=5"]),
     "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_toy.yaml", ["data.limit=16"]),
 }

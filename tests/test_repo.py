@@ -88,9 +88,10 @@ def test_every_shipped_config_loads(path):
 
 def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     (tmp_path / "own.py").write_text("def reward(text):\n    return 0")
-    train.train(toy_config(tmp_path / "run", "steps=1", "eval.n=2", "eval.temperature=1", "eval.max_new_tokens=8",
-                           "reward.accuracy=0", "reward.format=0.1", "reward.tag_exact=0.1", "reward.tag_number=0.1",
-                           "reward.custom=0.1", f"reward.custom_file={tmp_path / 'own.py'}"))
+    train.train(toy_config(tmp_path / "run", "data.limit=4", "rollout.drafts=true", "eval.n=2", "eval.temperature=1",
+                           "eval.max_new_tokens=8", "reward.accuracy=0", "reward.format=0.1", "reward.tag_exact=0.1",
+                           "reward.tag_number=0.1", "reward.custom=0.1",
+                           f"reward.custom_file={tmp_path / 'own.py'}"))
     none, few = "data.eval=null", "rollout.prompts_per_step=2"
     train.train(toy_config(tmp_path / "with_critic", none, few, "critic.pretrain_steps=0", "critic.minibatches=1",
                            "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))

@@ -1,0 +1,208 @@
+"""rollout.drafts: completions are those without drafts, whatever the drafts hold; their law, given drafts, is exact; a
+run with drafts is the run without, resumes as itself, on any number of ranks."""
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import TOY, attend_alone, load, others_slow, toy_config, weights
+from test_rollout import spec
+
+import rollout
+import train
+from config import ConfigError
+from infra import runfolder
+from methods.drafts import DraftHistory
+from preflight import counts, memory
+from records import Prompt, Request, Stops
+from rollout import Asked, TorchEngine, Tree
+
+PROMPTS = [Prompt(str(i), tuple(random.Random(i).choices(range(3, 400), k=1 + 4 * i)), "") for i in range(5)]
+FLAT = 3.0  # a temperature at which many tokens are likely
+ENDING = frozenset(range(0, 477, 9))  # a ninth of the vocabulary, so that completions have many lengths
+
+
+def engine_on(**settings) -> TorchEngine:
+    settings = {"slots": 6, "dtype": torch.float64, "eos": ENDING} | settings
+    engine = TorchEngine(load(TOY, torch.float64), spec(TOY, **settings))
+    engine.sync(load(TOY, torch.float64))
+    return engine
+
+
+def asked(drafts_of=lambda i: (), first: int = 0, copies: int = 4) -> list[Request]:
+    return [Request(prompt, first + 100 * i + g, 20, drafts=drafts_of(i)) for i, prompt in enumerate(PROMPTS)
+            for g in range(copies)]
+
+
+def made_up(samples, kind: str):
+    """Drafts of the i-th prompt, of its samples."""
+    own = [[tuple(s.ids) for s in samples[4 * i:4 * i + 4]] for i in range(len(PROMPTS))]
+    draw = random.Random(0)
+    return {"the same": lambda i: tuple(own[i]),
+            "cut anywhere": lambda i: tuple(ids[:draw.randint(1, len(ids))] for ids in own[i] * 2),
+            "of some prompts": lambda i: tuple(own[i]) if i % 2 else (),
+            "of other prompts": lambda i: tuple(own[i - 1]),
+            "longer": lambda i: tuple((*ids, 7, 8) for ids in own[i]),
+            "one token": lambda i: (own[i][0][:1],),
+            "noise": lambda i: tuple(tuple(draw.choices(range(477), k=9)) for _ in range(3))}[kind]
+
+
+@pytest.mark.parametrize("first", [0, 7])  # the same seeds, or others, as those of the drafts
+@pytest.mark.parametrize("kind", ["the same", "cut anywhere", "of some prompts", "of other prompts", "longer",
+                                  "one token", "noise"])
+def test_drafts_change_no_token(kind, first):
+    engine = engine_on()
+    drafts, plain = engine.generate(asked(), 1.0), engine.generate(asked(first=first), 1.0)
+    found = engine.generate(asked(made_up(drafts, kind), first), 1.0)
+    assert [(list(s.ids), s.finished) for s in found] == [(list(s.ids), s.finished) for s in plain]
+    for mine, other in zip(found, plain, strict=True):
+        assert list(mine.logp) == pytest.approx(list(other.logp), abs=1e-10)
+        assert 0 <= mine.drafted <= mine.length and other.drafted == 0
+    if kind == "the same" and first == 0:
+        assert all(s.drafted == s.length for s in found)
+
+
+@pytest.mark.parametrize("settings", [{"temperature": 0.7}, {"temperature": 0.0}, {"top_p": 0.8}])
+@pytest.mark.parametrize("slots", others_slow([1, 3, 20, 64], 3))
+def test_so_they_do_with_other_ways_to_sample_and_stop_texts(settings, slots):
+    sampling = {"temperature": 1.3} | settings
+    tokenizer = train.data.Tokenizer(TOY)
+    texts = [tokenizer.decode([token]) for token in range(50, 60)]
+    stops = replace(train.data.Tokenizer(TOY, stop=texts).stops)
+    assert isinstance(stops, Stops)
+    engine = engine_on(slots=slots, stops=stops)
+    drafts, plain = engine.generate(asked(), **sampling), engine.generate(asked(first=5), **sampling)
+    found = engine.generate(asked(made_up(drafts, "cut anywhere"), 5), **sampling)
+    assert [(list(s.ids), s.finished) for s in found] == [(list(s.ids), s.finished) for s in plain]
+    assert sum(s.drafted for s in found) >= len(found)
+
+
+def test_what_is_drafted_needs_no_decoding_step(monkeypatch):
+    engine, steps = engine_on(slots=20), []
+    true_decode = rollout.Cache.decode
+    monkeypatch.setattr(rollout.Cache, "decode", lambda *given: steps.append(1) or true_decode(*given))
+    drafts = engine.generate(asked(), 1.0)
+    assert len(steps) == max(s.length for s in drafts)
+    steps.clear()
+    engine.generate(asked(made_up(drafts, "the same")), 1.0)
+    assert not steps
+
+
+def test_given_drafts_the_law_is_the_policys():
+    """The pairs of first tokens, exactly by two passes, against 4,000 draws beside drafts of the likeliest pairs."""
+    policy, prompt = load(TOY, torch.float64), PROMPTS[2].ids
+    firsts = exact(policy, prompt)
+    likely = firsts.topk(3).indices.tolist()
+    pairs = {(a, b): float(firsts[a] * exact(policy, (*prompt, a))[b])
+             for a in likely for b in exact(policy, (*prompt, a)).topk(2).indices.tolist()}
+    engine = engine_on(slots=256, eos=frozenset())
+    drafts = tuple((*pair, 5) for pair in pairs)
+    samples = engine.generate([Request(PROMPTS[2], seed, 2, drafts=drafts) for seed in range(4000)], FLAT)
+    seen = Counter(tuple(s.ids) for s in samples)
+    began = Counter(s.ids[0] for s in samples)
+    observed, expected = [], []
+    for a in likely:
+        known = {pair: p for pair, p in pairs.items() if pair[0] == a}
+        observed += [seen[pair] for pair in known]
+        expected += known.values()
+        observed.append(began[a] - sum(seen[pair] for pair in known))
+        expected.append(float(firsts[a]) - sum(known.values()))
+    observed.append(4000 - sum(observed))
+    expected.append(1 - sum(expected))
+    observed, expected = zip(*[(o, 4000 * e) for o, e in zip(observed, expected, strict=True) if 4000 * e > 5],
+                             strict=True)
+    assert len(observed) > 4 and p_value(observed, expected) > 1e-3
+    # Were a draft taken a little more often than the policy does, it would be seen.
+    more = [o * (1.3 if i == 0 else 1) for i, o in enumerate(observed)]
+    assert p_value(more, expected) < 1e-4
+
+
+def p_value(observed: list[float], expected: list[float]) -> float:
+    """Of Pearson's chi-square test."""
+    x = sum((o - e) ** 2 / e for o, e in zip(observed, expected, strict=True))
+    return float(torch.special.gammaincc(torch.tensor((len(observed) - 1) / 2), torch.tensor(x / 2)))
+
+
+def exact(policy, ids) -> torch.Tensor:
+    with torch.no_grad():
+        hidden = policy.hidden(torch.tensor(ids), torch.arange(len(ids)), attend_alone)
+        return policy.logits(hidden[-1:])[0].div(FLAT).softmax(dim=-1)
+
+
+def test_a_tree_holds_what_drafts_have_in_common_once():
+    """1 2 3, 1 2 4 5, 1 2 and 6 7 behind the prompt 8 9: read are 1, 2, 4 and 6, as behind a last token nothing is
+    drawn."""
+    tree, ids, positions = Tree(), [8, 9], [0, 1]
+    branches = tree.grow(Asked(0, 0, (8, 9), ((1, 2, 3), (1, 2, 4, 5), (1, 2), (6, 7), (1, 2, 3))), ids, positions)
+    assert ids == [8, 9, 1, 2, 4, 6] and positions == [0, 1, 2, 3, 4, 2]
+    assert tree.child == {(1, 1): 2, (2, 2): 3, (3, 4): 4, (1, 6): 5}
+    assert branches == [([0, 1, 2], 1), ([0, 1, 2, 3], 1), ([0, 1, 2, 3, 4], 1), ([0, 1, 5], 1)]
+
+
+# ---- runs
+
+def run_config(out, *settings: str):
+    return toy_config(out, "data.limit=6", "rollout.group_size=4", "steps=5", "optim.lr=1e-3", *settings,
+                      name="grpo_toy.yaml")
+
+
+def measured(folder) -> list[dict]:
+    return [line for line in runfolder.read_log(folder / "metrics.jsonl") if "rollout/tokens" in line]
+
+
+@pytest.mark.parametrize("settings", others_slow([
+    ("prune.prompts={kind: pps, share: 0.5}",), ("rollout.until=informative", "rollout.max_rounds=2"),
+    ("prune.completions={kind: topk, keep: 2}", "update.minibatches=2")],
+    ("prune.prompts={kind: pps, share: 0.5}",)))
+def test_a_run_with_drafts_is_the_run_without_and_goes_on_as_itself(settings, tmp_path):
+    plain = weights(train.train(run_config(tmp_path / "plain", *settings)))
+    cfg = run_config(tmp_path / "run", "rollout.drafts=true", "checkpoint.every=1", *settings)
+    whole = weights(train.train(cfg))
+    for name, p in plain.items():
+        torch.testing.assert_close(whole[name], p, rtol=1e-6, atol=1e-8)
+    assert [line["rollout/tokens"] for line in measured(tmp_path / "run")] == [
+        line["rollout/tokens"] for line in measured(tmp_path / "plain")]
+    assert any(line.get("rollout/drafted", 0) > 0.1 for line in measured(tmp_path / "run"))
+    assert not any("rollout/drafted" in line for line in measured(tmp_path / "plain"))
+    cut = replace(cfg, out=str(tmp_path / "cut"))
+    train.train(replace(cut, steps=3))
+    resumed = weights(train.train(cut, resume="always"))
+    assert all(torch.equal(resumed[name], p) for name, p in whole.items())
+    last = [measured(tmp_path / name)[-1].get("rollout/drafted") for name in ("cut", "run")]
+    assert last[0] == last[1]
+
+
+@pytest.mark.parametrize("setting, message", [
+    ("rollout.engine=vllm", "rollout.engine=vllm must be auto or torch with rollout.drafts=True: vLLM"),
+    ("rollout.window=8", "rollout.window=8 must be null"),
+    ("labels={kind: votes, most: 16}", "labels.kind=votes must be gold"),
+    ("prune.prompts={kind: depo}", "prune.prompts.kind=depo must be none, bernoulli"),
+])
+def test_settings_that_do_not_go_with_drafts(setting, message, tmp_path):
+    more = ["rollout.in_flight=2", "rollout.max_age=1"] * ("window" in setting)
+    with pytest.raises(ConfigError, match=message):
+        toy_config(tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", setting, *more)
+
+
+def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
+    cfg = run_config(tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", "device=cpu")
+    with_drafts = memory.resolve_auto(cfg, TOY)
+    assert with_drafts.rollout.engine == "torch"
+    shape = rollout.empty_model(TOY, torch.float32).shape
+    parts, without = (counts.sampling_parts(c, shape, 4) for c in (
+        with_drafts, replace(with_drafts, rollout=replace(with_drafts.rollout, drafts=False))))
+    assert parts["KV cache"] == 2 * without["KV cache"]
+
+
+def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
+    cfg = run_config(tmp_path / "run", "rollout.drafts=true")
+    history = train.PromptHistory(PROMPTS, cfg.prune.prompts, 0, middle=0.5)
+    saved, loaded = DraftHistory(history), DraftHistory(history)
+    saved.drafts = {3: ((1, 2, 3), (4,)), 0: ((5,), (6, 7))}
+    torch.save(saved.state(), tmp_path / "state.pt")
+    loaded.restore(torch.load(tmp_path / "state.pt", weights_only=True))
+    assert {k: tuple(map(tuple, own)) for k, own in loaded.drafts.items()} == saved.drafts
+    found = {draw.number: tuple(map(tuple, draw.drafts)) for draw in loaded.draw(5)}
+    assert found == {k: saved.drafts.get(k, ()) for k in range(5)}
