@@ -7,6 +7,7 @@ A solution in the place of the answer is taken apart as a completion is: its las
 """
 
 import sys
+from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 
@@ -212,8 +213,8 @@ class Task:
 
     source: Path                # the model's folder
     tokenizer: Tokenizer
-    problems: list[Problem]     # to train on
-    prompts: list[Prompt]       # the same, rendered; fewer if data.drop_longer left some out
+    problems: Sequence[Problem]  # to train on, stored (infra/stored.py)
+    prompts: Sequence[Prompt]    # the same, rendered; fewer if data.drop_longer left some out
     sets: list                  # eval.EvalSet of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of all of these (infra/checkpoint.py)

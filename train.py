@@ -33,14 +33,15 @@ import lora
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
-from eval import Sampling, engine_spec, evaluate, files_of, load_sets
+from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
-from infra.environment import load_tokenizer
+from infra.environment import EnvironmentFile, load_tokenizer
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
+from infra.stored import once_a_node
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
 from methods import critic, samplers, soft_value
@@ -132,7 +133,6 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     folder = runfolder.require_free_folder(cfg, resume)
     task = load_task(cfg)
     files = files_of(cfg.reward, task.tokenizer, task.environment)
-    dist.init(memory.find_device(cfg.device))
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
@@ -218,13 +218,23 @@ def extra_state(run: Run, asked: Config) -> dict:
 
 
 def load_task(cfg: Config) -> data.Task:
-    """Load the tokenizer and all problems, and render them as prompts. Raises ConfigError."""
+    """Load the tokenizer and all problems, and render them as prompts. Collective. Raises ConfigError."""
     tracking.require_packages(cfg)
+    dist.init(memory.find_device(cfg.device))
     source = find_model(cfg.model.path)
-    settings = cfg.data
-    gold = cfg.labels.kind == "gold"
     tokenizer, environment = load_tokenizer(source, cfg)
-    sets = load_sets(settings, tokenizer, cfg.reward) if settings.eval else []
+    sets = load_sets(cfg.data, tokenizer, cfg.reward) if cfg.data.eval else []
+    (problems, prompts), (graded, inputs) = once_a_node(
+        partial(load_prompts, cfg, source, tokenizer, environment, sets))
+    # Problems beyond eval.limit are left out of training too.
+    sets = [s.first(cfg.eval.limit) for s in sets]
+    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs, environment)
+
+
+def load_prompts(cfg: Config, source: Path, tokenizer: data.Tokenizer, environment: EnvironmentFile | None,
+                 sets: list[EvalSet]) -> tuple[tuple[list, list], tuple[bool, dict[str, str]]]:
+    """Load problems to train on and their prompts; whether all have answers, and the hashes of all inputs."""
+    settings, gold = cfg.data, cfg.labels.kind == "gold"
     problems = data.load_problems(
         settings.train,
         settings.dir,
@@ -251,9 +261,7 @@ def load_task(cfg: Config) -> data.Task:
         settings.drop_longer,
     )
     inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
-    # Problems beyond eval.limit are left out of training too.
-    sets = [s.first(cfg.eval.limit) for s in sets]
-    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs, environment)
+    return (problems, prompts), (graded, inputs)
 
 
 def is_due(every: int, step: int, last: int) -> bool:

@@ -22,7 +22,6 @@ from verify.grade import set_alarm
 ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
 # Parameters of other trainers' functions: called by position, they would get the wrong values.
 OTHER_FRAMEWORKS = ("completions", "prompts", "solution_str", "ground_truth", "data_source")
-HERE = Path(__file__).parent.parent
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,15 +93,16 @@ class WrongFile(Exception):
 
 @functools.cache
 def load_once(source: Source) -> dict:
-    """Run the file as a module, with its folder first on sys.path. Winnow's modules are unloaded if the
-    folder has files of the same name: no worker needs them any more."""
+    """Run the file as a module, with its folder first on sys.path. Modules with the names of its helpers, of
+    Winnow or of another user's file, are unloaded: no worker needs them any more."""
     folder = Path(source.path).resolve().parent
     for name, text in source.helpers:
         if not (folder / name).is_file() or (folder / name).read_text() != text:
             raise WrongFile(f"{name}, which it imports, has changed since the run began; restore it")
+    helpers = {Path(name).parts[0].removesuffix(".py") for name, _ in source.helpers}
     for name, module in list(sys.modules.items()):
-        ours = Path(getattr(module, "__file__", None) or "/").parent == HERE
-        if ours and folder != HERE and (folder / f"{name}.py").is_file():
+        file = Path(getattr(module, "__file__", None) or "/")
+        if name.partition(".")[0] in helpers - sys.stdlib_module_names and folder not in file.parents:
             del sys.modules[name]
     sys.path.insert(0, str(folder))
     module = ModuleType(Path(source.path).stem)

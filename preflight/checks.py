@@ -288,7 +288,7 @@ def check_rewards(settings: Reward, task: Task) -> Check:
     value of each built-in component with a weight."""
     tokenizer = task.tokenizer
     built_in = replace(settings, custom=None, custom_file=None)
-    tried = [problem for problem in task.problems if problem.answer][:SOLUTIONS]
+    tried = [*islice((problem for problem in task.problems if problem.answer), SOLUTIONS)]
     missing = {name for name in built_in.weights if tried or name not in NEED_ANSWER}
     lost = ""
     for problem in tried or task.problems[:1]:
@@ -345,7 +345,7 @@ def compare_with_transformers(cfg: Config, task: Task) -> list[Check]:
 def check_verifier(problems: list[Problem]) -> Check:
     """Check that the verifier accepts gold solutions, or boxed gold answers if no solution marks one; only
     problems that have an answer are tried."""
-    tried = [problem for problem in problems if problem.answer][:SOLUTIONS]
+    tried = [*islice((problem for problem in problems if problem.answer), SOLUTIONS)]
     pairs = []
     for problem in tried:
         marked = extract(problem.solution) is not None

@@ -109,6 +109,18 @@ def test_helpers_beside_the_file_may_have_the_names_of_our_modules(tmp_path):
     assert parts(own(path), "a")[0]["custom"] == 0.75
 
 
+def test_two_files_may_have_helpers_of_one_name(tmp_path, monkeypatch):
+    """Also in one process, as a worker is that has called both."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    for folder, worth in (("one", 0.25), ("two", 0.5)):
+        (tmp_path / folder).mkdir()
+        file_of(tmp_path / folder, f"WORTH = {worth}", "helper.py")
+        path = file_of(tmp_path / folder, "import helper\ndef reward(text):\n    return helper.WORTH\n")
+        scope = reward_worker.load_once(custom_reward.read_file(str(path), "reward.custom_file"))
+        assert scope["reward"]("a") == worth
+
+
 def test_a_mistake_in_a_helper_is_named_there(tmp_path):
     file_of(tmp_path, "def check(text):\n    x = 1\n\n    raise ValueError('bad row')", "helper37.py")
     path = file_of(tmp_path, "from helper37 import check\ndef reward(text):\n    return check(text)", "any.txt")

@@ -1,0 +1,71 @@
+"""Hold many records outside of Python's objects, in one file that the ranks of a node share."""
+
+import ctypes
+import mmap
+import os
+import pickle
+import tempfile
+from collections.abc import Callable, Iterable, Sequence
+from typing import IO, Any
+
+import numpy as np
+
+from config import ConfigError
+from infra import dist
+
+
+class Stored(Sequence):
+    """Records in a file, mapped into memory. Each is read where it is asked for."""
+
+    def __init__(self, file: IO[bytes]):
+        self.bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        count = int.from_bytes(self.bytes[-8:], "little")
+        self.ends = np.frombuffer(self.bytes, np.int64, count, len(self.bytes) - 8 - 8 * count)
+
+    def __len__(self) -> int:
+        return len(self.ends)
+
+    def __getitem__(self, place: int | slice) -> Any:
+        place = range(len(self))[place]
+        if isinstance(place, range):
+            return [self[i] for i in place]
+        start = self.ends[place - 1] if place else 0
+        return pickle.loads(self.bytes[start:self.ends[place]])
+
+
+def store(records: Iterable) -> IO[bytes]:
+    """Write records into a file that goes when it is closed: their bytes, where each ends, and how many."""
+    file = tempfile.NamedTemporaryFile()  # noqa: SIM115  others open it too
+    ends = []
+    for record in records:
+        file.write(pickle.dumps(record, protocol=5))
+        ends.append(file.tell())
+    file.write(np.array([*ends, len(ends)], np.int64).tobytes())
+    file.flush()
+    return file
+
+
+def once_a_node(make: Callable[[], tuple[list[Iterable], Any]]) -> tuple[list[Stored], Any]:
+    """Call a function on the first rank of each node alone. All get its lists of records, stored, and what
+    else it returns; or its ConfigError. Collective."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    files, made = [], []
+    if dist.rank() % ranks == 0:
+        try:
+            lists, others = make()
+            files = [store(records) for records in lists]
+            del lists
+            getattr(ctypes.CDLL(None), "malloc_trim", abs)(0)  # else glibc keeps what the lists took
+            made = [([file.name for file in files], others)]
+        except ConfigError as error:
+            made = [error]
+    result = dist.gather(made)[dist.rank() // ranks]
+    if isinstance(result, ConfigError):
+        raise result
+    names, others = result
+    stored = []
+    for name in names:
+        with open(name, "rb") as file:
+            stored.append(Stored(file))
+    dist.barrier()  # before the files are closed
+    return stored, others
