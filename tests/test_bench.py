@@ -21,7 +21,7 @@ from advantage import flat_groups
 from config import ConfigError, Lora
 from infra import dist
 from model import Decoder
-from preflight import counts
+from preflight import counts, memory
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
@@ -31,8 +31,10 @@ import flight  # noqa: E402
 import gpu  # noqa: E402
 import gpu_parts  # noqa: E402
 import grade  # noqa: E402
+import growth  # noqa: E402
 import peers  # noqa: E402
 import plan  # noqa: E402
+import products  # noqa: E402
 import shapes  # noqa: E402
 import step  # noqa: E402
 
@@ -362,6 +364,26 @@ def test_the_bench_of_rollouts_and_checkpoints_measures_each_engine_and_each_way
     assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
     rows = {row["way"]: min(row["seconds"]) for row in measured["checkpoint"]["rows"]}
     assert len(rows) == 4 and all(seconds > 0 for way, seconds in rows.items() if "lost" not in way)
+
+
+def test_the_bench_of_growth_measures_each_part():
+    row = growth.load_rows(40)
+    assert row["rows"] == 40 and row["CPU s"] > 0 and row["us to read one"] > 0
+    row = growth.remember(1000)
+    assert 16 < row["bytes a prompt"] < 20 and row["draw ms"] > 0
+    assert growth.up_to(5000, 10) == [10, 100, 1000]
+    rows = growth.deal(64), growth.lay_out(32), growth.choose_of(256)
+    assert all(value > 0 for row in rows for value in row.values())
+
+
+@pytest.mark.skipif(not any(torch.cpu.get_capabilities().get(name) for name in memory.PRODUCTS),
+                    reason=f"this CPU has none of {', '.join(memory.PRODUCTS)}")
+def test_the_bench_of_products_rounds_one_arm_and_leaves_the_other(monkeypatch):
+    monkeypatch.setattr(products, "NEW", 4)
+    plain, rounded = products.measure("1M", ROOT / "toy" / "model", prompts=1, rounds=1)
+    assert plain["gap"] == plain["gradient"] == 0 and plain["engine"] < 1e-5
+    assert 1e-4 < rounded["gap"] < 0.1 and 1e-4 < rounded["gradient"] < 0.1 and rounded["engine"] < 0.1
+    assert all(len(row["decode"]) == 1 and 0 < row["read"][0] < 1 for row in (plain, rounded))
 
 
 def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():

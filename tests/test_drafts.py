@@ -2,14 +2,16 @@
 run with drafts is the run without, resumes as itself, on any number of ranks."""
 
 import random
+import sys
 from collections import Counter
 from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, attend_alone, load, others_slow, toy_config, weights
+from conftest import ROOT, TOY, attend_alone, load, others_slow, toy_config, weights
 from test_rollout import spec
 
+import config
 import rollout
 import train
 from config import ConfigError
@@ -206,3 +208,14 @@ def test_a_history_with_drafts_survives_a_checkpoint(tmp_path):
     assert {k: tuple(map(tuple, own)) for k, own in loaded.drafts.items()} == saved.drafts
     found = {draw.number: tuple(map(tuple, draw.drafts)) for draw in loaded.draw(5)}
     assert found == {k: saved.drafts.get(k, ()) for k in range(5)}
+
+
+def test_the_experiment_samples_the_same_completions_twice(monkeypatch, capsys):
+    sys.path.append(str(ROOT / "experiments"))
+    import speculation
+    true_load = config.load
+    monkeypatch.setattr(config, "load", lambda name, sets: true_load(
+        name, [*sets, "data.limit=4", "rollout.prompts_per_step=4", "rollout.group_size=4"]))
+    rows = speculation.by_epoch(speculation.run(3, 8))
+    assert [(row["epoch"], row["same"]) for row in rows] == [("2", "16 of 16"), ("3", "16 of 16")]
+    assert all(0 < row["drafted"] <= 1 and 0 < row["by ratio"] <= 1 and row["with"] > 0 for row in rows)

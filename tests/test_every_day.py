@@ -123,7 +123,7 @@ def test_a_run_goes_on_for_longer_and_is_the_longer_run(stopped, tmp_path, comma
         patch.setattr(train, "asked_to_stop", lambda stop: stopped)
         train.train(once)
     first = 1 if stopped else 2
-    yaml, changed = written(once), {"eval.every": (5, 1), "checkpoint.keep": (1, 2), "log.groups": (2, 1)}
+    yaml, changed = written(once), {"eval.every": (10, 1), "checkpoint.keep": (1, 2), "log.groups": (2, 1)}
     sets = [word for key, (_, now) in changed.items() for word in ("--set", f"{key}={now}")]
     capsys.readouterr()
     assert command(train, "--config", yaml, "--resume", "--set", "steps=3", *sets) == 0
