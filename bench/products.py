@@ -10,8 +10,8 @@ decode   16 answers of 64 tokens to each of some prompts, all at once, in tokens
 forward  log-probs of these completions without a gradient: `gap` is the mean distance to float32's, in nats,
          and `engine` the mean distance between engine and trainer, both rounded.
 
-Rates are medians with the least and the largest. For evaluation, `alone` is decoding with a prompt of 40 tokens of
-its own for each answer, and `read` the share of its seconds that reads prompts.
+Rates are medians with the least and the largest. For evaluation, `alone` is decoding with a prompt of 40
+tokens of its own for each answer, and `read` the share of its seconds that reads prompts.
 """
 
 import tempfile
