@@ -1,8 +1,9 @@
 """What do rounded products (model.products: bfloat16) gain on this CPU, and what do they change?
 
-    python bench/products.py [--shapes 1M,10M] [--rounds 5] [--model FOLDER]
+    python bench/products.py [--shapes 1M,10M] [--rounds 5] [--model FOLDER] [--also model.compile=true ...]
 
-For a random model of each shape (1M: the toy's weights), or of a folder, in turns, CPU seconds of one thread:
+For a random model of each shape (1M: the toy's weights), or of a folder, in turns, CPU seconds of one thread;
+`--also` measures the update under other settings too:
 
 update   of 16 completions of 64 tokens to each of some prompts, in rows of 2,048 tokens. `gradient` is the
          distance to the float32 gradient over its norm.
@@ -15,6 +16,7 @@ tokens of its own for each answer, and `read` the share of its seconds that read
 """
 
 import tempfile
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from time import process_time
@@ -41,7 +43,8 @@ from rollout import TorchEngine, start_engine
 
 G, NEW, READ = 16, 64, 40
 PROMPTS = {"1M": 16, "10M": 4}  # of a step; 1 of a folder
-ARMS = {"float32": "null", "bfloat16": "bfloat16"}
+ROUNDED = "model.products=bfloat16"
+ARMS = ("float32", ROUNDED)
 CPU = torch.device("cpu")
 
 
@@ -56,11 +59,11 @@ def folder_of(shape: str, folder: Path) -> Path:
     return folder / "hf"
 
 
-def learner_of(folder: Path, products: str, prompts: int) -> tuple[config.Config, Learner]:
+def learner_of(folder: Path, arm: str, prompts: int) -> tuple[config.Config, Learner]:
     cfg = config.load("grpo_toy.yaml", [
-        f"model.path={folder}", f"model.products={products}", "model.dtype=float32", "device=cpu",
-        "optim.lr=1e-12", "optim.warmup_steps=0", "pack.capacity=2048", f"rollout.group_size={G}",
-        f"rollout.prompts_per_step={prompts}", f"rollout.max_new_tokens={NEW}"])
+        f"model.path={folder}", "model.dtype=float32", "device=cpu", "optim.lr=1e-12", "optim.warmup_steps=0",
+        "pack.capacity=2048", f"rollout.group_size={G}", f"rollout.prompts_per_step={prompts}",
+        f"rollout.max_new_tokens={NEW}", *([] if arm == "float32" else [arm])])
     cfg = memory.resolve_auto(cfg, folder)
     return cfg, build_learner(cfg, folder, dist.init("cpu"))
 
@@ -122,21 +125,21 @@ def decode(engine: TorchEngine, groups: list[Group], copies: int) -> tuple[float
     return sum(s.length for s in samples) / seconds, reading[0] / seconds, samples
 
 
-def measure(name: str, folder: Path, prompts: int, rounds: int) -> list[dict]:
-    learners = {arm: learner_of(folder, products, prompts) for arm, products in ARMS.items()}
+def measure(name: str, folder: Path, prompts: int, rounds: int, arms: Sequence[str] = ARMS) -> list[dict]:
+    learners = {arm: learner_of(folder, arm, prompts) for arm in arms}
     policy = load_model(folder, torch.float32, CPU)
     groups = made_groups(prompts, min(policy.shape.vocab_size, 400))
     engines = {}
-    for arm in ARMS:
+    for arm in arms:
         spec = engine_spec(folder, CPU, prompts * G, READ + NEW)
-        engines[arm] = start_engine("torch", replace(spec, rounds=arm == "bfloat16"))
+        engines[arm] = start_engine("torch", replace(spec, rounds=arm == ROUNDED))
         engines[arm].sync(policy)
         engines[arm].eos_ids = frozenset()
     measured = ("update s", "decode", "alone", "read")
-    cells = {arm: {key: [] for key in measured} for arm in ARMS}
+    cells = {arm: {key: [] for key in measured} for arm in arms}
     gradients, logps = {}, {arm: log_probs(learner, groups) for arm, (_, learner) in learners.items()}
     for i in range(rounds + 1):
-        for arm in ARMS if i % 2 else reversed(ARMS):
+        for arm in arms if i % 2 else reversed(arms):
             seconds, gradients[arm] = take_update(*learners[arm], groups)
             rate, _, samples = decode(engines[arm], groups, G)
             alone, share, _ = decode(engines[arm], groups, 1)
@@ -155,7 +158,7 @@ def measure(name: str, folder: Path, prompts: int, rounds: int) -> list[dict]:
         row["gradient"] = ((gradients[arm] - exact).norm() / exact.norm()).item()
         row["speed"] = [a / b for a, b in zip(cells["float32"]["update s"], row["update s"], strict=True)]
         row["of decode"] = [b / a for a, b in zip(cells["float32"]["decode"], row["decode"], strict=True)]
-    return [{"model": name, "products": arm} | row for arm, row in cells.items()]
+    return [{"model": name, "arm": arm} | row for arm, row in cells.items()]
 
 
 def main() -> None:
@@ -163,15 +166,17 @@ def main() -> None:
     options.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--model", type=Path, help="a folder, in place of shapes")
+    options.add_argument("--also", action="append", default=[], help="a setting, as one more arm")
     args = options.parse_args()
+    arms = (*ARMS, *args.also)
     rows = []
     if args.model:
-        rows = measure(args.model.name, args.model, 1, args.rounds)
+        rows = measure(args.model.name, args.model, 1, args.rounds, arms)
     else:
         for shape in args.shapes.split(","):
             with tempfile.TemporaryDirectory() as folder:
                 made = folder_of(shape, Path(folder))
-                rows += measure(shape, made, PROMPTS.get(shape, 2), args.rounds)
+                rows += measure(shape, made, PROMPTS.get(shape, 2), args.rounds, arms)
     show("products", rows)
     dist.close()
     print_json("products", rows=rows)
