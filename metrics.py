@@ -51,7 +51,6 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     samples = [s for group in rolled.groups for s in group.samples]
     ended = [s for s in samples if not s.pending]
     tokens = sum(s.fresh for s in samples)
-    offered = batch.offered * weight_NG.shape[1]
     ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     metrics = {
         "rollout/rounds": len(rolled.sizes),
@@ -60,15 +59,14 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/pending": len(samples) - len(ended),
         "rollout/unscored": int((reward_NG.isnan() & ended_NG).sum()),
         "prune/skipped": len(rolled.draws) - len(rolled.groups),
-        "prune/offered": offered - int(batch.reward_NG.isnan().sum()),
+        "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": 0.0,
         "prune/ess": 0.0,
     }
     if weight_NG.any():
-        ess = weight_NG.sum() ** 2 / weight_NG.square().sum()
         metrics["prune/weight_max"] = weight_NG.max().item()
-        metrics["prune/ess"] = ess.item()
+        metrics["prune/ess"] = (weight_NG.sum() ** 2 / weight_NG.square().sum()).item()
     metrics |= vote_metrics(rolled.groups)
     if tokens:
         nats = sum(sum(s.logp[s.start + s.old:]) for s in samples)
@@ -232,7 +230,7 @@ class PassSums:
 
     def metrics(self, updates: int) -> dict[str, float]:
         """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""
-        total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
+        total = dist.sum_over_ranks(self.sums)
         highest_cost = dist.max_over_ranks(self.sums["cost"])
         highest_mismatch = dist.max_over_ranks(float(self.mismatch_max))
         tokens = max(total["tokens"], 1)

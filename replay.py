@@ -210,7 +210,7 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
         own, full = own.double(), full.double()
         missing = own - full
         sums_4 += torch.stack([own @ own, full @ full, own @ full, missing @ missing])
-    square, whole, common, error = torch.stack(dist.gather_rows(sums_4)).sum(dim=0)
+    square, whole, common, error = torch.stack(dist.gather([sums_4])).sum(dim=0)
     cosine = common / (square * whole).sqrt()
     return torch.stack([square.sqrt(), cosine, error / whole])
 

@@ -243,7 +243,7 @@ def add_errors(sums: dict[str, Tensor | float], row: Row, value_C: Tensor) -> No
 def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> dict[str, float]:
     """Compute means over all ranks. Collective. Without tokens or variance, metrics that need them are
     absent."""
-    total = dist.sum_over_ranks({name: float(value) for name, value in sums.items()})
+    total = dist.sum_over_ranks(sums)
     tokens = total["tokens"]
     metrics = {"critic/tokens": int(tokens)}
     if not norms:

@@ -67,7 +67,7 @@ def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> 
         if row.counts:
             n_S, g_S = torch.tensor(row.members).T
             mine_NG[n_S, g_S] = segment_sum(gap_C.double(), row.segment_C).cpu()
-    return torch.stack(dist.gather_rows(mine_NG)).sum(dim=0)
+    return torch.stack(dist.gather([mine_NG])).sum(dim=0)
 
 
 def pair_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
