@@ -80,7 +80,7 @@ class Sampler:
 
 def gather_samples(samples: list[Sample]) -> list[Sample]:
     """Give every rank the completions of all, in rank order. Arrays travel flat: 12 bytes a token."""
-    by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
+    by_rank = [[] for _ in range(dist.world_size())]
     for first in range(0, int(dist.max_over_ranks(len(samples))), GATHER_BLOCK):
         blocks = dist.gather([samples[first:first + GATHER_BLOCK]])
         for arrived, block in zip(by_rank, blocks, strict=True):

@@ -41,7 +41,7 @@ from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
 from infra.results import Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
-from infra.runfolder import changed_files, print_progress
+from infra.runfolder import Texts, changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
@@ -156,7 +156,7 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
 
 def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
     """Grade answers (text, prompt, tokens) if the set has gold ones, and score them by its reward."""
-    judged: list[dict] = [{} for _ in answers]
+    judged = [{} for _ in answers]
     if held_out.graded:
         judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
     if held_out.reward is None:
@@ -180,7 +180,7 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
-    result: dict = {"n": n, "groups": {}}
+    result = {"n": n, "groups": {}}
     result["length"] = mean(r["tokens"] for r in responses)
     result["truncated"] = mean(not r["finished"] for r in responses)
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
@@ -207,7 +207,7 @@ def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     responses = [response for problem in problems for response in problem["responses"]]
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
-    result: dict = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
+    result = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
     result["pass"], result["majority"] = {}, {}
     for k in sizes:
         result["pass"][str(k)] = mean(pass_at(k, right, n) for right in right_N)
@@ -238,12 +238,12 @@ def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
 
 def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
     """Compute figures by level and by subject, if the problems have them."""
-    groups: dict[str, dict] = {}
+    groups = {}
     for kind in ("level", "subject"):
         labels = [problem.get(kind) for problem in problems]
         if not any(labels):
             continue
-        by_label: dict[str, list[float]] = {}
+        by_label = {}
         for label, value in zip(labels, value_N, strict=True):
             by_label.setdefault(label or "none", []).append(value)
         groups[kind] = {label: figures(values) for label, values in sorted(by_label.items())}
@@ -350,7 +350,7 @@ def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
 
 def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]:
     """Load evaluation sets: "a.jsonl,gsm8k" -> [a, gsm8k]. Raises ConfigError."""
-    sets: list[EvalSet] = []
+    sets = []
     for name in map(str.strip, data.eval.split(",")):
         short = Path(name).stem
         if any(short == s.name for s in sets):
@@ -364,8 +364,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
     return sets
 
 
-def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None,
-             ) -> dict[str, str | None]:
+def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None) -> Texts:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
     sources = {"reward.custom_file": custom_reward.read_source(reward),
                "environment.file": environment and environment.source}
@@ -412,7 +411,7 @@ class Engines:
         return self.engine
 
 
-def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
+def name_changed_files(run: Path, texts: Texts) -> None:
     """Print which files of the user's are not the ones that the run of a folder began with."""
     for setting, copy in changed_files(run, texts).items():
         if copy.is_file():
@@ -484,9 +483,9 @@ def evaluate_models(args: argparse.Namespace) -> None:
     args.config = suite_config(args) if args.suite else args.config or "eval/default.yaml"
     cfg = config.load(args.config, args.set)
     if args.data is not None:
-        cfg = replace(cfg, data=replace(cfg.data, eval=args.data))
+        cfg = config.with_value(cfg, "data.eval", args.data)
     if args.data_dir is not None:
-        cfg = replace(cfg, data=replace(cfg.data, dir=args.data_dir))
+        cfg = config.with_value(cfg, "data.dir", args.data_dir)
     if not args.model:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
     if not cfg.data.eval:
@@ -495,8 +494,7 @@ def evaluate_models(args: argparse.Namespace) -> None:
     files, engines = list_models(args.model, args.out), Engines()
     results = {}
     for path, out in files:
-        model = replace(cfg.model, path=path)
-        result = evaluate_model(replace(cfg, model=model), args, out, engines)
+        result = evaluate_model(config.with_value(cfg, "model.path", path), args, out, engines)
         if dist.rank() == 0:
             above = [path] if len(files) > 1 else []
             print_result(result, args, *above)

@@ -77,7 +77,7 @@ class PromptHistory:
         """
         if self.pruning.kind == "none":
             return [PromptDraw(self.prompts[k], epoch, number=k) for epoch, k in self.coming(count)]
-        draws: list[PromptDraw] = []
+        draws = []
         missing = count
         while missing:
             block = self.coming(missing)

@@ -25,10 +25,10 @@ from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
 from prune import cut_completions
-from records import Batch, PreparedRow, Pruned, Row, lengths
+from records import Batch, Metrics, PreparedRow, Pruned, Row, lengths
 
 
-def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
+def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
     """Take all optimizer steps of the policy on one rollout, and none before step learner.first.
 
     A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient:
@@ -132,7 +132,7 @@ def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[Pr
 
 
 def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedRow], unmoved: bool,
-                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[dict[str, float]]]:
+                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[Metrics]]:
     """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
 
     Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError if
@@ -153,7 +153,7 @@ def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
 
     w is a completion's probability under the policy over that under the policies that drew it. Collective.
     """
-    nats: list[float] = []
+    nats = []
     for given, terms in passed:
         row = given.row
         if row.counts:

@@ -38,7 +38,7 @@ from infra import dist
 from infra.results import differences
 from infra.runfolder import Resume, versions
 from infra.signals import Stopped
-from records import Prompt
+from records import Metrics, Prompt
 from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
@@ -152,7 +152,7 @@ class Checkpoints:
         yield
         self.seconds += perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         seconds, self.seconds = self.seconds, 0.0
         return {"time/checkpoint": seconds}
 

@@ -79,7 +79,7 @@ def local_slice(items: list) -> list:
 
 def gather(items: list, group: td.ProcessGroup | None = None) -> list:
     """Undo `local_slice`: return every rank's items, in rank order, on every rank."""
-    lists: list = [None] * world_size()
+    lists = [None] * world_size()
     td.all_gather_object(lists, items, group)
     return [item for rank_items in lists for item in rank_items]
 

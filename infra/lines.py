@@ -49,7 +49,7 @@ def read_log(path: Path) -> list[LogLine]:
     Lines that a crash has torn at the end are left out: a last line without its end, and lines behind the
     last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
-    lines: list[LogLine] = []
+    lines = []
     broken = 0
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(written, start=1):

@@ -54,7 +54,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
     """Let answers vote: for the class of the same spelling, or else for an `equal` one of the leading
     COMPARED_CLASSES, or else for a class of their own. None does not vote."""
     class_of: dict[str, str] = {}  # by spelling
-    ballot: Ballot = []
+    ballot = []
     for answer in answers:
         key = reduce_spelling(answer)
         if key and key not in class_of:
@@ -89,7 +89,7 @@ class VotingSampler:
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
-        ballots: list[Ballot] = [[] for _ in groups]
+        ballots = [[] for _ in groups]
         settings, needed = self.settings, count_needed(self.settings)
         undecided = list(range(len(groups)))
         while True:

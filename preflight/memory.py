@@ -29,7 +29,7 @@ from preflight.counts import (
     sequences_asked,
     update_bytes,
 )
-from records import EngineSpec, frozen
+from records import EngineSpec, Metrics, frozen
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -374,7 +374,7 @@ def used_bytes(device: torch.device) -> float:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def metrics(device: torch.device, engine: object) -> dict[str, float]:
+def metrics(device: torch.device, engine: object) -> Metrics:
     """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
     held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
