@@ -39,7 +39,7 @@ from infra import custom_reward, dist
 from infra.checkpoint import hash_files, original_model, policy_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
-from infra.results import Store, list_models, read_result, require_place, require_same_head
+from infra.results import Results, Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
 from infra.runfolder import Texts, changed_files, print_progress
 from infra.signals import exit_status
@@ -57,7 +57,7 @@ from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, detectable, majority_at, mean, pass_at, vote, wilson
 
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
-# What a suite leaves open: the machine.
+# Settings that a suite leaves open, of the machine.
 MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",
            "model.dtype=", "model.products=", "model.attention=", "device=", "data.dir=")
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
@@ -190,13 +190,13 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
         result["groups"] = summarise_groups(scored, value_N, figures)
     if "verdict" in responses[0]:
         value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
-        result |= figures(value_N) | summarise_verdicts(problems, sizes)
+        result |= figures(value_N) | summarise_verdicts(problems, responses, sizes)
         result["groups"] = summarise_groups(problems, value_N, figures)
     return result | {"count": len(problems), "problems": problems}
 
 
-def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
-    """Summarise graded responses, for these sizes k, or the powers of 2 up to n, and for n.
+def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[int] | None) -> dict:
+    """Summarise the graded responses to problems, for these sizes k, or the powers of 2 up to n, and for n.
 
     last_number counts a response with a right last number, lenient also one with a right marked answer. pass
     and majority are {k: value}, majority over blocks of k responses.
@@ -204,7 +204,6 @@ def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     n = len(problems[0]["responses"])
     require_sizes(sizes, n)
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
-    responses = [response for problem in problems for response in problem["responses"]]
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
     result = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
@@ -322,8 +321,8 @@ def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
     result = deepcopy(result)
-    for problems in (old["problems"] for old in result["results"].values()):
-        responses = [(p["gold"], response) for p in problems for response in p["responses"]]
+    for old in result["results"].values():
+        responses = [(p["gold"], response) for p in old["problems"] for response in p["responses"]]
         if "verdict" in responses[0][1]:
             for (_, response), found in zip(responses, grade([(gold, r["text"]) for gold, r in responses]),
                                             strict=True):
@@ -332,7 +331,7 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     return summarise_result(result, sizes)
 
 
-def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
+def add_math_verify(results: Results) -> Results:
     """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
     results = deepcopy(results)
     for result in results.values():

@@ -25,6 +25,7 @@ from records import EngineSpec, Request, Sample, Segments, Stops, frozen
 
 Ids = tuple[int, ...]      # the tokens of a prompt or a draft
 Drafts = tuple[Ids, ...]
+Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
 
@@ -220,7 +221,7 @@ class Cache:
         within = BACKENDS[self.attention](Segments.of(queries, keys, key_K))
         drafted = any(asked.drafts for asked in placed)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        def attend(layer, q, k, v, window):
             pair = self.of_prompts[layer]
             pair[0, row_P, :, position_T[place_P]] = k[place_P]
             pair[1, row_P, :, position_T[place_P]] = v[place_P]
@@ -230,7 +231,7 @@ class Cache:
 
         tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
 
-    def copy_paths(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+    def copy_paths(self, tree: Tree, paths: Paths) -> None:
         """Give slots the keys and values of the tree's tokens that they have followed."""
         slots, columns, places = [], [], []
         for slot, path in paths.items():
@@ -302,7 +303,7 @@ class Cache:
             bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        def attend(layer, q, k, v, window):
             pair = self.of_slots[layer]
             pair[0, slot_S, :, used_S] = k
             pair[1, slot_S, :, used_S] = v
@@ -384,7 +385,7 @@ class Decoding:
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
         drawn_SM = torch.from_numpy(np.stack(rows))
         self.uniform_SM[slots] = drawn_SM.to(device)
-        paths: dict[Tree, dict[int, list[int]]] = {}
+        paths: dict[Tree, Paths] = {}
         for slot in slots:
             if prompt_S[slot] in self.cache.trees:
                 tree, root = self.cache.trees[prompt_S[slot]]
@@ -392,7 +393,7 @@ class Decoding:
         for tree, followed in paths.items():
             self.follow(tree, followed)
 
-    def follow(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+    def follow(self, tree: Tree, paths: Paths) -> None:
         """Draw the tokens of some slots as long as the ones before are a draft's; `paths` begin with the last
         token of the prompt. A token is drawn as in `step`, so drafts change no sample."""
         moving = [*paths]

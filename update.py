@@ -113,21 +113,17 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
     """Run a mini-batch's rows through the reference, a critic and, in an `extra_pass`, the policy before the
     update; `loss.weigh` may weigh tokens by its log-probs."""
-    prepared = [PreparedRow(row, row.adv_C) for row in rows]
-    if learner.critic:
-        prepared = [replace(given, adv_C=critic.advantages(learner, given.row)) for given in prepared]
-    if learner.reference:
-        prepared = [replace(given, ref_logp_C=learner.log_probs(learner.reference, given.row))
-                    for given in prepared]
-    if extra_pass:
-        outputs = [learner.outputs(learner.policy, row) for row in rows]
-        prepared = [replace(given, old_logp_C=logp_C)
-                    for given, (logp_C, _) in zip(prepared, outputs, strict=True)]
-        if learner.weighs_tokens:
-            logp, entropy = [logp_C for logp_C, _ in outputs], [entropy_C for _, entropy_C in outputs]
-            factors = weigh(rows, logp, entropy, learner.loss)
-            prepared = [replace(given, factor_C=factor_C)
-                        for given, factor_C in zip(prepared, factors, strict=True)]
+    prepared, entropy = [], []
+    for row in rows:
+        adv_C = critic.advantages(learner, row) if learner.critic else row.adv_C
+        ref_logp_C = learner.log_probs(learner.reference, row) if learner.reference else None
+        old_logp_C, entropy_C = learner.outputs(learner.policy, row) if extra_pass else (None, None)
+        prepared.append(PreparedRow(row, adv_C, ref_logp_C, old_logp_C))
+        entropy.append(entropy_C)
+    if extra_pass and learner.weighs_tokens:
+        factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)
+        prepared = [replace(given, factor_C=factor_C)
+                    for given, factor_C in zip(prepared, factors, strict=True)]
     return prepared
 
 

@@ -105,8 +105,8 @@ def rewrite_log(path: Path, lines: list[dict]) -> None:
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def mend_log(path: Path) -> list[LogLine]:
-    """Read a log, and cut off a torn last line so that it can be appended to."""
-    lines = read_log(path)
+def mend_log(path: Path, *first: dict) -> list[dict]:
+    """Read a log, or begin it; cut off a torn last line so that it can be appended to."""
+    lines = read_log(path) or [*first]
     rewrite_log(path, lines)
     return lines

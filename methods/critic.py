@@ -17,6 +17,7 @@ import config
 import lora
 from config import Config
 from infra import dist
+from infra.checkpoint import Optimizers
 from infra.weights import read_shape
 from learner import (
     Learner,
@@ -65,7 +66,7 @@ class CriticLearner:
     """The value model in training, and its settings."""
 
     model: ValueModel            # sharded over the ranks
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: Optimizers
     settings: config.Critic
     advantage: Gae
     optim: Optim                 # as the policy's, with a rate of its own, constant after a warm-up

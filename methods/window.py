@@ -58,8 +58,7 @@ class Pool(PromptHistory):
         for draw, group in zip(rolled.kept, rolled.groups, strict=True):
             if group.samples[0].pending:
                 self.keep(draw, group)
-        if self.pruning.kind != "none":
-            super().record(rolled)
+        super().record(rolled)
 
     def adapt(self, rolled: Rolled) -> None:
         """Keep the informative groups that a step has left over, as many as max_age steps can train on."""

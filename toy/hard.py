@@ -69,9 +69,8 @@ def splits() -> tuple[Lines, Lines]:
 
 
 def write(folder: Path) -> None:
-    train, test = splits()
-    write_lines(folder / "hard_train.jsonl", "hard/train", train.values())
-    write_lines(folder / "hard_test.jsonl", "hard/test", test.values())
+    for part, lines in zip(("train", "test"), splits(), strict=True):
+        write_lines(folder / f"hard_{part}.jsonl", f"hard/{part}", lines.values())
 
 
 def main(folder: Path) -> None:

@@ -92,9 +92,8 @@ def splits() -> tuple[Lines, Lines]:
 
 
 def write(folder: Path) -> None:
-    train, test = splits()
-    write_lines(folder / "train.jsonl", "toy/train", train.values())
-    write_lines(folder / "test.jsonl", "toy/test", test.values())
+    for part, lines in zip(("train", "test"), splits(), strict=True):
+        write_lines(folder / f"{part}.jsonl", f"toy/{part}", lines.values())
 
 
 def write_lines(path: Path, prefix: str, lines: Iterable[dict]) -> None:

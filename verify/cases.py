@@ -58,7 +58,7 @@ def read_case(line: bytes, place: str) -> dict:
 
 def count_outcomes(cases: list[dict], grades: list[dict]) -> list[tuple[str, Counter]]:
     """Count true and false positives and negatives by category and, last, in total; print each false one."""
-    counts = {}
+    counts: dict[str, Counter] = {}
     for case, graded in zip(cases, grades, strict=True):
         right = graded["verdict"] == "right"
         outcome = ("true " if case["correct"] == right else "false ") + ("positive" if right else "negative")
