@@ -145,7 +145,7 @@ def open_config(target: str, name: str | None, overrides: list[str]) -> Config:
     if (run / "config.yaml").is_file():
         name, target = name or str(run / "config.yaml"), str(newest_policy(run))
     cfg = config.load(name or "eval/default.yaml", overrides)
-    return replace(cfg, model=replace(cfg.model, path=target))
+    return config.with_value(cfg, "model.path", target)
 
 
 def newest_policy(run: Path) -> Path:

@@ -35,18 +35,20 @@ class Sampler:
     seed: int
     graded: bool = True  # by the verifier: every problem has an answer
 
-    def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept; every rank gets all groups."""
-        G = self.sampling.group_size
+    def rollout(self, draws: list[PromptDraw], numbers: list[range] | None = None) -> list[Group]:
+        """Sample o_1 .. o_G ~ pi_old(. | q) for the draws that are kept, or other `numbers` of completions of
+        each; every rank gets all groups."""
         kept = [draw for draw in draws if draw.kept]
+        numbers = numbers or [range(self.sampling.group_size)] * len(kept)
         requests = []
-        for draw in kept:
-            for g in range(G):
+        for draw, own in zip(kept, numbers, strict=True):
+            for g in own:
                 seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
                 requests.append(
                     Request(draw.prompt, seed, self.sampling.max_new_tokens, drafts=draw.drafts))
         samples = iter(self.complete(requests))
-        return [Group(draw.prompt, tuple(islice(samples, G))) for draw in kept]
+        return [Group(draw.prompt, tuple(islice(samples, len(own))))
+                for draw, own in zip(kept, numbers, strict=True)]
 
     def complete(self, requests: list[Request]) -> list[Sample]:
         """Sample the new tokens of each request. Each rank samples its `local_slice`."""
@@ -78,7 +80,7 @@ class Sampler:
 
 def gather_samples(samples: list[Sample]) -> list[Sample]:
     """Give every rank the completions of all, in rank order. Arrays travel flat: 12 bytes a token."""
-    by_rank: list[list[Sample]] = [[] for _ in range(dist.world_size())]
+    by_rank = [[] for _ in range(dist.world_size())]
     for first in range(0, int(dist.max_over_ranks(len(samples))), GATHER_BLOCK):
         blocks = dist.gather([samples[first:first + GATHER_BLOCK]])
         for arrived, block in zip(by_rank, blocks, strict=True):

@@ -293,16 +293,22 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     files = settings.read_layers(path, CONFIGS).values()
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
     cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
-    names = (cfg.reward.custom_file, cfg.data.chat_template, cfg.model.lora.path, cfg.environment.file)
-    own, template, adapter, environment = (name and str(find_path(name)) for name in names)
-    cfg = replace(cfg, out=str(user_path(cfg.out)), reward=replace(cfg.reward, custom_file=own),
-                  environment=replace(cfg.environment, file=environment),
-                  data=replace(cfg.data, chat_template=template),
-                  model=replace(cfg.model, lora=replace(cfg.model.lora, path=adapter)))
+    for key in ("reward.custom_file", "data.chat_template", "model.lora.path", "environment.file"):
+        file = flatten(cfg)[key]
+        cfg = with_value(cfg, key, file and str(find_path(file)))
+    cfg = replace(cfg, out=str(user_path(cfg.out)))
     for key, fine, allowed in all_rules(cfg):
         if not fine:
             raise ConfigError(f"{key}={flatten(cfg)[key]} must be {allowed}")
     return cfg
+
+
+def with_value(section: Any, key: str, value: Any) -> Any:
+    """Replace a setting by its dotted name: with_value(cfg, "model.path", "toy/model")."""
+    name, _, inner = key.partition(".")
+    if inner:
+        value = with_value(getattr(section, name), inner, value)
+    return replace(section, **{name: value})
 
 
 def dump(cfg: Config) -> str:

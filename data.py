@@ -15,6 +15,7 @@ from config import ConfigError
 from infra.rows import (
     NAMED_SETS,
     READERS,
+    Columns,
     columns_of,
     find_cell,
     find_file,
@@ -41,7 +42,7 @@ NO_ANSWER = "; without answers give weight to reward.boxed, format, overlong or 
 
 
 def load_problems(name: str, folder: str | None = None, training: bool = False,
-                  columns: dict[str, str | None] | None = None, answers: bool = True) -> list[Problem]:
+                  columns: Columns | None = None, answers: bool = True) -> list[Problem]:
     """Load a file of READERS, a named set (NAMED_SETS), or a hub name "user/set:config:split".
 
     `folder` (data.dir) holds the files of named sets; without it they come from the hub. `columns` is
@@ -94,8 +95,7 @@ def drop_unanswered(rows: list[tuple[str, dict]], name: str, columns: dict) -> l
     return usable
 
 
-def to_problem(row: object, place: str, default_id: str, columns: dict[str, str | None],
-               needs_answer: bool) -> Problem:
+def to_problem(row: object, place: str, default_id: str, columns: Columns, needs_answer: bool) -> Problem:
     """Read a row in our columns, in the columns named by `columns`, in GSM8K's (answer = solution) or MATH's
     (problem, solution with a box)."""
     if not isinstance(row, dict):

@@ -39,9 +39,9 @@ from infra import custom_reward, dist
 from infra.checkpoint import hash_files, original_model, policy_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
-from infra.results import Store, list_models, read_result, require_place, require_same_head
+from infra.results import Results, Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
-from infra.runfolder import changed_files, print_progress
+from infra.runfolder import Texts, changed_files, print_progress
 from infra.signals import exit_status
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
@@ -57,7 +57,7 @@ from verify.grade import grade, name_unreadable
 from verify.statistics import bounded_interval, detectable, majority_at, mean, pass_at, vote, wilson
 
 GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
-# What a suite leaves open: the machine.
+# Settings that a suite leaves open, of the machine.
 MACHINE = ("rollout.engine=", "rollout.slots=", "rollout.tensor_parallel=", "rollout.cache_gib=",
            "model.dtype=", "model.products=", "model.attention=", "device=", "data.dir=")
 ROUNDS_BETWEEN_WRITES = 4   # how often all decoding slots are filled between two writes of the responses
@@ -156,7 +156,7 @@ def sample_responses(engine: Engine, tokenizer: Tokenizer, held_out: EvalSet, re
 
 def grade_responses(answers: list[tuple[str, Prompt, int]], held_out: EvalSet, longest: int) -> list[dict]:
     """Grade answers (text, prompt, tokens) if the set has gold ones, and score them by its reward."""
-    judged: list[dict] = [{} for _ in answers]
+    judged = [{} for _ in answers]
     if held_out.graded:
         judged = grade([(prompt.answer, text) for text, prompt, _ in answers])
     if held_out.reward is None:
@@ -180,7 +180,7 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
-    result: dict = {"n": n, "groups": {}}
+    result = {"n": n, "groups": {}}
     result["length"] = mean(r["tokens"] for r in responses)
     result["truncated"] = mean(not r["finished"] for r in responses)
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
@@ -190,13 +190,13 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
         result["groups"] = summarise_groups(scored, value_N, figures)
     if "verdict" in responses[0]:
         value_N, figures = [count_right(p) / n for p in problems], partial(accuracy_figures, n=n)
-        result |= figures(value_N) | summarise_verdicts(problems, sizes)
+        result |= figures(value_N) | summarise_verdicts(problems, responses, sizes)
         result["groups"] = summarise_groups(problems, value_N, figures)
     return result | {"count": len(problems), "problems": problems}
 
 
-def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
-    """Summarise graded responses, for these sizes k, or the powers of 2 up to n, and for n.
+def summarise_verdicts(problems: list[dict], responses: list[dict], sizes: list[int] | None) -> dict:
+    """Summarise the graded responses to problems, for these sizes k, or the powers of 2 up to n, and for n.
 
     last_number counts a response with a right last number, lenient also one with a right marked answer. pass
     and majority are {k: value}, majority over blocks of k responses.
@@ -204,10 +204,9 @@ def summarise_verdicts(problems: list[dict], sizes: list[int] | None) -> dict:
     n = len(problems[0]["responses"])
     require_sizes(sizes, n)
     sizes = sorted({*(sizes or (2 ** i for i in range(n.bit_length()))), n})
-    responses = [response for problem in problems for response in problem["responses"]]
     right_N = list(map(count_right, problems))
     votes_N = [list(map(vote, problem["responses"])) for problem in problems]
-    result: dict = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
+    result = {key: mean(r[key] for r in responses) for key in ("lenient", "last_number")}
     result["pass"], result["majority"] = {}, {}
     for k in sizes:
         result["pass"][str(k)] = mean(pass_at(k, right, n) for right in right_N)
@@ -238,12 +237,12 @@ def reward_figures(value_N: list[float], bounds: tuple[float, float]) -> dict:
 
 def summarise_groups(problems: list[dict], value_N: list[float], figures: Callable) -> dict[str, dict]:
     """Compute figures by level and by subject, if the problems have them."""
-    groups: dict[str, dict] = {}
+    groups = {}
     for kind in ("level", "subject"):
         labels = [problem.get(kind) for problem in problems]
         if not any(labels):
             continue
-        by_label: dict[str, list[float]] = {}
+        by_label = {}
         for label, value in zip(labels, value_N, strict=True):
             by_label.setdefault(label or "none", []).append(value)
         groups[kind] = {label: figures(values) for label, values in sorted(by_label.items())}
@@ -322,8 +321,8 @@ def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
 def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     """Grade the responses of a result again by the present verifier. Rewards stay as they are."""
     result = deepcopy(result)
-    for problems in (old["problems"] for old in result["results"].values()):
-        responses = [(p["gold"], response) for p in problems for response in p["responses"]]
+    for old in result["results"].values():
+        responses = [(p["gold"], response) for p in old["problems"] for response in p["responses"]]
         if "verdict" in responses[0][1]:
             for (_, response), found in zip(responses, grade([(gold, r["text"]) for gold, r in responses]),
                                             strict=True):
@@ -332,7 +331,7 @@ def rescore(result: dict, sizes: list[int] | None = None) -> dict:
     return summarise_result(result, sizes)
 
 
-def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
+def add_math_verify(results: Results) -> Results:
     """Add math-verify's verdict to every response of a graded set, and the accuracy by it to the set."""
     results = deepcopy(results)
     for result in results.values():
@@ -350,7 +349,7 @@ def add_math_verify(results: dict[str, dict]) -> dict[str, dict]:
 
 def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]:
     """Load evaluation sets: "a.jsonl,gsm8k" -> [a, gsm8k]. Raises ConfigError."""
-    sets: list[EvalSet] = []
+    sets = []
     for name in map(str.strip, data.eval.split(",")):
         short = Path(name).stem
         if any(short == s.name for s in sets):
@@ -364,8 +363,7 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
     return sets
 
 
-def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None,
-             ) -> dict[str, str | None]:
+def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None) -> Texts:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
     sources = {"reward.custom_file": custom_reward.read_source(reward),
                "environment.file": environment and environment.source}
@@ -412,7 +410,7 @@ class Engines:
         return self.engine
 
 
-def name_changed_files(run: Path, texts: dict[str, str | None]) -> None:
+def name_changed_files(run: Path, texts: Texts) -> None:
     """Print which files of the user's are not the ones that the run of a folder began with."""
     for setting, copy in changed_files(run, texts).items():
         if copy.is_file():
@@ -484,9 +482,9 @@ def evaluate_models(args: argparse.Namespace) -> None:
     args.config = suite_config(args) if args.suite else args.config or "eval/default.yaml"
     cfg = config.load(args.config, args.set)
     if args.data is not None:
-        cfg = replace(cfg, data=replace(cfg.data, eval=args.data))
+        cfg = config.with_value(cfg, "data.eval", args.data)
     if args.data_dir is not None:
-        cfg = replace(cfg, data=replace(cfg.data, dir=args.data_dir))
+        cfg = config.with_value(cfg, "data.dir", args.data_dir)
     if not args.model:
         raise ConfigError("--model must be given: a Hugging Face folder, a checkpoint or a hub name")
     if not cfg.data.eval:
@@ -495,8 +493,7 @@ def evaluate_models(args: argparse.Namespace) -> None:
     files, engines = list_models(args.model, args.out), Engines()
     results = {}
     for path, out in files:
-        model = replace(cfg.model, path=path)
-        result = evaluate_model(replace(cfg, model=model), args, out, engines)
+        result = evaluate_model(config.with_value(cfg, "model.path", path), args, out, engines)
         if dist.rank() == 0:
             above = [path] if len(files) > 1 else []
             print_result(result, args, *above)

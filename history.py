@@ -60,8 +60,9 @@ class PromptHistory:
         self.adapts = pruning.kind in REFILLING  # `adapt` is called
         self.middle = middle  # equal values above it mark an easy prompt (collect.reward_midpoint)
         self.place = 0
+        self.per_epoch = len(prompts)
         # By the number of the prompt.
-        self.records = np.zeros(len(prompts) if self.remembers else 0, RECORD)
+        self.records = np.zeros(self.per_epoch if self.remembers else 0, RECORD)
         self.records["size"] = math.nan
         self.known = 0            # prompts with a size
         self.total = Fraction(0)  # of all sizes: exact, so that their order changes no bit of the mean
@@ -77,7 +78,7 @@ class PromptHistory:
         """
         if self.pruning.kind == "none":
             return [PromptDraw(self.prompts[k], epoch, number=k) for epoch, k in self.coming(count)]
-        draws: list[PromptDraw] = []
+        draws = []
         missing = count
         while missing:
             block = self.coming(missing)
@@ -91,9 +92,7 @@ class PromptHistory:
                 elif not math.isnan(self.records["size"][k]):
                     self.records["skipped"][k] += 1
                 draws.append(PromptDraw(prompt, epoch, prob, weight, number=k))
-            missing = 0
-            if self.adapts:
-                missing = count - sum(draw.kept for draw in draws)
+            missing = count - sum(draw.kept for draw in draws) if self.adapts else 0
         return draws
 
     def rollout_prob(self, numbers: list[int]) -> Tensor:
@@ -102,11 +101,10 @@ class PromptHistory:
 
     def coming(self, count: int) -> list[tuple[int, int]]:
         """Advance by `count` prompts in the endless sequence of epochs; return epoch and number of each."""
-        size = len(self.prompts)
         drawn = []
         while len(drawn) < count:
-            epoch, first = divmod(self.place, size)
-            places = epoch_order(size, self.seed, epoch)[first:first + count - len(drawn)]
+            epoch, first = divmod(self.place, self.per_epoch)
+            places = epoch_order(self.per_epoch, self.seed, epoch)[first:first + count - len(drawn)]
             drawn += [(epoch, k) for k in places.tolist()]
             self.place += len(places)
         return drawn
@@ -127,7 +125,9 @@ class PromptHistory:
 
     def record(self, rolled: Rolled) -> None:
         """Remember a round's rollouts, for pruning prompts. A group that shows nothing (`has_comparison`)
-        counts as if its prompt had not come up."""
+        counts as if its prompt had not come up. Without pruning of prompts nothing is remembered."""
+        if self.pruning.kind == "none":
+            return
         value_NG = rolled.rewards.compared_NG
         easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)
         size_N = rolled.adv_NG.abs().nanmean(dim=1).nan_to_num()  # 0 without rewards

@@ -8,7 +8,7 @@ Dimension key:  C completion tokens of one packed row,  S completions in it.
 import argparse
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ import config
 import lora
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
-from infra.checkpoint import Role, original_model, require_whole
+from infra.checkpoint import Optimizers, Role, original_model, require_whole
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
@@ -52,7 +52,7 @@ class Learner:
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
     reference: Decoder | lora.InitialPolicy | None  # the initial policy, if the loss needs it; frozen
-    optimizers: tuple[torch.optim.Optimizer, ...]  # each of some weights; all are stepped together
+    optimizers: Optimizers      # each of some weights; all are stepped together
     loss: Loss
     advantage: kinds.Advantage  # soft_value and preferences have advantages that depend on the policy
     preference: bool            # the loss is a preference loss (methods/preference.py)
@@ -152,7 +152,7 @@ def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: b
         backbone.compile_passes()
 
 
-def make_optimizers(model: nn.Module, optim: kinds.Optim) -> tuple[torch.optim.Optimizer, ...]:
+def make_optimizers(model: nn.Module, optim: kinds.Optim) -> Optimizers:
     """Make the optimizers of a model's trained weights."""
     trained = [p for p in model.parameters() if p.requires_grad]
     return OPTIMIZERS[optim.kind](model, trained, optim)
@@ -188,7 +188,7 @@ def learning_rate(step: int, optim: kinds.Optim, steps: int) -> float:
 
 def optimizer_step(
     model: nn.Module,
-    optimizers: Sequence[torch.optim.Optimizer],
+    optimizers: Optimizers,
     rate: float,
     clip_norm: float,
     loss: Tensor | float,

@@ -19,7 +19,7 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from pack import row_cost
-from records import Batch, Group, PreparedRow, Rolled, Sample, pending
+from records import Batch, Group, Metrics, PreparedRow, Rolled, Sample, pending
 
 
 @dataclass(slots=True)
@@ -37,13 +37,13 @@ class Clock:
             torch.cuda.synchronize()
         self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Return the seconds of each phase, and of the step so far."""
         phases = {f"time/{name}": seconds for name, seconds in self.seconds.items()}
         return phases | {"time/step": perf_counter() - self.start}
 
 
-def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
+def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     """Compute the metrics of rollout and pruning, from records that every rank holds. A mean over zero items
     is omitted."""
     reward_NG = rolled.rewards.total_NG
@@ -51,7 +51,6 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     samples = [s for group in rolled.groups for s in group.samples]
     ended = [s for s in samples if not s.pending]
     tokens = sum(s.fresh for s in samples)
-    offered = batch.offered * weight_NG.shape[1]
     ended_NG = ~pending(rolled.groups, reward_NG.shape[1])
     metrics = {
         "rollout/rounds": len(rolled.sizes),
@@ -60,15 +59,14 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
         "rollout/pending": len(samples) - len(ended),
         "rollout/unscored": int((reward_NG.isnan() & ended_NG).sum()),
         "prune/skipped": len(rolled.draws) - len(rolled.groups),
-        "prune/offered": offered - int(batch.reward_NG.isnan().sum()),
+        "prune/offered": batch.offered * weight_NG.shape[1] - int(batch.reward_NG.isnan().sum()),
         "prune/kept": int(batch.pruned.keep_NG.sum()),
         "prune/weight_max": 0.0,
         "prune/ess": 0.0,
     }
     if weight_NG.any():
-        ess = weight_NG.sum() ** 2 / weight_NG.square().sum()
         metrics["prune/weight_max"] = weight_NG.max().item()
-        metrics["prune/ess"] = ess.item()
+        metrics["prune/ess"] = (weight_NG.sum() ** 2 / weight_NG.square().sum()).item()
     metrics |= vote_metrics(rolled.groups)
     if tokens:
         nats = sum(sum(s.logp[s.start + s.old:]) for s in samples)
@@ -97,7 +95,7 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> dict[str, float]:
     return metrics
 
 
-def age_metrics(batch: Batch) -> dict[str, float]:
+def age_metrics(batch: Batch) -> Metrics:
     """Compute the ages of the groups trained on, and their share of tokens by older policies; nothing if none
     is older than the step."""
     ages = [draw.age for draw in batch.draws]
@@ -111,7 +109,7 @@ def age_metrics(batch: Batch) -> dict[str, float]:
     }
 
 
-def environment_metrics(samples: list[Sample]) -> dict[str, float]:
+def environment_metrics(samples: list[Sample]) -> Metrics:
     """Compute means over completions with an environment that have ended."""
     count = len(samples)
     return {
@@ -131,7 +129,7 @@ VOTES = {  # field of a Vote -> its metric
 }
 
 
-def vote_metrics(groups: list[Group]) -> dict[str, float]:
+def vote_metrics(groups: list[Group]) -> Metrics:
     """Compute means over the groups of a step that were voted on, and the tokens of all completions that
     voted, which were all sampled. Without votes the result is empty."""
     votes = [group.vote for group in groups if group.vote]
@@ -230,9 +228,9 @@ class PassSums:
             sums["ratio_squared"] += (2 * gap_C).exp().sum()
             self.mismatch_max = gap_C.abs().max().clamp(min=self.mismatch_max)
 
-    def metrics(self, updates: int) -> dict[str, float]:
+    def metrics(self, updates: int) -> Metrics:
         """Compute means over all ranks and `updates` optimizer steps. Collective: once per step."""
-        total = dist.sum_over_ranks({name: float(value) for name, value in self.sums.items()})
+        total = dist.sum_over_ranks(self.sums)
         highest_cost = dist.max_over_ranks(self.sums["cost"])
         highest_mismatch = dist.max_over_ranks(float(self.mismatch_max))
         tokens = max(total["tokens"], 1)

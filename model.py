@@ -26,7 +26,7 @@ from infra.weights import hf_name, load_weights, read_shape
 from records import Segments
 
 # (layer, q_THE, k_THE, v_THE, window) -> out_THE. A token sees the last `window` tokens, itself included, by
-# position; without a window all.
+# position; without a window all. The functions of this type do not repeat it in their signatures.
 Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}  # by hidden_act
 # Selective recomputation keeps the results of these operations, which take most of a block's time.
@@ -471,7 +471,7 @@ def sdpa_padded(segments: Segments) -> Attend:
     order_T = torch.cat([query_Q for query_Q, _ in padded])
     back_T = order_T.argsort()
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(layer, q, k, v, window):
         out = torch.cat([attend_batch(layer, q, k, v, window) for _, attend_batch in padded])
         return out.index_select(0, back_T)
 
@@ -505,7 +505,7 @@ def pad_batch(segments: Segments, members: list[int]) -> tuple[Tensor, Attend]:
         padded = x.index_select(0, index_SL.flatten())
         return padded.unflatten(0, index_SL.shape).transpose(1, 2)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(layer, q, k, v, window):
         seen_SML = seen(window)
         out = F.scaled_dot_product_attention(
             pad(q, query_SM),
@@ -535,7 +535,7 @@ def attend_by_kernel(segments: Segments, kernel: Callable[..., Tensor]) -> Atten
     many keys a query sees before and behind its own. A segment's keys lie in the order of their positions."""
     places = *segments.start_2S, max(segments.queries), max(segments.keys)
 
-    def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    def attend(layer, q, k, v, window):
         k = k.index_select(0, segments.key_K)
         v = v.index_select(0, segments.key_K)
         before = -1 if window is None else window - 1  # -1: all

@@ -16,6 +16,8 @@ from torch import Tensor
 from config import Pack
 from records import Group, Row, Segments, frozen
 
+Members = list[tuple[int, int]]  # completions (n, g)
+
 
 def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     """Assign items to rows of at most `capacity` tokens: longest first, into the fullest row that takes it.
@@ -23,8 +25,8 @@ def best_fit(lengths: list[int], capacity: int) -> list[list[int]]:
     Deterministic, never cuts and never drops; no item may be longer than a row. Lengths 5 3 4 2 at capacity 7
     give the rows [0, 3] and [2, 1]: 5 opens a row, 4 another, 3 fills that one, and 2 the first.
     """
-    rows: list[list[int]] = []
-    room: list[tuple[int, int]] = []  # (tokens left, row), sorted
+    rows = []
+    room = []  # (tokens left, row), sorted
     for i in sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True):
         fullest = bisect_left(room, (lengths[i], 0))
         if fullest == len(room):
@@ -45,7 +47,7 @@ def within_window(lengths: list[int], capacity: int, window: int) -> list[list[i
     for the next to come in sight. Never cuts and never drops; no item may be longer than a row.
     """
     waiting = list(range(len(lengths)))  # the first `window` of them are in sight
-    rows: list[list[int]] = []
+    rows = []
     while waiting:
         rows.append([])
         room = capacity
@@ -72,7 +74,7 @@ def deal_rows(costs: list[float], ranks: int) -> list[list[int]]:
     of the most expensive rows left, the most expensive going to the rank with the least cost so far.
     """
     order = sorted(range(len(costs)), key=costs.__getitem__, reverse=True)
-    hands: list[list[int]] = [[] for _ in range(ranks)]
+    hands = [[] for _ in range(ranks)]
     so_far = [0.0] * ranks
     for start in range(0, len(order), ranks):
         least_first = sorted(range(ranks), key=so_far.__getitem__)
@@ -100,7 +102,7 @@ class Minibatch:
 class Plan:
     """The completions (n, g) of one row; completions of a group are neighbours."""
 
-    members: list[tuple[int, int]]
+    members: Members
     counts: bool = True  # False: the row runs with weight 0, to keep its rank in step
 
 
@@ -148,11 +150,11 @@ class KeptGroup:
     """Tokens of a prompt, and of its completions that are kept."""
 
     prompt: int
-    members: list[tuple[int, int]]  # (n, g)
-    lengths: list[int]              # of each member
+    members: Members
+    lengths: list[int]  # of each member
 
 
-def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[list[tuple[int, int]]]:
+def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list[Members]:
     """Choose the members of rows of at most `capacity` tokens, by `within_window` or `best_fit`.
 
     What is packed are whole groups, and the pieces of those that are longer than a row.
@@ -166,7 +168,7 @@ def cut_rows(groups: list[KeptGroup], capacity: int, window: int | None) -> list
     return [[member for i in row for member in items[i]] for row in rows]
 
 
-def layout(minibatch: Minibatch, members: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
+def layout(minibatch: Minibatch, members: Members) -> tuple[list[int], list[int]]:
     """Count queries and keys of each completion of a row. The first of a prompt has it among its queries."""
     queries, keys, before = [], [], None
     for n, g in members:

@@ -291,14 +291,14 @@ def prefix_prob(length: int, whole: float, least: int) -> Tensor:
     return whole + (1 - whole) * (behind_L / (length - least + 1)).clamp(max=1)
 
 
-def draw_cuts(groups: list[Group], settings: kinds.Tokens, seed: int) -> CutWeights | None:
-    """Draw a cut of every completion; returns the weights of the tokens before it, or None without cuts.
+def draw_cuts(groups: list[Group], settings: kinds.Prefix, seed: int) -> CutWeights | None:
+    """Draw a cut of every completion; returns the weights of the tokens before it, or None without groups.
 
     Tokens behind the cut are in no row, so the forward pass is saved too. A token weighs the inverse of its
     probability under the denominators of whole completions, so the mean over all cuts is the full gradient of
     every loss that is a sum over tokens. Unbiased.
     """
-    if settings.kind == "none" or not groups:
+    if not groups:
         return None
     shape, generator = (len(groups), len(groups[0].samples)), torch.Generator().manual_seed(seed)
     point_NG = torch.rand(shape, dtype=torch.float64, generator=generator).tolist()

@@ -18,6 +18,8 @@ from torch import Tensor
 
 from settings.loader import frozen
 
+Metrics = dict[str, float]  # by their names in metrics.jsonl
+
 
 @frozen
 class Stops:

@@ -48,7 +48,7 @@ from learner import Learner
 from methods import soft_value
 from metrics import Clock, list_decisions
 from preflight import memory
-from records import Batch, PromptDraw, Rolled, frozen, lengths
+from records import Batch, Metrics, PromptDraw, Rolled, frozen, lengths
 from settings import kinds
 from train import Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
@@ -210,7 +210,7 @@ def compare_gradients(own_P: Tensor, full_P: Tensor) -> Tensor:
         own, full = own.double(), full.double()
         missing = own - full
         sums_4 += torch.stack([own @ own, full @ full, own @ full, missing @ missing])
-    square, whole, common, error = torch.stack(dist.gather_rows(sums_4)).sum(dim=0)
+    square, whole, common, error = torch.stack(dist.gather([sums_4])).sum(dim=0)
     cosine = common / (square * whole).sqrt()
     return torch.stack([square.sqrt(), cosine, error / whole])
 
@@ -328,7 +328,7 @@ def print_group(arms: list[Arm], n: int) -> None:
         say(f"{outcome}   {tokens + ' tokens:':<17} {' '.join(map(str, places))}")
 
 
-def print_agreement(again: dict[str, float], logged: dict[str, float]) -> None:
+def print_agreement(again: Metrics, logged: Metrics) -> None:
     """Print how far the gradient of the step's own update is from the one that was logged."""
     if "train/grad_norm" not in again:
         say("\nthe policy does not learn in this step")

@@ -125,8 +125,8 @@ def page_texts(runs: list[LoggedRun]) -> Markup:
             samples = choose_completions(run.samples, most)
         shown.append({"folder": str(run.folder), "replayable": replayable_steps(run.folder, run.steps_done),
                       "samples": samples, "held_out": choose_answers(run.folder, most)})
-    data = {"runs": shown}
-    finite = json.loads(json.dumps(data), parse_constant=lambda name: None)  # no NaN, which is no json
+    # Without NaN, which is no JSON.
+    finite = json.loads(json.dumps({"runs": shown}), parse_constant=lambda name: None)
     return Markup(json.dumps(finite, ensure_ascii=False).replace("<", "\\u003c"))
 
 

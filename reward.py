@@ -139,7 +139,7 @@ def score(
         own = custom_reward.RewardFile.of(cfg)
         for i, (_, problem, tokens) in enumerate(completions):
             calls[i] = custom_reward.start_call(own, problem, texts[i], tokens)
-    grades: list[dict] = [{} for _ in completions]
+    grades = [{} for _ in completions]
     if graded:
         grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
     names = list_components(cfg, graded)

@@ -25,6 +25,7 @@ from records import EngineSpec, Request, Sample, Segments, Stops, frozen
 
 Ids = tuple[int, ...]      # the tokens of a prompt or a draft
 Drafts = tuple[Ids, ...]
+Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
 
@@ -160,14 +161,11 @@ class Cache:
         self.trees: dict[int, tuple[Tree, int]] = {}
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
-        self.of_prompts = []       # layer -> keys and values
-        self.of_slots = []
         longest = max(map(len, prompts)) - 1
-        for _ in range(shape.layers):
-            no_prompt = weight.new_zeros(2, 0, self.heads, longest or 1, shape.head_dim)
-            no_token = weight.new_zeros(2, slots, self.heads, max_new_tokens, shape.head_dim)
-            self.of_prompts.append(no_prompt)
-            self.of_slots.append(no_token)
+        no_prompt = weight.new_zeros(2, 0, self.heads, longest or 1, shape.head_dim)
+        sizes = 2, slots, self.heads, max_new_tokens, shape.head_dim
+        self.of_prompts = [no_prompt] * shape.layers  # layer -> keys and values; `admit` makes room
+        self.of_slots = [weight.new_zeros(sizes) for _ in range(shape.layers)]
 
     def admit(self, prompt_S: list[int]) -> None:
         """Give every slot the prompt of this number, or none if the number is -1. New prompts are computed
@@ -180,7 +178,7 @@ class Cache:
         added = len(new) - len(rows)
         if added > 0:
             rows += range(len(self.held), len(self.held) + added)
-            self.held += new[-added:]
+            self.held += [-1] * added
             for layer, pair in enumerate(self.of_prompts):
                 self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
@@ -223,7 +221,7 @@ class Cache:
         within = BACKENDS[self.attention](Segments.of(queries, keys, key_K))
         drafted = any(asked.drafts for asked in placed)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        def attend(layer, q, k, v, window):
             pair = self.of_prompts[layer]
             pair[0, row_P, :, position_T[place_P]] = k[place_P]
             pair[1, row_P, :, position_T[place_P]] = v[place_P]
@@ -233,7 +231,7 @@ class Cache:
 
         tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
 
-    def copy_paths(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+    def copy_paths(self, tree: Tree, paths: Paths) -> None:
         """Give slots the keys and values of the tree's tokens that they have followed."""
         slots, columns, places = [], [], []
         for slot, path in paths.items():
@@ -305,7 +303,7 @@ class Cache:
             bias_of[window] = bias.repeat_interleave(self.heads, 0)[:, None]
         slot_S = torch.arange(len(token_S), device=self.device)
 
-        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+        def attend(layer, q, k, v, window):
             pair = self.of_slots[layer]
             pair[0, slot_S, :, used_S] = k
             pair[1, slot_S, :, used_S] = v
@@ -344,24 +342,22 @@ class Decoding:
 
     def __init__(self, engine: "TorchEngine", requests: list[Request], temperature: float, top_p: float):
         count = len(requests)
-        prompts = [tokens_before(request) for request in requests]
         limits = [request.limit for request in requests]
         longest = max(limits)
         slots = min(engine.slots, count)
         self.stops = engine.stops
         self.temperature = temperature
         self.top_p = top_p
-        self.prompts = prompts
+        self.prompts = [tokens_before(request) for request in requests]
         self.seeds = [request.seed for request in requests]
         self.count = count
         different = {}
-        for prompt, request in zip(prompts, requests, strict=True):
+        for prompt, request in zip(self.prompts, requests, strict=True):
             if prompt not in different:
                 different[prompt] = tuple(map(tuple, request.drafts))
         number_of = {prompt: i for i, prompt in enumerate(different)}
         self.cache = Cache(engine.model, engine.attention, slots, different, longest)
-        self.prompt_N = [number_of[prompt] for prompt in prompts]
-        self.prompt_N.append(-1)
+        self.prompt_N = [*(number_of[prompt] for prompt in self.prompts), -1]
         with torch.device(engine.device):
             self.eos = torch.tensor(sorted(engine.eos_ids))
             self.owner_S = torch.full((slots,), count)  # `count`: the slot is idle
@@ -389,7 +385,7 @@ class Decoding:
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
         drawn_SM = torch.from_numpy(np.stack(rows))
         self.uniform_SM[slots] = drawn_SM.to(device)
-        paths: dict[Tree, dict[int, list[int]]] = {}
+        paths: dict[Tree, Paths] = {}
         for slot in slots:
             if prompt_S[slot] in self.cache.trees:
                 tree, root = self.cache.trees[prompt_S[slot]]
@@ -397,7 +393,7 @@ class Decoding:
         for tree, followed in paths.items():
             self.follow(tree, followed)
 
-    def follow(self, tree: Tree, paths: dict[int, list[int]]) -> None:
+    def follow(self, tree: Tree, paths: Paths) -> None:
         """Draw the tokens of some slots as long as the ones before are a draft's; `paths` begin with the last
         token of the prompt. A token is drawn as in `step`, so drafts change no sample."""
         moving = [*paths]
@@ -463,13 +459,10 @@ class Decoding:
 
     def samples(self) -> list[Sample]:
         """Return all samples, in the order that they were asked for."""
-        ids = self.ids_NM.tolist()
-        logp = self.logp_NM.tolist()
-        ended = self.ended_N.tolist()
-        made_N = self.made_N[:-1].tolist()
-        drafted = self.drafted_N.tolist()
-        return [Sample(ids[i][:made], logp[i][:made], ended[i], drafted=drafted[i])
-                for i, made in enumerate(made_N)]
+        columns = self.made_N, self.ids_NM, self.logp_NM, self.ended_N, self.drafted_N
+        rows = zip(*(column[:-1].tolist() for column in columns), strict=True)
+        return [Sample(ids[:made], logp[:made], ended, drafted=drafted)
+                for made, ids, logp, ended, drafted in rows]
 
 
 class TorchEngine:

@@ -52,7 +52,7 @@ from page.show import resolved
 from page.summary import summary
 from preflight import checks as preflight
 from preflight import counts, fit, memory
-from records import Batch, Rolled, frozen
+from records import Batch, Metrics, Rolled, frozen
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from update import update
@@ -287,8 +287,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 
-def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: dict[str, float],
-             clock: Clock) -> None:
+def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metrics, clock: Clock) -> None:
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device, run.engine)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))

@@ -25,10 +25,10 @@ from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
 from prune import cut_completions
-from records import Batch, PreparedRow, Pruned, Row, lengths
+from records import Batch, Metrics, PreparedRow, Pruned, Row, lengths
 
 
-def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> dict[str, float]:
+def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
     """Take all optimizer steps of the policy on one rollout, and none before step learner.first.
 
     A mini-batch without any gradient takes no Adam step. That changes Adam's path and not the gradient:
@@ -113,26 +113,22 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
     """Run a mini-batch's rows through the reference, a critic and, in an `extra_pass`, the policy before the
     update; `loss.weigh` may weigh tokens by its log-probs."""
-    prepared = [PreparedRow(row, row.adv_C) for row in rows]
-    if learner.critic:
-        prepared = [replace(given, adv_C=critic.advantages(learner, given.row)) for given in prepared]
-    if learner.reference:
-        prepared = [replace(given, ref_logp_C=learner.log_probs(learner.reference, given.row))
-                    for given in prepared]
-    if extra_pass:
-        outputs = [learner.outputs(learner.policy, row) for row in rows]
-        prepared = [replace(given, old_logp_C=logp_C)
-                    for given, (logp_C, _) in zip(prepared, outputs, strict=True)]
-        if learner.weighs_tokens:
-            logp, entropy = [logp_C for logp_C, _ in outputs], [entropy_C for _, entropy_C in outputs]
-            factors = weigh(rows, logp, entropy, learner.loss)
-            prepared = [replace(given, factor_C=factor_C)
-                        for given, factor_C in zip(prepared, factors, strict=True)]
+    prepared, entropy = [], []
+    for row in rows:
+        adv_C = critic.advantages(learner, row) if learner.critic else row.adv_C
+        ref_logp_C = learner.log_probs(learner.reference, row) if learner.reference else None
+        old_logp_C, entropy_C = learner.outputs(learner.policy, row) if extra_pass else (None, None)
+        prepared.append(PreparedRow(row, adv_C, ref_logp_C, old_logp_C))
+        entropy.append(entropy_C)
+    if extra_pass and learner.weighs_tokens:
+        factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)
+        prepared = [replace(given, factor_C=factor_C)
+                    for given, factor_C in zip(prepared, factors, strict=True)]
     return prepared
 
 
 def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedRow], unmoved: bool,
-                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[dict[str, float]]]:
+                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[Metrics]]:
     """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
 
     Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError if
@@ -153,7 +149,7 @@ def effective_share(passed: list[tuple[PreparedRow, RowLoss]]) -> float:
 
     w is a completion's probability under the policy over that under the policies that drew it. Collective.
     """
-    nats: list[float] = []
+    nats = []
     for given, terms in passed:
         row = given.row
         if row.counts:

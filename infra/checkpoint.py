@@ -38,11 +38,12 @@ from infra import dist
 from infra.results import differences
 from infra.runfolder import Resume, versions
 from infra.signals import Stopped
-from records import Prompt
+from records import Metrics, Prompt
 from settings.loader import SHORT
 from settings.paths import REPOSITORY, user_path
 
-Role = tuple[nn.Module, Sequence[torch.optim.Optimizer]]  # without an optimizer: the weights alone
+Optimizers = Sequence[torch.optim.Optimizer]
+Role = tuple[nn.Module, Optimizers]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
 Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
 STEP = re.compile(r"step_\d{6,}")
@@ -98,10 +99,10 @@ class Checkpoints:
                 upload.result()
             if dist.rank() == 0:
                 (fresh / "extra.pt").write_bytes(extra)
-            written = list_files(fresh, dist.rank())
-            by_rank = dist.gather([written], next(iter(self.groups.values())))  # which the saves have left
+            written = list_files(fresh, dist.rank()).items()
+            listed = dist.gather([*written], next(iter(self.groups.values())))  # which the saves have left
             if dist.rank() == 0:
-                publish(fresh, self.keep, {name: value for own in by_rank for name, value in own.items()})
+                publish(fresh, self.keep, dict(listed))
         except (dcp.CheckpointException, OSError) as error:
             failures = getattr(error, "failures", {})
             reason = next(iter(failures.values()))[0] if failures else error
@@ -152,7 +153,7 @@ class Checkpoints:
         yield
         self.seconds += perf_counter() - start
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         seconds, self.seconds = self.seconds, 0.0
         return {"time/checkpoint": seconds}
 
@@ -207,8 +208,7 @@ def find(folder: Path) -> tuple[Path, dict] | None:
     return None
 
 
-def tensors(model: nn.Module, optimizers: Sequence[torch.optim.Optimizer] = (),
-            ) -> dict[str, dict[str, Tensor]]:
+def tensors(model: nn.Module, optimizers: Optimizers = ()) -> dict[str, dict[str, Tensor]]:
     """Return weights and each kind of moment by names that do not depend on the ranks: the role's own
     tensors, not copies.
 

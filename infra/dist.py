@@ -79,7 +79,7 @@ def local_slice(items: list) -> list:
 
 def gather(items: list, group: td.ProcessGroup | None = None) -> list:
     """Undo `local_slice`: return every rank's items, in rank order, on every rank."""
-    lists: list = [None] * world_size()
+    lists = [None] * world_size()
     td.all_gather_object(lists, items, group)
     return [item for rank_items in lists for item in rank_items]
 
@@ -88,17 +88,6 @@ def on_first(function: Callable, *given: object) -> Any:
     """Call a function on rank 0 alone, and return its result on every rank. Collective."""
     result, = gather([function(*given)] if rank() == 0 else [])
     return result
-
-
-def gather_rows(rows: Tensor) -> list[Tensor]:
-    """Return every rank's array, in rank order, on every rank. Only their first dimensions may differ."""
-    counts = [torch.empty(1, dtype=torch.int64) for _ in range(world_size())]
-    td.all_gather(counts, torch.tensor([len(rows)]))
-    padded = rows.new_zeros(int(max(counts)), *rows.shape[1:])  # arrays that travel must be equally long
-    padded[:len(rows)] = rows
-    arrays = [torch.empty_like(padded) for _ in counts]
-    td.all_gather(arrays, padded)
-    return [array[:count] for array, count in zip(arrays, counts, strict=True)]
 
 
 def shard(model: nn.Module, blocks: Iterable[nn.Module], device: torch.device, dtype: torch.dtype,
@@ -159,9 +148,9 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def sum_over_ranks(sums: dict[str, float]) -> dict[str, float]:
+def sum_over_ranks(sums: dict[str, Tensor | float]) -> dict[str, float]:
     """Add up every rank's sums. Means are computed from the result, never before."""
-    total = torch.tensor(list(sums.values()), dtype=torch.float64)
+    total = torch.tensor(list(map(float, sums.values())), dtype=torch.float64)
     td.all_reduce(total)
     return dict(zip(sums, total.tolist(), strict=True))
 

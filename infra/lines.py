@@ -49,7 +49,7 @@ def read_log(path: Path) -> list[LogLine]:
     Lines that a crash has torn at the end are left out: a last line without its end, and lines behind the
     last whole one. Raises ConfigError for a broken line that whole ones follow.
     """
-    lines: list[LogLine] = []
+    lines = []
     broken = 0
     written = path.read_bytes().split(b"\n")[:-1] if path.is_file() else []
     for number, text in enumerate(written, start=1):
@@ -105,8 +105,8 @@ def rewrite_log(path: Path, lines: list[dict]) -> None:
     replace(path, "".join(json.dumps(line) + "\n" for line in lines))
 
 
-def mend_log(path: Path) -> list[LogLine]:
-    """Read a log, and cut off a torn last line so that it can be appended to."""
-    lines = read_log(path)
+def mend_log(path: Path, *first: dict) -> list[dict]:
+    """Read a log, or begin it; cut off a torn last line so that it can be appended to."""
+    lines = read_log(path) or [*first]
     rewrite_log(path, lines)
     return lines

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from config import ConfigError
 from infra import dist
-from infra.lines import DAMAGED, append, blame_file, read_log, rewrite_log
+from infra.lines import DAMAGED, append, blame_file, mend_log
 from settings.loader import SHORT, parse_json
 from settings.paths import matching, short_names
+
+Results = dict[str, dict]  # the summary of each set, or the result of each model
 
 
 class Store:
@@ -27,19 +29,14 @@ class Store:
     def __init__(self, out: Path, head: dict, chunk: int):
         self.path = out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
-        stored, *lines = dist.on_first(self.open, head)
+        # The response of a torn last line is sampled again.
+        stored, *lines = dist.on_first(mend_log, self.path, head)
         require_same_head(self.path, stored, head)
         self.responses: dict[str, dict[tuple[str, int], dict]] = {}
         with blame_file(self.path):
             for line in lines:
                 response = line["response"]
                 self.responses_of(line["set"])[response["id"], response["k"]] = response
-
-    def open(self, head: dict) -> list[dict]:
-        """Read the file or begin it. A torn last line is cut off, and its response is sampled again."""
-        lines = read_log(self.path) or [head]
-        rewrite_log(self.path, lines)
-        return lines
 
     def responses_of(self, name: str) -> dict[tuple[str, int], dict]:
         """Return the responses of a set, by id of the problem and number of the answer."""

@@ -37,6 +37,8 @@ NAMED_SETS = {
     # 674 on the hub
     "olympiad": (675, "olympiadbench.jsonl", "Hothan/OlympiadBench", "OE_TO_maths_en_COMP", "train"),
 }
+Columns = dict[str, str | None]  # data.columns
+Rows = Iterator[tuple[str, dict]]  # each with its place
 LETTERS = "ABCD"
 SUMS = 300  # problems of a generated set
 GENERATED = re.compile(r"sums-\d+")
@@ -50,7 +52,7 @@ OTHER_NAMES = {
 ROLES = {"system": "system", "user": "user", "assistant": "assistant", "human": "user", "gpt": "assistant"}
 
 
-def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
+def read_jsonl(path: Path) -> Rows:
     """Yield "file:line" and the row of each line that is not blank. Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8-sig")
@@ -62,7 +64,7 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, dict]]:
             yield f"{path}:{number}", parse_json(line, f"{path}:{number}", "each line must be one object")
 
 
-def read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
+def read_parquet(path: Path) -> Rows:
     """Yield a place and the row for each row of a parquet file. Raises ConfigError."""
     import pyarrow.parquet  # slow to import, and most runs read jsonl
 
@@ -73,7 +75,7 @@ def read_parquet(path: Path) -> Iterator[tuple[str, dict]]:
     yield from ((f"{path}: row {i}", row) for i, row in enumerate(rows))
 
 
-def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
+def read_csv(path: Path) -> Rows:
     """Yield "file:line" and the row of each line below the head; an empty cell is None.
 
     Raises ConfigError.
@@ -96,7 +98,7 @@ def read_csv(path: Path) -> Iterator[tuple[str, dict]]:
             raise ConfigError(f"{path}:{lines.line_num}: not valid CSV ({error})") from None
 
 
-def read_named(name: str) -> Iterator[tuple[str, dict]]:
+def read_named(name: str) -> Rows:
     """Yield a place and the row for each row of generated sums, or of a set on the hub, a named one or
     "user/set:config:split". Raises ConfigError."""
     if GENERATED.fullmatch(name):
@@ -130,7 +132,7 @@ def with_letters(row: object) -> object:
     }
 
 
-def generate_sums(name: str) -> Iterator[tuple[str, dict]]:
+def generate_sums(name: str) -> Rows:
     """Generate the set "sums-SEED": SUMS problems of 2 to 7 numbers, which no text held before somebody chose
     the seed. `level` counts the numbers."""
     draw = random.Random(name)
@@ -169,8 +171,7 @@ def find_file(name: str, folder: str | None) -> Path | None:
 
 # ---- one row
 
-def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
-               ) -> dict[str, str | None]:
+def columns_of(source: str, rows: list[object], columns: Columns) -> Columns:
     """Keep those columns that some row of a set has. Print the others: our own names are used for them.
 
     A question or an answer that is found under neither name stays, for the error about it.
@@ -187,7 +188,7 @@ def columns_of(source: str, rows: list[object], columns: dict[str, str | None],
     return there
 
 
-def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
+def find_cell(row: dict, name: str, columns: Columns) -> object:
     """Return a row's value for our `name`, or None if it has none.
 
     It is in the column that `columns` maps the name to, else in the column of that name or of OTHER_NAMES.
@@ -195,7 +196,7 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     """
     places = (columns[name],) if name in columns else (name, *OTHER_NAMES.get(name, ()))
     for place in filter(None, places):
-        value: object = row.get(place)
+        value = row.get(place)
         if place not in row:
             value = row
             for key in place.split("."):
@@ -207,7 +208,7 @@ def find_cell(row: dict, name: str, columns: dict[str, str | None]) -> object:
     return None
 
 
-def missing_column(row: dict, name: str, columns: dict[str, str | None]) -> str:
+def missing_column(row: dict, name: str, columns: Columns) -> str:
     """Write the error for a row that has no value for our `name`."""
     chosen = columns.get(name, name)
     if chosen is None:

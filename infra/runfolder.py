@@ -37,6 +37,7 @@ import config
 from config import Config, ConfigError
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
 from infra.tracking import Trackers
+from records import Metrics
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -44,6 +45,7 @@ SILENT = 5  # steps without any signal that are warned of, once
 # module that the reward file or the environment imports from its own folder has a copy of the same name.
 COPIES = {"reward.custom_file": "custom_reward.py", "environment.file": "environment.py",
           "data.chat_template": "chat_template.jinja"}
+Texts = dict[str, str | None]  # of COPIES and of helpers, as they are now; None if not set
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
 NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
@@ -157,7 +159,7 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
     return refused
 
 
-def changed_files(folder: Path, texts: dict[str, str | None]) -> dict[str, Path]:
+def changed_files(folder: Path, texts: Texts) -> dict[str, Path]:
     """Map each setting with a file that has changed since the run in a folder began to the copy there.
 
     `texts` holds the present text of each file of COPIES, or None if it is not set.
@@ -167,7 +169,7 @@ def changed_files(folder: Path, texts: dict[str, str | None]) -> dict[str, Path]
             if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
-def require_same_files(folder: Path, texts: dict[str, str | None]) -> None:
+def require_same_files(folder: Path, texts: Texts) -> None:
     """Raise ConfigError if a file of COPIES has changed since the run began."""
     for setting, copy in changed_files(folder, texts).items():
         raise ConfigError(f"--resume: the file of {setting} has changed since the run began; restore it from "
@@ -287,7 +289,7 @@ class RunLog:
         self.held: FileLock | None = None
         self.tracker: Trackers | None = None
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
-        self.unlogged: dict[str, float] = {}  # goes into the next line of metrics.jsonl
+        self.unlogged: Metrics = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
         self.sealed: dict[str, tuple] = {}  # name of a log -> bytes that were hashed, and their hash
 
@@ -302,8 +304,8 @@ class RunLog:
             self.held.release()
             self.held = None
 
-    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict,
-               texts: dict[str, str | None]) -> None:
+    def create(self, cfg: Config, resume: Resume, device: torch.device, chosen: dict, texts: Texts,
+               ) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
         `chosen` comes from memory.list_choices, `texts` from the files of COPIES. Raises ConfigError if
@@ -467,7 +469,7 @@ class RunLog:
         """Log the scores of every set in one line."""
         keys = ("accuracy", "low", "high", "reward", "reward_low", "reward_high", "lenient", "length",
                 "truncated", "unparsed")
-        line: dict = {"step": step, "time/eval": seconds}
+        line = {"step": step, "time/eval": seconds}
         for name, result in results.items():
             line |= {f"eval/{name}/{key}": result[key] for key in keys if key in result}
             if (n := result["n"]) > 1 and "pass" in result:
@@ -480,7 +482,7 @@ class RunLog:
             scores = ", ".join(score_text(result, kind) for kind in SCORES if kind in result)
             self.say(f"step {step}: {name} {scores or 'no reward'}, {result['length']:.1f} tokens")
 
-    def step(self, step: int, metrics: dict[str, float]) -> None:
+    def step(self, step: int, metrics: Metrics) -> None:
         """Log the metrics of a step, and show some beside the bar, or in a line if there is no terminal."""
         self.measure({"step": step} | metrics)
         flat = metrics.get("advantage/flat_groups")  # None if a step rolls nothing out

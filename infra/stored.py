@@ -26,7 +26,7 @@ class Stored(Sequence):
         return len(self.ends)
 
     def __getitem__(self, place: int | slice) -> Any:
-        place = range(len(self))[place]
+        place = range(len(self.ends))[place]
         if isinstance(place, range):
             return [self[i] for i in place]
         start = self.ends[place - 1] if place else 0

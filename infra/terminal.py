@@ -69,36 +69,39 @@ def of_eval(text: str | None) -> argparse.Namespace:
 
 def of_replay(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
-    parser.add_argument("run", type=user_path, metavar="RUN_DIR", help="a run folder")
-    parser.add_argument("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
+    add = parser.add_argument
+    add("run", type=user_path, metavar="RUN_DIR", help="a run folder")
+    add("--step", type=int, required=True, metavar="K", help="as the logs count them, from 1")
     add_settings(parser, "another pruning: prune.completions.*, prune.tokens.*, prune.truncated, "
                          "loss.denominator")
-    parser.add_argument("--draws", type=int, default=200, metavar="D",
-                        help="how often a pruning is drawn again (200; 0: not)")
+    add("--draws", type=int, default=200, metavar="D",
+        help="how often a pruning is drawn again (200; 0: not)")
     return parser.parse_args()
 
 
 def of_report(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
-    parser.add_argument("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
-    parser.add_argument("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
-    parser.add_argument("--level", type=float, metavar="PERCENT",
-                        help="the accuracy to be reached; the reward where no set has an accuracy")
-    parser.add_argument("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
-                        help="go on while a run does: write the page again every so many seconds")
-    parser.add_argument("--card", action="store_true", help="write the card of the run's model instead")
-    parser.add_argument("--push-to-hub", metavar="NAME",
-                        help="upload export and card instead, as a private model of the hub: USER/NAME")
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN_DIR", help="run folders, or patterns of them")
+    add("--out", type=user_path, help="a folder; the run's own for one run, else runs/report")
+    add("--level", type=float, metavar="PERCENT",
+        help="the accuracy to be reached; the reward where no set has an accuracy")
+    add("--watch", type=int, nargs="?", const=10, metavar="SECONDS",
+        help="go on while a run does: write the page again every so many seconds")
+    add("--card", action="store_true", help="write the card of the run's model instead")
+    add("--push-to-hub", metavar="NAME",
+        help="upload export and card instead, as a private model of the hub: USER/NAME")
     return parser.parse_args()
 
 
 def of_chat(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
-    parser.add_argument("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
-    parser.add_argument("--config", help="a yaml file, or the name of one in configs/; else the run's own")
+    add = parser.add_argument
+    add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
+    add("--config", help="a yaml file, or the name of one in configs/; else the run's own")
     add_settings(parser)
-    parser.add_argument("--web", action="store_true", help="serve a page to this machine alone")
-    parser.add_argument("--port", type=int, default=7860, help="of the page")
+    add("--web", action="store_true", help="serve a page to this machine alone")
+    add("--port", type=int, default=7860, help="of the page")
     return parser.parse_args()
 
 

@@ -66,13 +66,11 @@ class Tokenizer:
         self.rust.no_padding()
         if isinstance(self.rust.model, BPE):
             self.rust.model.dropout = None
-        require_file(folder / "tokenizer_config.json", "the chat template")
-        settings = read_json(folder / "tokenizer_config.json")
-        older = folder / "special_tokens_map.json"
-        if older.is_file():
-            settings = read_json(older) | settings
+        path = require_file(folder / "tokenizer_config.json", "the chat template")
+        settings = read_json(path)
+        settings = read_if_there(folder / "special_tokens_map.json") | settings
         self.rust.encode_special_tokens = settings.get("split_special_tokens") is True
-        self.add_tokens(settings.get("added_tokens_decoder") or {}, folder / "tokenizer_config.json")
+        self.add_tokens(settings.get("added_tokens_decoder") or {}, path)
         self.special = {}  # name -> text, for templates
         for key, value in settings.items():
             if key.endswith("_token"):
@@ -118,9 +116,8 @@ class Tokenizer:
     def read_template(self, folder: Path, own: str | None, configured: object) -> None:
         """Read the template: the user's `own` file, the model's file, or the text in its config."""
         path = Path(own) if own else folder / "chat_template.jinja"
-        older = folder / "chat_template.json"  # of a processor
-        if configured is None and older.is_file():
-            configured = read_json(older).get("chat_template")
+        if configured is None:
+            configured = read_if_there(folder / "chat_template.json").get("chat_template")  # of a processor
         try:
             self.source = path.read_text() if own or path.is_file() else choose_template(configured, folder)
         except (OSError, UnicodeDecodeError) as error:
@@ -155,7 +152,7 @@ class Tokenizer:
         if self.own_template or self.plain is not None or system or self.arguments:
             files["chat_template.jinja"] = self.whole_template(system)
         path = self.folder / "generation_config.json"
-        said = read_json(path) if path.is_file() else {}
+        said = read_if_there(path)
         ends = said.get("eos_token_id")
         if self.eos_ids != set(ends if isinstance(ends, list) else [ends]):
             said["eos_token_id"] = sorted(self.eos_ids)
@@ -307,6 +304,10 @@ def choose_template(configured: object, folder: Path) -> object:
     return configured["default"]
 
 
+def read_if_there(path: Path) -> dict[str, Any]:
+    return read_json(path) if path.is_file() else {}
+
+
 def require_file(path: Path, what: str) -> Path:
     if not path.is_file():
         raise ConfigError(f"{path} not found; the model folder must hold {what}")
@@ -319,7 +320,7 @@ def eos_ids(folder: Path, tokenizer_eos: int | None) -> frozenset[int]:
     tokens = read_shape(folder).vocab_size
     for name in ("config.json", "generation_config.json"):
         path = folder / name
-        eos = read_json(path).get("eos_token_id") if path.is_file() else None
+        eos = read_if_there(path).get("eos_token_id")
         if eos is None:
             continue
         for number in eos if isinstance(eos, list) else [eos]:
@@ -358,15 +359,8 @@ def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        x: object,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
+    def to_json(x: object, ensure_ascii: bool = False, **layout: object) -> str:
+        return json.dumps(x, ensure_ascii=ensure_ascii, **layout)
 
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])

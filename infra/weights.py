@@ -178,7 +178,7 @@ def two_sets(folder: Path, one: str, other: str) -> ConfigError:
 
 def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     """Read all tensors of safetensors files. Raises ConfigError."""
-    tensors: dict[str, Tensor] = {}
+    tensors = {}
     for path in files:
         with open_tensors(path) as file:
             for name in file.keys():  # noqa: SIM118

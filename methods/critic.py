@@ -17,6 +17,7 @@ import config
 import lora
 from config import Config
 from infra import dist
+from infra.checkpoint import Optimizers
 from infra.weights import read_shape
 from learner import (
     Learner,
@@ -31,7 +32,7 @@ from methods.gae import adaptive_lambda, gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Batch, Group, Rolled, Row, frozen, lengths, pending
+from records import Batch, Group, Metrics, Rolled, Row, frozen, lengths, pending
 from reward import reward_range
 from settings.kinds import Gae, Optim
 
@@ -65,7 +66,7 @@ class CriticLearner:
     """The value model in training, and its settings."""
 
     model: ValueModel            # sharded over the ranks
-    optimizers: tuple[torch.optim.Optimizer, ...]
+    optimizers: Optimizers
     settings: config.Critic
     advantage: Gae
     optim: Optim                 # as the policy's, with a rate of its own, constant after a warm-up
@@ -126,7 +127,7 @@ def warn_too_short(batch: Batch, learner: Learner) -> str:
         "short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
-def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> dict[str, float]:
+def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
     """Take all optimizer steps of the critic on one rollout: half the mean squared error over tokens.
 
     Takes no step if no completion has ended. The explained variance, 1 - Var(R - V) / Var(R) over tokens,
@@ -240,10 +241,10 @@ def add_errors(sums: dict[str, Tensor | float], row: Row, value_C: Tensor) -> No
     sums["error_squared"] += error_C.square().sum()
 
 
-def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> dict[str, float]:
+def value_metrics(sums: dict[str, Tensor | float], norms: list[float]) -> Metrics:
     """Compute means over all ranks. Collective. Without tokens or variance, metrics that need them are
     absent."""
-    total = dist.sum_over_ranks({name: float(value) for name, value in sums.items()})
+    total = dist.sum_over_ranks(sums)
     tokens = total["tokens"]
     metrics = {"critic/tokens": int(tokens)}
     if not norms:

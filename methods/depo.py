@@ -102,7 +102,7 @@ class FilteredHistory(PromptHistory):
         """
         self.outside = 0
         draws = super().draw(count)
-        if self.outside >= len(self.prompts) and dist.rank() == 0:
+        if self.outside >= self.per_epoch and dist.rank() == 0:
             print(
                 f"step {self.steps + 1}: the estimates of {self.outside} prompts in a row lie outside "
                 f"prune.prompts.low={self.pruning.low} to high={self.pruning.high}; others are taken as they "
@@ -112,7 +112,7 @@ class FilteredHistory(PromptHistory):
     def rollout_prob(self, numbers: list[int]) -> Tensor:
         """Compute each prompt's probability of a rollout, [K]: 1 within the band, and `explore` outside."""
         everyone = torch.ones(len(numbers), dtype=torch.float64)
-        if self.steps < self.pruning.warmup_steps or self.outside >= len(self.prompts):
+        if self.steps < self.pruning.warmup_steps or self.outside >= self.per_epoch:
             return everyone
         # All ranks take rank 0's estimates: machines round differently, and all must keep the same prompts.
         estimate_K = dist.on_first(self.estimates, numbers)

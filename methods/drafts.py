@@ -35,8 +35,7 @@ class DraftHistory(PromptHistory):
     def record(self, rolled: Rolled) -> None:
         for draw, group in zip(rolled.kept, rolled.groups, strict=True):
             self.drafts[draw.number] = tuple(sample.ids for sample in group.samples)
-        if self.pruning.kind != "none":
-            super().record(rolled)
+        super().record(rolled)
 
     def state(self) -> dict:
         """Return the state with 4 bytes a token of one epoch's completions."""

@@ -54,7 +54,7 @@ class EnvironmentEngine:
         A request's limit counts the policy's tokens. A completion is `finished` if the environment does not
         reply to its last turn, and `cut` if the reply would go beyond environment.turns or max_context.
         """
-        pieces: list[Sample | None] = [None] * len(requests)
+        pieces = [None] * len(requests)
         going_on = list(range(len(requests)))
         while dist.max_over_ranks(len(going_on)) if self.lock_step else going_on:
             asked = [self.continued(requests[i], pieces[i]) for i in going_on]

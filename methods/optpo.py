@@ -19,12 +19,10 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import islice
 
 from collect import Sampler
-from history import sample_seed
 from infra import dist
-from records import Group, PromptDraw, Request, Rewards, Sample, frozen
+from records import Group, PromptDraw, Rewards, Sample, frozen
 from settings.kinds import Votes
 from verify.extract import extract, until_end
 from verify.grade import first_equal
@@ -56,7 +54,7 @@ def classify(answers: Sequence[str | None], equal: Callable[[list[str], str], st
     """Let answers vote: for the class of the same spelling, or else for an `equal` one of the leading
     COMPARED_CLASSES, or else for a class of their own. None does not vote."""
     class_of: dict[str, str] = {}  # by spelling
-    ballot: Ballot = []
+    ballot = []
     for answer in answers:
         key = reduce_spelling(answer)
         if key and key not in class_of:
@@ -86,37 +84,34 @@ class VotingSampler:
     settings: Votes
 
     def rollout(self, draws: list[PromptDraw]) -> list[Group]:
-        """Sample groups, and more completions for prompts without a clear leader."""
+        """Sample groups, and up to `chunk` more completions at a time for prompts without a clear leader;
+        replace each prompt's answer by its most frequent one."""
         groups = self.sampler.rollout(draws)
         kept = [draw for draw in draws if draw.kept]
         samples = [list(group.samples) for group in groups]
-        ballots: list[Ballot] = [[] for _ in groups]
-        needed = count_needed(self.settings)
+        ballots = [[] for _ in groups]
+        settings, needed = self.settings, count_needed(self.settings)
         undecided = list(range(len(groups)))
         while True:
             voted = self.vote([samples[n] for n in undecided])
             for n, ballot in zip(undecided, voted, strict=True):
                 ballots[n] = ballot
             unclear = [n for n in undecided if find_leader(ballots[n])[1] < needed]
-            undecided = [n for n in unclear if len(ballots[n]) < self.settings.most]
+            undecided = [n for n in unclear if len(ballots[n]) < settings.most]
             if not undecided:
-                return self.label_groups(groups, ballots, samples)
-            sizes = [len(samples[n]) for n in undecided]
-            added = self.sample_more([kept[n] for n in undecided], sizes)
-            for n, new in zip(undecided, added, strict=True):
-                samples[n] += new
-
-    def sample_more(self, draws: list[PromptDraw], so_far: list[int]) -> list[list[Sample]]:
-        """Sample up to `chunk` more completions of each prompt, as a larger group would have."""
-        requests, counts = [], []
-        for draw, first in zip(draws, so_far, strict=True):
-            count = min(self.settings.chunk, self.settings.most - first)
-            counts.append(count)
-            for g in range(first, first + count):
-                seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g)
-                requests.append(Request(draw.prompt, seed, self.sampler.sampling.max_new_tokens))
-        samples = iter(self.sampler.complete(requests))
-        return [list(islice(samples, count)) for count in counts]
+                break
+            numbers = []  # the ones that follow, as a larger group would have them
+            for n in undecided:
+                first = len(samples[n])
+                numbers.append(range(first, min(first + settings.chunk, settings.most)))
+            added = self.sampler.rollout([kept[n] for n in undecided], numbers)
+            for n, group in zip(undecided, added, strict=True):
+                samples[n] += group.samples
+        # Each rank compares the labels of its `local_slice` with the data's.
+        counted = list(zip(groups, ballots, samples, strict=True))
+        votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
+        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
+                for group, vote in zip(groups, votes, strict=True)]
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:
         """Read the votes of each prompt's completions; each rank reads its `local_slice`."""
@@ -126,19 +121,6 @@ class VotingSampler:
             answers = [extract(until_end(text)) for text in texts]
             ballots.append(classify(answers, first_equal))
         return dist.gather(ballots)
-
-    def label_groups(
-        self,
-        groups: list[Group],
-        ballots: list[Ballot],
-        samples: list[list[Sample]],
-    ) -> list[Group]:
-        """Replace each prompt's answer by its most frequent one. Each rank also compares these labels with
-        the data's, on its `local_slice`."""
-        counted = list(zip(groups, ballots, samples, strict=True))
-        votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
-        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
-                for group, vote in zip(groups, votes, strict=True)]
 
     def score(self, groups: list[Group]) -> Rewards:
         """Score by the labels that were voted for."""

@@ -25,7 +25,7 @@ from torch import Tensor
 from advantage import group_weight, mark_pairs, preference_advantage
 from infra import dist
 from loss import segment_sum
-from records import PreparedRow
+from records import Metrics, PreparedRow
 
 
 @torch.no_grad()
@@ -33,7 +33,7 @@ def compare_pairs(
     learner: Any,
     minibatch: Any,
     prepared: list[PreparedRow],
-) -> tuple[list[PreparedRow], dict[str, float]]:
+) -> tuple[list[PreparedRow], Metrics]:
     """Replace the advantages in the rows of a mini-batch by the ones at the current policy.
 
     Collective. Returns the rows, and sums over its pairs, the same on every rank.
@@ -67,10 +67,10 @@ def log_ratios(learner: Any, prepared: list[PreparedRow], reward_NG: Tensor) -> 
         if row.counts:
             n_S, g_S = torch.tensor(row.members).T
             mine_NG[n_S, g_S] = segment_sum(gap_C.double(), row.segment_C).cpu()
-    return torch.stack(dist.gather_rows(mine_NG)).sum(dim=0)
+    return torch.stack(dist.gather([mine_NG])).sum(dim=0)
 
 
-def pair_metrics(steps: list[dict[str, float]]) -> dict[str, float]:
+def pair_metrics(steps: list[Metrics]) -> Metrics:
     """Compute means over the pairs of all optimizer steps; empty without pairs."""
     pairs = sum(sums["pairs"] for sums in steps)
     if not pairs:

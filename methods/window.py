@@ -58,8 +58,7 @@ class Pool(PromptHistory):
         for draw, group in zip(rolled.kept, rolled.groups, strict=True):
             if group.samples[0].pending:
                 self.keep(draw, group)
-        if self.pruning.kind != "none":
-            super().record(rolled)
+        super().record(rolled)
 
     def adapt(self, rolled: Rolled) -> None:
         """Keep the informative groups that a step has left over, as many as max_age steps can train on."""
@@ -92,8 +91,7 @@ class Pool(PromptHistory):
             draw = PromptDraw(self.prompts[number], *turn, number)
             samples = []
             for ids, logp, finished, replies, calls, failures, cut in kept:
-                spans = tuple(map(tuple, replies))
-                samples.append(Sample(ids.tolist(), logp.tolist(), finished, replies=spans, calls=calls,
+                samples.append(Sample(ids.tolist(), logp.tolist(), finished, replies=replies, calls=calls,
                                       failures=failures, cut=cut))
             self.begun.append((draw, tuple(samples)))
 
@@ -138,16 +136,15 @@ class WindowSampler:
         for n, draw in enumerate(draws):
             for g, sample in enumerate(groups[n]):
                 room = settings.max_new_tokens - (sample.own if sample else 0)
-                if not (sample and self.is_whole(sample)):
+                if not (sample and sample.is_whole(settings.max_new_tokens)):
                     places.append((n, g))
-                    seed = window_seed(self.sampler.seed, draw, g, sample)
+                    seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy + g)
+                    if sample:  # engines always start at the beginning of a seed's stream
+                        seed = seed_for(seed, sample.length)
                     requests.append(Request(draw.prompt, seed, min(settings.window or room, room), sample))
         pieces = self.sampler.complete(requests)
         for (n, g), piece in zip(places, pieces, strict=True):
             groups[n][g] = join(groups[n][g], piece)
-
-    def is_whole(self, sample: Sample) -> bool:
-        return sample.is_whole(self.pool.sampling.max_new_tokens)
 
     def find_leaving(
         self,
@@ -160,7 +157,8 @@ class WindowSampler:
         Prompts that are skipped count among the N that the step is offered.
         """
         settings = self.pool.sampling
-        whole = [n for n, samples in enumerate(groups) if all(map(self.is_whole, samples))]
+        whole = [n for n, samples in enumerate(groups)
+                 if all(sample.is_whole(settings.max_new_tokens) for sample in samples)]
         if settings.in_flight == 1:  # one window is a step
             return whole
         whole.sort(key=lambda n: -draws[n].age)
@@ -190,14 +188,6 @@ class WindowSampler:
 def turn_key(draw: PromptDraw) -> tuple[int, str, int]:
     """Identify a group over the steps that it takes."""
     return draw.epoch, draw.prompt.id, draw.copy
-
-
-def window_seed(seed: int, draw: PromptDraw, g: int, so_far: Sample | None) -> int:
-    """Derive the next window's seed; engines always start at the beginning of a seed's stream."""
-    first = sample_seed(seed, draw.epoch, draw.prompt.id, draw.copy + g)
-    if so_far is None:
-        return first
-    return seed_for(first, so_far.length)
 
 
 def interleave(going_on: list, new: list) -> list:

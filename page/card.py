@@ -68,7 +68,6 @@ def write_card(run: Path) -> Path:
     scores = [(score.name, *(score_cell(evals[n], score) for n in (0, -1))) for score in scores_of(evals)]
     settings, base = flatten(cfg), cfg.model.path
     local, licence = find_path(base).is_dir(), licence_of(base)
-    rewards = {name: weight for name, weight in cfg.reward.weights.items() if weight}
     head = {
         "license": licence,
         "base_model": None if local else base,
@@ -85,7 +84,7 @@ def write_card(run: Path) -> Path:
             steps=cfg.steps,
             figures=f"{FIGURES}\n\n{table(('set', 'before', 'after'), scores)}" if scores else
             "The run evaluated on no set.",
-            method=table(("setting", "value"), [("reward", str(rewards)), *(
+            method=table(("setting", "value"), [("reward", str(cfg.reward.weights)), *(
                 (key, str(settings[key])) for key in SHOWN if settings.get(key) is not None)]),
             generated=sum(line.get("rollout/tokens", 0) for line in lines),
             trained=sum(line.get("train/tokens", 0) for line in lines),

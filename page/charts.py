@@ -110,7 +110,7 @@ def draw_curves(groups: Groups) -> tuple[dict[str, list[Chart]], list[str]]:
     remarks = [f"0 throughout, and not drawn: {', '.join(zero)}."] if zero else []
     if any(len(run.steps) > most for run in runs):
         remarks.append(f"Of more than {most} steps a point is the mean over neighbouring ones.")
-    sections: dict[str, list[Chart]] = {}
+    sections = {}
     for section, charts in CHARTS.items():
         for title, patterns, note in charts:
             drawn = [key for pattern in patterns.split() for key in left if fnmatch(key, pattern)]

@@ -10,11 +10,11 @@ from hashlib import sha256
 import numpy as np
 
 from config import ConfigError
-from infra.results import differences
+from infra.results import Results, differences
 from verify.statistics import holm, mcnemar, mean, paired_interval, sign_flip
 
 
-def results_table(results: dict[str, dict]) -> str:
+def results_table(results: Results) -> str:
     """Tabulate results by set, accuracies and rewards apart, and below them those by level and subject; where
     math-verify was asked, also the answers that it judges otherwise."""
     graded = {name: r for name, r in results.items() if "accuracy" in r}
@@ -45,7 +45,7 @@ def format_score(x: dict) -> str:
     return f"{x['accuracy']:.1%}" if "accuracy" in x else f"{x['reward']:.3f}"
 
 
-def accuracy_lines(results: dict[str, dict]) -> list[str]:
+def accuracy_lines(results: Results) -> list[str]:
     """Tabulate graded results; empty without any."""
     lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'accuracy':>9} {'95% interval':<16} {'lenient':>8} "
              f"{'last number':>11} {'pass@n':>7} {'maj@n':>7} {'tokens':>8} {'truncated':>9} {'unparsed':>9}"
@@ -60,7 +60,7 @@ def accuracy_lines(results: dict[str, dict]) -> list[str]:
     return lines if results else []
 
 
-def reward_lines(results: dict[str, dict]) -> list[str]:
+def reward_lines(results: Results) -> list[str]:
     """Tabulate results that were scored; empty without any."""
     lines = [f"{'set':<16} {'problems':>8} {'n':>3} {'reward':>9} {'95% interval':<16} {'tokens':>8} "
              f"{'truncated':>9}"]
@@ -122,7 +122,7 @@ def reward_row(name: str, a: dict, b: dict) -> str:
 
 # ---- suites
 
-def suite_lines(suite: str, results: dict[str, dict]) -> list[str]:
+def suite_lines(suite: str, results: Results) -> list[str]:
     """Write what a paper needs of one suite's results {model: result}: a line to cite for each set and model,
     a row of LaTeX for each model, and from two models on a table of differences to the first."""
     lines = []
@@ -146,7 +146,7 @@ def suite_hash(head: dict, name: str) -> str:
     return sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()[:12]
 
 
-def ranking(results: dict[str, dict]) -> list[str]:
+def ranking(results: Results) -> list[str]:
     """Tabulate each model's accuracy less the first one's on the same problems, with p-values of flipped
     signs that are corrected for all rows (Holm)."""
     first, *others = results

@@ -142,7 +142,7 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
     """
     if len({run.folder.resolve() for run in runs}) < len(runs):
         raise ConfigError("a run folder is given twice; give each once")
-    groups: list[list[LoggedRun]] = []
+    groups = []
     for run in runs:
         of_config = next((group for group in groups if group[0].settings == run.settings), None)
         groups.append([run]) if of_config is None else of_config.append(run)
@@ -152,7 +152,7 @@ def group_runs(runs: list[LoggedRun]) -> Groups:
             folders = ", ".join(str(run.folder) for run in group)
             raise ConfigError(f"of {folders} two have the same config and seed; give each run once")
     keys = differing_settings([group[0] for group in groups])
-    named: Groups = {}
+    named = {}
     for group in groups:
         named[label_of(group, keys, named)] = group
     return named

@@ -86,7 +86,7 @@ def score_cell(line: dict, score: Score) -> str:
 
 def phase_seconds(lines: list[dict]) -> dict[str, float]:
     """Add up the seconds of each phase over the lines of a metrics log, in the order of the phases there."""
-    seconds: dict[str, float] = defaultdict(float)
+    seconds = defaultdict(float)
     for line in lines:
         for key, value in line.items():
             if key.startswith("time/"):

@@ -79,7 +79,7 @@ def choose_answers(folder: Path, most: int) -> dict:
 
 def compare_evaluations(files: dict[int, Path]) -> list[dict]:
     """Compare the first evaluation with the last, and each, the newest first, with the one before it."""
-    pairs: list[dict] = []
+    pairs = []
     first = last = None
     for step, path in files.items():
         with blame_file(path):

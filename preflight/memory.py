@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Model, flatten
+from config import Config, ConfigError, Model, flatten, with_value
 from infra import dist
 from infra.weights import Shape, read_shape
 from model import BLOCK_CALLS
@@ -29,7 +29,7 @@ from preflight.counts import (
     sequences_asked,
     update_bytes,
 )
-from records import EngineSpec, frozen
+from records import EngineSpec, Metrics, frozen
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
@@ -153,7 +153,8 @@ def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config
     if named:
         remarks = [f"chosen here: {', '.join(named)}", *remarks]
     if dist.rank() == 0:
-        print("".join(f"{line}\n" for line in remarks), end="", flush=True)
+        for line in remarks:
+            print(line, flush=True)
     return decided
 
 
@@ -179,8 +180,8 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     dtype = getattr(torch, name)
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
     engine = pick("rollout.engine", ["torch"] if cfg.rollout.drafts else machine.engines(dtype))
-    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention),
-                   rollout=replace(cfg.rollout, engine=engine))
+    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
+    here = with_rollout(here, engine=engine)
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
     if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
         slots = saved.get("rollout.slots", slots)
@@ -268,8 +269,7 @@ def settings_to_save(cfg: Config, asked: Config) -> dict:
 
 
 def with_rows(cfg: Config, how: str, capacity: int) -> Config:
-    model, packing = replace(cfg.model, checkpoint_blocks=how), replace(cfg.pack, capacity=capacity)
-    return replace(cfg, model=model, pack=packing)
+    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
 
 
 def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
@@ -374,7 +374,7 @@ def used_bytes(device: torch.device) -> float:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def metrics(device: torch.device, engine: object) -> dict[str, float]:
+def metrics(device: torch.device, engine: object) -> Metrics:
     """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
     held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
     return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}

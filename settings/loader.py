@@ -51,6 +51,7 @@ class ConfigError(ValueError):
 
 # Whether a number is allowed, and which are. It stands beside the type: `Annotated[int, at_least(1)]`.
 Bound = tuple[Callable[[float], bool], str]
+Raw = dict[str, Any]  # settings as yaml has them, section within section
 
 
 def at_least(low: float, note: str = "") -> Bound:
@@ -107,7 +108,7 @@ def parse(text: str | bytes, source: str | Path) -> Any:
         raise ConfigError(f"{source} is not valid yaml: {in_short(error)}") from None
 
 
-def read(path: Path) -> dict[str, Any]:
+def read(path: Path) -> Raw:
     raw = parse(path.read_bytes(), path)
     if not isinstance(raw, dict):
         raise ConfigError(f"{path} must hold 'setting: value' lines")
@@ -145,7 +146,7 @@ def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Pa
     return path
 
 
-def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, dict[str, Any]]:
+def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, Raw]:
     """Read a config file and the files that it names as `base:`, one or a list; the lowest layer comes first.
 
     Later bases lie over earlier ones. A file that several bases name is a layer once, at its first place.
@@ -155,7 +156,7 @@ def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict
         raise ConfigError(f"base={path.name} leads in a circle: {circle}; one of them must have no base")
     raw = read(path)
     bases = raw.pop("base", None) or []
-    chain: dict[Path, dict[str, Any]] = {}
+    chain = {}
     for base in bases if isinstance(bases, list) else [bases]:
         found = locate(str(base), path.parent, shipped, f" (base of {path})")
         chain |= read_layers(found, shipped, (*above, file))
@@ -173,7 +174,7 @@ def merge(old: dict, new: dict) -> dict:
     return merged
 
 
-def override(text: str, section: Any) -> dict[str, Any]:
+def override(text: str, section: Any) -> Raw:
     """Turn "a.b=c" into {"a": {"b": c}}. c is read as yaml, but taken as it is if the setting is a text."""
     key, equals, value = text.partition("=")
     if not equals or not key:
@@ -204,16 +205,16 @@ def choices(section: Any) -> dict[str, type]:
 @cache
 def hints(section: Any) -> dict[str, Any]:
     """Map the settings of a section, of all its kinds, to their types; empty for other types."""
-    types_by_name: dict[str, Any] = {}
+    types_by_name = {}
     for option in choices(section).values() or [section]:
         if is_dataclass(option):
             types_by_name |= get_type_hints(option, include_extras=True)
     return types_by_name
 
 
-def first_kinds(section: Any) -> dict[str, Any]:
+def first_kinds(section: Any) -> Raw:
     """Return the bottom layer, which names the first kind of every section that comes in kinds."""
-    layer: dict[str, Any] = {}
+    layer = {}
     for name, inner in hints(section).items():
         if choices(inner):
             layer[name] = {"kind": next(iter(choices(inner)))}
@@ -222,7 +223,7 @@ def first_kinds(section: Any) -> dict[str, Any]:
     return layer
 
 
-def build(section: Any, raw: dict[str, Any], path: str = "") -> Any:
+def build(section: Any, raw: Raw, path: str = "") -> Any:
     """Make a frozen dataclass, and those inside it, from nested dicts.
 
     Raises ConfigError, with the full dotted name, for a key that is unknown, missing or of another kind, and
@@ -360,7 +361,7 @@ def flatten(cfg: Any, path: str = "") -> dict[str, Any]:
     """List every setting with its value under its dotted name; what is so already stays."""
     if isinstance(cfg, dict):
         return cfg
-    flat: dict[str, Any] = {}
+    flat = {}
     for f in fields(cfg):
         value = getattr(cfg, f.name)
         flat |= flatten(value, f"{path}{f.name}.") if is_dataclass(value) else {path + f.name: value}

@@ -46,7 +46,6 @@ def short_names(paths: list[Path]) -> list[str]:
     """Name paths by their differing folders: runs/a/hf and runs/b/hf are "a" and "b"."""
     parts = [path.resolve().parts for path in paths]
     if len({len(own) for own in parts}) > 1:
-        parts = [own[1:] for own in parts]  # all of a path but its root
-        return ["_".join(own) for own in parts]
+        return ["_".join(own[1:]) for own in parts]  # all of a path but its root
     telling = [len(set(column)) > 1 for column in zip(*parts, strict=True)]
     return ["_".join(part for part, tells in zip(own, telling, strict=True) if tells) for own in parts]

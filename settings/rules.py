@@ -288,5 +288,5 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
 
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
-    return chain(prompt_rules(cfg), size_rules(cfg), pruning_rules(cfg), label_rules(cfg), reward_rules(cfg),
-                 loss_rules(cfg), table_rules(cfg))
+    parts = prompt_rules, size_rules, pruning_rules, label_rules, reward_rules, loss_rules, table_rules
+    return chain.from_iterable(rules(cfg) for rules in parts)

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import torch
 from pretrain import dist, pretrain
-from problems import Arithmetic, write_lines
+from problems import Arithmetic, Lines, write_lines
 
 HERE = Path(__file__).parent
 LEVELS = range(1, 7)
@@ -48,10 +48,10 @@ def pretraining() -> Iterator[tuple[dict, Arithmetic]]:
         yield problem(rng, rng.choices(LEVELS, SHARES)[0])
 
 
-def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> dict[Arithmetic, dict]:
+def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> Lines:
     """Make `count` problems, as many of each level, no two the same and none of `taboo`."""
     rng = random.Random(seed)
-    lines: dict[Arithmetic, dict] = {}
+    lines = {}
     while len(lines) < count:
         level = LEVELS[len(lines) % len(LEVELS)]
         line, numbers = problem(rng, level)
@@ -61,7 +61,7 @@ def distinct(count: int, seed: int, taboo: set[Arithmetic]) -> dict[Arithmetic, 
     return lines
 
 
-def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
+def splits() -> tuple[Lines, Lines]:
     """Make (train, test), each from the arithmetic to the data line."""
     seen = {numbers for line, numbers in pretraining() if line["level"] > 1}
     test = distinct(600, seed=1, taboo=seen)
@@ -69,9 +69,8 @@ def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
 
 
 def write(folder: Path) -> None:
-    train, test = splits()
-    write_lines(folder / "hard_train.jsonl", "hard/train", train.values())
-    write_lines(folder / "hard_test.jsonl", "hard/test", test.values())
+    for part, lines in zip(("train", "test"), splits(), strict=True):
+        write_lines(folder / f"hard_{part}.jsonl", f"hard/{part}", lines.values())
 
 
 def main(folder: Path) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 Arithmetic = tuple[int, ...]  # the start and the signed steps
+Lines = dict[Arithmetic, dict]  # data lines
 NAMES = "Ada Ben Cleo Dan Eva Finn Gia Hugo Ida Jon Kim Leo Mia Noah Ola Pia".split()
 ITEMS = "apples books cards coins cookies eggs marbles pens shells stamps stickers stones".split()
 STARTS = [
@@ -74,9 +75,9 @@ def problems(seed: int, taboo: frozenset[Arithmetic]) -> Iterator[tuple[dict, Ar
             yield line, numbers
 
 
-def distinct(count: int, seed: int, taboo: frozenset[Arithmetic]) -> dict[Arithmetic, dict]:
+def distinct(count: int, seed: int, taboo: frozenset[Arithmetic]) -> Lines:
     """Make `count` problems, no two with the same arithmetic."""
-    lines: dict[Arithmetic, dict] = {}
+    lines = {}
     stream = problems(seed, taboo)
     while len(lines) < count:
         line, numbers = next(stream)
@@ -84,16 +85,15 @@ def distinct(count: int, seed: int, taboo: frozenset[Arithmetic]) -> dict[Arithm
     return lines
 
 
-def splits() -> tuple[dict[Arithmetic, dict], dict[Arithmetic, dict]]:
+def splits() -> tuple[Lines, Lines]:
     """Make (train, test), each from the arithmetic to the data line."""
     test = distinct(500, seed=1, taboo=frozenset())
     return distinct(4000, seed=2, taboo=frozenset(test)), test
 
 
 def write(folder: Path) -> None:
-    train, test = splits()
-    write_lines(folder / "train.jsonl", "toy/train", train.values())
-    write_lines(folder / "test.jsonl", "toy/test", test.values())
+    for part, lines in zip(("train", "test"), splits(), strict=True):
+        write_lines(folder / f"{part}.jsonl", f"toy/{part}", lines.values())
 
 
 def write_lines(path: Path, prefix: str, lines: Iterable[dict]) -> None:
