@@ -3,8 +3,8 @@
     python experiments/one_pass_sampling.py [--slots 64] [--rounds 9]
 
 The engine's own (`rollout.sample_tokens`) takes log-probs in float32, and their exponentials and sums in
-float64. Both draw from the same random logits with the same numbers, in turns: CPU milliseconds of a step, the
-least and the median, and how many tokens are the same.
+float64. Both draw from the same random logits with the same numbers, in turns. Printed are CPU milliseconds
+of a step, the least and the median, and how many tokens are the same.
 """
 
 import argparse
