@@ -84,7 +84,8 @@ BUGS = {
         ("np.arange(start - 1, end - 1)", "np.arange(start, end)", "pack"),
     ],
     "update": [
-        ("factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)", "factors = [None] * len(rows)", "objectives"),
+        ("factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)",
+         "factors = [None] * len(rows)", "objectives"),
         ("factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)", "factor_C = None", "objectives"),
         ("if prepared.old_logp_C is None and unmoved:", "if True:", "invariance"),
         ("len_NG = lengths(groups,",
