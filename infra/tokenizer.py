@@ -359,8 +359,15 @@ def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(x: object, ensure_ascii: bool = False, **layout: object) -> str:
-        return json.dumps(x, ensure_ascii=ensure_ascii, **layout)
+    def to_json(
+        x: object,
+        ensure_ascii: bool = False,
+        indent: int | None = None,
+        separators: tuple[str, str] | None = None,
+        sort_keys: bool = False,
+    ) -> str:
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])

@@ -5,6 +5,7 @@ import math
 from dataclasses import replace
 from unittest.mock import Mock
 
+import numpy as np
 import pytest
 import torch
 from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
@@ -83,7 +84,7 @@ def steps(tmp_path, letters: str, count: int, *settings: str) -> list[tuple]:
 
 @pytest.fixture
 def in_order(monkeypatch):
-    monkeypatch.setattr(history, "epoch_order", lambda count, seed, epoch: range(count))
+    monkeypatch.setattr(history, "epoch_order", lambda count, seed, epoch: np.arange(count))
 
 
 def test_offered_is_one_round_of_all_and_the_first_of_several_offers_what_oversample_says(in_order, tmp_path):

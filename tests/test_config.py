@@ -48,7 +48,7 @@ MUST_BE = [(override, allowed) for allowed, overrides in {
     "one of token, sequence, constant, sum": ["loss.normalize=word"],
     "one of all, attention, mlp": ["model.lora.targets=head"],
     "a section with rank, alpha, targets, path": ["model.lora=8"],
-    "a section with path, dtype, attention, checkpoint_blocks, compile, logp_chunk, lora": ["model=m"],
+    "a section with path, dtype, products, attention, checkpoint_blocks, compile, logp_chunk, lora": ["model=m"],
     "at least 1": ["steps=0", "rollout.max_rounds=0", "advantage.kind=soft_value & advantage.samples=0"],
     "at least 1, or null": ["loss.tis_cap=0", "pack.window=0", "model.lora.rank=0", "data.limit=0"],
     "at least 1, or all": ["checkpoint.keep=0"],
@@ -389,7 +389,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
     """A misspelt choice would never be made, and its rule never be broken."""
     words = {f"{path}.{name}": get_args(kind) for path, options in UNIONS.items() for option in options.values()
              for name, kind in settings.hints(option).items()}
-    words |= {key: get_args(kind) for key, kind in LEAVES.items()}
+    words |= {key: get_args(kind) or ("True", "False") * (kind is bool) for key, kind in LEAVES.items()}
     words |= {f"{path}.kind": tuple(options) for path, options in UNIONS.items()}
     words["rollout.group_size"] = ("1",)
     demands = [f"{key}={allowed}" for required in rules.REQUIRES.values() for key, allowed, _ in required]
