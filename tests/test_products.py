@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import TOY, ask, attend_alone, load, nudge, toy_config, weights
+from conftest import TOY, ask, attend_alone, load, nudge, others_slow, toy_config, weights
 from test_rollout import spec
 
 import train
@@ -100,8 +100,9 @@ def test_an_engine_follows_its_policy_and_keeps_its_weights_rounded():
     assert torch.equal(layer.weight, policy.layers[0].mlp.down_proj.weight.bfloat16())
 
 
-@pytest.mark.parametrize("settings", [[], ["model.lora.rank=4"], ["model.checkpoint_blocks=selective"],
-                                      ["model.checkpoint_blocks=all", "loss.kl=0.1"]])
+@pytest.mark.parametrize("settings", others_slow([
+    (), ("model.lora.rank=4",), ("model.checkpoint_blocks=selective",), ("model.checkpoint_blocks=all", "loss.kl=0.1")],
+    ("model.lora.rank=4",)))
 def test_a_run_learns_by_it_and_goes_on_as_the_same_run(settings, tmp_path):
     cfg = toy_config(tmp_path / "run", "model.dtype=auto", "model.products=bfloat16", "checkpoint.every=1", "steps=3",
                      *settings)

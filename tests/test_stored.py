@@ -53,8 +53,9 @@ def load_on_rank(folder: str, size: int) -> tuple:
 
 
 @pytest.mark.parametrize(("size", "made", "found"), [
-    (1, [[0], [1], [2]], [(10, True, 0, True), (20, True, 1, True), (30, True, 2, True)]),
-    pytest.param(3, [[0], [], []], ["rank 0 finds nothing"] * 3, marks=pytest.mark.slow)])
+    pytest.param(1, [[0], [1], [2]], [(10, True, 0, True), (20, True, 1, True), (30, True, 2, True)],
+                 marks=pytest.mark.slow),
+    (3, [[0], [], []], ["rank 0 finds nothing"] * 3)])
 def test_one_rank_of_a_node_loads_for_all(size, made, found, tmp_path):
     ranks = on_ranks(3, tmp_path, load_on_rank, str(tmp_path), size)
     assert [rank[0] for rank in ranks] == made and [rank[1] for rank in ranks] == found
@@ -65,6 +66,7 @@ def two_nodes(folder: str) -> tuple:
     return load_on_rank(folder, 2)[:2]
 
 
+@pytest.mark.slow
 def test_every_node_has_its_own(tmp_path):
     """Four ranks on two nodes of two: the third makes for itself and the fourth."""
     made, found = zip(*on_ranks(4, tmp_path, two_nodes, str(tmp_path)), strict=True)
