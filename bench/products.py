@@ -1,6 +1,6 @@
 """What do rounded products (model.products: bfloat16) gain on this CPU, and what do they change?
 
-    python bench/products.py [--shapes 1M,10M] [--rounds 5] [--model FOLDER] [--also model.compile=true ...]
+    python bench/products.py [--shapes 1M,10M] [--rounds 5] [--model FOLDER] [--profile] [--also a.b=c ...]
 
 For a random model of each shape (1M: the toy's weights), or of a folder, in turns, CPU seconds of one thread;
 `--also` measures the update under other settings too:
@@ -65,7 +65,7 @@ def learner_of(folder: Path, arm: str, prompts: int) -> tuple[config.Config, Lea
         "pack.capacity=2048", f"rollout.group_size={G}", f"rollout.prompts_per_step={prompts}",
         f"rollout.max_new_tokens={NEW}", *([] if arm == "float32" else [arm])])
     cfg = memory.resolve_auto(cfg, folder)
-    return cfg, build_learner(cfg, folder, dist.init("cpu"))
+    return cfg, build_learner(cfg, folder, CPU)
 
 
 def made_groups(prompts: int, vocab_size: int) -> list[Group]:
@@ -161,16 +161,45 @@ def measure(name: str, folder: Path, prompts: int, rounds: int, arms: Sequence[s
     return [{"model": name, "arm": arm} | row for arm, row in cells.items()]
 
 
+def profile(folder: Path, prompts: int) -> list[dict]:
+    """List the operations that take most of an update's and of decoding's own time, the second time."""
+    cfg, learner = learner_of(folder, "float32", prompts)
+    policy = load_model(folder, torch.float32, CPU)
+    groups = made_groups(prompts, min(policy.shape.vocab_size, 400))
+    engine = start_engine("torch", engine_spec(folder, CPU, prompts * G, READ + NEW))
+    engine.sync(policy)
+    engine.eos_ids = frozenset()
+    rows = []
+    for phase, work in (("update", lambda: take_update(cfg, learner, groups)),
+                        ("decode", lambda: decode(engine, groups, G))):
+        work()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+            work()
+        taken = sorted(seen.key_averages(), key=lambda op: -op.self_cpu_time_total)
+        total = sum(op.self_cpu_time_total for op in taken)
+        for op in taken[:8]:
+            rows.append({"phase": phase, "operation": op.key, "calls": op.count,
+                         "share": op.self_cpu_time_total / total})
+    return rows
+
+
 def main() -> None:
     options = parser(__doc__)
     options.add_argument("--shapes", default="1M,10M", help="of bench/shapes.py")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--model", type=Path, help="a folder, in place of shapes")
+    options.add_argument("--profile", action="store_true", help="what float32's time goes to, and no rates")
     options.add_argument("--also", action="append", default=[], help="a setting, as one more arm")
     args = options.parse_args()
+    dist.init("cpu")
     arms = (*ARMS, *args.also)
     rows = []
-    if args.model:
+    if args.profile:
+        with tempfile.TemporaryDirectory() as folder:
+            shape = args.shapes.split(",")[-1]
+            made = args.model or folder_of(shape, Path(folder))
+            rows = profile(made, 1 if args.model else PROMPTS.get(shape, 2))
+    elif args.model:
         rows = measure(args.model.name, args.model, 1, args.rounds, arms)
     else:
         for shape in args.shapes.split(","):

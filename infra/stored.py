@@ -12,6 +12,7 @@ import numpy as np
 
 from config import ConfigError
 from infra import dist
+from verify.errors import VerifyError
 
 
 class Stored(Sequence):
@@ -47,22 +48,21 @@ def store(records: Iterable) -> IO[bytes]:
 
 def once_a_node(make: Callable[[], tuple[list[Iterable], Any]]) -> tuple[list[Stored], Any]:
     """Call a function on the first rank of each node alone. All get its lists of records, stored, and what
-    else it returns; or its ConfigError. Collective."""
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    else it returns; or its error, if the user can mend it. Collective."""
     files, made = [], []
-    if dist.rank() % ranks == 0:
+    if os.environ.get("LOCAL_RANK", "0") == "0":
         try:
             lists, others = make()
             files = [store(records) for records in lists]
             del lists
             getattr(ctypes.CDLL(None), "malloc_trim", abs)(0)  # else glibc keeps what the lists took
-            made = [([file.name for file in files], others)]
-        except ConfigError as error:
-            made = [error]
-    result = dist.gather(made)[dist.rank() // ranks]
-    if isinstance(result, ConfigError):
-        raise result
-    names, others = result
+            made = [(dist.rank(), [file.name for file in files], others)]
+        except (ConfigError, VerifyError, OSError) as error:
+            made = [(dist.rank(), error, None)]
+    # A node's ranks follow its first one.
+    *_, (_, names, others) = (node for node in dist.gather(made) if node[0] <= dist.rank())
+    if isinstance(names, Exception):
+        raise names
     stored = []
     for name in names:
         with open(name, "rb") as file:

@@ -384,6 +384,8 @@ def test_the_bench_of_products_rounds_one_arm_and_leaves_the_other(monkeypatch):
     assert plain["gap"] == plain["gradient"] == 0 and plain["engine"] < 1e-5
     assert 1e-4 < rounded["gap"] < 0.1 and 1e-4 < rounded["gradient"] < 0.1 and rounded["engine"] < 0.1
     assert all(len(row["decode"]) == 1 and 0 < row["read"][0] < 1 for row in (plain, rounded))
+    rows = products.profile(ROOT / "toy" / "model", prompts=1)
+    assert {row["phase"] for row in rows} == {"update", "decode"} and all(0 < row["share"] < 1 for row in rows)
 
 
 def test_the_bench_of_the_verifier_asks_both_verifiers_and_survives():
