@@ -26,8 +26,9 @@ from infra.weights import hf_name, load_weights, read_shape
 from records import Segments
 
 # (layer, q_THE, k_THE, v_THE, window) -> out_THE. A token sees the last `window` tokens, itself included, by
-# position; without a window all. The functions of this type do not repeat it in their signatures.
-Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor]
+# position; without a window all. None ends the pass. The functions of this type do not repeat it in their
+# signatures.
+Attend = Callable[[int, Tensor, Tensor, Tensor, int | None], Tensor | None]
 ACTIVATIONS = {"silu": F.silu, "gelu_pytorch_tanh": partial(F.gelu, approximate="tanh")}  # by hidden_act
 # Selective recomputation keeps the results of these operations, which take most of a block's time.
 KEPT_PRODUCTS = {
@@ -214,7 +215,7 @@ class Block(nn.Module):
     def forward(self, x_TD: Tensor, turn: tuple, attend: Attend) -> Tensor:
         q_THE, k_THE, v_THE = self.before(x_TD, turn)
         attended_THE = attend(self.layer, q_THE, k_THE, v_THE, self.window)
-        return self.after(x_TD, attended_THE)
+        return x_TD if attended_THE is None else self.after(x_TD, attended_THE)
 
     def before(self, x_TD: Tensor, turn: tuple) -> tuple[Tensor, Tensor, Tensor]:
         return self.self_attn(self.norms[0](x_TD), turn)

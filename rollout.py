@@ -227,6 +227,8 @@ class Cache:
             pair[1, row_P, :, position_T[place_P]] = v[place_P]
             if drafted:
                 tree.pairs.append(torch.stack([k, v]))
+            elif layer == self.model.shape.layers - 1:
+                return None  # of a prompt alone only keys and values are needed
             return within(layer, q, k, v, window)
 
         tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
