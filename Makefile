@@ -2,8 +2,8 @@
 PYTHON ?= python3
 VENV := .venv/bin
 
-.PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare real \
-	bench-peers requirements
+.PHONY: demo test test-verify test-fork test-slow test-long test-vllm test-gpu test-peers test-page lint toy compare court real \
+	gpu-hour bench-peers requirements
 
 demo: .venv/run      ## train the toy model with CPPO, print accuracy before and after, and write the report
 	out=runs/demo_$$(date +%Y%m%d_%H%M%S) && $(VENV)/python train.py --config cppo_toy.yaml --set out=$$out && \
@@ -80,6 +80,12 @@ compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept i
 real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO, accuracy before and after (an hour)
 	$(VENV)/python experiments/smollm2.py
 
+gpu-hour: .venv-gpu/ready ## GRPO, CPPO and PPS on GSM8K with Qwen2.5-0.5B on one GPU: accuracy and seconds by phase (about an hour)
+	.venv-gpu/bin/python experiments/gpu_hour.py
+
+court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs kept in experiments/court.jsonl.xz
+	$(VENV)/python experiments/court.py
+
 bench-peers: .venv-peers/ready ## seconds of a step beside TRL's GRPOTrainer, phase by phase
 	.venv-peers/bin/python bench/peers.py
 
@@ -87,6 +93,7 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
 	$(VENV)/python toy/pretrain.py
 	$(VENV)/python toy/hard.py
+	$(VENV)/python toy/long.py
 
 # Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
 # constraints.txt, without hashes, by a line of requirements.txt.

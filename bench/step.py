@@ -25,6 +25,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -47,7 +48,7 @@ from metrics import Clock
 from model import Decoder, empty_model, sdpa_padded
 from pack import Minibatch, layout, pack
 from preflight import memory
-from records import Batch, Group, Prompt, PromptDraw, Rolled, Sample, Segments
+from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample, Segments
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
 from settings.kinds import AdamW
@@ -196,11 +197,18 @@ def rates(sample: Callable[[list, list[int], int], int], rounds: int, **about: o
     return rows
 
 
-def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
+def halved(spec: EngineSpec, kind: str) -> EngineSpec:
+    """Let the embedded engine round products to bfloat16, or vLLM compute in it."""
+    return replace(spec, rounds=True) if kind == "torch" else replace(spec, dtype=torch.bfloat16)
+
+
+def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> list[dict]:
     """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
     device = dist.init(memory.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
+        if halves:
+            spec = halved(spec, kind)
         engine, policy = start_engine(kind, spec), random_model(spec.folder, spec.dtype, device)
         engine.sync(policy)
 
@@ -209,13 +217,14 @@ def generate(kind: str, shape: str, slots: int, rounds: int) -> list[dict]:
             return sum(len(s.ids) for s in engine.generate(ask(prompts, seeds, limits), 1.0))
 
         measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
-        rows = rates(sample, rounds, shape=shape, slots=slots, engine=kind)
+        name = f"{kind}, bfloat16" if halves else kind
+        rows = rates(sample, rounds, shape=shape, slots=slots, engine=name)
         measured |= memory.metrics(device)
     dist.close()
     return [row | measured for row in rows]
 
 
-def generate_plainly(shape: str, slots: int, rounds: int) -> list[dict]:
+def generate_plainly(shape: str, slots: int, rounds: int, halves: bool) -> list[dict]:
     """Measure vLLM as it is installed: compiled, with packed weights, without seeds and log-probs."""
     from vllm import LLM, SamplingParams
 
@@ -224,6 +233,8 @@ def generate_plainly(shape: str, slots: int, rounds: int) -> list[dict]:
             "max_num_seqs", "kv_cache_memory_bytes")
     with tempfile.TemporaryDirectory() as temporary, undisturbed(device):
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
+        if halves:
+            spec = halved(spec, "vllm")
         options = engine_options(spec, cache=PLAIN_CACHE)
         engine = LLM(**{key: options[key] for key in same})
 
@@ -233,20 +244,20 @@ def generate_plainly(shape: str, slots: int, rounds: int) -> list[dict]:
             outputs = engine.generate(asked, params, use_tqdm=False)
             return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-        rows = rates(sample, rounds, shape=shape, slots=slots, engine="vllm as installed")
+        name = "vllm as installed, bfloat16" if halves else "vllm as installed"
+        rows = rates(sample, rounds, shape=shape, slots=slots, engine=name)
     dist.close()
     return rows
 
 
-def rollouts(shapes: list[str], slots: list[int], rounds: int) -> list[dict]:
+def rollouts(shapes: list[str], slots: list[int], rounds: int, halves: bool) -> list[dict]:
     engines = ["torch", "vllm"] if importlib.util.find_spec("vllm") else ["torch"]
     rows = []
-    for shape in shapes:
-        for count in slots:
-            for kind in engines:
-                rows += in_own_process(generate, kind, shape, count, rounds)
-            if "vllm" in engines:
-                rows += in_own_process(generate_plainly, shape, count, rounds)
+    for shape, count, half in product(shapes, slots, (False, True) if halves else (False,)):
+        for kind in engines:
+            rows += in_own_process(generate, kind, shape, count, rounds, half)
+        if "vllm" in engines:
+            rows += in_own_process(generate_plainly, shape, count, rounds, half)
     return show("Tokens a second of each engine", rows)
 
 
@@ -341,12 +352,13 @@ def main() -> None:
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
     options.add_argument("--slots", default="64,256", help="rollout: of an engine, by sixteens")
+    options.add_argument("--halves", action="store_true", help="rollout: bfloat16 on the CPU as well")
     options.add_argument("--shape", default="50M", help="checkpoint: of bench/shapes.py")
     options.add_argument("--ranks", type=int, default=2, help="checkpoint: on how many")
     args = options.parse_args()
     slots = [int(count) for count in args.slots.split(",")]
     measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
-               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds),
+               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds, args.halves),
                "checkpoint": lambda: checkpoints(args.shape, args.ranks, args.rounds)}
     results = {part: measure[part]() for part in args.parts}
     dist.close()

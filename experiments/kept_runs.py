@@ -36,7 +36,7 @@ from page.runs import COSTS, LoggedRun  # noqa: E402
 from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"
-RECIPE = "grpo_hard.yaml"  # that every arm of a comparison is a difference from
+RECIPE = "grpo_hard.yaml"  # that arms are differences from unless they name another one
 KEPT = ("step", "rollout/tokens", "rollout/prompts", "rollout/length", "train/tokens", "prune/kept",
         "prune/offered", "reward/mean", "advantage/flat_groups", "critic/explained_variance", "age/mean",
         "age/old_tokens", "mismatch/ess", "time/rollout",
@@ -47,9 +47,10 @@ LAST = 0.75  # the end of a curve is what lies behind this share of the cost
 
 # ---- training
 
-def train_once(out: Path, name: str, *settings: str, resume: bool = False) -> Path:
+def train_once(out: Path, name: str, *settings: str, resume: bool = False, method: str = "") -> Path:
     """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
-    `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before."""
+    `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before. `method` is
+    a file that try_method.py plugs in, and must be plugged in here."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
     unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
@@ -57,7 +58,8 @@ def train_once(out: Path, name: str, *settings: str, resume: bool = False) -> Pa
         return out
     if not (resume and unchanged):
         shutil.rmtree(out, ignore_errors=True)
-    command = ["train.py", "--config", name, *["--resume", "auto"] * resume]
+    script = ["experiments/try_method.py", method] if method else ["train.py"]
+    command = [*script, "--config", name, *["--resume", "auto"] * resume]
     for setting in settings:
         command += ["--set", setting]
     before = children_seconds()
@@ -92,11 +94,13 @@ class Run:
     """One training run of a comparison."""
 
     arm: str
-    settings: tuple[str, ...]  # those that make the arm of RECIPE
+    settings: tuple[str, ...]  # those that make the arm of `recipe`
     rate: str
     seed: int
     family: str = ""           # the arm by whose learning rate this one runs
     data: str | None = None    # a file to evaluate on in place of the test problems: the validation split
+    recipe: str = RECIPE
+    method: str = ""           # the file that brings the method, if it is none of the product's
 
     @property
     def split(self) -> str:
@@ -113,7 +117,7 @@ class Run:
 
     def plain_settings(self) -> dict:
         """List every setting but the folder, as JSON has it."""
-        flat = flatten(config.load(RECIPE, self.all_settings))
+        flat = flatten(config.load(self.recipe, self.all_settings))
         return json.loads(json.dumps({key: value for key, value in flat.items() if key != "out"}))
 
 
@@ -170,7 +174,7 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     folder = ROOT / "runs" / "measured" / run.name
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
-    train_once(folder, RECIPE, *run.all_settings)
+    train_once(folder, run.recipe, *run.all_settings, method=run.method)
     about = describe(run, folder) | {"wall_seconds": round(time.monotonic() - began, 1)}
     lines = [kept_of(line) for line in runfolder.read_log(folder / "metrics.jsonl")]
     append(run.name, Record(about, lines), results)
@@ -185,7 +189,7 @@ def describe(run: Run, folder: Path) -> dict:
     machine = (f"{os.cpu_count()} {platform.machine()} cores, {ran_on['device']}, "
                f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
     return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
-            "config": RECIPE, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
+            "config": run.recipe, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
             "date": date.today().isoformat(), "machine": machine, "cpu_seconds": cpu_seconds(folder)}
 
 

@@ -3,11 +3,13 @@
     python experiments/try_method.py abort --set steps=20          # a method of experiments/court/
     python experiments/try_method.py my_method.py --config grpo_toy.yaml --set "advantage={kind: mine}"
 
-The file may define any of three names:
+The file may define any of these names:
 
     ADVANTAGES   {dataclass of a kind of `advantage`: function of the rewards and these settings -> [N, G]}
     COMPLETIONS  {dataclass of a kind of `prune.completions`: function of prune.Candidates and these
                  settings -> records.Pruned}
+    TRUST        {dataclass of a kind of `loss.trust`: function of records.LogProbs and these settings -> [C]}
+    weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
     wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as methods/samplers.py does
 
 A kind's dataclass looks like the ones in settings/kinds.py. Without --config the config is the yaml file
@@ -17,6 +19,7 @@ beside the method's. All other options are train.py's, such as --set, --resume, 
 import argparse
 import importlib.util
 import sys
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -26,9 +29,13 @@ COURT = Path(__file__).parent / "court"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config  # noqa: E402
+import learner  # noqa: E402
+import loss  # noqa: E402
 import train  # noqa: E402
+import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
 from methods import samplers  # noqa: E402
+from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
 from settings import loader  # noqa: E402
 
@@ -56,10 +63,26 @@ def plug_in(method: ModuleType) -> None:
     """Add a method's kinds to the config and to the tables of functions, and let it wrap the sampler."""
     add_kinds(config.Config, "advantage", getattr(method, "ADVANTAGES", {}), ESTIMATORS)
     add_kinds(config.Prune, "completions", getattr(method, "COMPLETIONS", {}), COMPLETIONS)
+    add_kinds(config.Loss, "trust", getattr(method, "TRUST", {}), loss.TRUST)
     loader.hints.cache_clear()
+    if hasattr(method, "weigh"):
+        update.weigh = method.weigh
+        loss.has_token_weights = learner.has_token_weights = lambda settings: True
+    if getattr(method, "ENTROPY", False):
+        learner.load_sharded = with_entropies(learner.load_sharded)
     wrap, choose = getattr(method, "wrap", None), samplers.choose_sampler
     if wrap:
         samplers.choose_sampler = lambda cfg, *given: wrap(cfg, *choose(cfg, *given))
+
+
+def with_entropies(load: Callable[..., Decoder]) -> Callable[..., Decoder]:
+    """Let a model compute the entropy of every token."""
+    def loaded(*given: Any) -> Decoder:
+        model = load(*given)
+        model.elementwise = WITH_ENTROPY
+        return model
+
+    return loaded
 
 
 def add_kinds(section: type, field: str, functions: dict[type, Any], table: dict[str, Any]) -> None:

@@ -474,3 +474,14 @@ def test_the_bench_beside_trl_takes_steps_in_turns(tmp_path, monkeypatch, capsys
 def test_the_bench_beside_trl_runs_a_round():
     result, = ran("peers", "--regimes", "flat", "--arms", "cppo4", "--rounds", "1")["results"].values()
     assert [row["length"] for row in result] == [64, 64]
+
+
+@pytest.mark.slow
+def test_the_hour_on_a_gpu_runs_through_on_a_cpu(tmp_path):
+    done = subprocess.run([sys.executable, "experiments/gpu_hour.py", "--tiny", "--out", str(tmp_path)], cwd=ROOT,
+                          capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines() if line.startswith("| ")][2:]
+    assert [cells[0] for cells in rows] == ["GRPO", "CPPO", "PPS", "PPS by surprise"]
+    trained = [int(cells[3].replace(",", "")) for cells in rows]
+    assert trained[0] > max(trained[1:]) and min(trained) > 0 and (tmp_path / "report" / "report.html").is_file()

@@ -129,7 +129,7 @@ def fake_training(folder: Path, name: str, *settings: str) -> Path:
 
 def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monkeypatch):
     trained, results = [], tmp_path / "results.jsonl.xz"
-    monkeypatch.setattr(kept_runs, "train_once", lambda *given: trained.append(given) or fake_training(*given))
+    monkeypatch.setattr(kept_runs, "train_once", lambda *given, method: trained.append(given) or fake_training(*given))
     monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
     make(results, compare.arm("grpo", "1e-4", 0), 0.1)
     before = results.read_bytes()

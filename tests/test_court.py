@@ -13,10 +13,15 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, toy_config
+from test_compare import make
 from torch import Tensor
 
 import config
+import learner
+import loss
+import pack
 import train
+import update
 from advantage import ESTIMATORS, leave_one_out
 from collect import Selection, choose
 from history import PromptHistory
@@ -24,30 +29,48 @@ from infra import runfolder
 from loss import token_weight
 from methods import samplers
 from prune import COMPLETIONS
-from records import Group, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
+from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, loader
 
 sys.path.append(str(ROOT / "experiments"))
 import measure_court  # noqa: E402
 import measure_otb  # noqa: E402
 import try_method  # noqa: E402
-from court import abort, abort_controls, allocation, otb, pass_rates, survivors  # noqa: E402
+from court import (  # noqa: E402
+    abort,
+    abort_controls,
+    allocation,
+    ctpo,
+    forks,
+    otb,
+    otb_released,
+    pass_rates,
+    sapo,
+    signs,
+    survivors,
+)
 
 EXACT, BIASED = 1e-12, 1e-3
-PLUGGED = (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS)
+PLUGGED = (
+    (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS),
+    (config.Loss, "trust", loss.TRUST))
+HOOKS = (
+    (samplers, "choose_sampler"), (update, "weigh"), (loss, "has_token_weights"), (learner, "has_token_weights"),
+    (learner, "load_sharded"))
 
 
 @pytest.fixture
 def plugged():
     """Take every method out again that a test has plugged in."""
     unions = [section.__annotations__[field] for section, field, _ in PLUGGED]
-    tables, choose_sampler = [dict(table) for _, _, table in PLUGGED], samplers.choose_sampler
+    tables, hooks = [dict(table) for _, _, table in PLUGGED], [getattr(*hook) for hook in HOOKS]
     yield try_method.plug_in
     for (section, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
         section.__annotations__[field] = union
         table.clear()
         table.update(before)
-    samplers.choose_sampler = choose_sampler
+    for (module, name), before in zip(HOOKS, hooks, strict=True):
+        setattr(module, name, before)
     loader.hints.cache_clear()
 
 
@@ -225,6 +248,101 @@ def test_the_energy_adds_up_and_stays_behind_the_end():
     torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
 
 
+@pytest.mark.parametrize("module", [otb, otb_released])
+def test_the_factors_of_a_row_turn_leave_one_out_into_the_baseline_of_every_token(module):
+    generator = torch.Generator().manual_seed(0)
+    groups, reward_NG = [], torch.tensor([[1.0, 0.0, 0.0], [0.0, 1.0, 1.0]], dtype=torch.float64)
+    for n, prompt in enumerate(("a", "b")):
+        logp = [(-torch.rand(g + n + 1, generator=generator)).tolist() for g in range(3)]
+        groups.append(Group(Prompt(prompt, (5, 6), "1"), tuple(Sample([7] * len(of), of, True) for of in logp)))
+    adv_NG = leave_one_out(reward_NG)
+    weighed = pack.Minibatch(groups, adv_NG != 0, adv_NG, torch.ones(2, 3), reward_NG, None, None, None)
+
+    def rows(capacity: int):
+        hand, = pack.pack(weighed, config.Pack(capacity=capacity), 1, 0.0)
+        return [pack.build_row(weighed, plan) for plan in hand]
+
+    row, = rows(64)
+    factor_C, = module.weigh([row], [], [], config.Loss())
+    for s, (n, g) in enumerate(row.members):
+        logp_GL = otb.padded([list(sample.logp) for sample in groups[n].samples])
+        adv_GL = otb.token_advantage(reward_NG[n], otb.energy(*logp_GL), own=module is otb_released)
+        mine_C = (factor_C * row.adv_C)[row.segment_C == s]
+        torch.testing.assert_close(mine_C.double(), adv_GL[g, :len(mine_C)], rtol=1e-5, atol=1e-6)
+    with pytest.raises(config.ConfigError, match="a row has a part of a group"):
+        module.weigh(rows(9), [], [], config.Loss())
+
+
+# ---- trust regions, signs, forks
+
+SIZES = 3, 1, 4  # tokens of three completions
+
+
+def moved(seed: int, far: float) -> LogProbs:
+    """Log-probs that have moved by up to `far` nats, with an advantage of each sign."""
+    generator = torch.Generator().manual_seed(seed)
+    old_C = -torch.rand(sum(SIZES), generator=generator, dtype=torch.float64) - 0.1
+    new_C = old_C + far * (2 * torch.rand(sum(SIZES), generator=generator, dtype=torch.float64) - 1)
+    segment_C = torch.repeat_interleave(torch.arange(3), torch.tensor(SIZES))
+    adv_C = torch.tensor([1.5, -0.5, 0.7], dtype=torch.float64)[segment_C]
+    return LogProbs(new_C.requires_grad_(), old_C, adv_C, segment_C)
+
+
+def gradient(surrogate: Tensor, logps: LogProbs) -> Tensor:
+    return torch.autograd.grad(surrogate, logps.logp_C)[0]
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_factor_of_sapo_is_the_gradient_of_its_surrogate(seed):
+    logps, settings = moved(seed, 0.8), sapo.SoftGate(tau_right=1.0, tau_wrong=1.7)
+    total = 0.0
+    for new, old, adv in zip(logps.logp_C, logps.old_logp_C, logps.adv_C, strict=True):
+        tau = settings.tau_right if adv > 0 else settings.tau_wrong
+        total = total + 4 / tau * torch.sigmoid(tau * ((new - old).exp() - 1)) * adv
+    f_C = sapo.soft_gate(logps, settings)
+    torch.testing.assert_close(f_C * logps.adv_C, gradient(total, logps), rtol=0, atol=1e-14)
+    still = replace(logps, old_logp_C=logps.logp_C.detach())
+    torch.testing.assert_close(sapo.soft_gate(still, settings), torch.ones(8, dtype=torch.float64))
+
+
+@pytest.mark.parametrize(("seed", "far"), [(0, 0.02), (1, 0.05), (2, 0.2), (3, 1.0)])
+def test_the_factor_of_ctpo_is_the_gradient_of_its_surrogate(seed, far):
+    """Token by token, as the authors' code has it: the product so far, of which only the own ratio has a gradient."""
+    logps, settings = moved(seed, far), ctpo.Cumulative()
+    total, at = 0.0, 0
+    for size in SIZES:
+        so_far = 0.0
+        for t in range(size):
+            new, adv = logps.logp_C[at + t], logps.adv_C[at + t]
+            gap = new - logps.old_logp_C[at + t]
+            so_far = so_far + gap.detach()
+            ratio = (so_far + new - new.detach()).exp()
+            root = math.sqrt(t + 1)
+            bounded = ratio.clamp(math.exp(-settings.low * root), math.exp(settings.high * root))
+            term = torch.minimum(ratio * adv, bounded * adv)
+            if adv < 0:
+                term = torch.maximum(term, math.exp(settings.most * root) * adv)
+            total = total + term
+        at += size
+    f_C = ctpo.cumulative(logps, settings)
+    torch.testing.assert_close(f_C * logps.adv_C, gradient(total, logps), rtol=0, atol=1e-14)
+    assert bool((f_C == 0).any()) == (far > 0.05)
+
+
+def test_signs_take_right_or_wrong_completions_without_a_baseline():
+    rewards = Rewards({"accuracy": torch.tensor([[1.0, 0.0, math.nan]]).double()}, {"accuracy": 1.0}, torch.ones(1, 3))
+    for settings, expected in ((signs.Signs(), [0.1, -1.0, math.nan]), (signs.Signs(right=0), [0.0, -1.0, math.nan]),
+                               (signs.Signs(right=1, wrong=0), [1.0, 0.0, math.nan])):
+        torch.testing.assert_close(signs.signs(rewards, settings), torch.tensor([expected]).double(), equal_nan=True)
+
+
+def test_forks_are_the_fifth_with_the_highest_entropy():
+    entropy_C = torch.tensor([0.1, 2.0, 0.3, 0.0, 1.0, 0.2, 0.1, 0.4, 0.0, 0.1])
+    marked_C, = forks.weigh([], [], [entropy_C], config.Loss())
+    assert marked_C.nonzero()[:, 0].tolist() == [1, 4]
+    assert forks.highest(entropy_C[:2], 0.2).tolist() == [0, 1]
+
+
 # ---- the table of variances
 
 def test_the_variance_of_the_anchor_is_estimated_without_bias_for_any_group_size():
@@ -302,7 +420,14 @@ def test_otb_of_equal_energies_is_the_mean_made_smaller_and_the_table_undoes_tha
 # ---- through the script
 
 FEW = ["data.limit=4", "rollout.group_size=4", "rollout.max_new_tokens=24", "data.eval=null"]  # step 2 is epoch 2
+ONE_ROW = "pack.capacity=4096"
 METHODS = {
+    "ctpo": ["loss.trust={kind: cumulative}", "update.minibatches=2"],
+    "sapo": ["loss.trust={kind: soft_gate}", "update.minibatches=2"],
+    "signs": ["advantage={kind: signs}"],
+    "forks": [ONE_ROW],
+    "otb": ["advantage={kind: leave_one_out}", ONE_ROW],
+    "otb_released": ["advantage={kind: leave_one_out}", ONE_ROW],
     "allocation": ["advantage={kind: allocated}"],
     "abort": ["advantage={kind: survivors}", "prune.completions={kind: abort, mark: 8, bias: -0.5}"],
     "abort_controls": ["advantage={kind: survivors}",
@@ -393,3 +518,112 @@ def test_an_unknown_method_is_an_error(command):
 def test_every_config_of_the_court_loads(path, plugged):
     plugged(try_method.load(path.with_suffix(".py")))
     assert config.load(path).out == f"runs/{path.stem}"
+
+
+# ---- claims, and a method of somebody's own
+
+court = try_method.load(ROOT / "experiments" / "court.py")
+
+
+@pytest.fixture
+def every_method(plugged):
+    for name in {arm.method for arm in court.ARMS.values() if arm.method}:
+        plugged(try_method.load(court.COURT / f"{name}.py"))
+
+
+def test_every_arm_is_a_config_and_every_claim_is_about_two_of_them(every_method):
+    for name, arm in court.ARMS.items():
+        settings = court.run_of(name, arm, "1e-4", 0).plain_settings()
+        assert settings["model.path"].endswith("long_model") and settings["rollout.max_new_tokens"] == 320
+        assert settings["rollout.group_size"] * settings["rollout.prompts_per_step"] * settings["steps"] == 64 * 60
+    assert {claim.number for claim in court.CLAIMS} == set(range(1, 13))
+    assert {of for claim in court.CLAIMS for of in (claim.arm, claim.other)} <= court.ARMS.keys()
+    assert {claim.cost for claim in court.CLAIMS} <= court.COSTS.keys()
+
+
+def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path, capsys):
+    results = tmp_path / "results.jsonl.xz"
+    gains = {"grpo": 0.2, "pps": 0.4, "cppo": 0.1, "nsr": 0.2, "psr": 0.5}
+    for name, gain in gains.items():
+        for rate in court.GRID:
+            best = 0.05 * (rate == "1e-4")
+            make(results, court.run_of(name, court.ARMS[name], rate, court.TUNING_SEED, tuning=True), gain + best)
+        for seed in range(3):
+            make(results, court.run_of(name, court.ARMS[name], "1e-4", seed), gain)
+    court.report(results)
+    out = capsys.readouterr().out
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines() if line.startswith("| ")]
+    verdicts = {row[2].partition(",")[0]: row[-1] for row in rows if len(row) == 5}
+    assert verdicts["pps less grpo"] == "holds" == verdicts["pps less cppo"] == verdicts["nsr less grpo"]
+    assert verdicts["nsr less psr"] == "does not" and verdicts["otb less leave-one-out"] == "not run"
+    assert "| cppo | 1e-4 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
+
+
+def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_method, tmp_path, monkeypatch):
+    results, arm, made = tmp_path / "results.jsonl.xz", court.ARMS["grpo"], []
+
+    def keep(run, results, bar):
+        made.append(run.name)
+        make(results, run, {"2.5e-5": 0.1, "5e-5": 0.2, "1e-4": 0.3, "2e-4": 0.4, "4e-4": 0.3}[run.rate])
+
+    monkeypatch.setattr(court, "keep", keep)
+    assert court.best_rate("grpo", results) is None
+    court.train({"grpo": arm}, range(2), results, until=math.inf)
+    assert made == [f"grpo-{rate}-validation-seed100" for rate in (*court.GRID, "4e-4")] + [
+        f"grpo-2e-4-test-seed{seed}" for seed in range(2)]
+    made.clear()
+    court.train({"grpo": arm}, range(2), results, until=-math.inf)
+    assert not made
+
+
+def test_a_claim_of_seconds_and_of_large_steps_by_hand(every_method, tmp_path):
+    results = tmp_path / "results.jsonl.xz"
+    for name, gain in (("grpo", 0.2), ("pps", 0.4), ("stages", 0.1)):
+        for seed in range(2):
+            make(results, court.run_of(name, court.ARMS[name], "1e-4", seed), gain)
+    arms = court.kept_arms(dict.fromkeys(court.ARMS, "1e-4"), court.SEEDS, results)
+    for record in arms["stages"].values():
+        record.about["settings"]["steps"] = 4
+    assert court.gap(arms, "stages", "grpo", "steps", 1) is None and court.gap(arms, "otb", "grpo", "steps", 1) is None
+    assert court.gap(arms, "stages", "grpo", "seconds", 1).mean < 0
+    level = court.level_of(arms)
+    assert 40 + 0.7 * 20 < level < 41 + 0.8 * 22
+    ratio = float(court.speed(arms, "pps", level).partition(" ")[0])
+    assert 1.5 < ratio < 2.5 and court.speed(arms, "stages", level) == "not reached in 2 of 2"
+
+
+def test_a_page_shows_what_a_file_is_called_as_text():
+    page = court.as_page("<b>", {"a & b": (["x"], [["<i>"], ["1"]])}, "<svg></svg>")
+    assert "<h1>&lt;b&gt;</h1>" in page and "<td>&lt;i&gt;" in page and "a &amp; b" in page and page.count("<tr>") == 3
+
+
+MINE = """
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True, slots=True)
+class Mine:
+    kind: Literal["mine"] = "mine"
+
+
+ADVANTAGES = {Mine: lambda rewards, settings: rewards.total_NG - 0.5}
+"""
+
+
+@pytest.mark.slow
+def test_a_method_of_somebodys_own_comes_to_a_page(tmp_path):
+    (tmp_path / "mine.py").write_text(MINE)
+    (tmp_path / "mine.yaml").write_text("base: grpo_long_toy.yaml\\nadvantage: {kind: mine}\\n")
+    few = ("steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64", "eval.max_new_tokens=64")
+    command = [sys.executable, str(ROOT / "experiments" / "court.py"), "--method", "mine.py", "--seeds", "2",
+               "--out", "own"]
+    env = os.environ | {"OMP_NUM_THREADS": "1"}
+    for _ in range(2):  # the second time all runs are there
+        done = subprocess.run([*command, *(word for setting in few for word in ("--set", setting))], cwd=tmp_path,
+                              env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        page = Path(done.stdout.splitlines()[-1])
+        assert "mine less grpo" in done.stdout and page.read_text().count("<svg") == 1
+    wrong = subprocess.run([*command[:3], "no.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert wrong.returncode == 2 and "method no.py not found" in wrong.stderr

@@ -9,12 +9,19 @@ As released the sum is over all completions, the own one included, so that the g
 (own=True). Ours: leave the own one out. Then B_t depends on no token that it is used for, except by t <= own
 length, and with loss.normalize=sum the gradient is unbiased. W stays as it is behind a completion's end.
 
-The loop has one advantage for a completion, and for a token only a critic's. So OTB is measured
-(experiments/measure_otb.py) and not trained with.
+experiments/measure_otb.py measures its variance. Trained with, the place for token weights (loss.weigh) turns
+leave-one-out's advantages into these.
 """
+
+from collections import defaultdict
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+from advantage import leave_one_out
+from config import ConfigError, Loss
+from records import Row
 
 LEAST = 1e-4  # of w: a token that the engine was sure of counts a little
 
@@ -42,3 +49,37 @@ def padded(logp: list[list[float]]) -> tuple[Tensor, Tensor]:
     for row, of in zip(logp_GL, logp, strict=True):
         row[:len(of)] = torch.tensor(of, dtype=torch.float64)
     return logp_GL, length_G
+
+
+def weigh(
+    rows: Sequence[Row],
+    logp: Sequence[Tensor],
+    entropy: Sequence[None],
+    loss: Loss,
+    own: bool = False,
+) -> list[Tensor]:
+    """Put the reward less each token's baseline in place of the advantage: a token's factor is the one over
+    the other."""
+    return [factors(row, own) for row in rows]
+
+
+def factors(row: Row, own: bool) -> Tensor:
+    """Compute the factors of a row's tokens, [C]. Raises ConfigError for a row with a part of a group."""
+    factor_C = torch.ones_like(row.adv_C)
+    members = defaultdict(list)
+    for s, (n, _) in enumerate(row.members):
+        members[n].append(s)
+    for of_group in members.values():
+        places = [(row.segment_C == s).nonzero()[:, 0] for s in of_group]
+        reward_G = row.reward_S[of_group].double()
+        first_G = torch.stack([row.adv_C[place[0]] for place in places]).double()
+        if not row.counts:
+            continue
+        if not torch.allclose(leave_one_out(reward_G[None])[0], first_G, atol=1e-6):
+            raise ConfigError("otb needs advantage.kind=leave_one_out, no pruning, one process and a "
+                              "pack.capacity that holds a step: a row has a part of a group")
+        logp_GL, length_G = padded([row.sampled_logp_C[place].tolist() for place in places])
+        adv_GL = token_advantage(reward_G, energy(logp_GL, length_G), own)
+        for place, adv_L, adv in zip(places, adv_GL, first_G, strict=True):
+            factor_C[place] = (adv_L[:len(place)] / adv).to(factor_C.dtype)
+    return factor_C

@@ -1,0 +1,399 @@
+"""The court: do methods of 2025 and 2026 keep what they claim, on one testbed?
+
+    python experiments/court.py                        # the tables, of the runs that are kept
+    python experiments/court.py --train [--hours 3]    # the runs that are missing first; 12 CPU hours at most
+    python experiments/court.py --method my_method.py  # a method of yours against the kept arms: half an hour
+
+docs/experiments.md has the claims, written down before any run. Every run is a difference from
+configs/grpo_long_toy.yaml. An arm's learning rate is the best of a grid on the validation split.
+
+With --method, a file as try_method.py takes it is tried in the same way: rates on the validation split, then
+five seeds. --config names its config, or else it is the yaml file beside it; --set changes settings. Its runs
+are kept in runs/court/, and a page with the tables and the curves is written there.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from html import escape
+from io import StringIO
+from pathlib import Path
+from statistics import mean
+
+from claims import seconds_to, verdict
+from compare import Arms, kept_arms
+from kept_runs import (
+    ROOT,
+    Difference,
+    Record,
+    Run,
+    area_and_end,
+    curve,
+    difference,
+    keep,
+    least,
+    read,
+    table,
+)
+from matplotlib.figure import Figure
+from tqdm import tqdm
+from try_method import COURT, find_method, load, plug_in
+
+import config
+from page.runs import COSTS
+
+RESULTS = Path(__file__).parent / "court.jsonl.xz"
+RECIPE, ANCHOR = "grpo_long_toy.yaml", "grpo"
+SEEDS, TUNING_SEED = range(5), 100
+GRID = ("5e-5", "1e-4", "2e-4")
+NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
+ON_VALIDATION = ("eval.n=1",)
+VALIDATION = "toy/long_validation.jsonl"
+FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its end
+
+OFF = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
+OF_4 = ("rollout.group_size=4", "rollout.prompts_per_step=16")
+STAGES = ("steps=4", "rollout.prompts_per_step=120", "update.minibatches=15", "eval.every=1",
+          "optim.warmup_steps=0", "loss.trust={low: 0.5, high: 1}", "update.rate_by_ess=true")
+# A prompt without a right completion in the epoch before has pass rate 0.1: its completions fail at the mark.
+ESPO = ("prune.completions={kind: biased_abort, mark: 48, aborted: failed, cut: 0.15, bias: 0, spread: 0, "
+        "rate: 1}")
+
+
+@dataclass(frozen=True, slots=True)
+class Arm:
+    """What makes GRPO on the long task another method: settings, and a file, with its config beside it."""
+
+    settings: tuple[str, ...] = ()
+    method: str = ""  # a path, or the name of a file in court/
+    config: str = ""  # in place of the one beside it
+
+    @property
+    def file(self) -> str:
+        return str(find_method(self.method).resolve()) if self.method else ""
+
+    @property
+    def recipe(self) -> str:
+        return self.config or (str(Path(self.file).with_suffix(".yaml")) if self.method else RECIPE)
+
+
+ARMS = {
+    "grpo": Arm(),
+    "leave-one-out": Arm(("advantage={kind: leave_one_out}",)),
+    "leave-one-out-of-4": Arm(("advantage={kind: leave_one_out}", *OF_4)),
+    "grpo-4-steps": Arm(OFF),
+    "cppo": Arm(("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")),
+    "pps": Arm(("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
+    "otb": Arm(method="otb"),
+    "otb-released": Arm(method="otb_released"),
+    "shrinkage": Arm(("advantage={kind: shrinkage}",)),
+    "shrinkage-of-4": Arm(("advantage={kind: shrinkage}", *OF_4)),
+    "abort": Arm(method="abort"),
+    "abort-arrol": Arm(method="abort_controls"),
+    "abort-espo": Arm((ESPO, "loss.denominator=all"), "abort_controls"),
+    "allocation": Arm(method="allocation"),
+    "allocation-vip": Arm(("advantage.rule=spread",), "allocation"),
+    "allocation-cero": Arm(("advantage.rule=posterior",), "allocation"),
+    "forks": Arm(method="forks"),
+    "nsr": Arm(("advantage.right=0",), "signs"),
+    "psr": Arm(("advantage.right=1", "advantage.wrong=0"), "signs"),
+    "w-reinforce": Arm(method="signs"),
+    "ipo": Arm((*OFF, "loss.trust={kind: total_variation, divergence: 0.3, sides: both, cap: 1e4}")),
+    "ctpo": Arm(method="ctpo"),
+    "sapo": Arm(method="sapo"),
+    "vcpo": Arm((*OFF, "update.rate_by_ess=true")),
+    "stages": Arm(STAGES),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A claim as a difference of areas: it holds if `arm` less `other` lies above `bound` points."""
+
+    number: int
+    text: str
+    arm: str
+    other: str
+    cost: str
+    bound: float = 0.0
+
+
+CLAIMS = (
+    Claim(1, "PPS by surprise teaches more per trained token", "pps", "grpo", "trained tokens"),
+    Claim(1, "... and more than CPPO", "pps", "cppo", "trained tokens"),
+    Claim(2, "a baseline for every token teaches more", "otb", "leave-one-out", "generated tokens"),
+    Claim(2, "... as released", "otb-released", "leave-one-out", "generated tokens"),
+    Claim(3, "shrunk baselines teach more", "shrinkage", "leave-one-out", "generated tokens"),
+    Claim(3, "... in groups of 4", "shrinkage-of-4", "leave-one-out-of-4", "generated tokens"),
+    Claim(4, "unbiased aborts teach more per generated token", "abort", "leave-one-out", "generated tokens"),
+    Claim(4, "... than smaller groups", "abort", "leave-one-out-of-4", "generated tokens"),
+    Claim(4, "balanced aborts (ARRoL) do", "abort-arrol", "leave-one-out", "generated tokens"),
+    Claim(4, "aborts as failures (ESPO) do", "abort-espo", "leave-one-out", "generated tokens"),
+    Claim(5, "allocation by cost teaches more per generated token", "allocation", "leave-one-out",
+          "generated tokens"),
+    Claim(5, "by spread (VIP)", "allocation-vip", "leave-one-out", "generated tokens"),
+    Claim(5, "by posterior variance (CERO)", "allocation-cero", "leave-one-out", "generated tokens"),
+    Claim(6, "IPO teaches more than a clip", "ipo", "grpo-4-steps", "steps"),
+    Claim(7, "CTPO's ratio teaches more than a token's", "ctpo", "grpo-4-steps", "steps"),
+    Claim(8, "large stages cost nothing per generated token", "stages", "grpo", "generated tokens", -2.0),
+    Claim(9, "VCPO's rate teaches more", "vcpo", "grpo-4-steps", "steps"),
+    Claim(10, "wrong completions alone (NSR) teach as much as GRPO", "nsr", "grpo", "steps", -2.0),
+    Claim(10, "W-REINFORCE teaches more than GRPO", "w-reinforce", "grpo", "steps"),
+    Claim(10, "right completions alone (PSR) teach less than wrong ones", "nsr", "psr", "steps"),
+    Claim(11, "a fifth of the tokens teaches as much as all", "forks", "grpo", "steps", -2.0),
+    Claim(11, "... and more", "forks", "grpo", "steps"),
+    Claim(12, "SAPO teaches more than a clip", "sapo", "grpo-4-steps", "steps"),
+)
+
+
+# ---- runs
+
+def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> Run:
+    data, more = (VALIDATION, ON_VALIDATION) if tuning else (None, ())
+    return Run(name, (*arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file)
+
+
+def tried(name: str, results: Path) -> dict[str, float]:
+    """Read the areas over steps of an arm's runs on the validation split, by rate."""
+    areas = {}
+    for record in read(results).values():
+        about = record.about
+        if (about["arm"], about["split"]) == (name, "validation"):
+            areas[about["rate"]] = area_and_end(curve(record), "steps", about["settings"]["steps"])[0]
+    return areas
+
+
+def tune(name: str, arm: Arm, results: Path, bar: tqdm) -> None:
+    """Run an arm at the rates of the grid, and at the best one's neighbour if that is an end."""
+    for rate in GRID:
+        keep(run_of(name, arm, rate, TUNING_SEED, tuning=True), results, bar)
+    if end := NEXT.get(best_rate(name, results)):
+        keep(run_of(name, arm, end, TUNING_SEED, tuning=True), results, bar)
+
+
+def best_rate(name: str, results: Path) -> str | None:
+    """Name the rate of the largest area, once the grid is there."""
+    areas = tried(name, results)
+    return max(areas, key=areas.get) if areas.keys() >= set(GRID) else None
+
+
+def train(arms: dict[str, Arm], seeds: Iterable[int], results: Path, until: float) -> None:
+    """Make the runs that are missing, in turns, until a moment of time.monotonic."""
+    with tqdm(unit="run") as bar:
+        jobs = [lambda name=name: tune(name, arms[name], results, bar) for name in arms]
+        for seed in seeds:
+            for name in arms:
+                jobs.append(lambda name=name, seed=seed: keep(
+                    run_of(name, arms[name], best_rate(name, results), seed), results, bar))
+        for job in jobs:
+            if time.monotonic() > until:
+                break
+            job()
+
+
+# ---- tables
+
+def gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Difference | None:
+    """Compare the areas of two arms at a cost, up to what both have spent, paired by seed. None: there are no
+    two seeds of both, or steps are compared and one of them has few large ones."""
+    seeds = sorted(arms.get(name, {}).keys() & arms.get(other, {}).keys())
+    steps = {arms[of][seed].about["settings"]["steps"] for of in (name, other) for seed in seeds}
+    if len(seeds) < 2 or cost == "steps" and len(steps) > 1:
+        return None
+    pairs = [[curve(arms[of][seed]) for seed in seeds] for of in (name, other)]
+    budget = least([of for curves in pairs for of in curves], cost)
+    areas = [[area_and_end(of, cost, budget)[0] for of in curves] for curves in pairs]
+    return difference(*areas, comparisons)
+
+
+def interval(of: Difference | None) -> str:
+    return f"{of.mean:+.2f} [{of.low:+.2f}, {of.high:+.2f}]" if of else ""
+
+
+def claim_rows(arms: Arms) -> list[list[str]]:
+    """Judge every claim; the rows of one number are a family."""
+    rows = []
+    for claim in CLAIMS:
+        family = sum(other.number == claim.number for other in CLAIMS)
+        of = gap(arms, claim.arm, claim.other, claim.cost, family)
+        test = f"{claim.arm} less {claim.other}, area over {claim.cost}"
+        if claim.bound:
+            test += f", above {claim.bound:.0f}"
+        here = verdict(of.low, of.high, claim.bound) if of else "not run"
+        rows.append([str(claim.number), claim.text, test, interval(of), here])
+    return rows
+
+
+def speed(arms: Arms, name: str, level: float) -> str:
+    """Tell how much sooner than the anchor an arm comes to an accuracy, in CPU seconds, by seed."""
+    seeds = sorted(arms[name].keys() & arms[ANCHOR].keys())
+    gaps, missed = [], 0
+    for seed in seeds:
+        curves = [curve(arms[of][seed]) for of in (ANCHOR, name)]
+        those, these = (seconds_to(level, of.spent["seconds"], of.accuracy_E) for of in curves)
+        if math.isfinite(these) and math.isfinite(those):
+            gaps.append(math.log(those / these))
+        else:
+            missed += 1
+    if missed or len(gaps) < 2:
+        return f"not reached in {missed} of {len(seeds)}" if missed else ""
+    of = difference(gaps, [0.0] * len(gaps), 1)
+    return f"{math.exp(of.mean):.2f} [{math.exp(of.low):.2f}, {math.exp(of.high):.2f}]"
+
+
+def level_of(arms: Arms) -> float:
+    """Compute the accuracy that speeds are told for."""
+    curves = [curve(record) for record in arms[ANCHOR].values()]
+    start, end = (mean(float(of.accuracy_E[i]) for of in curves) for i in (0, -1))
+    return start + FASTER * (end - start)
+
+
+def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) -> list[list[str]]:
+    """Tabulate each arm: its rate, its end, what it spent, and its difference to the anchor at each cost."""
+    rows = []
+    for name, by_seed in arms.items():
+        curves = [curve(record) for record in by_seed.values()]
+        end = mean(float(of.accuracy_E[-1]) for of in curves)
+        cells = [name, rates[name], str(len(curves)), f"{end:.1f}"]
+        for cost in costs:
+            if cost != "steps":
+                cells.append(f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}")
+        for cost in costs:
+            cells.append("" if name == ANCHOR else interval(gap(arms, name, ANCHOR, cost, 1)))
+        if "seconds" in costs:
+            cells.append("" if name == ANCHOR else speed(arms, name, level_of(arms)))
+        rows.append(cells)
+    return rows
+
+
+def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
+    head = ["arm", "rate", "runs", "end, %", *(cost for cost in costs if cost != "steps")]
+    head += [f"area over {cost}, less {ANCHOR}" for cost in costs]
+    return [*head, f"times as fast to {level_of(arms):.1f}%"] if "seconds" in costs else head
+
+
+def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
+    """Read the arms that are kept, at the rates that were chosen."""
+    rates = {name: rate for name in names if (rate := best_rate(name, results))}
+    return kept_arms(rates, SEEDS, results), rates
+
+
+def report(results: Path) -> None:
+    """Print the table of claims, of arms and of rates."""
+    arms, rates = kept(results, ARMS)
+    claims = claim_rows(arms)
+    print(*table(["", "claim", "test", "points", "here"], claims), "", sep="\n")
+    if ANCHOR in arms:
+        print(*table(arm_head(arms), arm_rows(arms, rates)), "", sep="\n")
+    tuned = [[name, ", ".join(f"{rate}: {area:.2f}" for rate, area in sorted(
+        tried(name, results).items(), key=lambda of: float(of[0])))] for name in ARMS]
+    print(*table(["arm", "rate: area on the validation split"], tuned), "", sep="\n")
+    seconds = [record.about["cpu_seconds"] for record in read(results).values()]
+    print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
+    print(json.dumps({"bench": "court", "claims": claims, "rates": rates}))
+
+
+# ---- a method of somebody's own
+
+UNTIMED = tuple(cost for cost in COSTS if cost != "seconds")  # of another machine than the kept arms'
+
+
+def try_own(name: str, arm: Arm, seeds: range, until: float, out: Path) -> None:
+    """Train a method, compare it with the kept arms, and write a page."""
+    out.mkdir(parents=True, exist_ok=True)
+    results = out / f"{name}.jsonl.xz"
+    train({name: arm}, seeds, results, until)
+    others, rates = kept(RESULTS, ARMS)
+    mine, my_rates = kept(results, [name])
+    arms, rates = mine | others, my_rates | rates
+    if name not in mine:
+        sys.exit("no run has ended; the same command goes on")
+    rows = [[f"{name} less {other}", *(interval(gap(arms, name, other, cost, 1)) for cost in UNTIMED)]
+            for other in others]
+    tables = {
+        f"{name}, less each arm: points of accuracy, area at equal cost, 95%": (["", *UNTIMED], rows),
+        "all arms": (arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)),
+    }
+    for title, (head, lines) in tables.items():
+        print(title, "", *table(head, lines), "", sep="\n")
+    page = out / f"{name}.html"
+    page.write_text(as_page(f"{name} before the court", tables, draw(arms, name)))
+    print(page)
+
+
+def draw(arms: Arms, name: str) -> str:
+    """Draw the mean curves of a method, of the anchor and of all others, as SVG."""
+    figure = Figure(figsize=(11, 3.5), layout="constrained")
+    for axes, cost in zip(figure.subplots(1, len(UNTIMED), sharey=True), UNTIMED, strict=True):
+        for of, by_seed in arms.items():
+            style = {"color": "C3", "zorder": 3} if of == name else {"color": "0.1"} if of == ANCHOR else {
+                "color": "0.8", "linewidth": 0.8}
+            axes.plot(*mean_curve(by_seed, cost), label=of if of in (name, ANCHOR) else None, **style)
+        axes.set_xlabel(cost)
+    figure.axes[0].set_ylabel("held-out accuracy, %")
+    figure.axes[0].legend(frameon=False)
+    out = StringIO()
+    figure.savefig(out, format="svg")
+    return out.getvalue()[out.getvalue().index("<svg"):]
+
+
+def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[list[float], list[float]]:
+    curves = [curve(record) for record in by_seed.values()]
+    return ([mean(of) for of in zip(*(of.spent[cost] for of in curves), strict=True)],
+            [mean(of) for of in zip(*(of.accuracy_E for of in curves), strict=True)])
+
+
+STYLE = ("body{font:15px system-ui;margin:2em auto;max-width:70em}table{border-collapse:collapse}"
+         "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #ddd}"
+         "svg{max-width:100%;height:auto}")
+
+
+def as_page(title: str, tables: dict[str, tuple[list[str], list[list[str]]]], picture: str) -> str:
+    parts = [f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
+             f"<h1>{escape(title)}</h1>{picture}"]
+    for heading, (head, rows) in tables.items():
+        lines = [f"<tr>{''.join(f'<th>{escape(text)}' for text in head)}"]
+        lines += [f"<tr>{''.join(f'<td>{escape(text)}' for text in row)}" for row in rows]
+        parts.append(f"<h2>{escape(heading)}</h2><table>{''.join(lines)}</table>")
+    return "\n".join(parts)
+
+
+def main() -> None:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
+    parser.add_argument("--arms", default=",".join(ARMS), help="of --train")
+    parser.add_argument("--hours", type=float, default=math.inf, help="begin no run after so long")
+    parser.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
+    parser.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
+    parser.add_argument("--set", action="append", default=[], help="change one setting of --method")
+    parser.add_argument("--seeds", type=int, default=len(SEEDS))
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "court", help="folder, of --method")
+    args = parser.parse_args()
+    until = time.monotonic() + 3600 * args.hours
+    for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
+        plug_in(load(COURT / f"{method}.py"))
+    if args.method:
+        try:
+            path = find_method(args.method)
+            named = args.config or str(path.with_suffix(".yaml"))
+            found = Path(named).resolve()
+            arm = Arm(tuple(args.set), str(path), str(found) if found.is_file() else named)
+            plug_in(load(path))
+            config.load(arm.recipe, arm.settings)
+        except config.ConfigError as error:
+            parser.error(str(error))
+        name = f"my {path.stem}" if path.stem in ARMS else path.stem
+        try_own(name, arm, range(args.seeds), until, args.out.resolve())
+        return
+    if args.train:
+        train({name: ARMS[name] for name in args.arms.split(",")}, range(args.seeds), RESULTS, until)
+    report(RESULTS)
+
+
+if __name__ == "__main__":
+    main()

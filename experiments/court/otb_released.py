@@ -1,0 +1,7 @@
+"""OTB as released, with the own completion in its baseline: a control of otb.py, with bias."""
+
+from functools import partial
+
+from court import otb
+
+weigh = partial(otb.weigh, own=True)
