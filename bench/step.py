@@ -219,7 +219,7 @@ def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> li
         measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
         name = f"{kind}, bfloat16" if halves else kind
         rows = rates(sample, rounds, shape=shape, slots=slots, engine=name)
-        measured |= memory.metrics(device)
+        measured |= memory.metrics(device, engine)
     dist.close()
     return [row | measured for row in rows]
 

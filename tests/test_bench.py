@@ -359,9 +359,10 @@ def test_the_bench_of_packing_sees_idle_ranks():
 @pytest.mark.slow
 def test_the_bench_of_rollouts_and_checkpoints_measures_each_engine_and_each_way():
     measured = ran("step", "--parts", "rollout,checkpoint", "--rounds", "1", "--shapes", "1M", "--slots", "32",
-                   "--shape", "1M", "--ranks", "1")
-    rates = {row["lengths"]: min(row["tokens/s"]) for row in measured["rollout"] if row["engine"] == "torch"}
-    assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
+                   "--shape", "1M", "--ranks", "1", "--halves")
+    for engine in ("torch", "torch, bfloat16"):
+        rates = {row["lengths"]: min(row["tokens/s"]) for row in measured["rollout"] if row["engine"] == engine}
+        assert rates.keys() == {"fixed", "tailed"} and min(rates.values()) > 0
     rows = {row["way"]: min(row["seconds"]) for row in measured["checkpoint"]["rows"]}
     assert len(rows) == 4 and all(seconds > 0 for way, seconds in rows.items() if "lost" not in way)
 
