@@ -93,7 +93,6 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
 	$(VENV)/python toy/pretrain.py
 	$(VENV)/python toy/hard.py
-	$(VENV)/python toy/long.py
 
 # Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
 # constraints.txt, without hashes, by a line of requirements.txt.

@@ -5,11 +5,11 @@
     python experiments/court.py --method my_method.py  # a method of yours against the kept arms: half an hour
 
 docs/experiments.md has the claims, written down before any run. Every run is a difference from
-configs/grpo_long_toy.yaml. An arm's learning rate is the best of a grid on the validation split.
+experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the validation split.
 
 With --method, a file as try_method.py takes it is tried in the same way: rates on the validation split, then
-five seeds. --config names its config, or else it is the yaml file beside it; --set changes settings. Its runs
-are kept in runs/court/, and a page with the tables and the curves is written there.
+five seeds. Its config is the yaml file beside it, or else the testbed's, or --config; --set changes settings.
+Its runs are kept in runs/court/, and a page with the tables and the curves is written there.
 """
 
 import argparse
@@ -47,12 +47,12 @@ import config
 from page.runs import COSTS
 
 RESULTS = Path(__file__).parent / "court.jsonl.xz"
-RECIPE, ANCHOR = "grpo_long_toy.yaml", "grpo"
+RECIPE, ANCHOR = str(Path(__file__).with_name("long_sums.yaml")), "grpo"
 SEEDS, TUNING_SEED = range(5), 100
 GRID = ("5e-5", "1e-4", "2e-4")
 NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
 ON_VALIDATION = ("eval.n=1",)
-VALIDATION = "toy/long_validation.jsonl"
+VALIDATION = "experiments/long_sums/validation.jsonl"
 FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its end
 
 OFF = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
@@ -380,7 +380,8 @@ def main() -> None:
     if args.method:
         try:
             path = find_method(args.method)
-            named = args.config or str(path.with_suffix(".yaml"))
+            beside = path.with_suffix(".yaml")
+            named = args.config or (str(beside) if beside.is_file() else RECIPE)
             found = Path(named).resolve()
             arm = Arm(tuple(args.set), str(path), str(found) if found.is_file() else named)
             plug_in(load(path))

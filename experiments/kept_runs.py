@@ -189,7 +189,7 @@ def describe(run: Run, folder: Path) -> dict:
     machine = (f"{os.cpu_count()} {platform.machine()} cores, {ran_on['device']}, "
                f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
     return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
-            "config": run.recipe, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
+            "config": Path(run.recipe).name, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
             "date": date.today().isoformat(), "machine": machine, "cpu_seconds": cpu_seconds(folder)}
 
 

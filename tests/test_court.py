@@ -4,6 +4,7 @@ the script that plugs it in."""
 import itertools
 import math
 import os
+import random
 import subprocess
 import sys
 from dataclasses import replace
@@ -31,8 +32,10 @@ from methods import samplers
 from prune import COMPLETIONS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, loader
+from verify.grade import grade
 
 sys.path.append(str(ROOT / "experiments"))
+import long_sums  # noqa: E402
 import measure_court  # noqa: E402
 import measure_otb  # noqa: E402
 import try_method  # noqa: E402
@@ -520,6 +523,31 @@ def test_every_config_of_the_court_loads(path, plugged):
     assert config.load(path).out == f"runs/{path.stem}"
 
 
+# ---- the testbed
+
+def test_the_shipped_problems_are_those_of_the_generator(tmp_path):
+    long_sums.write(tmp_path)
+    for name in ("train", "validation", "test"):
+        assert (tmp_path / f"{name}.jsonl").read_text() == (ROOT / f"experiments/long_sums/{name}.jsonl").read_text()
+
+
+def test_long_answers_add_one_by_one_and_what_they_take_back_is_wrong():
+    rng = random.Random(0)
+    made = [long_sums.problem(rng, 18, long_sums.WRONG) for _ in range(50)]
+    assert len({len(line["solution"]) for line, _ in made}) > 10
+    for line, (start, step, level) in made:
+        *rows, answer = line["solution"].splitlines()
+        kept, doubted = ([row for row in rows if row.endswith("!") == wrong] for wrong in (False, True))
+        totals = [(start + i * step) % 100 for i in range(level + 1)]
+        assert kept == [f"{i}:{totals[i - 1]}+{step}={totals[i]}" for i in range(1, level + 1)]
+        assert answer == f"#### {totals[-1]}" == f"#### {line['answer']}"
+        assert doubted and not {row.rstrip("!") for row in doubted} & {*kept}
+        assert grade([(line["answer"], line["solution"])])[0]["verdict"] == "right"
+    assert not long_sums.splits()["validation"].keys() & long_sums.splits()["test"].keys()
+    pretrained = {next(lines)["question"] for lines in [long_sums.pretraining()] for _ in range(5000)}
+    assert not pretrained & {line["question"] for of in long_sums.splits().values() for line in of.values()}
+
+
 # ---- claims, and a method of somebody's own
 
 court = try_method.load(ROOT / "experiments" / "court.py")
@@ -534,7 +562,7 @@ def every_method(plugged):
 def test_every_arm_is_a_config_and_every_claim_is_about_two_of_them(every_method):
     for name, arm in court.ARMS.items():
         settings = court.run_of(name, arm, "1e-4", 0).plain_settings()
-        assert settings["model.path"].endswith("long_model") and settings["rollout.max_new_tokens"] == 320
+        assert settings["model.path"] == "experiments/long_sums/model" and settings["rollout.max_new_tokens"] == 320
         assert settings["rollout.group_size"] * settings["rollout.prompts_per_step"] * settings["steps"] == 64 * 60
     assert {claim.number for claim in court.CLAIMS} == set(range(1, 13))
     assert {of for claim in court.CLAIMS for of in (claim.arm, claim.other)} <= court.ARMS.keys()
@@ -614,8 +642,8 @@ ADVANTAGES = {Mine: lambda rewards, settings: rewards.total_NG - 0.5}
 @pytest.mark.slow
 def test_a_method_of_somebodys_own_comes_to_a_page(tmp_path):
     (tmp_path / "mine.py").write_text(MINE)
-    (tmp_path / "mine.yaml").write_text("base: grpo_long_toy.yaml\\nadvantage: {kind: mine}\\n")
-    few = ("steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64", "eval.max_new_tokens=64")
+    few = ("advantage={kind: mine}", "steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64",
+           "eval.max_new_tokens=64")
     command = [sys.executable, str(ROOT / "experiments" / "court.py"), "--method", "mine.py", "--seeds", "2",
                "--out", "own"]
     env = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -624,6 +652,6 @@ def test_a_method_of_somebodys_own_comes_to_a_page(tmp_path):
                               env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
         page = Path(done.stdout.splitlines()[-1])
-        assert "mine less grpo" in done.stdout and page.read_text().count("<svg") == 1
+        assert "all arms" in done.stdout and page.read_text().count("<svg") == 1
     wrong = subprocess.run([*command[:3], "no.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
     assert wrong.returncode == 2 and "method no.py not found" in wrong.stderr

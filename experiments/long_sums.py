@@ -1,7 +1,8 @@
-"""Make the long toy task, the court's testbed: add a number 4 to 18 times, modulo 100, with second thoughts.
+"""Make the court's testbed: add a number 4 to 18 times, modulo 100, with second thoughts.
 
-    python toy/long.py      # writes toy/long_train.jsonl (240), toy/long_validation.jsonl and
-                            # toy/long_test.jsonl (500 each), always the same, and toy/long_model/
+    python experiments/long_sums.py    # writes into experiments/long_sums/ the problems of train.jsonl (240),
+                                       # validation.jsonl and test.jsonl (500 each), always the same, and
+                                       # model/ (9 minutes on one core)
 
 "17+8x6" asks for 65. An answer has a line for each sum, "1:17+8=25", "2:25+8=33", and then "#### 65". In
 pre-training a quarter of the lines are wrong, end with "!" and are tried again: "2:25+8=34!". So the answers
@@ -14,14 +15,18 @@ or test is in another of them, or in pre-training.
 import json
 import random
 import shutil
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from pretrain import dist, pretrain, write_json
-from problems import Arithmetic, Lines, write_lines
 
-HERE = Path(__file__).parent
+TOY = Path(__file__).parent.parent / "toy"
+sys.path.append(str(TOY))
+
+from pretrain import dist, pretrain, write_json  # noqa: E402
+from problems import Arithmetic, Lines, write_lines  # noqa: E402
+
 LEVELS = (4, 6, 8, 12, 18)
 WRONG = 0.25                     # of the lines in pre-training
 SLIPS = (-10, -2, -1, 1, 2, 10)  # by which they are wrong
@@ -72,14 +77,14 @@ def pretraining() -> Iterator[dict]:
 
 def write(folder: Path) -> None:
     for name, lines in splits().items():
-        write_lines(folder / f"long_{name}.jsonl", f"long/{name}", lines.values())
+        write_lines(folder / f"{name}.jsonl", f"long_sums/{name}", lines.values())
 
 
 def main(folder: Path) -> None:
     write(folder)
     torch.manual_seed(0)
-    model = folder / "long_model"
-    shutil.copytree(HERE / "model", model, dirs_exist_ok=True)  # the toy's tokenizer and width
+    model = folder / "model"
+    shutil.copytree(TOY / "model", model, dirs_exist_ok=True)  # the toy's tokenizer and width
     shape = json.loads((model / "config.json").read_text())
     write_json(model / "config.json", shape | {"num_hidden_layers": 2})
     (model / "model.safetensors").unlink(missing_ok=True)
@@ -89,4 +94,4 @@ def main(folder: Path) -> None:
 
 if __name__ == "__main__":
     dist.init("cpu")
-    main(HERE)
+    main(Path(__file__).with_suffix(""))
