@@ -184,12 +184,12 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
 def describe(run: Run, folder: Path) -> dict:
     """Say what ran, where and when."""
     ran_on = json.loads((folder / "env.json").read_text())
-    diff = [line for line in (ran_on["diff"] or "").splitlines() if line.startswith("diff --git ")]
-    changed = " with changes" if any("experiments/results" not in line for line in diff) else ""
+    changed = any(not file.endswith(".jsonl.xz") for file in ran_on["diff"]["files"])
+    commit = ran_on["commit"] + " with changes" * changed
     machine = (f"{os.cpu_count()} {platform.machine()} cores, {ran_on['device']}, "
                f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
     return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
-            "config": Path(run.recipe).name, "settings": run.plain_settings(), "commit": f"{ran_on['commit']}{changed}",
+            "config": Path(run.recipe).name, "settings": run.plain_settings(), "commit": commit,
             "date": date.today().isoformat(), "machine": machine, "cpu_seconds": cpu_seconds(folder)}
 
 

@@ -7,8 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from conftest import ROOT
 from tqdm import tqdm
+
+from infra import runfolder
 
 sys.path.append(str(ROOT / "experiments"))
 
@@ -116,14 +119,18 @@ def test_a_rate_is_chosen_once_all_of_its_runs_are_there():
     assert [row.split(" | ")[-1] for row in table[2:]] == ["inside |", "an end of what was tried |", "not known yet |"]
 
 
+CHANGED = ""  # the part of a diff that is not of results
+
+
 def fake_training(folder: Path, name: str, *settings: str) -> Path:
     folder.mkdir(parents=True)
     lines = [{"step": 0, "eval/hard_test/accuracy": 0.4, "eval/hard_test/lenient": 0.5, "time/eval": 1.0},
              {"step": 1, "rollout/tokens": 7, "time/step": 1 / 3, "train/loss": 1.0}]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "finished").write_text("3.5")
-    ran_on = {"commit": "0" * 40, "diff": "", "device": "cpu, 1 threads", "python": "3", "libraries": {"torch": "2"}}
-    (folder / "env.json").write_text(json.dumps(ran_on))
+    diff = "diff --git a/experiments/results.jsonl.xz b/experiments/results.jsonl.xz\n"
+    ran_on = runfolder.describe_environment(torch.device("cpu"), diff + CHANGED)
+    (folder / "env.json").write_text(json.dumps(ran_on | {"commit": "0" * 40}))
     return folder
 
 
@@ -152,6 +159,9 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     kept_runs.append(run.name, Record(about | {"settings": about["settings"] | {"steps": 7}}, record.lines), results)
     kept_runs.keep(run, results, bar)
     assert len(trained) == 2 and kept_runs.read(results)[run.name].about == about
+    monkeypatch.setattr(sys.modules[__name__], "CHANGED", "diff --git a/train.py b/train.py\n")
+    kept_runs.keep(compare.arm("pps", "1e-4", 0), results, bar)
+    assert kept_runs.read(results)["pps-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
 
 
 def test_a_write_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch):
