@@ -177,9 +177,11 @@ def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole,
 
 
 @pytest.mark.parametrize(("how", "status", "says"), [
-    ("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"]),
-    ("signal.raise_signal(signal.SIGTERM)", 130, ["stopping: samples under way are dropped", "interrupted; --resume"]),
-], ids=["failed", "stopped"])
+    pytest.param("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"], id="failed",
+                 marks=pytest.mark.slow),
+    pytest.param("signal.raise_signal(signal.SIGTERM)", 130,
+                 ["stopping: samples under way are dropped", "interrupted; --resume"], id="stopped"),
+])
 def test_an_engine_that_fails_or_is_stopped_in_the_middle_of_a_step_leaves_a_run_to_resume(
         how, status, says, whole, tmp_path):
     done = run(*after(f"""
@@ -271,6 +273,7 @@ def test_an_environment_replies_to_vllm(launcher, more, tmp_path):
         assert decided[0] == decided[1]
 
 
+@pytest.mark.slow
 def test_rollouts_that_are_aborted_or_go_on_with_vllm_and_do_so_again_when_repeated(tmp_path):
     """experiments/court/abort.py: what goes on has the log-probs of the policy, and a second run the same tokens."""
     settings = ["rollout.engine=vllm", "steps=3", "data.limit=8", "data.eval=null", "rollout.prompts_per_step=8",
@@ -306,6 +309,7 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
 
 
 @two_ranks
+@pytest.mark.slow
 def test_the_bench_of_a_gpus_first_minutes_answers_its_questions(tmp_path):
     """On a CPU with its own sizes, which say that it runs: vLLM on two ranks, over both, and its seconds."""
     parts = ["vllm_ranks", "vllm_tensor_parallel", "vllm_custom_all_reduce", "vllm_rollout"]
