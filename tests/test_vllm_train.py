@@ -177,8 +177,8 @@ def test_an_engine_gives_the_same_samples_whether_it_sleeps_or_not(sleep, whole,
 
 
 @pytest.mark.parametrize(("how", "status", "says"), [
-    pytest.param("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"], id="failed",
-                 marks=pytest.mark.slow),
+    pytest.param("1 / 0", 1, ["vLLM failed while sampling: division by zero", "--resume auto goes on from"],
+                 id="failed", marks=pytest.mark.slow),
     pytest.param("signal.raise_signal(signal.SIGTERM)", 130,
                  ["stopping: samples under way are dropped", "interrupted; --resume"], id="stopped"),
 ])
