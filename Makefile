@@ -80,7 +80,7 @@ compare: .venv/run   ## six methods on the testbed at equal cost, of runs kept i
 real: .venv/real     ## SmolLM2-135M-Instruct on word problems: CPPO, PPS and GRPO, accuracy before and after (an hour)
 	$(VENV)/python experiments/smollm2.py
 
-gpu-hour: .venv-gpu/ready ## GRPO, CPPO and PPS on GSM8K with Qwen2.5-0.5B on one GPU: accuracy and seconds by phase (about an hour)
+gpu-hour: .venv-gpu/ready ## GRPO, CPPO and two of PPS on GSM8K with Qwen2.5-0.5B on one GPU: accuracy and seconds by phase (about an hour)
 	.venv-gpu/bin/python experiments/gpu_hour.py
 
 court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs kept in experiments/court.jsonl.xz
@@ -93,6 +93,7 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
 	$(VENV)/python toy/pretrain.py
 	$(VENV)/python toy/hard.py
+	$(VENV)/python toy/talk.py
 
 # Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
 # constraints.txt, without hashes, by a line of requirements.txt.

@@ -1,6 +1,6 @@
 """Dense packing: prompts, each before all of its kept completions, in rows of at most `capacity` tokens.
 
-That a prompt is paid for once is Prefix Grouper's idea (arXiv:2506.05433).
+Prefix Grouper (arXiv:2506.05433) had the idea: a row holds a prompt once.
 
 Dimension key:  N groups,  G completions per group,  T tokens of one row (prompts included),  C completion
 tokens among them, the only ones that are projected and scored,  S completions in one row.

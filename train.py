@@ -4,7 +4,7 @@
         [--check | --fit | --show]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
-update the policy, hand it to the engine. It departs from the papers in (docs/methods.md has every method):
+update the policy, hand it to the engine. docs/methods.md has every method. Papers have it otherwise:
 
 1. Advantages come from all G completions, before pruning, over the sample deviation as in the released codes.
    GRPO's paper has the population deviation (advantage.correction); PODS alone compares the kept.

@@ -10,7 +10,6 @@ config that fits plans more than LIMIT of a card.
 import sys
 
 from common import listed, parser, print_json, show
-from shapes import shape_of
 from torch import device
 
 import config
@@ -38,7 +37,7 @@ def planned(name: str, where: str, gpus: int) -> dict | None:
     if gpus % cfg.rollout.tensor_parallel:
         return None
     gib = fit.CARDS[where.split()[-1]]
-    tried = fit.try_on(cfg, shape_of(cfg.model.path), Machine(device("cuda"), gib * fit.GIB, gpus))
+    tried = fit.try_on(cfg, fit.find_shape(cfg.model.path), Machine(device("cuda"), gib * fit.GIB, gpus))
     chosen = tried.cfg
     row = {"config": name.removesuffix(".yaml"), "on": where, "fits": tried.fits,
            "slots": chosen.rollout.slots, "sleep": chosen.rollout.sleep, "rows": chosen.pack.capacity,

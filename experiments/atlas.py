@@ -109,7 +109,7 @@ def survivors(problem: Problem, steps: Steps, baseline: str) -> Tensor:
 
 
 def plain_survivors(problem: Problem, steps: Steps) -> Tensor:
-    """Train on the survivors at weight 1, compared with their mean: as ARRoL. Biased."""
+    """Train on the survivors at weight 1, compared with their mean. Biased."""
     adv_SNG = compare(problem, steps, "centred").nan_to_num()
     count_S11 = steps.there_SNG.sum(dim=(1, 2), keepdim=True)
     return adv_SNG / count_S11.clamp(min=1)
@@ -126,7 +126,7 @@ def failures(problem: Problem, steps: Steps) -> Tensor:
 
 def balanced(problem: Problem, steps: Steps) -> Tensor:
     """Keep as many right completions (reward above 1/2) as wrong ones, the earliest of each, at weight 1 and
-    compared with one another: the balance that DUET (arXiv:2605.08441) and ARRoL abort for. Biased."""
+    compared with one another: the balance that ARRoL (arXiv:2603.24840) aborts for. Biased."""
     right_SNG = reward_of(problem, steps) > 0.5
     wrong_SNG = ~right_SNG
     least_SN1 = torch.minimum(total(right_SNG), total(wrong_SNG))
@@ -149,10 +149,10 @@ LITERATURE = {  # name -> what multiplies grad logp, and the rule for prompts
     "survivors 1/p, others weighed 1/p": (partial(survivors, baseline="weighed"), "aborted"),
     "survivors 1/p, others weighed and normalised": (partial(survivors, baseline="normalised"), "aborted"),
     "survivors 1/p, plain mean with the own reward": (partial(survivors, baseline="with own"), "aborted"),
-    "survivors at weight 1 (ARRoL)": (plain_survivors, "aborted"),
+    "survivors at weight 1": (plain_survivors, "aborted"),
     "aborted at random, reward 0": (failures, "aborted"),
     "aborted by a threshold, reward 0 (ESPO)": (failures, "threshold"),
-    "balance of right and wrong (DUET)": (balanced, "balance"),
+    "balance of right and wrong (ARRoL)": (balanced, "balance"),
     "2 and 4, mean over each prompt's": (mean_by_prompt, "ragged"),
 }
 

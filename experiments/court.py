@@ -129,7 +129,7 @@ CLAIMS = (
     Claim(2, "... as released", "otb-released", "leave-one-out", "generated tokens"),
     Claim(3, "shrunk baselines teach more", "shrinkage", "leave-one-out", "generated tokens"),
     Claim(3, "... in groups of 4", "shrinkage-of-4", "leave-one-out-of-4", "generated tokens"),
-    Claim(4, "unbiased aborts teach more per generated token", "abort", "leave-one-out", "generated tokens"),
+    Claim(4, "weighed aborts teach more per generated token", "abort", "leave-one-out", "generated tokens"),
     Claim(4, "... than smaller groups", "abort", "leave-one-out-of-4", "generated tokens"),
     Claim(4, "balanced aborts (ARRoL) do", "abort-arrol", "leave-one-out", "generated tokens"),
     Claim(4, "aborts as failures (ESPO) do", "abort-espo", "leave-one-out", "generated tokens"),

@@ -211,6 +211,10 @@ def test_an_engines_milliseconds_are_asked_for_at_two_sizes_unless_others_are_na
         assert ran == ["", *expected]
 
 
+def test_every_published_config_has_a_plan():
+    assert all(plan.planned(name, "8 x H100", 8)["peak"] > 1 for name in plan.PUBLISHED)
+
+
 def test_a_plan_is_that_of_fit_and_too_much_of_a_card_is_told(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["plan.py", "--configs", "cppo_math.yaml,dapo_math.yaml"])
     assert plan.main() == 0

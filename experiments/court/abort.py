@@ -4,8 +4,8 @@ All completions are sampled up to `mark` tokens. One that has not ended then goe
 
     P = exp(bias + spread log h (1 - h) + rate log h + confidence l + prompt log m)    within [floor, 1]
 
-h is the prompt's pass rate in earlier steps, m its length, l the mean log-prob of the completion so far. A
-prompt without a history has P = 1. The draw is a function of seed, epoch, prompt, copy and mark. A
+h is the prompt's pass rate in its newest rollout, m its length, l the mean log-prob of the completion so
+far. A prompt without a history has P = 1. The draw is a function of seed, epoch, prompt, copy and mark. A
 completion goes on in the same engine, with prompt and tokens so far as the prompt, as in methods/window.py.
 
 Ours: a survivor weighs 1 / P under the denominators of all completions, the aborted ones included, and its
