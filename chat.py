@@ -203,7 +203,7 @@ def serve(conversation: Conversation, port: int) -> None:
 
 
 def main() -> int:
-    return exit_status(partial(run_command, terminal.of_chat(__doc__)), "ask again")
+    return exit_status(partial(run_command, terminal.of_chat(__doc__)), lambda: "ask again")
 
 
 def run_command(args: argparse.Namespace) -> None:

@@ -1,7 +1,7 @@
 """Collect a step: sample and score groups until there are enough, and choose the completions to train on.
 
 Dimension key:  N prompts (groups) rolled out in one step,  G completions per prompt,  R completions,
-T tokens of all completions, laid end to end.
+P components of a reward.
 """
 
 from dataclasses import replace
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from advantage import advantage, flat_groups
-from config import Config, ConfigError, Prune, Reward, Rollout
+from config import Config, ConfigError, Prune, Reward, Rollout, has_reference
 from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
@@ -62,9 +62,8 @@ class Sampler:
     def score(self, groups: list[Group]) -> Rewards:
         """Score the completions of whole groups. Each rank scores its `local_slice`; all get all rewards."""
         answered = [(sample, group.prompt) for group in groups for sample in group.samples]
-        completions = []
-        for sample, prompt in dist.local_slice(answered):
-            completions.append((self.tokenizer.read(sample.ids[:sample.end]), prompt, sample.own))
+        completions = [(self.tokenizer.read(sample.ids[:sample.end]), prompt, sample.own)
+                       for sample, prompt in dist.local_slice(answered)]
         names = list_components(self.reward, self.graded)
         values = score(completions, self.sampling.max_new_tokens, self.reward, self.graded)
         all_RP = torch.tensor(dist.gather(values), dtype=torch.float64).view(-1, len(names))
@@ -101,20 +100,15 @@ class Selection:
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
+        # With a reference the advantages may change with the policy.
         with_gradient = (
-            cfg.loss.kl,
-            cfg.loss.likelihood,
-            cfg.loss.entropy,
-            cfg.advantage.kind == "gae",
-            getattr(cfg.advantage, "residual", None),
-            kinds.is_preference(cfg.advantage),  # its advantages change with the policy
-        )
+            has_reference(cfg) or cfg.loss.likelihood or cfg.loss.entropy or cfg.advantage.kind == "gae")
         return Selection(
             cfg.rollout,
             cfg.prune,
             cfg.loss.normalize,
             cfg.pack.budget,
-            not any(with_gradient),
+            not with_gradient,
             cfg.advantage,
         )
 
@@ -209,7 +203,8 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     if prune.prompts.kind not in ("none", *REFILLING):
         require_rewards(reward_NG, draws, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
-        cut_NG = ~complete_or_pending(groups, G)
+        cut = [[not (s.finished or s.pending) for s in group.samples] for group in groups]
+        cut_NG = torch.tensor(cut, dtype=torch.bool).view(-1, G)
         reward_NG = reward_NG.masked_fill(cut_NG, torch.nan)
         adv_NG = adv_NG.masked_fill(cut_NG, torch.nan)
 
@@ -247,13 +242,6 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
 
     If a step refills, dropped groups were replaced and only the chosen ones count as offered.
     """
-    chosen = list(range(len(rolled.groups)))
-    refilled = selection.prune.prompts.kind in REFILLING
-    if selection.rollout.until == "informative":
-        refilled = True
-        chosen = rank_informative(rolled)[:selection.rollout.prompts_per_step]
-    if refilled:
-        return chosen, list(range(len(chosen))), len(chosen)
     chosen, places, offered = [], [], 0
     numbered = enumerate(rolled.groups)
     for draw in rolled.draws:
@@ -264,7 +252,10 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
             chosen.append(n)
             places.append(offered)
         offered += 1
-    return chosen, places, offered
+    refilled = selection.prune.prompts.kind in REFILLING
+    if selection.rollout.until == "informative":
+        refilled, chosen = True, rank_informative(rolled)[:selection.rollout.prompts_per_step]
+    return (chosen, list(range(len(chosen))), len(chosen)) if refilled else (chosen, places, offered)
 
 
 def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> None:
@@ -274,12 +265,6 @@ def require_rewards(reward_NG: Tensor, draws: list[PromptDraw], kind: str) -> No
         raise ConfigError(f"prune.prompts.kind={kind} needs a reward for every completion, and one of "
                           f"{draws[lacking[0]].prompt.id} has none: each component is None; return a number, "
                           "or set prune.prompts.kind=none")
-
-
-def complete_or_pending(groups: list[Group], G: int) -> Tensor:
-    """Mark the completions that ended or go on in the next step, bool [N, G]."""
-    flags = [[sample.finished or sample.pending for sample in group.samples] for group in groups]
-    return torch.tensor(flags, dtype=torch.bool).view(-1, G)
 
 
 def reward_midpoint(reward: Reward, differ_in: str) -> float:

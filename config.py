@@ -180,12 +180,11 @@ class Reward:
 @frozen
 class Critic:
     """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
-    lr: float | None = None        # learning rate, constant after the warm-up
+    lr: Positive | None = None     # learning rate, constant after the warm-up
     warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
     epochs: Count = 1              # passes over each rollout
     minibatches: Count = 1         # optimizer steps per pass
-    bounded: bool = False          # values within the range of rewards, by a sigmoid
-    pretrain_steps: int = 0        # first steps of the run: only the critic learns
+    pretrain_steps: CountOrZero = 0  # first steps of the run: only the critic learns
 
 
 @frozen
@@ -224,7 +223,7 @@ class Loss:
 @frozen
 class Update:
     epochs: Count = 1              # passes over each rollout
-    minibatches: int = 1           # optimizer steps per pass, each on whole groups
+    minibatches: Count = 1         # optimizer steps per pass, each on whole groups
     # the learning rate times sqrt(ESS / n), the ratios' effective share of a step's n completions (VCPO)
     rate_by_ess: bool = False
 

@@ -140,7 +140,7 @@ def to_problem(row: object, place: str, default_id: str, columns: Columns, needs
         answer=answer,
         solution=solution,
         level=None if level is None else str(level).removeprefix("Level "),
-        subject=None if subject is None else str(subject).removeprefix("Level "),
+        subject=None if subject is None else str(subject),
         row=row,
         messages=messages,
     )
@@ -214,7 +214,7 @@ class Task:
     source: Path                # the model's folder
     tokenizer: Tokenizer
     problems: Sequence[Problem]  # to train on, stored (infra/stored.py)
-    prompts: Sequence[Prompt]    # the same, rendered; fewer if data.drop_longer left some out
+    prompts: Sequence[Prompt]    # the same, rendered
     sets: list                  # eval.EvalSet of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of all of these (infra/checkpoint.py)

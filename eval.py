@@ -47,7 +47,7 @@ from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
-from preflight.memory import choose_backend, find_device, fit_engine, rounds_products, with_rollout
+from preflight.memory import choose_backend, find_device, fit_engine, rounds_products
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine
@@ -180,9 +180,8 @@ def summarise(problems: list[dict], sizes: list[int] | None = None,
     """
     n = len(problems[0]["responses"])
     responses = [response for problem in problems for response in problem["responses"]]
-    result = {"n": n, "groups": {}}
-    result["length"] = mean(r["tokens"] for r in responses)
-    result["truncated"] = mean(not r["finished"] for r in responses)
+    result = {"n": n, "groups": {}, "length": mean(r["tokens"] for r in responses),
+              "truncated": mean(not r["finished"] for r in responses)}
     scored = [p for p in problems if bounds and mean_reward(p) is not None]
     if scored:
         value_N, figures = list(map(mean_reward, scored)), partial(reward_figures, bounds=bounds)
@@ -431,7 +430,7 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
-    cfg = with_rollout(cfg, engine=engine_name)
+    cfg = config.with_value(cfg, "rollout.engine", engine_name)
     sampling = Sampling(cfg.eval.max_new_tokens, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, args.seed)
     store = head = None
     if args.suite and dist.rank() == 0:
@@ -526,7 +525,7 @@ def evaluate_or_compare(args: argparse.Namespace) -> None:
 
 def main() -> int:
     run_it = partial(evaluate_or_compare, terminal.of_eval(__doc__))
-    return exit_status(run_it, "the same command goes on from there, if it has --out")
+    return exit_status(run_it, lambda: "the same command goes on from there, if it has --out")
 
 
 if __name__ == "__main__":

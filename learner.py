@@ -2,7 +2,7 @@
 
     python learner.py runs/NAME/checkpoints/step_000123 --out DIR    # a checkpoint as a Hugging Face folder
 
-Dimension key:  C completion tokens of one packed row,  S completions in it.
+Dimension key:  C completion tokens of one packed row.
 """
 
 import argparse

@@ -39,6 +39,7 @@ from infra.weights import (
     read_tensors,
     replace_folder,
     require_own_files,
+    shapes_of,
     weight_files,
 )
 from model import Decoder, Projection, empty_model, load_model
@@ -207,7 +208,7 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     for name, layer in find_adapters(model).items():
         for factor in "AB":
             expected[stored_name(name, factor)] = tuple(getattr(layer, f"lora_{factor}").shape)
-    shapes = {name: tuple(t.shape) for name, t in stored.items()}
+    shapes = shapes_of(stored.items())
     if wrong := find_mismatches(expected, shapes):
         key = wrong[0]
         raise ConfigError(

@@ -234,7 +234,7 @@ class Rolled:
     """All rounds of a step, the same on every rank: `Rolled() + Rolled(a round) + Rolled(the next)`."""
 
     draws: list[PromptDraw] = field(default_factory=list)    # in order, those skipped included
-    groups: list[Group] = field(default_factory=list)  # of the turns kept
+    groups: list[Group] = field(default_factory=list)  # of the draws kept
     rewards: Rewards | None = None
     adv_NG: Tensor = torch.empty(0, 0)                 # from all G, before pruning
     sizes: tuple[int, ...] = ()                        # groups of each round that was added

@@ -41,6 +41,7 @@ from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
+from infra.dist import say
 from infra.lines import blame_file, read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
@@ -234,11 +235,6 @@ class Arm:
 
 
 # ---- printing
-
-def say(text: str) -> None:
-    if dist.rank() == 0:
-        print(text, flush=True)
-
 
 def print_gradients(arms: list[Arm], rolled: Rolled, draws: int) -> None:
     """Print how the gradients of prunings compare with the gradient of the first, which keeps everything."""

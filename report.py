@@ -3,8 +3,8 @@
     python report.py RUN_DIR... [--out DIR] [--level PERCENT] [--watch [SECONDS]]
     python report.py RUN_DIR --card | --push-to-hub USER/NAME    # its model card, here or on the hub
 
-Runs that differ in `seed` and `out` only are one row. Methods differ in cost, so scores are
-compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
+Runs that differ in `seed`, `out`, `log` and `checkpoint` only are one row. Methods differ in cost, so scores
+are compared at equal numbers of steps, of generated tokens, of trained tokens and of seconds (without
 evaluation): at the budget that every finished run reached and at half of it. Another table has the cost to
 reach a score: --level, or nine tenths of the way from the start to the best row's end. Runs that have not
 finished are drawn and named, and left out of the tables. report.md has the tables for a pull request.
@@ -35,7 +35,7 @@ from infra import runfolder
 from infra.checkpoint import replayable_steps
 from infra.lines import blame_file
 from infra.signals import exit_status
-from page.card import push, write_card
+from page.card import markdown_table, push, write_card
 from page.charts import COLOURS, draw_curves, score_charts
 from page.compare import ReportTable, make_tables
 from page.pruning import pruning_charts
@@ -68,7 +68,8 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     runs = [read_run(folder) for folder in folders]
     groups = group_runs(runs)
     scores = scores_of([line for run in runs for line in run.evals])
-    check_level(level, scores)
+    if level is not None and not 0 < level <= 100 and (not scores or any(score.percent for score in scores)):
+        raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
     remarks = [f"{run.folder} is left out of the tables: {run.state['state']} after {run.steps_done} of "
                f"{run.total} steps." for run in runs if not run.finished]
     for run in runs:
@@ -169,9 +170,8 @@ def write_markdown(comparison: Comparison) -> str:
     """Write the tables as markdown, for a pull request."""
     page = ["# Runs", *map(escape_cell, comparison.remarks)]
     for table in comparison.tables:
-        head = [list(map(escape_cell, table.head)), ["---"] * len(table.head)]
-        rows = [*head, *(map(escape_cell, row) for row in table.rows)]
-        lines = "\n".join("| " + " | ".join(row) + " |" for row in rows) if table.rows else ""
+        cells = [[escape_cell(text) for text in row] for row in (table.head, *table.rows)]
+        lines = markdown_table(cells[0], cells[1:]) if table.rows else ""
         page += [f"## {escape_cell(table.title)}", *filter(None, (table.note, lines))]
     return "\n\n".join(page) + "\n"
 
@@ -197,13 +197,7 @@ def watch(folders: list[Path], out: Path, level: float | None, seconds: int) -> 
 
 def main() -> int:
     args = terminal.of_report(__doc__)
-    return exit_status(lambda: make_report(args), "the page stays as it was written last")
-
-
-def check_level(level: float | None, scores: list[Score]) -> None:
-    """Raise ConfigError for a level that no accuracy can have, if there are accuracies."""
-    if level is not None and not 0 < level <= 100 and (not scores or any(score.percent for score in scores)):
-        raise ConfigError(f"--level {level:g} must be above 0 and at most 100, a percentage")
+    return exit_status(lambda: make_report(args), lambda: "the page stays as it was written last")
 
 
 def make_report(args: argparse.Namespace) -> None:
@@ -220,8 +214,6 @@ def make_report(args: argparse.Namespace) -> None:
         if path not in runs:
             print(f"{path} is left out: it has no config.yaml, so it is no run folder", file=sys.stderr)
     out = args.out or (runs[0] if len(runs) == 1 else Path("runs/report"))
-    if args.watch is not None and args.watch < 1:
-        raise ConfigError(f"--watch {args.watch} must be at least 1, a number of seconds")
     path = write_report(runs, out, args.level) if args.watch is None else watch(
         runs, out, args.level, args.watch)
     print(f"{path}  ({path.stat().st_size / 1e6:.1f} MB; tables: {path.with_suffix('.md')})")

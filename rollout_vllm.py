@@ -15,7 +15,7 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from infra.weights import Shape, find_mismatches, named_weights
+from infra.weights import Shape, find_mismatches, named_weights, shapes_of
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
 from settings.loader import in_short
@@ -61,7 +61,7 @@ class VLLMEngine:
         self.sleeps = spec.sleeps
         self.peak_bytes = 0  # of the device, as seen before each sleep and each sync
         model = empty_model(spec.folder, spec.dtype)
-        self.expected = {name: tuple(t.shape) for name, t in named_weights(model)}
+        self.expected = shapes_of(named_weights(model))
         cache = int(spec.cache_gib * 2**30) if spec.cache_gib else cache_bytes(
             model.shape, spec.dtype.itemsize, spec.slots, spec.max_len, spec.tensor_parallel)
         with undisturbed(spec.device):
@@ -82,7 +82,7 @@ class VLLMEngine:
 
         Names and shapes are compared first: vLLM cannot recover from a failed load.
         """
-        policy_shapes = {name: tuple(t.shape) for name, t in named_weights(policy)}
+        policy_shapes = shapes_of(named_weights(policy))
         if wrong := find_mismatches(self.expected, policy_shapes):
             name = wrong[0]
             raise ValueError(

@@ -260,6 +260,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: data.Tokenizer, environme
         settings.max_prompt_tokens,
         settings.drop_longer,
     )
+    kept = {prompt.id for prompt in prompts}
+    problems = [p for p in problems if p.id in kept]  # checks before a run compare both in order
     inputs = checkpoint.inputs_of(source, prompts, {s.name: s.prompts for s in sets})
     return (problems, prompts), (graded, inputs)
 

@@ -1,5 +1,5 @@
-"""Call torch.distributed, which no other file does. One process per GPU (gloo on the CPU), the same path at
-world size 1."""
+"""Call torch.distributed, which no other file but checkpoint.py does. One process per GPU (gloo on the CPU),
+the same path at world size 1."""
 
 import hashlib
 import os
@@ -64,6 +64,12 @@ def rank() -> int:
 
 def world_size() -> int:
     return td.get_world_size()
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0 alone."""
+    if rank() == 0:
+        print(text, flush=True)
 
 
 def barrier() -> None:

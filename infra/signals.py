@@ -91,21 +91,21 @@ def find_file(error: OSError) -> object:
     return error.filename or next(iter(paths), "a file")
 
 
-def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], str] = "start it again") -> int:
+def exit_status(
+    program: Callable[[], int | None],
+    remedy: Callable[[], str] = lambda: "start it again",
+) -> int:
     """Run a program and return its exit status: its own or 0, 2 for a user's error, 130 after a signal.
 
     `remedy` tells how to go on with work that was stopped.
     """
     if getattr(multiprocessing.current_process(), "_inheriting", False):
         sys.exit(1)  # a worker of the verifier that imports the main program: stop
-    def advice() -> str:
-        return remedy() if callable(remedy) else remedy
-
     with redirect_stdout(Plain(sys.stdout)), redirect_stderr(Plain(sys.stderr)):
         try:
             return program() or 0
         except (ConfigError, VerifyError) as error:
-            status, said, remedy = 2, f"error: {error}", ""
+            status, said, remedy = 2, f"error: {error}", str
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
             status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "
@@ -116,10 +116,10 @@ def exit_status(program: Callable[[], int | None], remedy: str | Callable[[], st
             status, said = 130, "interrupted; "
         except Exception as error:
             if not dist.is_lost(error):
-                print(f"once what follows is mended: {advice()}", file=sys.stderr)
+                print(f"once what follows is mended: {remedy()}", file=sys.stderr)
                 raise
             status, said = 1, f"rank {dist.rank()} has lost another one: mend what that says; "
         finally:
             dist.close()
-        print(said + advice(), file=sys.stderr)
+        print(said + remedy(), file=sys.stderr)
         return status

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
 from datetime import date
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -359,19 +360,9 @@ def chat_environment(today: str | None) -> ImmutableSandboxedEnvironment:
     def refuse(message: str) -> None:
         raise jinja2.TemplateError(message)
 
-    def to_json(
-        x: object,
-        ensure_ascii: bool = False,
-        indent: int | None = None,
-        separators: tuple[str, str] | None = None,
-        sort_keys: bool = False,
-    ) -> str:
-        return json.dumps(
-            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
-
     env = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols", GenerationTag])
-    env.filters["tojson"] = to_json  # jinja's own escapes <, > and & for HTML
+    env.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # jinja's own escapes <, > and & for HTML
     env.globals["raise_exception"] = refuse
     if today:
         try:

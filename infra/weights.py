@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from functools import partial
@@ -188,6 +188,11 @@ def read_tensors(files: list[Path]) -> dict[str, Tensor]:
     return tensors
 
 
+def shapes_of(tensors: Iterable) -> dict[str, tuple]:
+    """Map the names of tensors to their shapes."""
+    return {name: tuple(t.shape) for name, t in tensors}
+
+
 def find_mismatches(expected: dict[str, tuple], stored: dict[str, tuple]) -> list[str]:
     """Name the tensors that one of two tables of shapes lacks or has in another shape, sorted."""
     names = sorted(expected.keys() | stored.keys())
@@ -208,14 +213,14 @@ def load_weights(model: nn.Module, folder: Path) -> None:
         raise ConfigError(f"{folder}: lm_head.weight is not {EMBEDDING}, and config.json ties them; set "
                           "tie_word_embeddings to false there if the head is its own")
     weights = dict(named_weights(model))
-    expected = {name: tuple(p.shape) for name, p in weights.items()}
+    expected = shapes_of(weights.items())
     for name in [name for name in tensors if name.endswith("rotary_emb.inv_freq")]:  # of older exports
         stored = tensors.pop(name).float()
         ours = [freq.cpu() for freq, _ in model.frequencies.values()]
         if not any(freq.shape == stored.shape and torch.allclose(freq, stored) for freq in ours):
             raise ConfigError(f"{folder}: {name} has other rotary frequencies than config.json implies; mend "
                               "rope_theta or rope_scaling there")
-    stored = {name: tuple(t.shape) for name, t in tensors.items()}
+    stored = shapes_of(tensors.items())
     if wrong := find_mismatches(expected, stored):
         name = wrong[0]
         raise ConfigError(

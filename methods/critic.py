@@ -41,24 +41,19 @@ class ValueModel(nn.Module):
     """The value V(s_t) in units of the reward: a copy of the policy's backbone with a scalar head.
 
     The head starts at 0, so every value is at first the middle of the rewards' range [low, high] (inferred:
-    VAPO, arXiv:2504.05118, starts from a reward model). `bounded`: a sigmoid keeps values within the range.
+    VAPO, arXiv:2504.05118, starts from a reward model).
     """
 
-    def __init__(self, backbone: Decoder, low: float, high: float, bounded: bool):
+    def __init__(self, backbone: Decoder, low: float, high: float):
         super().__init__()
-        self.low = low
-        self.high = high
-        self.bounded = bounded
+        self.middle = (low + high) / 2
         self.backbone = backbone
         self.value = nn.Linear(backbone.shape.hidden_size, 1)
 
     def forward(self, ids_T: Tensor, position_T: Tensor, attend: Attend, predict_C: Tensor) -> Tensor:
         """Compute values of the states after the tokens at predict_C, [C]."""
         hidden_CD = self.backbone.hidden(ids_T, position_T, attend)[predict_C]
-        x_C = self.value(at_least_float32(hidden_CD))[:, 0]
-        if self.bounded:
-            return self.low + (self.high - self.low) * x_C.sigmoid()
-        return (self.low + self.high) / 2 + x_C
+        return self.middle + self.value(at_least_float32(hidden_CD))[:, 0]
 
 
 @frozen
@@ -85,7 +80,7 @@ def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
-        model = ValueModel(backbone, low, high, cfg.critic.bounded).to(wide)
+        model = ValueModel(backbone, low, high).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
     shard_empty(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
     lora.load_with_adapters(backbone, cfg, source)

@@ -95,7 +95,7 @@ class FilteredHistory(PromptHistory):
             self.optimizer = torch.optim.AdamW(self.head.parameters(), lr=self.pruning.lr)
 
     def draw(self, count: int) -> list[PromptDraw]:
-        """Take turns until `count` prompts are kept.
+        """Draw until `count` prompts are kept.
 
         Once as many prompts in a row as there are were outside the band, others are taken as they come, so
         that a run goes on when its problems have become easy.

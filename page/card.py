@@ -1,6 +1,7 @@
 """A model card, written from a run's folder, and the way of its model to the Hugging Face hub."""
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 
 import yaml
@@ -82,9 +83,9 @@ def write_card(run: Path) -> Path:
             name=run.resolve().name,
             base=f"`{base}`" if local else f"[{base}](https://huggingface.co/{base})",
             steps=cfg.steps,
-            figures=f"{FIGURES}\n\n{table(('set', 'before', 'after'), scores)}" if scores else
+            figures=f"{FIGURES}\n\n{markdown_table(('set', 'before', 'after'), scores)}" if scores else
             "The run evaluated on no set.",
-            method=table(("setting", "value"), [("reward", str(cfg.reward.weights)), *(
+            method=markdown_table(("setting", "value"), [("reward", str(cfg.reward.weights)), *(
                 (key, str(settings[key])) for key in SHOWN if settings.get(key) is not None)]),
             generated=sum(line.get("rollout/tokens", 0) for line in lines),
             trained=sum(line.get("train/tokens", 0) for line in lines),
@@ -101,7 +102,7 @@ def write_card(run: Path) -> Path:
     return path
 
 
-def table(head: tuple[str, ...], rows: list[tuple[str, ...]]) -> str:
+def markdown_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join(f"| {' | '.join(row)} |" for row in (head, ("---",) * len(head), *rows))
 
 

@@ -81,7 +81,7 @@ CHARTS = {
     ],
     "All others": [("", "*", "")],
 }
-SEPARATE_CHARTS = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high")  # of the charts of accuracy
+SEPARATE_CHARTS = ("step", "eval/*/accuracy", "eval/*/low", "eval/*/high", "eval/*/reward*")  # of the scores
 COLOURS = [f"#c0{i:02x}01" for i in range(8)]  # stand for --line-0 to --line-7 in style.css
 INK, GRID = "#c0ff01", "#c0fe01"
 PAGE_POINTS = 60_000  # of all lines of a page; longer ones are drawn by the means of neighbouring steps

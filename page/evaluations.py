@@ -98,8 +98,7 @@ def comparison_table(first: dict, second: dict) -> str:
 
 def accuracy_row(name: str, a: dict, b: dict) -> str:
     """Write the row of the accuracy on one set."""
-    first_N, second_N = ([count_right(problem) / r["n"] for problem in r["problems"]] for r in (a, b))
-    difference_N = np.subtract(second_N, first_N)
+    difference_N = accuracy_gaps(a, b)
     worse, better = int((difference_N < 0).sum()), int((difference_N > 0).sum())
     p_value = f"{mcnemar(worse, better):.3g}" if a["n"] == b["n"] == 1 else "-"
     low, high = paired_interval(difference_N)
@@ -153,14 +152,17 @@ def ranking(results: Results) -> list[str]:
     rows, p_values = [], []
     for name, a in results[first]["results"].items():
         for other in others:
-            b = results[other]["results"][name]
-            shares = [[count_right(problem) / r["n"] for problem in r["problems"]] for r in (a, b)]
-            difference_N = np.subtract(shares[1], shares[0])
+            difference_N = accuracy_gaps(a, results[other]["results"][name])
             low, high = paired_interval(difference_N)
             p_values.append(sign_flip(difference_N))
             bounds = f"[{low:+.1%}, {high:+.1%}]"
             rows.append(f"{name:<16} {other} less {first}: {difference_N.mean():+.1%} {bounds}")
     return [f"{row}, p = {p:.3g}" for row, p in zip(rows, holm(p_values), strict=True)]
+
+
+def accuracy_gaps(a: dict, b: dict) -> np.ndarray:
+    """Subtract the share of right answers to each problem in one result from that in another, [N]."""
+    return np.subtract(*([count_right(problem) / r["n"] for problem in r["problems"]] for r in (b, a)))
 
 
 def count_right(problem: dict) -> int:

@@ -39,12 +39,6 @@ def pruning_charts(run: LoggedRun) -> tuple[list[str], list[Chart]]:
               [("generated", 0), ("trained", 1)],
               draw_svg(lambda axes: plot_tokens(axes, run))),
     ]
-    skipped = run.series("prune/skipped")
-    if skipped[1].any():
-        charts.append(Chart("Prompts skipped",
-                            "of a step\nSkipped before their rollout, they cost no tokens.", [],
-                            draw_svg(lambda axes: axes.plot(*thin_points(*skipped, LINE_POINTS),
-                                                            color=COLOURS[0]))))
     return describe_pruning(run), charts
 
 

@@ -81,25 +81,21 @@ class LoggedRun:
         return step_E, score.scale * low_E, score.scale * high_E
 
     def spent(self, kind: str, until_E: np.ndarray) -> np.ndarray:
-        return add_up_cost(self.steps, kind, until_E)
+        """Add up a cost, one of COSTS, over the run's steps until each of these steps was done.
+
+        A step without the metric costs nothing. If step 1 trains on 5 tokens and step 2 on 7,
+        spent("trained tokens", [0, 1, 2]) is [0, 5, 12].
+        """
+        key = COSTS[kind]
+        done, costs = [0], [0.0]
+        for line in self.steps:
+            done.append(line["step"])
+            costs.append(1 if key is None else line.get(key) or 0)
+        total = np.cumsum(costs)
+        return total[np.searchsorted(done, until_E, side="right") - 1].astype(float)
 
 
-def add_up_cost(steps: list[dict], kind: str, until_E: np.ndarray) -> np.ndarray:
-    """Add up a cost, one of COSTS, over the lines of a run's steps until each of these steps was done.
-
-    A step without the metric costs nothing. add_up_cost([{"step": 1, "train/tokens": 5},
-    {"step": 2, "train/tokens": 7}], "trained tokens", [0, 1, 2]) = [0, 5, 12].
-    """
-    key = COSTS[kind]
-    done, costs = [0], [0.0]
-    for line in steps:
-        done.append(line["step"])
-        costs.append(1 if key is None else line.get(key) or 0)
-    total = np.cumsum(costs)
-    return total[np.searchsorted(done, until_E, side="right") - 1].astype(float)
-
-
-Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in nothing but the seed
+Groups = dict[str, list[LoggedRun]]  # label -> runs that differ in UNCOMPARED alone
 
 
 @frozen

@@ -1,7 +1,8 @@
 """Check before a run what would spoil it, measured on the loaded models: `train.py --check` prints the table.
 
-A fresh run makes the same checks silently before step 0, and stops if one fails. All ranks take part and come
-to the same verdicts. The policy ends as it was; the engine needs another sync.
+A fresh run makes the same checks silently before step 0, but for the comparison with transformers, and stops
+if one fails. All ranks take part and come to the same verdicts. The policy ends as it was; the engine needs
+another sync.
 
 Dimension key:  C completion tokens of one row.
 """
@@ -26,6 +27,7 @@ from preflight import counts, memory
 from records import Group, Problem, Prompt, Request, Row, Sample, frozen
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
+from verify.answer import strip_spaces
 from verify.extract import extract
 from verify.grade import grade
 
@@ -90,11 +92,10 @@ def require_checks(checks: list[Check]) -> None:
 def print_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
     """Print the table of all checks; returns the exit status, 2 if one failed."""
     checks = [*run_checks(cfg, learner, engine, task), *compare_with_transformers(cfg, task)]
-    if dist.rank() == 0:
-        for check in checks:
-            print(f"{'pass' if check.passed else 'FAIL':<5} {check.name:<30} {check.figures}", flush=True)
-            if not check.passed:
-                print(f"{'':<6}{check.remedy}", flush=True)
+    for check in checks:
+        dist.say(f"{'pass' if check.passed else 'FAIL':<5} {check.name:<30} {check.figures}")
+        if not check.passed:
+            dist.say(f"{'':<6}{check.remedy}")
     return 0 if all(check.passed for check in checks) else 2
 
 
@@ -136,18 +137,15 @@ def engine_logp(rows: list[Row]) -> Tensor:
     return torch.cat([row.sampled_logp_C for row in rows])
 
 
-@torch.no_grad()
-def trainer_logp(learner: Learner, rows: list[Row]) -> Tensor:
-    """Compute the trainer's log-probs."""
-    return pass_rows(learner, rows)
-
-
 def pass_rows(learner: Learner, rows: list[Row]) -> Tensor:
     """Compute the log-probs of rows. Ranks have rows of their own, but must make equally many passes."""
     most = int(dist.max_over_ranks(len(rows)))
     idle = rows[:1] * (most - len(rows))
     passes = [learner.log_probs(learner.policy, row) for row in rows + idle]
     return torch.cat(passes[:len(rows)])
+
+
+trainer_logp = torch.no_grad()(pass_rows)
 
 
 @torch.no_grad()
@@ -267,16 +265,12 @@ def check_template(tokenizer: Tokenizer, system: str | None) -> Check:
                  "take the template of an instruct model")
 
 
-def squeeze(text: str) -> str:
-    """Leave out white space, which tokenizers may change at the ends of a text."""
-    return "".join(text.split())
-
-
 def check_prompts(task: Task, system: str | None) -> Check:
     """Check that what is sampled from ends as the rendered text ends."""
     problem, ids = task.problems[0], task.prompts[0].ids
-    end = squeeze(render_problem(problem, task.tokenizer, system))[-ENDING:]
-    sampled = squeeze(task.tokenizer.decode(ids, special=True))[-ENDING:]
+    # Tokenizers may change white space at the ends of a text.
+    end = strip_spaces(render_problem(problem, task.tokenizer, system))[-ENDING:]
+    sampled = strip_spaces(task.tokenizer.decode(ids, special=True))[-ENDING:]
     figures = f"{len(ids)} tokens that end in {end!r}"
     return Check("whole prompts are sampled from", sampled == end, figures,
                  f"the tokens of {problem.id} end in {sampled!r}: the tokenizer loses or changes text; take "
@@ -295,7 +289,7 @@ def check_rewards(settings: Reward, task: Task) -> Check:
         for text in forge(problem.answer, tokenizer.opened):
             ids, = tokenizer.encode([text])
             read = tokenizer.read(ids)
-            if squeeze(read) != squeeze(tokenizer.opened + text):
+            if strip_spaces(read) != strip_spaces(tokenizer.opened + text):
                 lost = lost or text
             row, = score([(read, problem, 1)], 2 * (settings.overlong_tokens or 1), built_in, task.graded)
             values = zip(list_components(built_in, task.graded), row, strict=True)
@@ -419,7 +413,8 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
 
     def counted(tokens: int) -> float:
         longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
-        return counts.update_bytes(longer, shape, ranks) - counts.held_bytes(longer, shape, ranks)
+        still = counts.held_parts(longer, shape, ranks)
+        return counts.update_bytes(longer, shape, ranks) - sum(still.values())
 
     first, (_, most) = cfg.pack.capacity, counts.row_range(cfg, ranks)
     real = memory.fullest(peak_of_update(cfg, learner), device) - held
@@ -428,8 +423,7 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
     capacity = memory.longest_row(first, most, room * counted(first) / real, counted) or first
     torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
     longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, capacity)
-    if dist.rank() == 0:
-        print(f"measured here: pack.capacity={capacity}", flush=True)
+    dist.say(f"measured here: pack.capacity={capacity}")
     return longer, replace(learner, pack=longer.pack)
 
 

@@ -222,10 +222,6 @@ def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
     return longest, longest + tokens // cfg.update.minibatches // ranks
 
 
-def held_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
-    return sum(held_parts(cfg, shape, ranks).values())
-
-
 def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones; and
     the parts of vLLM's that stay while it samples nothing."""
@@ -288,10 +284,6 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 
 # ---- a rollout
-
-def rollout_bytes(cfg: Config, shape: Shape, ranks: int, slots: int) -> int:
-    return sum(rollout_parts(cfg, shape, ranks, slots).values())
-
 
 def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
     """Count what is in use on one rank while the engine samples in so many slots at full length."""

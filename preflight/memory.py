@@ -24,7 +24,7 @@ from preflight.counts import (
     engine_parts,
     phases,
     planned_share,
-    rollout_bytes,
+    rollout_parts,
     row_range,
     sequences_asked,
     update_bytes,
@@ -147,14 +147,18 @@ def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config
     device = dist.init(find_device(cfg.device))
     shape, machine = read_shape(source), Machine.here(device)
     decided, remarks = choose_settings(cfg, shape, machine, saved or {})
-    if cfg.pack.capacity == "auto":
-        require_room_for_row(decided, shape, machine)
+    needed = update_bytes(decided, shape, machine.ranks)
+    if cfg.pack.capacity == "auto" and needed > OVERCOUNT * machine.free:  # for one sequence, and by far
+        raise ConfigError(
+            f"pack.capacity=auto has no room for a row of one sequence ({decided.pack.capacity} tokens): an "
+            f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
+            "are free; train an adapter (model.lora.rank) or on more ranks, set optim.offload=true (CUDA), "
+            "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
     named = [f"{key}={value}" for key, value in list_choices(cfg, decided).items()]
     if named:
         remarks = [f"chosen here: {', '.join(named)}", *remarks]
-    if dist.rank() == 0:
-        for line in remarks:
-            print(line, flush=True)
+    for line in remarks:
+        dist.say(line)
     return decided
 
 
@@ -181,19 +185,16 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
     engine = pick("rollout.engine", ["torch"] if cfg.rollout.drafts else machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
-    here = with_rollout(here, engine=engine)
+    here = with_value(here, "rollout.engine", engine)
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
     if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
         slots = saved.get("rollout.slots", slots)
-    here = choose_sleep(with_rollout(here, slots=slots), shape, machine, saved)
+    here = choose_sleep(with_value(here, "rollout.slots", slots), shape, machine, saved)
     room = USABLE_SHARE * machine.free
-    most = slots_that_fit(slots, room, partial(rollout_bytes, here, shape, machine.ranks))
-    here = with_rollout(here, slots=most)
+    needed = partial(rollout_parts, here, shape, machine.ranks)
+    most = slots_that_fit(slots, room, lambda count: sum(needed(count).values()))
+    here = with_value(here, "rollout.slots", most)
     return here, list(explain_choice(cfg, here, shape, machine, saved))
-
-
-def with_rollout(cfg: Config, **changes: object) -> Config:
-    return replace(cfg, rollout=replace(cfg.rollout, **changes))
 
 
 def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:
@@ -203,7 +204,7 @@ def choose_sleep(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Co
     rows that are long enough and recompute no more. The embedded engine's memory is free once it has sampled.
     """
     wanted, before = cfg.rollout.sleep, saved.get("rollout.sleep", "always" if saved else "auto")
-    asleep, awake = (choose_rows(with_rollout(cfg, sleep=sleep), shape, machine, saved)
+    asleep, awake = (choose_rows(with_value(cfg, "rollout.sleep", sleep), shape, machine, saved)
                      for sleep in ("always", "never"))
     if cfg.rollout.engine != "vllm" or wanted == "always" or (wanted == "auto" and before == "always"):
         return asleep
@@ -255,11 +256,10 @@ def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
         return sum(parts.values())
 
     slots = slots_that_fit(spec.slots, USABLE_SHARE * machine.free, needed)
-    if dist.rank() == 0:
-        if (wanted, spec.slots) != (kind, slots):
-            print(f"chosen here: rollout.engine={kind}, rollout.slots={slots}", flush=True)
-        if machine.no_cuda:
-            print(f"on the CPU: {machine.no_cuda}", flush=True)
+    if (wanted, spec.slots) != (kind, slots):
+        dist.say(f"chosen here: rollout.engine={kind}, rollout.slots={slots}")
+    if machine.no_cuda:
+        dist.say(f"on the CPU: {machine.no_cuda}")
     return kind, replace(spec, slots=slots)
 
 
@@ -312,22 +312,11 @@ def longest_row(least: int, most: int, room: float, needed: Callable[[int], floa
     return sizes[fitting - 1] if fitting else 0
 
 
-def require_room_for_row(cfg: Config, shape: Shape, machine: Machine) -> None:
-    """Raise ConfigError if not even a row of one sequence can fit, by far."""
-    needed = update_bytes(cfg, shape, machine.ranks)
-    if needed > OVERCOUNT * machine.free:
-        raise ConfigError(
-            f"pack.capacity=auto has no room for a row of one sequence ({cfg.pack.capacity} tokens): an "
-            f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
-            "are free; train an adapter (model.lora.rank) or on more ranks, set optim.offload=true (CUDA), "
-            "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
-
-
 def list_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
     """List the keys of model.BACKENDS that run on this device, the fastest first. torch's kernel and
     flash-attn's are the same; both need half precision."""
-    halves = dtype in (torch.bfloat16, torch.float16)
-    return ["varlen", "sdpa"] if device.type == "cuda" and halves else ["sdpa"]
+    half = dtype == torch.bfloat16
+    return ["varlen", "sdpa"] if device.type == "cuda" and half else ["sdpa"]
 
 
 def rounds_products(settings: Model, device: torch.device) -> bool:

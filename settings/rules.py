@@ -33,7 +33,7 @@ ONLY_WITH = {
     "prune.prompts.estimate=head": ["prune.prompts.lr"],
     "advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"],
     "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
-                           "critic.bounded", "critic.pretrain_steps"],
+                           "critic.pretrain_steps"],
 }
 # A choice -> the name of another setting, the values that this may have then, and why.
 REQUIRES = {
@@ -165,11 +165,11 @@ def size_rules(cfg: Any) -> Iterator[Rule]:
                f"1, or enough for one group more than {N} (rollout.prompts_per_step)")
         yield ("advantage.kind", cfg.advantage.kind != "soft_value",
                "another kind with rollout.max_age: V* is estimated in one rollout of all prompts")
-    yield ("update.minibatches", cfg.update.minibatches >= 1 and N % cfg.update.minibatches == 0,
+    yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
     if cfg.advantage.kind == "gae":
-        yield "critic.lr", critic.lr is not None and critic.lr > 0, "above 0 with advantage.kind=gae"
-        yield ("critic.pretrain_steps", 0 <= critic.pretrain_steps < cfg.steps,
+        yield "critic.lr", critic.lr is not None, "above 0 with advantage.kind=gae"
+        yield ("critic.pretrain_steps", critic.pretrain_steps < cfg.steps,
                f"in 0..{cfg.steps - 1}, below steps")
         yield ("advantage.lam", cfg.advantage.alpha is None or cfg.advantage.lam == type(cfg.advantage)().lam,
                "left out with advantage.alpha")
@@ -186,7 +186,7 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
     completions, prompts = cfg.prune.completions, cfg.prune.prompts
     G, N = cfg.rollout.group_size, cfg.rollout.prompts_per_step
     if hasattr(completions, "keep"):
-        yield ("prune.completions.keep", 1 <= completions.keep <= G,
+        yield ("prune.completions.keep", completions.keep <= G,
                f"in 1..{G} (rollout.group_size); to train on all set prune.completions.kind=none")
     if completions.kind == "bottom":
         yield ("prune.completions.drop_prob", drops_any(completions.drop_prob, G),

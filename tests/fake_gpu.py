@@ -270,7 +270,7 @@ PHASES[require_sync.__code__] = "sync"
 def figures(cfg: config.Config, one: Trace, whole: Trace) -> dict:
     """Compute what is printed and the tests read, for one row, from traces of one layer and of all."""
     given = cfg, whole.policy.shape, dist.world_size()
-    held = counts.held_bytes(*given) + counts.gradient_bytes(*given)
+    held = sum(counts.held_parts(*given).values()) + counts.gradient_bytes(*given)
     rows, policy, layers, autograd = whole.rows, whole.policy, whole.policy.shape.layers, ("backward", "rest")
     scored = sum(len(row.target_C) for row in rows) / len(rows)
     chunks = sum(-(-len(row.target_C) // policy.logp_chunk) for row in rows) / len(rows)

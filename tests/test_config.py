@@ -178,7 +178,7 @@ NAMED = {
     ("DECOUPLED & THINNED", "prune.prompts.kind=bernoulli must be none with advantage.kind=decoupled: its scale"),
     ("critic.lr=1e-5", "critic.lr=1e-05 must be left out, or null, unless advantage.kind=gae"),
     ("advantage.kind=gae", "critic.lr=None must be above 0 with advantage.kind=gae"),
-    ("GAE & critic.lr=0", "critic.lr=0.0 must be above 0 with advantage.kind=gae"),
+    ("GAE & critic.lr=0", "critic.lr=0 must be above 0, or null"),
     ("GAE & critic={lr: 1, pretrain_steps: 3}", "critic.pretrain_steps=3 must be in 0..2, below"),
     ("advantage={kind: gae, alpha: 1, lam: 0.9} & critic.lr=1", "advantage.lam=0.9 must be left out with advantage"),
     ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless rollout.window: nothing"),

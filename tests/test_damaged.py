@@ -306,7 +306,7 @@ def test_any_error_of_the_file_system_is_one_line_with_the_file(number, tmp_path
     monkeypatch.setattr(dist, "close", lambda: None)
     monkeypatch.setattr(os, "replace", failing)
     path = tmp_path / "metrics.jsonl"
-    assert exit_status(lambda: lines.rewrite_log(path, [{"step": 1}]), "go on") == 2
+    assert exit_status(lambda: lines.rewrite_log(path, [{"step": 1}]), lambda: "go on") == 2
     said, = capsys.readouterr().err.splitlines()
     assert said.startswith(f"error: {os.strerror(number)}: '{tmp_path}/") and said.endswith("make room there; go on")
 

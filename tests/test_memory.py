@@ -102,7 +102,7 @@ def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(t
             ("grpo_toy", [f"model.lora.path={tmp_path}"], 1, base + 16 * adapter),
             ("ppo_toy", [], 1, 2 * (base + 12 * adapter))):
         cfg = config.load(f"{name}.yaml", ["device=cpu", "model.dtype=bfloat16", "model.lora.rank=3", *settings])
-        assert counts.held_bytes(cfg, small(), ranks) == expected
+        assert sum(counts.held_parts(cfg, small(), ranks).values()) == expected
         assert counts.gradient_bytes(cfg, small(), ranks) == 4 * adapter // ranks
 
 
@@ -119,8 +119,8 @@ def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the
             ("grpo_toy", [], 1, 12), ("grpo_toy", [], 4, 3), ("grpo_toy", ["loss.kl=0.1"], 1, 16),
             ("ppo_toy", [], 1, 24), ("apo_toy", ["advantage.residual=1e-3"], 2, 8)):
         cfg = config.load(f"{name}.yaml", ["device=cpu", "optim.offload=true", *settings])
-        assert counts.held_bytes(cfg, shape, ranks) == expected * per
-        assert counts.held_bytes(replace(cfg, device="cuda"), shape, ranks) == 0  # offloaded
+        assert sum(counts.held_parts(cfg, shape, ranks).values()) == expected * per
+        assert sum(counts.held_parts(replace(cfg, device="cuda"), shape, ranks).values()) == 0  # offloaded
 
 
 def test_the_caches_of_both_engines_are_counted_by_hand():
@@ -179,7 +179,8 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     here, said = choose_settings(cfg, shape, gpu(ranks=8), {})
     slots = here.rollout.slots
     assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
-    fits = [counts.rollout_bytes(here, shape, 8, n) <= memory.USABLE_SHARE * 79 * GIB for n in (slots, slots + 1)]
+    fits = [sum(counts.rollout_parts(here, shape, 8, n).values()) <= memory.USABLE_SHARE * 79 * GIB
+            for n in (slots, slots + 1)]
     assert fits == [True, False]
 
 
@@ -295,7 +296,7 @@ def test_an_engine_sleeps_only_where_memory_asks_for_it():
     assert awake.rollout.sleep == "never" and awake.model.checkpoint_blocks == "none"
     needed = counts.update_bytes(awake, shape, 8)
     assert needed <= room
-    asleep = counts.update_bytes(memory.with_rollout(awake, sleep="always"), shape, 8)
+    asleep = counts.update_bytes(memory.with_value(awake, "rollout.sleep", "always"), shape, 8)
     engine = counts.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
     assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
     for gib, sleep in ((79, "never"), (22, "always")):

@@ -145,6 +145,17 @@ def edit(folder, name, **changes):
     (folder / name).write_text(json.dumps({**raw, **changes}))
 
 
+def test_a_first_problem_that_is_left_out_is_not_compared_with_the_prompt_of_another(tmp_path):
+    questions = {"long": "One and " * 60, "a": "1?"}
+    rows = [{"id": name, "question": question, "answer": "1"} for name, question in questions.items()]
+    (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = toy_config(
+        tmp_path / "run", f"data.train={tmp_path / 'train.jsonl'}", "data.eval=null", "data.drop_longer=true")
+    task = train.load_task(cfg)
+    assert [p.id for p in task.problems] == [p.id for p in task.prompts] == ["a"]
+    assert preflight.check_prompts(task, None).passed
+
+
 def test_a_template_that_closes_answers_with_another_token_is_seen(tmp_path):
     folder = write_tiny(tmp_path / "model")
     for name in ("config.json", "generation_config.json"):
@@ -211,7 +222,8 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
 
     def counted(tokens: int) -> float:
         longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
-        return counts.update_bytes(longer, trainer.policy.shape, 1) - counts.held_bytes(longer, trainer.policy.shape, 1)
+        held = counts.held_parts(longer, trainer.policy.shape, 1)
+        return counts.update_bytes(longer, trainer.policy.shape, 1) - sum(held.values())
 
     room = 2 * counted(first)
     monkeypatch.setattr(memory, "used_bytes", lambda device: 1000)

@@ -380,7 +380,7 @@ def test_what_pruning_did_is_drawn_as_it_was_decided(tmp_path):
     said = ("25.0% of 32 completions offered were kept", "49.3% of 203 tokens generated were trained on",
             "3 prompts were skipped and 5 rolled out.")
     assert " · ".join(said) in text
-    assert Drawn(text, "Prompts skipped", "pruning").lines(0) == [near([(1, 1), (2, 2)])]
+    assert Drawn(text, "Prompts skipped").lines(0) == [near([(1, 1), (2, 2)])]
 
 
 def test_a_long_curve_is_drawn_by_means_and_the_page_says_so(tmp_path, monkeypatch):

@@ -11,6 +11,7 @@ import logging
 import random
 import re
 from collections.abc import Iterator
+from contextlib import suppress
 from fractions import Fraction
 
 import sympy
@@ -115,14 +116,12 @@ def compare_expressions(gold: str, answer: str) -> bool:
     if RELATION.search(gold) and RELATION.search(answer):
         return compare_relations(gold, answer)
     a, b = read_formula(gold), read_formula(answer)
-    if not (isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr)):
-        return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
-    if not a.free_symbols | b.free_symbols:
-        return same_constants(a, b, gold, answer)
-    try:
-        return same_functions(a, b)
-    except ValueError:
-        return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
+    if isinstance(a, sympy.Expr) and isinstance(b, sympy.Expr):
+        if not a.free_symbols | b.free_symbols:
+            return same_constants(a, b, gold, answer)
+        with suppress(ValueError):
+            return same_functions(a, b)
+    return bool(verify(a, b, float_rounding=12, timeout_seconds=None))
 
 
 def same_functions(a: sympy.Expr, b: sympy.Expr) -> bool:

@@ -41,25 +41,22 @@ def row_of(learner: Learner, rolled: Rolled) -> Row:
 
 
 def test_a_new_critic_says_the_middle_of_the_rewards_everywhere(tiny, tmp_path):
-    for bounded in ("true", "false"):
-        learner = set_up(tiny, tmp_path / bounded, f"critic.bounded={bounded}", "reward.accuracy=2",
-                         "reward.overlong=1", "reward.overlong_tokens=8")
-        row = row_of(learner, rolled_out())
-        value_C, after_S = learner.critic.values(learner, row)
-        assert (value_C == 0.5).all() and (after_S == 0.5).all()  # of [-1, 2]
-        nudge(learner.critic.model, 5.0)
-        value_C, _ = learner.critic.values(learner, row)
-        assert (value_C.min() < -1.5 or value_C.max() > 2.5) == (bounded == "false")
-        assert bounded == "false" or ((value_C >= -1) & (value_C <= 2)).all()
+    learner = set_up(tiny, tmp_path / "run", "reward.accuracy=2", "reward.overlong=1", "reward.overlong_tokens=8")
+    row = row_of(learner, rolled_out())
+    value_C, after_S = learner.critic.values(learner, row)
+    assert (value_C == 0.5).all() and (after_S == 0.5).all()  # of [-1, 2]
+    nudge(learner.critic.model, 5.0)
+    value_C, _ = learner.critic.values(learner, row)
+    assert value_C.min() < -1.5 or value_C.max() > 2.5
 
 
 def test_the_values_head_is_not_rounded_where_the_backbone_computes_in_halves(tiny, tmp_path):
     """1 + 2^-12 is no bfloat16."""
-    learner = set_up(tiny, tmp_path / "run", "model.dtype=bfloat16", "critic.bounded=false")
+    learner = set_up(tiny, tmp_path / "run", "model.dtype=bfloat16")
     head = learner.critic.model.value
     with torch.no_grad():
         head.weight.fill_(1 + 2**-12)
-    learner.critic.model.low = learner.critic.model.high = 0.0
+    learner.critic.model.middle = 0.0
     seen = []
     head.register_forward_pre_hook(lambda module, given: seen.append(given[0]))
     value_C = torch.cat(learner.critic.values(learner, row_of(learner, rolled_out())))
