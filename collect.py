@@ -100,7 +100,7 @@ class Selection:
 
     @staticmethod
     def of(cfg: Config) -> "Selection":
-        # With a reference the advantages may change with the policy.
+        # A reference is there for a KL, or for advantages that change with the policy.
         with_gradient = (
             has_reference(cfg) or cfg.loss.likelihood or cfg.loss.entropy or cfg.advantage.kind == "gae")
         return Selection(

@@ -82,8 +82,7 @@ def compare(kept: dict[str, dict[int, Record]], cost: str) -> dict:
         gap = ""
         if name != first and len(shared) > 1:
             pairs = [[areas[arm][seed] for seed in shared] for arm in (name, first)]
-            of = difference(*pairs, len(ARMS) - 1)
-            gap = f"{of.mean:+.2f} [{of.low:+.2f}, {of.high:+.2f}]"
+            gap = str(difference(*pairs, len(ARMS) - 1))
         rows.append([name, str(len(by_seed)), f"{mean(areas[name].values()):.2f}", gap])
     head = ["arm", "runs", f"area over {budget:,.0f} {cost}, %", f"less {first}"]
     print(*table(head, rows), "", sep="\n")

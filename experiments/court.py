@@ -2,7 +2,7 @@
 
     python experiments/court.py                        # the tables, of the runs that are kept
     python experiments/court.py --train [--hours 3]    # the runs that are missing first; 12 CPU hours at most
-    python experiments/court.py --method my_method.py  # a method of yours against the kept arms: half an hour
+    python experiments/court.py --method my_method.py  # a method of yours against the kept arms
 
 docs/experiments.md has the claims, written down before any run. Every run is a difference from
 experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the validation split.
@@ -17,13 +17,13 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from html import escape
 from io import StringIO
 from pathlib import Path
 from statistics import mean
 
+import jinja2
 from claims import seconds_to, verdict
 from compare import Arms, kept_arms
 from kept_runs import (
@@ -39,6 +39,7 @@ from kept_runs import (
     read,
     table,
 )
+from markupsafe import Markup
 from matplotlib.figure import Figure
 from tqdm import tqdm
 from try_method import COURT, find_method, load, plug_in
@@ -66,7 +67,7 @@ ESPO = ("prune.completions={kind: biased_abort, mark: 48, aborted: failed, cut: 
 
 @dataclass(frozen=True, slots=True)
 class Arm:
-    """What makes GRPO on the long task another method: settings, and a file, with its config beside it."""
+    """What makes GRPO on long sums another method: settings, and a file, with its config beside it."""
 
     settings: tuple[str, ...] = ()
     method: str = ""  # a path, or the name of a file in court/
@@ -167,32 +168,32 @@ def tried(name: str, results: Path) -> dict[str, float]:
     return areas
 
 
-def tune(name: str, arm: Arm, results: Path, bar: tqdm) -> None:
-    """Run an arm at the rates of the grid, and at the best one's neighbour if that is an end."""
-    for rate in GRID:
-        keep(run_of(name, arm, rate, TUNING_SEED, tuning=True), results, bar)
-    if end := NEXT.get(best_rate(name, results)):
-        keep(run_of(name, arm, end, TUNING_SEED, tuning=True), results, bar)
-
-
 def best_rate(name: str, results: Path) -> str | None:
     """Name the rate of the largest area, once the grid is there."""
     areas = tried(name, results)
     return max(areas, key=areas.get) if areas.keys() >= set(GRID) else None
 
 
+def runs_of(arms: dict[str, Arm], seeds: Iterable[int], results: Path) -> Iterator[Run]:
+    """Yield the runs of arms: first each at the rates of the grid, and at the best one's neighbour if that is
+    an end; then all in turns, seed by seed. A run is named once those before it are kept."""
+    for name, arm in arms.items():
+        for rate in GRID:
+            yield run_of(name, arm, rate, TUNING_SEED, tuning=True)
+        if end := NEXT.get(best_rate(name, results)):
+            yield run_of(name, arm, end, TUNING_SEED, tuning=True)
+    for seed in seeds:
+        for name, arm in arms.items():
+            yield run_of(name, arm, best_rate(name, results), seed)
+
+
 def train(arms: dict[str, Arm], seeds: Iterable[int], results: Path, until: float) -> None:
-    """Make the runs that are missing, in turns, until a moment of time.monotonic."""
+    """Make the runs that are missing, until a moment of time.monotonic."""
     with tqdm(unit="run") as bar:
-        jobs = [lambda name=name: tune(name, arms[name], results, bar) for name in arms]
-        for seed in seeds:
-            for name in arms:
-                jobs.append(lambda name=name, seed=seed: keep(
-                    run_of(name, arms[name], best_rate(name, results), seed), results, bar))
-        for job in jobs:
+        for run in runs_of(arms, seeds, results):
             if time.monotonic() > until:
                 break
-            job()
+            keep(run, results, bar)
 
 
 # ---- tables
@@ -211,7 +212,7 @@ def gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Diffe
 
 
 def interval(of: Difference | None) -> str:
-    return f"{of.mean:+.2f} [{of.low:+.2f}, {of.high:+.2f}]" if of else ""
+    return str(of) if of else ""
 
 
 def claim_rows(arms: Arms) -> list[list[str]]:
@@ -321,11 +322,11 @@ def try_own(name: str, arm: Arm, seeds: range, until: float, out: Path) -> None:
     for title, (head, lines) in tables.items():
         print(title, "", *table(head, lines), "", sep="\n")
     page = out / f"{name}.html"
-    page.write_text(as_page(f"{name} before the court", tables, draw(arms, name)))
+    page.write_text(PAGE.render(title=f"{name} before the court", tables=tables, picture=draw(arms, name)))
     print(page)
 
 
-def draw(arms: Arms, name: str) -> str:
+def draw(arms: Arms, name: str) -> Markup:
     """Draw the mean curves of a method, of the anchor and of all others, as SVG."""
     figure = Figure(figsize=(11, 3.5), layout="constrained")
     for axes, cost in zip(figure.subplots(1, len(UNTIMED), sharey=True), UNTIMED, strict=True):
@@ -338,7 +339,7 @@ def draw(arms: Arms, name: str) -> str:
     figure.axes[0].legend(frameon=False)
     out = StringIO()
     figure.savefig(out, format="svg")
-    return out.getvalue()[out.getvalue().index("<svg"):]
+    return Markup(out.getvalue()[out.getvalue().index("<svg"):])
 
 
 def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[list[float], list[float]]:
@@ -347,19 +348,26 @@ def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[list[float], list
             [mean(of) for of in zip(*(of.accuracy_E for of in curves), strict=True)])
 
 
-STYLE = ("body{font:15px system-ui;margin:2em auto;max-width:70em}table{border-collapse:collapse}"
-         "td,th{padding:.2em .8em;text-align:left;border-bottom:1px solid #ddd}"
-         "svg{max-width:100%;height:auto}")
-
-
-def as_page(title: str, tables: dict[str, tuple[list[str], list[list[str]]]], picture: str) -> str:
-    parts = [f"<!doctype html><meta charset=utf-8><title>{escape(title)}</title><style>{STYLE}</style>",
-             f"<h1>{escape(title)}</h1>{picture}"]
-    for heading, (head, rows) in tables.items():
-        lines = [f"<tr>{''.join(f'<th>{escape(text)}' for text in head)}"]
-        lines += [f"<tr>{''.join(f'<td>{escape(text)}' for text in row)}" for row in rows]
-        parts.append(f"<h2>{escape(heading)}</h2><table>{''.join(lines)}</table>")
-    return "\n".join(parts)
+PAGE = jinja2.Template("""<!doctype html>
+<meta charset=utf-8><title>{{ title }}</title>
+<style>
+body { font: 15px system-ui; margin: 2em auto; max-width: 70em }
+table { border-collapse: collapse }
+td, th { padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }
+svg { max-width: 100%; height: auto }
+</style>
+<h1>{{ title }}</h1>
+{{ picture }}
+{% for heading, (head, rows) in tables.items() %}
+<h2>{{ heading }}</h2>
+<table>
+<tr>{% for text in head %}<th>{{ text }}{% endfor %}
+{% for row in rows %}
+<tr>{% for text in row %}<td>{{ text }}{% endfor %}
+{% endfor %}
+</table>
+{% endfor %}
+""", autoescape=True)
 
 
 def main() -> None:

@@ -257,6 +257,9 @@ class Difference:
     high: float
     p: float
 
+    def __str__(self) -> str:
+        return f"{self.mean:+.2f} [{self.low:+.2f}, {self.high:+.2f}]"
+
 
 def difference(these_P: list[float], those_P: list[float], comparisons: int) -> Difference:
     """Compare two or more pairs; the interval is Student's at 1 - 0.05 / comparisons."""

@@ -105,7 +105,7 @@ def exit_status(
         try:
             return program() or 0
         except (ConfigError, VerifyError) as error:
-            status, said, remedy = 2, f"error: {error}", str
+            status, said, remedy = 2, f"error: {error}", lambda: ""
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
             status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "

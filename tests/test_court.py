@@ -621,8 +621,10 @@ def test_a_claim_of_seconds_and_of_large_steps_by_hand(every_method, tmp_path):
 
 
 def test_a_page_shows_what_a_file_is_called_as_text():
-    page = court.as_page("<b>", {"a & b": (["x"], [["<i>"], ["1"]])}, "<svg></svg>")
+    tables = {"a & b": (["x"], [["<i>"], ["1"]])}
+    page = court.PAGE.render(title="<b>", tables=tables, picture=court.Markup("<svg></svg>"))
     assert "<h1>&lt;b&gt;</h1>" in page and "<td>&lt;i&gt;" in page and "a &amp; b" in page and page.count("<tr>") == 3
+    assert "<svg></svg>" in page
 
 
 MINE = """
