@@ -402,6 +402,7 @@ def next_round_size(missing: int, flat_share: float, largest: int) -> tuple[int,
 
 # prune.prompts.kind -> function of the memory and of that section of the config: probability [K] of a rollout
 PROMPTS = {
+    "none": lambda memory, settings: torch.ones_like(memory.size_K),
     "bernoulli": lambda memory, settings: bernoulli_prompts(memory, settings.drop_prob),
     "rank": lambda memory, settings: skip_lowest(memory, settings.drop_prob, settings.max_skips),
     "pps": lambda memory, settings: proportional_prob(memory.size_K, settings.share, settings.floor),
