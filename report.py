@@ -33,7 +33,7 @@ from markupsafe import Markup
 from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import replayable_steps
-from infra.lines import blame_file
+from infra.lines import blame_file, replace
 from infra.signals import exit_status
 from page.card import markdown_table, push, write_card
 from page.charts import COLOURS, draw_curves, score_charts
@@ -80,16 +80,10 @@ def write_report(folders: list[Path], out: Path, level: float | None = None, ref
     if out.is_file():
         raise ConfigError(f"--out {out} is a file; give a folder")
     out.mkdir(parents=True, exist_ok=True)
-    write_page(out / "report.md", write_markdown(comparison))
-    write_page(out / "report.html", fill_page(comparison, refresh))
+    pages = {"report.md": write_markdown(comparison), "report.html": fill_page(comparison, refresh)}
+    for name, page in pages.items():
+        replace(out / name, page.encode(errors="backslashreplace").decode())  # it may hold half a character
     return out / "report.html"
-
-
-def write_page(path: Path, text: str) -> None:
-    """Write a file at once: a browser never reads half a page."""
-    fresh = path.with_name(f"{path.name}.unfinished")
-    fresh.write_text(text, encoding="utf-8", errors="backslashreplace")  # a text may hold half a character
-    fresh.replace(path)
 
 
 def fill_page(comparison: Comparison, refresh: int) -> str:

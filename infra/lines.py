@@ -91,7 +91,7 @@ def append(path: Path, *lines: dict) -> None:
 def replace(path: Path, text: str) -> None:
     """Write a file whole or not at all."""
     fresh = path.with_name(f"{path.name}.unfinished")
-    fresh.write_text(text)
+    fresh.write_text(text, encoding="utf-8")
     fresh.replace(path)
 
 
