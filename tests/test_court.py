@@ -602,6 +602,8 @@ def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_m
     made.clear()
     court.train({"grpo": arm}, range(2), results, until=-math.inf)
     assert not made
+    court.train({"grpo-1e-4": court.ARMS["grpo-1e-4"]}, range(2), results, until=math.inf)
+    assert made == [f"grpo-1e-4-1e-4-test-seed{seed}" for seed in range(2)]  # at the rate that it is given
 
 
 def test_a_claim_of_seconds_and_of_large_steps_by_hand(every_method, tmp_path):
