@@ -274,7 +274,7 @@ def level_of(arms: Arms) -> float:
 
 
 def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) -> list[list[str]]:
-    """Tabulate each arm: its rate, its end, what it spent, and its difference to the anchor at each cost."""
+    """Tabulate each arm: its rate, its end, what it spent, and its speed to an accuracy."""
     rows = []
     for name, by_seed in arms.items():
         curves = [curve(record) for record in by_seed.values()]
@@ -283,8 +283,6 @@ def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) ->
         for cost in costs:
             if cost != "steps":
                 cells.append(f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}")
-        for cost in costs:
-            cells.append("" if name == ANCHOR else interval(gap(arms, name, ANCHOR, cost, 1)))
         if "seconds" in costs:
             cells.append("" if name == ANCHOR else speed(arms, name, level_of(arms)))
         rows.append(cells)
@@ -293,8 +291,13 @@ def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) ->
 
 def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
     head = ["arm", "rate", "runs", "end, %", *(cost for cost in costs if cost != "steps")]
-    head += [f"area over {cost}, less {ANCHOR}" for cost in costs]
     return [*head, f"times as fast to {level_of(arms):.1f}%"] if "seconds" in costs else head
+
+
+def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
+    """Compare the areas of each arm with the anchor's, at each cost."""
+    return [[name, *(interval(gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
+            for name in arms if name != ANCHOR]
 
 
 def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
@@ -310,6 +313,7 @@ def report(results: Path) -> None:
     print(*table(["", "claim", "test", "points", "here"], claims), "", sep="\n")
     if ANCHOR in arms:
         print(*table(arm_head(arms), arm_rows(arms, rates)), "", sep="\n")
+        print(*table([f"area, less {ANCHOR}, over", *COSTS], gap_rows(arms)), "", sep="\n")
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
     tuned = [[name, ", ".join(f"{rate}: {area:.2f}" for rate, area in sorted(
