@@ -113,7 +113,7 @@ ARMS = {
 # Added when three seeds were there: is a difference one of rates? Anchors at those that were not their best.
 AFTERWARDS = ("1e-4", "2e-4")
 ARMS |= {f"{name}-{rate}": replace(ARMS[name], rate=rate)
-         for name in ("grpo", "leave-one-out") for rate in AFTERWARDS}
+         for name in ("grpo", "leave-one-out", "leave-one-out-of-4") for rate in AFTERWARDS}
 
 
 @dataclass(frozen=True, slots=True)
