@@ -241,11 +241,11 @@ def claim_rows(arms: Arms) -> list[list[str]]:
 def rate_rows(arms: Arms) -> list[list[str]]:
     """Compare the arms of claims with their anchor at each of its rates."""
     rows = []
-    for claim in CLAIMS:
-        if f"{claim.other}-{AFTERWARDS[0]}" in ARMS:
-            others = (claim.other, *(f"{claim.other}-{rate}" for rate in AFTERWARDS))
-            gaps = [interval(gap(arms, claim.arm, other, claim.cost, 1)) for other in others]
-            rows.append([f"{claim.arm} less {claim.other}, area over {claim.cost}", *gaps])
+    for arm, other, cost in dict.fromkeys((claim.arm, claim.other, claim.cost) for claim in CLAIMS):
+        if f"{other}-{AFTERWARDS[0]}" in ARMS:
+            anchors = (other, *(f"{other}-{rate}" for rate in AFTERWARDS))
+            gaps = [interval(gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
+            rows.append([f"{arm} less {other}, area over {cost}", *gaps])
     return rows
 
 

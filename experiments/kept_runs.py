@@ -172,6 +172,8 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     if is_kept(run, results):
         return
     folder = ROOT / "runs" / "measured" / run.name
+    if runfolder.state_of(folder)["state"] == "running":
+        sys.exit(f"{folder} is a run of another process; the same command goes on when it has ended")
     shutil.rmtree(folder, ignore_errors=True)
     began = time.monotonic()
     train_once(folder, run.recipe, *run.all_settings, method=run.method)

@@ -134,6 +134,18 @@ def fake_training(folder: Path, name: str, *settings: str) -> Path:
     return folder
 
 
+def test_a_run_of_another_process_is_left_alone(tmp_path, monkeypatch):
+    monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
+    run = compare.arm("cppo", "1e-4", 0)
+    folder = tmp_path / "runs" / "measured" / run.name
+    log = runfolder.RunLog(folder)
+    log.lock()
+    with pytest.raises(SystemExit, match=f"{run.name} is a run of another process"):
+        kept_runs.keep(run, tmp_path / "results.jsonl.xz", tqdm(disable=True))
+    assert (folder / "lock").is_file()
+    log.unlock()
+
+
 def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monkeypatch):
     trained, results = [], tmp_path / "results.jsonl.xz"
     monkeypatch.setattr(kept_runs, "train_once", lambda *given, method: trained.append(given) or fake_training(*given))
