@@ -50,6 +50,14 @@ def test_results_quotes_tables_that_the_command_prints_of_what_is_kept(capsys):
     assert len(quoted) == 2 + 10 + 2 + 6 and not set(quoted) - set(printed)
 
 
+@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.jsonl.xz")), ids=lambda path: path.name)
+def test_a_kept_run_has_each_of_its_steps_once_and_in_order(path):
+    for name, record in kept_runs.read(path).items():
+        trained = [line["step"] for line in record.lines if "rollout/tokens" in line]
+        if "settings" in record.about:
+            assert trained == list(range(1, record.about["settings"]["steps"] + 1)), name
+
+
 def test_numbers_of_the_comparison_by_hand(tmp_path):
     results = tmp_path / "results.jsonl.xz"
     for i, name in enumerate(compare.SIX):

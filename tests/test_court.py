@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, toy_config
-from test_compare import make
+from test_compare import make, section
 from torch import Tensor
 
 import config
@@ -585,6 +585,14 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
     assert verdicts["pps less grpo"] == "holds" == verdicts["pps less cppo"] == verdicts["nsr less grpo"]
     assert verdicts["nsr less psr"] == "does not" and verdicts["otb less leave-one-out"] == "not run"
     assert "| cppo | 1e-4 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
+
+
+def test_results_quotes_tables_that_the_court_prints_of_what_is_kept(every_method, capsys):
+    court.report(court.RESULTS)
+    printed = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+    quoted = [line for line in section("Twelve claims before the court").splitlines() if line.startswith("| ")]
+    assert not set(quoted) - set(printed)
+    assert not [line for line in printed if line.startswith(tuple(f"| {n} | " for n in range(1, 13))) and line not in quoted]
 
 
 def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_method, tmp_path, monkeypatch):
