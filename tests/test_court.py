@@ -68,8 +68,8 @@ def plugged():
     unions = [section.__annotations__[field] for section, field, _ in PLUGGED]
     tables, hooks = [dict(table) for _, _, table in PLUGGED], [getattr(*hook) for hook in HOOKS]
     yield try_method.plug_in
-    for (section, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
-        section.__annotations__[field] = union
+    for (owner, field, table), union, before in zip(PLUGGED, unions, tables, strict=True):
+        owner.__annotations__[field] = union
         table.clear()
         table.update(before)
     for (module, name), before in zip(HOOKS, hooks, strict=True):
