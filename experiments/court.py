@@ -7,12 +7,15 @@
 docs/experiments.md has the claims, written down before any run. Every run is a difference from
 experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the validation split.
 
-With --method, a file as try_method.py takes it is tried in the same way: rates on the validation split, then
-five seeds. Its config is the yaml file beside it, or else the testbed's, or --config; --set changes settings.
-Its runs are kept in runs/court/, and a page with the tables and the curves is written there.
+With --method, a file as try_method.py takes it is tried in the same way: three or four rates on the
+validation split, then five seeds, 20 to 25 minutes on 2 cores. Its config is the yaml file beside it, or else
+the testbed's, or --config; --set changes settings. Its runs are kept in runs/court/, under a name that
+changes with the file and the config; the same command goes on after Ctrl-C. A page with tables and curves is
+written there.
 """
 
 import argparse
+import hashlib
 import json
 import math
 import sys
@@ -24,6 +27,7 @@ from pathlib import Path
 from statistics import mean
 
 import jinja2
+import matplotlib
 from claims import seconds_to, verdict
 from compare import Arms, kept_arms
 from kept_runs import (
@@ -42,7 +46,7 @@ from kept_runs import (
 from markupsafe import Markup
 from matplotlib.figure import Figure
 from tqdm import tqdm
-from try_method import COURT, find_method, load, plug_in
+from try_method import COURT, check_chosen, find_method, load, plug_in
 
 import config
 from page.runs import COSTS
@@ -54,6 +58,7 @@ GRID = ("5e-5", "1e-4", "2e-4")
 NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
 ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
+TUNED = ["arm", "rate: area on the validation split, one seed"]
 FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its end
 
 OFF = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
@@ -196,9 +201,10 @@ def runs_of(arms: dict[str, Arm], seeds: Iterable[int], results: Path) -> Iterat
             yield run_of(name, arm, best_rate(name, results), seed)
 
 
-def train(arms: dict[str, Arm], seeds: Iterable[int], results: Path, until: float) -> None:
+def train(arms: dict[str, Arm], seeds: range, results: Path, until: float) -> None:
     """Make the runs that are missing, until a moment of time.monotonic."""
-    with tqdm(unit="run") as bar:
+    tuning = sum(len(GRID) for arm in arms.values() if not arm.rate)  # one more where the best is an end
+    with tqdm(unit="run", total=tuning + len(arms) * len(seeds)) as bar:
         for run in runs_of(arms, seeds, results):
             if time.monotonic() > until:
                 break
@@ -274,12 +280,14 @@ def level_of(arms: Arms) -> float:
 
 
 def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) -> list[list[str]]:
-    """Tabulate each arm: its rate, its end, what it spent, and its speed to an accuracy."""
+    """Tabulate each arm: its rate, its optimizer steps on a rollout, its end, what it spent, its speed."""
     rows = []
     for name, by_seed in arms.items():
         curves = [curve(record) for record in by_seed.values()]
         end = mean(float(of.accuracy_E[-1]) for of in curves)
-        cells = [name, rates[name], str(len(curves)), f"{end:.1f}"]
+        settings = next(iter(by_seed.values())).about["settings"]
+        updates = settings["update.epochs"] * settings["update.minibatches"]
+        cells = [name, rates[name], str(updates), str(len(curves)), f"{end:.1f}"]
         for cost in costs:
             if cost != "steps":
                 cells.append(f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}")
@@ -290,7 +298,8 @@ def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) ->
 
 
 def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
-    head = ["arm", "rate", "runs", "end, %", *(cost for cost in costs if cost != "steps")]
+    spent = [cost for cost in costs if cost != "steps"]
+    head = ["arm", "rate", "updates a rollout", "runs", "end, %", *spent]
     return [*head, f"times as fast to {level_of(arms):.1f}%"] if "seconds" in costs else head
 
 
@@ -298,6 +307,16 @@ def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
     """Compare the areas of each arm with the anchor's, at each cost."""
     return [[name, *(interval(gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
             for name in arms if name != ANCHOR]
+
+
+def tuned(arms: dict[str, Arm], results: Path) -> list[list[str]]:
+    """Tabulate the areas that rates were chosen by."""
+    rows = []
+    for name, arm in arms.items():
+        if not arm.rate:
+            areas = sorted(tried(name, results).items(), key=lambda of: float(of[0]))
+            rows.append([name, ", ".join(f"{rate}: {area:.2f}" for rate, area in areas)])
+    return rows
 
 
 def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
@@ -316,9 +335,7 @@ def report(results: Path) -> None:
         print(*table([f"area, less {ANCHOR}, over", *COSTS], gap_rows(arms)), "", sep="\n")
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
-    tuned = [[name, ", ".join(f"{rate}: {area:.2f}" for rate, area in sorted(
-        tried(name, results).items(), key=lambda of: float(of[0])))] for name in ARMS if not ARMS[name].rate]
-    print(*table(["arm", "rate: area on the validation split"], tuned), "", sep="\n")
+    print(*table(TUNED, tuned(ARMS, results)), "", sep="\n")
     seconds = [record.about["cpu_seconds"] for record in read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
     print(json.dumps({"bench": "court", "claims": claims, "rates": rates}))
@@ -327,44 +344,68 @@ def report(results: Path) -> None:
 # ---- a method of somebody's own
 
 UNTIMED = tuple(cost for cost in COSTS if cost != "seconds")  # of another machine than the kept arms'
+WORDS = {"holds": "ahead", "does not": "behind"}
+NOTE = """Points of accuracy, averaged over training up to the cost that both arms have spent: five seeds, in
+pairs, with Student's 95% intervals. One cell in twenty excludes 0 by chance. One seed has chosen each rate,
+so compare at equal rates too, and with arms of as many updates a rollout. Empty: its steps are larger."""
 
 
-def try_own(name: str, arm: Arm, seeds: range, until: float, out: Path) -> None:
+def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> None:
     """Train a method, compare it with the kept arms, and write a page."""
-    out.mkdir(parents=True, exist_ok=True)
-    results = out / f"{name}.jsonl.xz"
     train({name: arm}, seeds, results, until)
-    others, rates = kept(RESULTS, ARMS)
+    others, rates = kept(RESULTS, sorted(ARMS, key=place))
     mine, my_rates = kept(results, [name])
     arms, rates = mine | others, my_rates | rates
     if name not in mine:
         sys.exit("no run has ended; the same command goes on")
-    rows = [[f"{name} less {other}", *(interval(gap(arms, name, other, cost, 1)) for cost in UNTIMED)]
-            for other in others]
     tables = {
-        f"{name}, less each arm: points of accuracy, area at equal cost, 95%": (["", *UNTIMED], rows),
+        f"{name} at {rates[name]}, less each arm": (
+            ["less", "at", *UNTIMED, "by generated tokens"], own_rows(arms, name, rates)),
         "all arms": (arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)),
+        "the learning rate": (TUNED, tuned({name: arm}, results)),
     }
+    print(NOTE, "", sep="\n")
     for title, (head, lines) in tables.items():
         print(title, "", *table(head, lines), "", sep="\n")
-    page = out / f"{name}.html"
-    page.write_text(PAGE.render(title=f"{name} before the court", tables=tables, picture=draw(arms, name)))
+    page = results.parent / results.name.replace(".jsonl.xz", ".html")
+    picture = draw(arms, name, f"{ANCHOR}-{rates[name]}")
+    page.write_text(PAGE.render(title=f"{name} before the court", note=NOTE, tables=tables, picture=picture))
     print(page)
 
 
-def draw(arms: Arms, name: str) -> Markup:
-    """Draw the mean curves of a method, of the anchor and of all others, as SVG."""
+def place(name: str) -> int:
+    """Sort an anchor at other rates behind it."""
+    return list(ARMS).index(name.removesuffix(f"-{ARMS[name].rate}"))
+
+
+def own_rows(arms: Arms, name: str, rates: dict[str, str]) -> list[list[str]]:
+    """Compare a method with each other arm, at each cost that does not depend on the machine."""
+    rows = []
+    for other in arms:
+        if other == name:
+            continue
+        gaps = {cost: gap(arms, name, other, cost, 1) for cost in UNTIMED}
+        of = gaps["generated tokens"]
+        here = verdict(of.low, of.high) if of else ""
+        rows.append([other, rates[other], *map(interval, gaps.values()), WORDS.get(here, here)])
+    return rows
+
+
+def draw(arms: Arms, name: str, same_rate: str) -> Markup:
+    """Draw the mean curves of a method, of the anchor at two rates, and of all others, as SVG."""
+    styles = {name: {"color": "C3", "zorder": 3}, ANCHOR: {"color": "0.1"},
+              same_rate: {"color": "0.1", "linestyle": "--"}}
     figure = Figure(figsize=(11, 3.5), layout="constrained")
     for axes, cost in zip(figure.subplots(1, len(UNTIMED), sharey=True), UNTIMED, strict=True):
         for of, by_seed in arms.items():
-            style = {"color": "C3", "zorder": 3} if of == name else {"color": "0.1"} if of == ANCHOR else {
-                "color": "0.8", "linewidth": 0.8}
-            axes.plot(*mean_curve(by_seed, cost), label=of if of in (name, ANCHOR) else None, **style)
+            style = {"label": of} | styles[of] if of in styles else {"color": "0.8", "linewidth": 0.8}
+            axes.plot(*mean_curve(by_seed, cost), **style)
         axes.set_xlabel(cost)
     figure.axes[0].set_ylabel("held-out accuracy, %")
     figure.axes[0].legend(frameon=False)
     out = StringIO()
-    figure.savefig(out, format="svg")
+    with matplotlib.rc_context({"svg.fonttype": "none"}):  # text stays text
+        figure.savefig(out, format="svg")
     return Markup(out.getvalue()[out.getvalue().index("<svg"):])
 
 
@@ -384,6 +425,7 @@ svg { max-width: 100%; height: auto }
 </style>
 <h1>{{ title }}</h1>
 {{ picture }}
+<p>{{ note }}
 {% for heading, (head, rows) in tables.items() %}
 <h2>{{ heading }}</h2>
 <table>
@@ -409,8 +451,6 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "court", help="folder, of --method")
     args = parser.parse_args()
     until = time.monotonic() + 3600 * args.hours
-    for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
-        plug_in(load(COURT / f"{method}.py"))
     if args.method:
         try:
             path = find_method(args.method)
@@ -419,12 +459,18 @@ def main() -> None:
             found = Path(named).resolve()
             arm = Arm(tuple(args.set), str(path), str(found) if found.is_file() else named)
             plug_in(load(path))
-            config.load(arm.recipe, arm.settings)
+            cfg = config.load(arm.recipe, arm.settings)
+            check_chosen(load(path), cfg)
         except config.ConfigError as error:
             parser.error(str(error))
         name = f"my {path.stem}" if path.stem in ARMS else path.stem
-        try_own(name, arm, range(args.seeds), until, args.out.resolve())
+        version = hashlib.sha256(path.read_bytes() + config.dump(cfg).encode()).hexdigest()[:8]
+        args.out.mkdir(parents=True, exist_ok=True)
+        results = args.out.resolve() / f"{name}-{version}.jsonl.xz"
+        try_own(name, arm, range(args.seeds), until, results)
         return
+    for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
+        plug_in(load(COURT / f"{method}.py"))
     if args.train:
         train({name: ARMS[name] for name in args.arms.split(",")}, range(args.seeds), RESULTS, until)
     report(RESULTS)

@@ -168,9 +168,12 @@ def keep(run: Run, results: Path, bar: tqdm) -> None:
     """Train a run and keep what it measured, unless that is there. One that was cut off starts anew."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
     bar.set_description(run.name)
+    if not is_kept(run, results):
+        make(run, results)
     bar.update()
-    if is_kept(run, results):
-        return
+
+
+def make(run: Run, results: Path) -> None:
     folder = ROOT / "runs" / "measured" / run.name
     if runfolder.state_of(folder)["state"] == "running":
         sys.exit(f"{folder} is a run of another process; the same command goes on when it has ended")

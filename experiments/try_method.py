@@ -3,7 +3,7 @@
     python experiments/try_method.py abort --set steps=20          # a method of experiments/court/
     python experiments/try_method.py my_method.py --config grpo_toy.yaml --set "advantage={kind: mine}"
 
-The file may define any of these names:
+The file defines at least one of these names (docs/fork.md has a whole one):
 
     ADVANTAGES   {dataclass of a kind of `advantage`: function of the rewards and these settings -> [N, G]}
     COMPLETIONS  {dataclass of a kind of `prune.completions`: function of prune.Candidates and these
@@ -12,15 +12,18 @@ The file may define any of these names:
     weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
     wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as methods/samplers.py does
 
-A kind's dataclass looks like the ones in settings/kinds.py. Without --config the config is the yaml file
-beside the method's. All other options are train.py's, such as --set, --resume, --check and --show.
+A kind's dataclass is one as in settings/kinds.py, with a name that no other kind has, and the config must
+choose it. Without --config the config is the yaml file beside the method's. All other options are train.py's,
+such as --resume, --check and --show. eval.py --config and replay.py know a kind once the product has it.
 """
 
 import argparse
 import importlib.util
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
 from typing import Any, get_type_hints
@@ -39,6 +42,11 @@ from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
 from settings import loader  # noqa: E402
 
+# A name that a file may define: the section that its kinds are for, the setting, and the table of functions.
+KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),
+         "COMPLETIONS": (config.Prune, "prune.completions", COMPLETIONS),
+         "TRUST": (config.Loss, "loss.trust", loss.TRUST)}
+
 
 def find_method(name: str) -> Path:
     """Find a method's file: a path, or the name of one in court/. Raises ConfigError."""
@@ -51,7 +59,7 @@ def find_method(name: str) -> Path:
 
 def load(path: Path) -> ModuleType:
     """Import a file by its path, once."""
-    name = f"method_{path.stem}"
+    name = "method_" + re.sub(r"\W", "_", str(path.resolve()))
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, path)
         sys.modules[name] = importlib.util.module_from_spec(spec)
@@ -60,10 +68,13 @@ def load(path: Path) -> ModuleType:
 
 
 def plug_in(method: ModuleType) -> None:
-    """Add a method's kinds to the config and to the tables of functions, and let it wrap the sampler."""
-    add_kinds(config.Config, "advantage", getattr(method, "ADVANTAGES", {}), ESTIMATORS)
-    add_kinds(config.Prune, "completions", getattr(method, "COMPLETIONS", {}), COMPLETIONS)
-    add_kinds(config.Loss, "trust", getattr(method, "TRUST", {}), loss.TRUST)
+    """Add a method's kinds to the config and to the tables of functions, and let it wrap the sampler. Raises
+    ConfigError."""
+    if not any(hasattr(method, name) for name in (*KINDS, "weigh", "wrap")):
+        raise config.ConfigError(f"{method.__file__} defines none of {', '.join(KINDS)}, weigh, wrap: "
+                                 "docs/fork.md has a whole file")
+    for name, (section, setting, table) in KINDS.items():
+        add_kinds(section, setting, getattr(method, name, {}), table)
     loader.hints.cache_clear()
     if hasattr(method, "weigh"):
         update.weigh = method.weigh
@@ -85,13 +96,34 @@ def with_entropies(load: Callable[..., Decoder]) -> Callable[..., Decoder]:
     return loaded
 
 
-def add_kinds(section: type, field: str, functions: dict[type, Any], table: dict[str, Any]) -> None:
+def add_kinds(section: type, setting: str, functions: dict[type, Any], table: dict[str, Any]) -> None:
     """Widen the type of a section's field by these kinds, and list their functions by their names."""
+    field = setting.rpartition(".")[2]
     union = get_type_hints(section)[field]
     for kind, function in functions.items():
+        name = name_of(kind)
+        if table.get(name, function) is not function:
+            raise config.ConfigError(f"{setting}.kind={name} is there already: give yours another name")
         union |= kind
-        table[fields(kind)[0].default] = function
+        table[name] = function
     section.__annotations__[field] = union
+
+
+def name_of(kind: type) -> str:
+    names = [field.default for field in fields(kind) if field.name == "kind"]
+    if not names or not isinstance(names[0], str):
+        raise config.ConfigError(f'{kind.__name__} has no name: give it kind: Literal["mine"] = "mine"')
+    return names[0]
+
+
+def check_chosen(method: ModuleType, cfg: config.Config) -> None:
+    """Raise ConfigError if the method brings kinds and the config has none of them."""
+    brought = {kind: setting for name, (_, setting, _) in KINDS.items() for kind in getattr(method, name, {})}
+    if brought and not any(isinstance(attrgetter(setting)(cfg), kind) for kind, setting in brought.items()):
+        kind, setting = next(iter(brought.items()))
+        has = attrgetter(setting)(cfg).kind
+        raise config.ConfigError(f"{setting}.kind={has} is not of {method.__file__}: give --set "
+                                 f'"{setting}={{kind: {name_of(kind)}}}", or the same in the config')
 
 
 def main() -> int:
@@ -99,14 +131,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("method", help="a Python file, or the name of one in experiments/court/")
     parser.add_argument("--config", help="a yaml file, or the name of one in configs/")
+    parser.add_argument("--set", action="append", default=[], help="change one setting")
     args, others = parser.parse_known_args()
     try:
         path = find_method(args.method)
+        beside = path.with_suffix(".yaml")
+        if not args.config and not beside.is_file():
+            raise config.ConfigError(f"{path} has no {beside.name} beside it: write one, or give --config")
+        plug_in(load(path))
+        chosen = args.config or str(beside)
+        check_chosen(load(path), config.load(chosen, args.set))
     except config.ConfigError as error:
         parser.error(str(error))
-    plug_in(load(path))
-    chosen = args.config or str(path.with_suffix(".yaml"))
-    sys.argv = ["train.py", "--config", chosen, *others]
+    changes = [word for text in args.set for word in ("--set", text)]
+    sys.argv = ["train.py", "--config", chosen, *changes, *others]
     return train.main()
 
 

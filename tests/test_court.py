@@ -584,7 +584,7 @@ def test_a_claim_is_judged_by_its_interval_and_its_bound(every_method, tmp_path,
     verdicts = {row[2].partition(",")[0]: row[-1] for row in rows if len(row) == 5}
     assert verdicts["pps less grpo"] == "holds" == verdicts["pps less cppo"] == verdicts["nsr less grpo"]
     assert verdicts["nsr less psr"] == "does not" and verdicts["otb less leave-one-out"] == "not run"
-    assert "| cppo | 1e-4 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
+    assert "| cppo | 1e-4 | 1 | 3 |" in out and f"{5 * 6} runs, 0.3 CPU hours" in out
 
 
 def test_results_quotes_tables_that_the_court_prints_of_what_is_kept(every_method, capsys):
@@ -638,33 +638,55 @@ def test_a_page_shows_what_a_file_is_called_as_text():
     assert "<svg></svg>" in page
 
 
-MINE = """
-from dataclasses import dataclass
-from typing import Literal
-
-
-@dataclass(frozen=True, slots=True)
-class Mine:
-    kind: Literal["mine"] = "mine"
-
-
-ADVANTAGES = {Mine: lambda rewards, settings: rewards.total_NG - 0.5}
-"""
+FORK = (ROOT / "docs" / "fork.md").read_text().partition("## To try first")[2]
+MINE, MINE_CONFIG = (FORK.partition(f"```{language}\n")[2].partition("```")[0] for language in ("python", "yaml"))
 
 
 @pytest.mark.slow
-def test_a_method_of_somebodys_own_comes_to_a_page(tmp_path):
-    (tmp_path / "mine.py").write_text(MINE)
-    few = ("advantage={kind: mine}", "steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64",
-           "eval.max_new_tokens=64")
-    command = [sys.executable, str(ROOT / "experiments" / "court.py"), "--method", "mine.py", "--seeds", "2",
-               "--out", "own"]
-    env = os.environ | {"OMP_NUM_THREADS": "1"}
+def test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew(tmp_path):
+    mine = tmp_path / "my_method.py"
+    mine.write_text(MINE)
+    mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/", f"{ROOT}/experiments/"))
+    few = ("steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64", "eval.max_new_tokens=64")
+    command = [sys.executable, str(ROOT / "experiments" / "court.py"), "--method", "my_method.py", "--seeds", "2",
+               "--out", "own", *(word for setting in few for word in ("--set", setting))]
+    env, pages = os.environ | {"OMP_NUM_THREADS": "1"}, []
     for _ in range(2):  # the second time all runs are there
-        done = subprocess.run([*command, *(word for setting in few for word in ("--set", setting))], cwd=tmp_path,
-                              env=env, capture_output=True, text=True)
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        page = Path(done.stdout.splitlines()[-1])
-        assert "all arms" in done.stdout and page.read_text().count("<svg") == 1
-    wrong = subprocess.run([*command[:3], "no.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert wrong.returncode == 2 and "method no.py not found" in wrong.stderr
+        pages.append(Path(done.stdout.splitlines()[-1]))
+        assert pages[-1].read_text().count("<svg") == 1 and ">grpo<" in pages[-1].read_text()
+    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    assert [row[-1] for row in rows if row[0] == "grpo" and len(row) == 6][0] in ("ahead", "behind", "cannot tell")
+    assert pages[0] == pages[1] and "one seed" in done.stdout
+    mine.write_text(MINE.replace("centred_NG / (", "-centred_NG / ("))
+    done = subprocess.run([*command, "--hours", "0"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 1 and "no run has ended" in done.stderr
+
+
+def refused(command, capsys, script, *words: str) -> str:
+    """The message with which a script ends."""
+    with pytest.raises(SystemExit) as end:
+        command(script, *words)
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    assert "mine.py has no mine.yaml beside it" in refused(command, capsys, try_method, str(mine))
+    why = refused(command, capsys, court, "--method", str(mine))
+    assert "advantage.kind=group_norm is not of" in why and '--set "advantage={kind: deviation}"' in why
+    for name, text, says in [("none", "ADVANTAGE = {}", "defines none of ADVANTAGES, COMPLETIONS, TRUST, weigh, wrap"),
+                             ("taken", MINE.replace("deviation", "centred"), "advantage.kind=centred is there already"),
+                             ("unnamed", MINE.replace("kind: Literal", "sort: Literal"), "Deviation has no name")]:
+        (tmp_path / f"{name}.py").write_text(text)
+        assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
+    assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")
+
+
+def test_a_file_that_is_called_as_one_of_the_courts_is_loaded_as_itself(tmp_path):
+    (tmp_path / "signs.py").write_text("MINE = True")
+    assert try_method.load(court.COURT / "signs.py").ADVANTAGES
+    assert try_method.load(tmp_path / "signs.py").MINE
