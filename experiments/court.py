@@ -345,9 +345,9 @@ def report(results: Path) -> None:
 
 UNTIMED = tuple(cost for cost in COSTS if cost != "seconds")  # of another machine than the kept arms'
 WORDS = {"holds": "ahead", "does not": "behind"}
-NOTE = """Points of accuracy, averaged over training up to the cost that both arms have spent: five seeds, in
-pairs, with Student's 95% intervals. One cell in twenty excludes 0 by chance. One seed has chosen each rate,
-so compare at equal rates too, and with arms of as many updates a rollout. Empty: its steps are larger."""
+NOTE = """Points of accuracy, averaged over training up to the cost that both arms have spent, in pairs by
+seed, with Student's 95% intervals. One cell in twenty excludes 0 by chance. One seed has chosen each rate, so
+compare at equal rates too, and with arms of as many updates a rollout. Empty: its steps are larger."""
 
 
 def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> None:
@@ -420,7 +420,7 @@ PAGE = jinja2.Template("""<!doctype html>
 <style>
 body { font: 15px system-ui; margin: 2em auto; max-width: 70em }
 table { border-collapse: collapse }
-td, th { padding: .2em .8em; text-align: left; border-bottom: 1px solid #ddd }
+td, th { padding: .2em .8em; text-align: left; white-space: nowrap; border-bottom: 1px solid #ddd }
 svg { max-width: 100%; height: auto }
 </style>
 <h1>{{ title }}</h1>
