@@ -189,7 +189,7 @@ def inclusion(size_K: Tensor, count: float) -> Tensor:
     places_K = count - torch.arange(len(size_K), dtype=torch.float64)
     certain = int((places_K * sorted_K >= tail_K).logical_and(places_K > 0).cumprod(0).sum())
     prob_K = (sorted_K > 0).double()
-    if certain < count and certain < len(size_K) and tail_K[certain] > 0:
+    if certain < count < prob_K.sum():
         prob_K[certain:] = places_K[certain] * sorted_K[certain:] / tail_K[certain]
     return torch.zeros_like(prob_K).scatter_(0, order_K, prob_K)
 

@@ -264,7 +264,7 @@ def kernels(bench: Bench) -> None:
 
     def of_attention(backend: str) -> dict:
         memory.choose_backend(backend, bench.device, HALF)
-        kernel, exact = (partial(BACKENDS[name](row.segments), 0) for name in (backend, "sdpa"))
+        kernel, exact = (partial(BACKENDS[name](row.segments), 0, window=None) for name in (backend, "sdpa"))
         heads = shape.heads, shape.kv_heads, shape.kv_heads
         return compared(bench, kernel, exact, [drawn(len(row.ids_T), n, shape.head_dim) for n in heads])
 

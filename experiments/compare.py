@@ -11,7 +11,6 @@ chosen; without those, as in a part of the comparison, at that of the config.
 
 import argparse
 import json
-import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -28,6 +27,7 @@ from kept_runs import (
     cpu_share,
     curve,
     difference,
+    experiment_status,
     keep,
     least,
     read,
@@ -258,12 +258,16 @@ def report(results: Path) -> None:
     print(json.dumps(printed))
 
 
-def main() -> None:
+def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--full", action="store_true", help="learning rates, 5 seeds, and the relatives")
-    full, results = parser.parse_args().full, RESULTS
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that a run under way ends as well
+    full = parser.parse_args().full
+    return experiment_status(lambda: experiment(full, RESULTS))
+
+
+def experiment(full: bool, results: Path) -> None:
+    """Make the runs that are missing, and print the tables."""
     with tqdm(unit="run") as bar:
         if full:
             tune(results, bar)
@@ -278,4 +282,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -2,6 +2,7 @@
 
     python experiments/court.py                        # the tables, of the runs that are kept
     python experiments/court.py --train [--hours 3]    # the runs that are missing first; 12 CPU hours at most
+    python experiments/court.py --train grpo,pps       # those of some arms
     python experiments/court.py --method my_method.py  # a method of yours against the kept arms
 
 docs/experiments.md has the claims, written down before any run. Every run is a difference from
@@ -9,15 +10,16 @@ experiments/long_sums.yaml. An arm's learning rate is the best of a grid on the 
 
 With --method, a file as try_method.py takes it is tried in the same way: three or four rates on the
 validation split, then five seeds, 20 to 25 minutes on 2 cores. Its config is the yaml file beside it, or else
-the testbed's, or --config; --set changes settings. Its runs are kept in runs/court/, under a name that
-changes with the file and the config; the same command goes on after Ctrl-C. A page with tables and curves is
-written there.
+the testbed's, or --config; --set changes settings, but for those that the kept arms share. Its runs are kept
+in runs/court/, under a name that changes with the file and the config, though not with what the file imports;
+the same command goes on after Ctrl-C. A page with tables and curves is written there.
 """
 
 import argparse
 import hashlib
 import json
 import math
+import re
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -28,6 +30,7 @@ from statistics import mean
 
 import jinja2
 import matplotlib
+import numpy as np
 from claims import seconds_to, verdict
 from compare import Arms, kept_arms
 from kept_runs import (
@@ -38,6 +41,7 @@ from kept_runs import (
     area_and_end,
     curve,
     difference,
+    experiment_status,
     keep,
     least,
     read,
@@ -49,7 +53,8 @@ from tqdm import tqdm
 from try_method import COURT, check_chosen, find_method, load, plug_in
 
 import config
-from page.runs import COSTS
+from page.runs import COSTS, format_value
+from settings.loader import flatten
 
 RESULTS = Path(__file__).parent / "court.jsonl.xz"
 RECIPE, ANCHOR = str(Path(__file__).with_name("long_sums.yaml")), "grpo"
@@ -58,14 +63,17 @@ GRID = ("5e-5", "1e-4", "2e-4")
 NEXT = {"5e-5": "2.5e-5", "2e-4": "4e-4"}  # a best rate at an end of the grid has this neighbour tried too
 ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
-TUNED = ["arm", "rate: area on the validation split, one seed"]
-FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its end
+RATE_HEAD = ["arm", "rate: area on the validation split, one seed"]
+FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its last evaluation
+# Kept arms have one value of these settings, so a method is compared with them at the same.
+SHARED = re.compile(r"model\.path|data\..*|rollout\.max_new_tokens|eval\.(?!every$).*|optim\.lr|seed")
 
-OFF = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
+FOUR_STEPS = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
 OF_4 = ("rollout.group_size=4", "rollout.prompts_per_step=16")
 STAGES = ("steps=4", "rollout.prompts_per_step=120", "update.minibatches=15", "eval.every=1",
           "optim.warmup_steps=0", "loss.trust={low: 0.5, high: 1}", "update.rate_by_ess=true")
 # A prompt without a right completion in the epoch before has pass rate 0.1: its completions fail at the mark.
+# A right answer of level 6 or above is longer, so such a prompt stays without one.
 ESPO = ("prune.completions={kind: biased_abort, mark: 48, aborted: failed, cut: 0.15, bias: 0, spread: 0, "
         "rate: 1}")
 
@@ -92,7 +100,7 @@ ARMS = {
     "grpo": Arm(),
     "leave-one-out": Arm(("advantage={kind: leave_one_out}",)),
     "leave-one-out-of-4": Arm(("advantage={kind: leave_one_out}", *OF_4)),
-    "grpo-4-steps": Arm(OFF),
+    "grpo-4-steps": Arm(FOUR_STEPS),
     "cppo": Arm(("prune.completions={kind: topk, keep: 2}", "loss.denominator=kept")),
     "pps": Arm(("prune.completions={kind: pps, keep: 2, scope: batch, by_cost: true}",)),
     "otb": Arm(method="otb"),
@@ -109,10 +117,10 @@ ARMS = {
     "nsr": Arm(("advantage.right=0",), "signs"),
     "psr": Arm(("advantage.right=1", "advantage.wrong=0"), "signs"),
     "w-reinforce": Arm(method="signs"),
-    "ipo": Arm((*OFF, "loss.trust={kind: total_variation, divergence: 0.3, sides: both, cap: 1e4}")),
+    "ipo": Arm((*FOUR_STEPS, "loss.trust={kind: total_variation, divergence: 0.3, sides: both, cap: 1e4}")),
     "ctpo": Arm(method="ctpo"),
     "sapo": Arm(method="sapo"),
-    "vcpo": Arm((*OFF, "update.rate_by_ess=true")),
+    "vcpo": Arm((*FOUR_STEPS, "update.rate_by_ess=true")),
     "stages": Arm(STAGES),
 }
 # Added when three seeds were there: is a difference one of rates? Anchors at those that were not their best.
@@ -159,6 +167,7 @@ CLAIMS = (
     Claim(11, "... and more", "forks", "grpo", "steps"),
     Claim(12, "SAPO teaches more than a clip", "sapo", "grpo-4-steps", "steps"),
 )
+BESIDE = (("cppo", ANCHOR, "trained tokens"), ("grpo-4-steps", ANCHOR, "steps"))  # no claim: the controls
 
 
 # ---- runs
@@ -168,21 +177,23 @@ def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> R
     return Run(name, (*arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file)
 
 
-def tried(name: str, results: Path) -> dict[str, float]:
-    """Read the areas over steps of an arm's runs on the validation split, by rate."""
+def validation_areas(name: str, results: Path) -> dict[str, float]:
+    """Read the areas over steps of an arm's runs on the validation split, by rate; -inf: a run that was not
+    finite."""
     areas = {}
     for record in read(results).values():
         about = record.about
         if (about["arm"], about["split"]) == (name, "validation"):
-            areas[about["rate"]] = area_and_end(curve(record), "steps", about["settings"]["steps"])[0]
+            steps, finite = about["settings"]["steps"], about.get("finite", True)
+            areas[about["rate"]] = area_and_end(curve(record), "steps", steps)[0] if finite else -math.inf
     return areas
 
 
-def best_rate(name: str, results: Path) -> str | None:
+def chosen_rate(name: str, results: Path) -> str | None:
     """Name the rate of the largest area, once the grid is there, or the one that the arm is given."""
     if name in ARMS and ARMS[name].rate:
         return ARMS[name].rate
-    areas = tried(name, results)
+    areas = validation_areas(name, results)
     return max(areas, key=areas.get) if areas.keys() >= set(GRID) else None
 
 
@@ -194,11 +205,11 @@ def runs_of(arms: dict[str, Arm], seeds: Iterable[int], results: Path) -> Iterat
             continue
         for rate in GRID:
             yield run_of(name, arm, rate, TUNING_SEED, tuning=True)
-        if end := NEXT.get(best_rate(name, results)):
+        if end := NEXT.get(chosen_rate(name, results)):
             yield run_of(name, arm, end, TUNING_SEED, tuning=True)
     for seed in seeds:
         for name, arm in arms.items():
-            yield run_of(name, arm, best_rate(name, results), seed)
+            yield run_of(name, arm, chosen_rate(name, results), seed)
 
 
 def train(arms: dict[str, Arm], seeds: range, results: Path, until: float) -> None:
@@ -208,26 +219,27 @@ def train(arms: dict[str, Arm], seeds: range, results: Path, until: float) -> No
         for run in runs_of(arms, seeds, results):
             if time.monotonic() > until:
                 break
-            keep(run, results, bar)
+            keep(run, results, bar, may_fail=run.split == "validation")
 
 
 # ---- tables
 
-def gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Difference | None:
+def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -> Difference | None:
     """Compare the areas of two arms at a cost, up to what both have spent, paired by seed. None: there are no
-    two seeds of both, or steps are compared and one of them has few large ones."""
-    seeds = sorted(arms.get(name, {}).keys() & arms.get(other, {}).keys())
-    steps = {arms[of][seed].about["settings"]["steps"] for of in (name, other) for seed in seeds}
+    two seeds of both, or steps are compared and the two have different numbers of them."""
+    both = [arms.get(name, {}), arms.get(other, {})]
+    seeds = sorted(both[0].keys() & both[1].keys())
+    steps = {by_seed[seed].about["settings"]["steps"] for by_seed in both for seed in seeds}
     if len(seeds) < 2 or cost == "steps" and len(steps) > 1:
         return None
-    pairs = [[curve(arms[of][seed]) for seed in seeds] for of in (name, other)]
-    budget = least([of for curves in pairs for of in curves], cost)
-    areas = [[area_and_end(of, cost, budget)[0] for of in curves] for curves in pairs]
+    curves = [[curve(by_seed[seed]) for seed in seeds] for by_seed in both]
+    budget = least([*curves[0], *curves[1]], cost)
+    areas = [[area_and_end(run, cost, budget)[0] for run in runs] for runs in curves]
     return difference(*areas, comparisons)
 
 
-def interval(of: Difference | None) -> str:
-    return str(of) if of else ""
+def interval(gap: Difference | None) -> str:
+    return str(gap) if gap else ""
 
 
 def claim_rows(arms: Arms) -> list[list[str]]:
@@ -235,22 +247,23 @@ def claim_rows(arms: Arms) -> list[list[str]]:
     rows = []
     for claim in CLAIMS:
         family = sum(other.number == claim.number for other in CLAIMS)
-        of = gap(arms, claim.arm, claim.other, claim.cost, family)
+        gap = paired_gap(arms, claim.arm, claim.other, claim.cost, family)
         test = f"{claim.arm} less {claim.other}, area over {claim.cost}"
         if claim.bound:
             test += f", above {claim.bound:.0f}"
-        here = verdict(of.low, of.high, claim.bound) if of else "not run"
-        rows.append([str(claim.number), claim.text, test, interval(of), here])
+        here = verdict(gap.low, gap.high, claim.bound) if gap else "not run"
+        rows.append([str(claim.number), claim.text, test, interval(gap), here])
     return rows
 
 
 def rate_rows(arms: Arms) -> list[list[str]]:
-    """Compare the arms of claims with their anchor at each of its rates."""
+    """Compare the arms of claims, and of BESIDE, with their anchor at each of its rates."""
     rows = []
-    for arm, other, cost in dict.fromkeys((claim.arm, claim.other, claim.cost) for claim in CLAIMS):
+    compared = dict.fromkeys((claim.arm, claim.other, claim.cost) for claim in CLAIMS)
+    for arm, other, cost in [*compared, *BESIDE]:
         if f"{other}-{AFTERWARDS[0]}" in ARMS:
             anchors = (other, *(f"{other}-{rate}" for rate in AFTERWARDS))
-            gaps = [interval(gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
+            gaps = [interval(paired_gap(arms, arm, anchor, cost, 1)) for anchor in anchors]
             rows.append([f"{arm} less {other}, area over {cost}", *gaps])
     return rows
 
@@ -260,68 +273,70 @@ def speed(arms: Arms, name: str, level: float) -> str:
     seeds = sorted(arms[name].keys() & arms[ANCHOR].keys())
     gaps, missed = [], 0
     for seed in seeds:
-        curves = [curve(arms[of][seed]) for of in (ANCHOR, name)]
-        those, these = (seconds_to(level, of.spent["seconds"], of.accuracy_E) for of in curves)
+        curves = [curve(arms[arm][seed]) for arm in (ANCHOR, name)]
+        those, these = (seconds_to(level, run.spent["seconds"], run.accuracy_E) for run in curves)
         if math.isfinite(these) and math.isfinite(those):
             gaps.append(math.log(those / these))
         else:
             missed += 1
     if missed or len(gaps) < 2:
         return f"not reached in {missed} of {len(seeds)}" if missed else ""
-    of = difference(gaps, [0.0] * len(gaps), 1)
-    return f"{math.exp(of.mean):.2f} [{math.exp(of.low):.2f}, {math.exp(of.high):.2f}]"
+    ratio = difference(gaps, [0.0] * len(gaps), 1)
+    return f"{math.exp(ratio.mean):.2f} [{math.exp(ratio.low):.2f}, {math.exp(ratio.high):.2f}]"
 
 
-def level_of(arms: Arms) -> float:
-    """Compute the accuracy that speeds are told for."""
+def speed_level(arms: Arms) -> float:
+    """Compute the accuracy to which times are compared."""
     curves = [curve(record) for record in arms[ANCHOR].values()]
-    start, end = (mean(float(of.accuracy_E[i]) for of in curves) for i in (0, -1))
-    return start + FASTER * (end - start)
+    start, last = (mean(float(run.accuracy_E[i]) for run in curves) for i in (0, -1))
+    return start + FASTER * (last - start)
 
 
 def arm_rows(arms: Arms, rates: dict[str, str], costs: Iterable[str] = COSTS) -> list[list[str]]:
-    """Tabulate each arm: its rate, its optimizer steps on a rollout, its end, what it spent, its speed."""
+    """Tabulate each arm: its rate, its optimizer steps on a rollout, its last accuracy, what it spent, its
+    speed."""
     rows = []
     for name, by_seed in arms.items():
         curves = [curve(record) for record in by_seed.values()]
-        end = mean(float(of.accuracy_E[-1]) for of in curves)
+        last = mean(float(run.accuracy_E[-1]) for run in curves)
         settings = next(iter(by_seed.values())).about["settings"]
         updates = settings["update.epochs"] * settings["update.minibatches"]
-        cells = [name, rates[name], str(updates), str(len(curves)), f"{end:.1f}"]
+        cells = [name, rates[name], str(updates), str(len(curves)), f"{last:.1f}"]
         for cost in costs:
             if cost != "steps":
-                cells.append(f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}")
+                cells.append(f"{mean(float(run.spent[cost][-1]) for run in curves):,.0f}")
         if "seconds" in costs:
-            cells.append("" if name == ANCHOR else speed(arms, name, level_of(arms)))
+            cells.append("" if name == ANCHOR else speed(arms, name, speed_level(arms)))
         rows.append(cells)
     return rows
 
 
 def arm_head(arms: Arms, costs: Iterable[str] = COSTS) -> list[str]:
     spent = [cost for cost in costs if cost != "steps"]
-    head = ["arm", "rate", "updates a rollout", "runs", "end, %", *spent]
-    return [*head, f"times as fast to {level_of(arms):.1f}%"] if "seconds" in costs else head
+    head = ["arm", "rate", "updates a rollout", "runs", "last, %", *spent]
+    return [*head, f"times as fast to {speed_level(arms):.1f}%"] if "seconds" in costs else head
 
 
 def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
     """Compare the areas of each arm with the anchor's, at each cost."""
-    return [[name, *(interval(gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
+    return [[name, *(interval(paired_gap(arms, name, ANCHOR, cost, 1)) for cost in costs)]
             for name in arms if name != ANCHOR]
 
 
-def tuned(arms: dict[str, Arm], results: Path) -> list[list[str]]:
+def validation_rows(arms: dict[str, Arm], results: Path) -> list[list[str]]:
     """Tabulate the areas that rates were chosen by."""
     rows = []
     for name, arm in arms.items():
         if not arm.rate:
-            areas = sorted(tried(name, results).items(), key=lambda of: float(of[0]))
-            rows.append([name, ", ".join(f"{rate}: {area:.2f}" for rate, area in areas)])
+            areas = validation_areas(name, results)
+            told = [f"{rate}: {areas[rate]:.2f}" for rate in sorted(areas, key=float)]
+            rows.append([name, ", ".join(told).replace("-inf", "not finite")])
     return rows
 
 
 def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
     """Read the arms that are kept, at the rates that were chosen."""
-    rates = {name: rate for name in names if (rate := best_rate(name, results))}
+    rates = {name: rate for name in names if (rate := chosen_rate(name, results))}
     return kept_arms(rates, SEEDS, results), rates
 
 
@@ -335,7 +350,7 @@ def report(results: Path) -> None:
         print(*table([f"area, less {ANCHOR}, over", *COSTS], gap_rows(arms)), "", sep="\n")
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
-    print(*table(TUNED, tuned(ARMS, results)), "", sep="\n")
+    print(*table(RATE_HEAD, validation_rows(ARMS, results)), "", sep="\n")
     seconds = [record.about["cpu_seconds"] for record in read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
     print(json.dumps({"bench": "court", "claims": claims, "rates": rates}))
@@ -347,7 +362,7 @@ UNTIMED = tuple(cost for cost in COSTS if cost != "seconds")  # of another machi
 WORDS = {"holds": "ahead", "does not": "behind"}
 NOTE = """Points of accuracy, averaged over training up to the cost that both arms have spent, in pairs by
 seed, with Student's 95% intervals. One cell in twenty excludes 0 by chance. One seed has chosen each rate, so
-compare at equal rates too, and with arms of as many updates a rollout. Empty: its steps are larger."""
+compare at equal rates too, and with arms of as many updates a rollout. Empty: the numbers of steps differ."""
 
 
 def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> None:
@@ -357,12 +372,12 @@ def try_own(name: str, arm: Arm, seeds: range, until: float, results: Path) -> N
     mine, my_rates = kept(results, [name])
     arms, rates = mine | others, my_rates | rates
     if name not in mine:
-        sys.exit("no run has ended; the same command goes on")
+        sys.exit("no run on the test problems has ended yet; the same command goes on")
     tables = {
         f"{name} at {rates[name]}, less each arm": (
             ["less", "at", *UNTIMED, "by generated tokens"], own_rows(arms, name, rates)),
         "all arms": (arm_head(arms, UNTIMED), arm_rows(arms, rates, UNTIMED)),
-        "the learning rate": (TUNED, tuned({name: arm}, results)),
+        "the learning rate": (RATE_HEAD, validation_rows({name: arm}, results)),
     }
     print(NOTE, "", sep="\n")
     for title, (head, lines) in tables.items():
@@ -384,9 +399,9 @@ def own_rows(arms: Arms, name: str, rates: dict[str, str]) -> list[list[str]]:
     for other in arms:
         if other == name:
             continue
-        gaps = {cost: gap(arms, name, other, cost, 1) for cost in UNTIMED}
-        of = gaps["generated tokens"]
-        here = verdict(of.low, of.high) if of else ""
+        gaps = {cost: paired_gap(arms, name, other, cost, 1) for cost in UNTIMED}
+        gap = gaps["generated tokens"]
+        here = verdict(gap.low, gap.high) if gap else ""
         rows.append([other, rates[other], *map(interval, gaps.values()), WORDS.get(here, here)])
     return rows
 
@@ -397,8 +412,8 @@ def draw(arms: Arms, name: str, same_rate: str) -> Markup:
               same_rate: {"color": "0.1", "linestyle": "--"}}
     figure = Figure(figsize=(11, 3.5), layout="constrained")
     for axes, cost in zip(figure.subplots(1, len(UNTIMED), sharey=True), UNTIMED, strict=True):
-        for of, by_seed in arms.items():
-            style = {"label": of} | styles[of] if of in styles else {"color": "0.8", "linewidth": 0.8}
+        for arm, by_seed in arms.items():
+            style = {"label": arm} | styles[arm] if arm in styles else {"color": "0.8", "linewidth": 0.8}
             axes.plot(*mean_curve(by_seed, cost), **style)
         axes.set_xlabel(cost)
     figure.axes[0].set_ylabel("held-out accuracy, %")
@@ -409,10 +424,10 @@ def draw(arms: Arms, name: str, same_rate: str) -> Markup:
     return Markup(out.getvalue()[out.getvalue().index("<svg"):])
 
 
-def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[list[float], list[float]]:
+def mean_curve(by_seed: dict[int, Record], cost: str) -> tuple[np.ndarray, np.ndarray]:
     curves = [curve(record) for record in by_seed.values()]
-    return ([mean(of) for of in zip(*(of.spent[cost] for of in curves), strict=True)],
-            [mean(of) for of in zip(*(of.accuracy_E for of in curves), strict=True)])
+    return (np.mean([run.spent[cost] for run in curves], axis=0),
+            np.mean([run.accuracy_E for run in curves], axis=0))
 
 
 PAGE = jinja2.Template("""<!doctype html>
@@ -438,43 +453,82 @@ svg { max-width: 100%; height: auto }
 """, autoescape=True)
 
 
-def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--train", action="store_true", help="make the runs that are missing")
-    parser.add_argument("--arms", default=",".join(ARMS), help="of --train")
-    parser.add_argument("--hours", type=float, default=math.inf, help="begin no run after so long")
-    parser.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
-    parser.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
-    parser.add_argument("--set", action="append", default=[], help="change one setting of --method")
-    parser.add_argument("--seeds", type=int, default=len(SEEDS))
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "court", help="folder, of --method")
-    args = parser.parse_args()
-    until = time.monotonic() + 3600 * args.hours
-    if args.method:
-        try:
-            path = find_method(args.method)
-            beside = path.with_suffix(".yaml")
-            named = args.config or (str(beside) if beside.is_file() else RECIPE)
-            found = Path(named).resolve()
-            arm = Arm(tuple(args.set), str(path), str(found) if found.is_file() else named)
-            plug_in(load(path))
-            cfg = config.load(arm.recipe, arm.settings)
-            check_chosen(load(path), cfg)
-        except config.ConfigError as error:
-            parser.error(str(error))
-        name = f"my {path.stem}" if path.stem in ARMS else path.stem
-        version = hashlib.sha256(path.read_bytes() + config.dump(cfg).encode()).hexdigest()[:8]
-        args.out.mkdir(parents=True, exist_ok=True)
-        results = args.out.resolve() / f"{name}-{version}.jsonl.xz"
-        try_own(name, arm, range(args.seeds), until, results)
-        return
+def check_shared(cfg: config.Config) -> None:
+    """Raise ConfigError for a setting that all arms share and this config has otherwise."""
+    theirs, mine = flatten(config.load(RECIPE)), flatten(cfg)
+    for key in filter(SHARED.fullmatch, theirs):
+        if mine[key] != theirs[key]:
+            why = "the court chooses it" if key in ("optim.lr", "seed") else "the kept arms have it"
+            raise config.ConfigError(f"{key}={format_value(mine[key])} must be {format_value(theirs[key])}, "
+                                     f"as in {RECIPE}: {why}")
+
+
+def load_own(file: str, chosen: str | None, settings: list[str], out: Path) -> tuple[str, Arm, Path]:
+    """Load a method; return its name, its arm, and the file of its results. Raises ConfigError."""
+    path = find_method(file)
+    beside = path.with_suffix(".yaml")
+    named = chosen or (str(beside) if beside.is_file() else RECIPE)
+    config_file = Path(named).resolve()
+    arm = Arm(tuple(settings), str(path), str(config_file) if config_file.is_file() else named)
+    plug_in(load(path))
+    cfg = config.load(arm.recipe, arm.settings)
+    check_chosen(load(path), cfg)
+    check_shared(cfg)
+    name = f"my {path.stem}" if path.stem in ARMS else path.stem
+    version = hashlib.sha256(path.read_bytes() + config.dump(cfg).encode()).hexdigest()[:8]
+    out.mkdir(parents=True, exist_ok=True)
+    return name, arm, out.resolve() / f"{name}-{version}.jsonl.xz"
+
+
+def load_all() -> None:
+    """Plug in every method of the arms."""
     for method in sorted({arm.method for arm in ARMS.values() if arm.method}):
         plug_in(load(COURT / f"{method}.py"))
-    if args.train:
-        train({name: ARMS[name] for name in args.arms.split(",")}, range(args.seeds), RESULTS, until)
+
+
+def choose_arms(names: str) -> dict[str, Arm]:
+    """Look up arms by their names, separated by commas. Raises ConfigError."""
+    for name in names.split(","):
+        if name not in ARMS:
+            raise config.ConfigError(f"--train {name}: the arms are {', '.join(ARMS)}")
+    return {name: ARMS[name] for name in names.split(",")}
+
+
+def main() -> int:
+    layout = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--train", nargs="?", const=",".join(ARMS), metavar="ARMS",
+                      help="make the runs that are missing")
+    what.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
+    parser.add_argument("--hours", type=float, help="begin no run after so long")
+    parser.add_argument("--seeds", type=int, choices=range(2, len(SEEDS) + 1), help="5 if not given")
+    parser.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
+    parser.add_argument("--set", action="append", help="of --method: change one setting")
+    parser.add_argument("--out", type=Path, help="of --method: a folder in place of runs/court")
+    args = parser.parse_args()
+    ignored = [] if args.method else ["config", "set", "out"]
+    ignored += [] if args.method or args.train else ["hours", "seeds"]
+    for name in ignored:
+        if getattr(args, name) is not None:
+            parser.error(f"--{name} needs --method" + " or --train" * (name in ("hours", "seeds")))
+    return experiment_status(lambda: hold_court(args))
+
+
+def hold_court(args: argparse.Namespace) -> None:
+    until = time.monotonic() + 3600 * (math.inf if args.hours is None else args.hours)
+    seeds = SEEDS[:args.seeds]
+    if args.method:
+        out = args.out or ROOT / "runs" / "court"
+        name, arm, results = load_own(args.method, args.config, args.set or [], out)
+        try_own(name, arm, seeds, until, results)
+        return
+    arms = choose_arms(args.train) if args.train else {}
+    load_all()
+    if arms:
+        train(arms, seeds, RESULTS, until)
     report(RESULTS)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

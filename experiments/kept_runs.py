@@ -15,9 +15,11 @@ import os
 import platform
 import resource
 import shutil
+import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import date
 from functools import lru_cache
@@ -32,6 +34,7 @@ sys.path.insert(0, str(ROOT))
 
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
+from infra.signals import exit_status  # noqa: E402
 from page.runs import COSTS, LoggedRun  # noqa: E402
 from settings.loader import flatten  # noqa: E402
 
@@ -45,17 +48,27 @@ DIGITS = 6   # behind the point
 LAST = 0.75  # the end of a curve is what lies behind this share of the cost
 
 
+def experiment_status(experiment: Callable[[], None]) -> int:
+    """Run an experiment and return its exit status; SIGTERM ends a run under way as Ctrl-C does."""
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
+    return exit_status(experiment, lambda: "the same command goes on from there")
+
+
 # ---- training
 
 def train_once(out: Path, name: str, *settings: str, resume: bool = False, method: str = "") -> Path:
     """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
     `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before. `method` is
-    a file that try_method.py plugs in, and must be plugged in here."""
+    a file that try_method.py plugs in, and must be plugged in here. Raises ConfigError for a finished run of
+    other settings, and RuntimeError with what a run that failed has said."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
     unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
-    if unchanged and (out / "finished").is_file():
-        return out
+    if (out / "finished").is_file():
+        if unchanged:
+            return out
+        raise config.ConfigError(f"{out} is a finished run of other settings: move it, or choose another "
+                                 "folder")
     if not (resume and unchanged):
         shutil.rmtree(out, ignore_errors=True)
     script = ["experiments/try_method.py", method] if method else ["train.py"]
@@ -164,23 +177,31 @@ def is_kept(run: Run, results: Path) -> bool:
     return all(then[key] == now[key] for key in then.keys() & now.keys())
 
 
-def keep(run: Run, results: Path, bar: tqdm) -> None:
-    """Train a run and keep what it measured, unless that is there. One that was cut off starts anew."""
+def keep(run: Run, results: Path, bar: tqdm, may_fail: bool = False) -> None:
+    """Train a run and keep what it measured, unless that is there. One that was cut off starts anew. If it
+    `may_fail`, one with a loss or gradient that is not finite is kept too, with `finite` false."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
     bar.set_description(run.name)
     if not is_kept(run, results):
-        make(run, results)
+        make(run, results, may_fail)
     bar.update()
 
 
-def make(run: Run, results: Path) -> None:
+def make(run: Run, results: Path, may_fail: bool) -> None:
     folder = ROOT / "runs" / "measured" / run.name
     if runfolder.state_of(folder)["state"] == "running":
         sys.exit(f"{folder} is a run of another process; the same command goes on when it has ended")
     shutil.rmtree(folder, ignore_errors=True)
-    began = time.monotonic()
-    train_once(folder, run.recipe, *run.all_settings, method=run.method)
-    about = describe(run, folder) | {"wall_seconds": round(time.monotonic() - began, 1)}
+    began, before, finite = time.monotonic(), children_seconds(), {}
+    try:
+        train_once(folder, run.recipe, *run.all_settings, method=run.method)
+    except RuntimeError:
+        if not (may_fail and list(folder.glob("not_finite_step_*.pt"))):
+            raise
+        finite = {"finite": False}
+    about = describe(run, folder) | finite
+    about["cpu_seconds"] = round(children_seconds() - before, 1)
+    about["wall_seconds"] = round(time.monotonic() - began, 1)
     lines = [kept_of(line) for line in runfolder.read_log(folder / "metrics.jsonl")]
     append(run.name, Record(about, lines), results)
     shutil.rmtree(folder)
@@ -195,7 +216,7 @@ def describe(run: Run, folder: Path) -> dict:
                f"torch {ran_on['libraries']['torch']}, Python {ran_on['python']}")
     return {"arm": run.arm, "family": run.family, "rate": run.rate, "seed": run.seed, "split": run.split,
             "config": Path(run.recipe).name, "settings": run.plain_settings(), "commit": commit,
-            "date": date.today().isoformat(), "machine": machine, "cpu_seconds": cpu_seconds(folder)}
+            "date": date.today().isoformat(), "machine": machine}
 
 
 def kept_of(line: dict) -> dict:

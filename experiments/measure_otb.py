@@ -107,7 +107,7 @@ def measure(tokens: Tokens, n: int) -> dict[str, tuple[float, float]]:
 
 def look(learner: Learner, whole: Decoder, group: Group, reward_G: Tensor) -> dict:
     """Measure a prompt under each loss.normalize."""
-    logp_GL, length_G = padded([list(sample.logp) for sample in group.samples])
+    logp_GL, length_G = padded([torch.tensor(sample.logp, dtype=torch.float64) for sample in group.samples])
     gradients = [token_gradients(learner, whole, group, i) for i in range(2 * G)]
     gradient = torch.cat(gradients)
     product = (gradient @ gradient.T).double()

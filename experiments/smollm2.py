@@ -20,12 +20,11 @@ from pathlib import Path
 import gguf_model
 import numpy as np
 import word_problems
-from kept_runs import ROOT, run_script, table, train_once
+from kept_runs import ROOT, experiment_status, run_script, table, train_once
 from tqdm import tqdm
 
 import config
 import report
-from infra.signals import exit_status
 from verify.statistics import mcnemar, mean, paired_interval, wilson
 
 CONFIG = "experiments/smollm2.yaml"
@@ -170,7 +169,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
     parser.add_argument("--steps", type=int)
     args = parser.parse_args()
-    return exit_status(lambda: experiment(args.out.resolve(), args.steps))
+    return experiment_status(lambda: experiment(args.out.resolve(), args.steps))
 
 
 if __name__ == "__main__":

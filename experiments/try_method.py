@@ -13,8 +13,9 @@ The file defines at least one of these names (docs/fork.md has a whole one):
     wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as methods/samplers.py does
 
 A kind's dataclass is one as in settings/kinds.py, with a name that no other kind has, and the config must
-choose it. Without --config the config is the yaml file beside the method's. All other options are train.py's,
-such as --resume, --check and --show. eval.py --config and replay.py know a kind once the product has it.
+choose it. `weigh` needs loss.old_logp=recompute, the default. Without --config the config is the yaml file
+beside the method's. All other options are train.py's, such as --resume, --check and --show. eval.py --config
+and replay.py know a kind once the product has it.
 """
 
 import argparse
@@ -117,7 +118,10 @@ def name_of(kind: type) -> str:
 
 
 def check_chosen(method: ModuleType, cfg: config.Config) -> None:
-    """Raise ConfigError if the method brings kinds and the config has none of them."""
+    """Raise ConfigError if the config has none of the method's kinds, or does not call its `weigh`."""
+    if hasattr(method, "weigh") and cfg.loss.old_logp != "recompute":
+        raise config.ConfigError(f"loss.old_logp={cfg.loss.old_logp} must be recompute: weigh of "
+                                 f"{method.__file__} reads the log-probs of the policy before the update")
     brought = {kind: setting for name, (_, setting, _) in KINDS.items() for kind in getattr(method, name, {})}
     if brought and not any(isinstance(attrgetter(setting)(cfg), kind) for kind, setting in brought.items()):
         kind, setting = next(iter(brought.items()))

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from argparse import Namespace
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -55,7 +56,7 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     assert ("NO CUDA DEVICE" in done.stdout) == (not rows["machine"][""]["cuda"])
     assert 0 < rows["kernels"]["head"]["error of gradients"] < 0.02 and 0 < rows["kernels"]["sdpa"]["error"] < 0.02
     assert re.fullmatch(r"\d+ passed, 0 failed, \d+ skipped", rows["tests"][""]["outcome"])
-    assert len(rows["check"]) == 9 and all(row["passed"] for row in rows["check"].values())
+    assert len(rows["check"]) == 11 and all(row["passed"] for row in rows["check"].values())
     learnt, = rows["learning"].values()
     assert 0 < learnt["largest mismatch/logp_abs_mean"] < gpu_parts.MISMATCH and "failed" not in learnt
     updates = rows["updates"]
@@ -73,10 +74,16 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     phases = [f"{name} s" for name in ("rollout", "reward", "update", "sync", "step")]
     assert min(row[phase] for row in steps.values() for phase in phases) > 0
     assert min(rows["rollout"]["sleep and sync"]["sync s"]) > 0
-    assert min(rows["rollout"][f"{gpu_parts.OF_CPU.slots[1]} slots"]["sampled tokens/s"]) > 0
+    assert min(rows["rollout"][f"{gpu_parts.OF_CPU.slots[1]} sequences"]["sampled tokens/s"]) > 0
     # As tests/test_repo.py asks of a section of RESULTS.md
     assert re.search(r"^Command: `python bench/gpu\.py .+`  \nCommit: \w{7}\b.*\. Date: 2\d{3}-\d\d-\d\d\. "
                      r"Machine: .+\.$", done.stdout, re.MULTILINE)
+
+
+def test_kernels_are_compared_with_float32(bench):
+    gpu_parts.kernels(replace(bench, folder=ROOT / "toy" / "model"))
+    rows = {row["way"]: row for row in map(json.loads, bench.out.read_text().splitlines())}
+    assert 0 < rows["sdpa"]["error"] < 0.02 and 0 < rows["head"]["error of gradients"] < 0.02
 
 
 @pytest.mark.slow

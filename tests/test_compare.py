@@ -1,7 +1,11 @@
 """The comparison's bookkeeping and numbers, on made results and on those that are kept."""
 
+import itertools
 import json
+import os
+import signal
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,6 +15,7 @@ import torch
 from conftest import ROOT
 from tqdm import tqdm
 
+import config
 from infra import runfolder
 
 sys.path.append(str(ROOT / "experiments"))
@@ -157,6 +162,7 @@ def test_a_run_of_another_process_is_left_alone(tmp_path, monkeypatch):
 def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monkeypatch):
     trained, results = [], tmp_path / "results.jsonl.xz"
     monkeypatch.setattr(kept_runs, "train_once", lambda *given, method: trained.append(given) or fake_training(*given))
+    monkeypatch.setattr(kept_runs, "children_seconds", itertools.count(1.0, 3.5).__next__)
     monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
     make(results, compare.arm("grpo", "1e-4", 0), 0.1)
     before = results.read_bytes()
@@ -178,10 +184,53 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     assert len(trained) == 1
     kept_runs.append(run.name, Record(about | {"settings": about["settings"] | {"steps": 7}}, record.lines), results)
     kept_runs.keep(run, results, bar)
-    assert len(trained) == 2 and kept_runs.read(results)[run.name].about == about
+    again = kept_runs.read(results)[run.name].about
+    assert len(trained) == 2 and again == about | {"wall_seconds": again["wall_seconds"]}
     monkeypatch.setattr(sys.modules[__name__], "CHANGED", "diff --git a/train.py b/train.py\n")
     kept_runs.keep(compare.arm("pps", "1e-4", 0), results, bar)
     assert kept_runs.read(results)["pps-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
+
+
+def test_a_run_that_is_not_finite_is_kept_where_it_may_fail_alone(tmp_path, monkeypatch):
+    def train_once(folder: Path, *given: str, method: str) -> None:
+        trained.append(fake_training(folder, *given))
+        for name in written:
+            (folder / name).touch()
+        raise RuntimeError("the loss in step 1 is not finite")
+
+    trained, written, results, bar = [], [], tmp_path / "results.jsonl.xz", tqdm(disable=True)
+    monkeypatch.setattr(kept_runs, "train_once", train_once)
+    monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
+    run = compare.arm("cppo", "1e-4", 0)
+    with pytest.raises(RuntimeError, match="not finite"):
+        kept_runs.keep(run, results, bar, may_fail=True)  # for another reason: no file says so
+    written.append("not_finite_step_000001.pt")
+    with pytest.raises(RuntimeError, match="not finite"):
+        kept_runs.keep(run, results, bar)
+    assert not kept_runs.read(results)
+    for _ in range(2):
+        kept_runs.keep(run, results, bar, may_fail=True)
+    assert len(trained) == 3 and kept_runs.read(results)[run.name].about["finite"] is False
+
+
+def test_a_finished_run_of_other_settings_is_not_deleted(tmp_path):
+    out = tmp_path / "run"
+    out.mkdir()
+    (out / "config.yaml").write_text(config.dump(config.load(kept_runs.RECIPE, [f"out={out}"])))
+    (out / "finished").write_text("1.0")
+    assert kept_runs.train_once(out, kept_runs.RECIPE) == out
+    with pytest.raises(config.ConfigError, match="run is a finished run of other settings: move it"):
+        kept_runs.train_once(out, kept_runs.RECIPE, "steps=3")
+    assert (out / "finished").is_file()
+
+
+def test_sigterm_ends_an_experiment_as_ctrl_c_does(capsys):
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        assert kept_runs.experiment_status(lambda: os.kill(os.getpid(), signal.SIGTERM) or time.sleep(60)) == 130
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert capsys.readouterr().err == "interrupted; the same command goes on from there\n"
 
 
 def test_a_write_that_fails_leaves_the_results_as_they_were(tmp_path, monkeypatch):

@@ -8,6 +8,7 @@ import random
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -52,8 +53,10 @@ from court import (  # noqa: E402
     signs,
     survivors,
 )
+from kept_runs import append, is_kept  # noqa: E402
 
 EXACT, BIASED = 1e-12, 1e-3
+wide = partial(torch.tensor, dtype=torch.float64)
 PLUGGED = (
     (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS),
     (config.Loss, "trust", loss.TRUST))
@@ -239,7 +242,7 @@ def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
     mean = torch.zeros_like(LOGITS)
     for joint in itertools.product(CHANCE, repeat=3):
         reward_G = torch.tensor([ANSWERS[answer] for answer in joint], dtype=torch.float64)
-        adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([LOGP[answer] for answer in joint])), own)
+        adv_GL = otb.token_advantage(reward_G, otb.energy(*otb.padded([wide(LOGP[answer]) for answer in joint])), own)
         pull = sum(adv_L[:len(answer)] @ SCORES[answer] for adv_L, answer in zip(adv_GL, joint, strict=True))
         mean += math.prod(CHANCE[answer] for answer in joint) * pull / 3
     best = (mean @ TRUE / (TRUE @ TRUE)).item()
@@ -247,7 +250,7 @@ def test_otb_has_the_true_gradient_without_the_own_sample_alone(own):
 
 
 def test_the_energy_adds_up_and_stays_behind_the_end():
-    energy_GL = otb.energy(*otb.padded([[math.log(0.5), math.log(0.25)], [math.log(0.9)]]))
+    energy_GL = otb.energy(*otb.padded([wide([math.log(0.5), math.log(0.25)]), wide([math.log(0.9)])]))
     torch.testing.assert_close(energy_GL, torch.tensor([[0.25, 0.8125], [0.01, 0.01]], dtype=torch.float64))
 
 
@@ -268,7 +271,7 @@ def test_the_factors_of_a_row_turn_leave_one_out_into_the_baseline_of_every_toke
     row, = rows(64)
     factor_C, = module.weigh([row], [], [], config.Loss())
     for s, (n, g) in enumerate(row.members):
-        logp_GL = otb.padded([list(sample.logp) for sample in groups[n].samples])
+        logp_GL = otb.padded([wide(sample.logp) for sample in groups[n].samples])
         adv_GL = otb.token_advantage(reward_NG[n], otb.energy(*logp_GL), own=module is otb_released)
         mine_C = (factor_C * row.adv_C)[row.segment_C == s]
         torch.testing.assert_close(mine_C.double(), adv_GL[g, :len(mine_C)], rtol=1e-5, atol=1e-6)
@@ -596,15 +599,33 @@ def test_results_quotes_tables_that_the_court_prints_of_what_is_kept(every_metho
     assert len(claims) == len(court.CLAIMS) and set(claims) <= set(quoted)
 
 
+def test_what_is_kept_is_what_the_arms_of_today_would_run(every_method):
+    for name, arm in court.ARMS.items():
+        rate = court.chosen_rate(name, court.RESULTS)
+        assert all(is_kept(court.run_of(name, arm, rate, seed), court.RESULTS) for seed in (0, 4)), name
+
+
+def test_a_rate_that_is_not_finite_is_told_and_not_chosen(every_method, tmp_path):
+    results, arm = tmp_path / "results.jsonl.xz", court.ARMS["grpo"]
+    for rate, gain in (("5e-5", 0.1), ("1e-4", 0.2), ("2e-4", 0.3)):
+        make(results, court.run_of("grpo", arm, rate, court.TUNING_SEED, tuning=True), gain)
+    name = f"grpo-2e-4-validation-seed{court.TUNING_SEED}"
+    record = court.read(results)[name]
+    append(name, replace(record, about=record.about | {"finite": False}, lines=record.lines[:1]), results)
+    assert court.chosen_rate("grpo", results) == "1e-4"
+    assert court.validation_rows({"grpo": arm}, results)[0][1].endswith(", 2e-4: not finite")
+
+
 def test_rates_are_chosen_of_a_whole_grid_and_of_the_neighbour_of_an_end(every_method, tmp_path, monkeypatch):
     results, arm, made = tmp_path / "results.jsonl.xz", court.ARMS["grpo"], []
 
-    def keep(run, results, bar):
+    def keep(run, results, bar, may_fail):
+        assert may_fail == (run.split == "validation")
         made.append(run.name)
         make(results, run, {"2.5e-5": 0.1, "5e-5": 0.2, "1e-4": 0.3, "2e-4": 0.4, "4e-4": 0.3}[run.rate])
 
     monkeypatch.setattr(court, "keep", keep)
-    assert court.best_rate("grpo", results) is None
+    assert court.chosen_rate("grpo", results) is None
     court.train({"grpo": arm}, range(2), results, until=math.inf)
     assert made == [f"grpo-{rate}-validation-seed100" for rate in (*court.GRID, "4e-4")] + [
         f"grpo-2e-4-test-seed{seed}" for seed in range(2)]
@@ -623,9 +644,10 @@ def test_a_claim_of_seconds_and_of_large_steps_by_hand(every_method, tmp_path):
     arms = court.kept_arms(dict.fromkeys(court.ARMS, "1e-4"), court.SEEDS, results)
     for record in arms["stages"].values():
         record.about["settings"]["steps"] = 4
-    assert court.gap(arms, "stages", "grpo", "steps", 1) is None and court.gap(arms, "otb", "grpo", "steps", 1) is None
-    assert court.gap(arms, "stages", "grpo", "seconds", 1).mean < 0
-    level = court.level_of(arms)
+    for name in ("stages", "otb"):
+        assert court.paired_gap(arms, name, "grpo", "steps", 1) is None
+    assert court.paired_gap(arms, "stages", "grpo", "seconds", 1).mean < 0
+    level = court.speed_level(arms)
     assert 40 + 0.7 * 20 < level < 41 + 0.8 * 22
     ratio = float(court.speed(arms, "pps", level).partition(" ")[0])
     assert 1.5 < ratio < 2.5 and court.speed(arms, "stages", level) == "not reached in 2 of 2"
@@ -643,32 +665,39 @@ MINE, MINE_CONFIG = (FORK.partition(f"```{language}\n")[2].partition("```")[0] f
 
 
 @pytest.mark.slow
-def test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew(tmp_path):
+def test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew(
+        plugged, command, tmp_path, monkeypatch, capsys):
+    short = tmp_path / "short.yaml"  # in place of the testbed
+    short.write_text(f"base: {court.RECIPE}\neval: {{every: 1, limit: 4, max_new_tokens: 64}}\n"
+                     "rollout: {max_new_tokens: 64}\n")
+    monkeypatch.setattr(court, "RECIPE", str(short))
     mine = tmp_path / "my_method.py"
     mine.write_text(MINE)
-    mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/", f"{ROOT}/experiments/"))
-    few = ("steps=2", "eval.every=1", "eval.limit=4", "rollout.max_new_tokens=64", "eval.max_new_tokens=64")
-    command = [sys.executable, str(ROOT / "experiments" / "court.py"), "--method", "my_method.py", "--seeds", "2",
-               "--out", "own", *(word for setting in few for word in ("--set", setting))]
-    env, pages = os.environ | {"OMP_NUM_THREADS": "1"}, []
+    mine.with_suffix(".yaml").write_text(MINE_CONFIG.replace("../experiments/long_sums.yaml", str(short)))
+    words = ["--method", mine, "--seeds", "2", "--out", tmp_path / "own", "--set", "steps=2"]
+    pages = []
     for _ in range(2):  # the second time all runs are there
-        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
-        assert done.returncode == 0, done.stderr
-        pages.append(Path(done.stdout.splitlines()[-1]))
+        assert command(court, *words) == 0
+        out = capsys.readouterr().out
+        pages.append(Path(out.splitlines()[-1]))
         assert pages[-1].read_text().count("<svg") == 1 and ">grpo<" in pages[-1].read_text()
-    rows = [line.strip("| ").split(" | ") for line in done.stdout.splitlines()]
+    rows = [line.strip("| ").split(" | ") for line in out.splitlines()]
     assert [row[-1] for row in rows if row[0] == "grpo" and len(row) == 6][0] in ("ahead", "behind", "cannot tell")
-    assert pages[0] == pages[1] and "one seed" in done.stdout
-    mine.write_text(MINE.replace("centred_NG / (", "-centred_NG / ("))
-    done = subprocess.run([*command, "--hours", "0"], cwd=tmp_path, env=env, capture_output=True, text=True)
-    assert done.returncode == 1 and "no run has ended" in done.stderr
+    assert pages[0] == pages[1] and "one seed" in out
+    mine.write_text(MINE.replace("centred_NG / (", "-centred_NG / (").replace("deviation", "negated"))
+    words += ["--set", "advantage={kind: negated}", "--hours", "0"]
+    monkeypatch.delitem(sys.modules, try_method.load(mine).__name__)
+    with pytest.raises(SystemExit, match="no run on the test problems has ended yet"):
+        command(court, *words)
 
 
 def refused(command, capsys, script, *words: str) -> str:
     """The message with which a script ends."""
-    with pytest.raises(SystemExit) as end:
-        command(script, *words)
-    assert end.value.code == 2
+    try:
+        status = command(script, *words)
+    except SystemExit as end:  # of argparse
+        status = end.code
+    assert status == 2
     return capsys.readouterr().err
 
 
@@ -684,6 +713,30 @@ def test_a_method_that_would_not_be_tried_is_an_error(plugged, command, tmp_path
         (tmp_path / f"{name}.py").write_text(text)
         assert says in refused(command, capsys, court, "--method", str(tmp_path / f"{name}.py"))
     assert "method no.py not found" in refused(command, capsys, court, "--method", "no.py")
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("--config grpo_toy.yaml", "model.path=toy/model must be experiments/long_sums/model"),
+    ("--set optim.lr=7e-3", "optim.lr=0.007 must be 1e-4"),
+    ("--set seed=3", "the court chooses it"),
+    ("--set eval.limit=4", "eval.limit=4 must be null"),
+    ("--set loss.old_logp=engine", "must be recompute: weigh of"),
+    ("--seeds 6", "invalid choice: 6"),
+    ("--train", "not allowed with argument"),
+])
+def test_a_comparison_that_would_be_unfair_is_an_error(words, says, plugged, command, tmp_path, capsys):
+    mine = tmp_path / "mine.py"
+    mine.write_text("def weigh(rows, logp, entropy, loss): return [1 + 0 * logp_C for logp_C in logp]\n")
+    assert says in refused(command, capsys, court, "--method", str(mine), *words.split(" ", 1))
+
+
+@pytest.mark.parametrize(("words", "says"), [
+    ("--train grpo,pqs", "--train pqs: the arms are grpo, "),
+    ("--set steps=3", "--set needs --method"),
+    ("--hours 0", "--hours needs --method or --train"),
+])
+def test_options_that_would_be_ignored_are_errors(words, says, plugged, command, capsys):
+    assert says in refused(command, capsys, court, *words.split(" ", 1))
 
 
 def test_a_file_that_is_called_as_one_of_the_courts_is_loaded_as_itself(tmp_path):

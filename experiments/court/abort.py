@@ -26,10 +26,10 @@ from court.survivors import Drawn, column, drawn, keep_drawn, require
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from records import Group, PromptDraw, Request, Sample, join
-from settings.loader import Count, within
+from settings.loader import Count, kind, within
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Abort:
     """Train on the completions that were not aborted, weighed up. Unbiased."""
     kind: Literal["abort"] = "abort"
@@ -64,11 +64,11 @@ class AbortSampler:
         turns = [(draw, g) for draw in draws for g in range(G)]
         seeds = [sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, g) for draw, g in turns]
         asked = [Request(draw.prompt, seed, mark) for (draw, _), seed in zip(turns, seeds, strict=True)]
-        begun = self.sampler.complete(asked)
+        opening = self.sampler.complete(asked)
         samples = []
         for n, draw in enumerate(draws):
             of_group = slice(n * G, (n + 1) * G)
-            samples += self.decide(draw, seeds[of_group], begun[of_group])
+            samples += self.decide(draw, seeds[of_group], opening[of_group])
         places = [i for i, sample in enumerate(samples) if not sample.finished and not sample.aborted]
         if places:  # an engine may not take an empty list
             longer = [Request(turns[i][0].prompt, seed_for(seeds[i], mark), most - mark, samples[i])
@@ -77,10 +77,10 @@ class AbortSampler:
                 samples[i] = join(samples[i], piece)
         return [Group(draw.prompt, tuple(samples[n * G:(n + 1) * G])) for n, draw in enumerate(draws)]
 
-    def decide(self, draw: PromptDraw, seeds: list[int], begun: list[Sample]) -> list[Drawn]:
+    def decide(self, draw: PromptDraw, seeds: list[int], opening: list[Sample]) -> list[Drawn]:
         """Decide which completions of a prompt go on. An aborted one is `pending`, so it has no reward."""
         rate, decided = self.rates.rates.get(draw.prompt.id), []
-        for seed, sample in zip(seeds, begun, strict=True):
+        for seed, sample in zip(seeds, opening, strict=True):
             prob = 1.0
             if rate and not sample.finished:
                 prob = go_on_prob(self.settings, rate.mean, len(draw.prompt.ids), list(sample.logp))

@@ -11,7 +11,7 @@ The rules are the papers' ideas in their simplest form, and not their code.
 """
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal
 
 from collect import Sampler
@@ -22,10 +22,10 @@ from court.survivors import ADVANTAGES as ADVANTAGES
 from court.survivors import Drawn, drawn, keep_drawn, require
 from history import PromptHistory
 from records import PromptDraw, Sample
-from settings.loader import ZeroToOne
+from settings.loader import ZeroToOne, kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class BiasedAbort(Abort):
     """Train on the completions that were not aborted, at weight 1. Biased."""
     kind: Literal["biased_abort"] = "biased_abort"
@@ -46,23 +46,23 @@ def balanced(confidence: list[float], share: float) -> list[bool]:
 class BiasedSampler(AbortSampler):
     """Decide with bias which completions go on."""
 
-    def decide(self, draw: PromptDraw, seeds: list[int], begun: list[Sample]) -> list[Drawn]:
+    def decide(self, draw: PromptDraw, seeds: list[int], opening: list[Sample]) -> list[Drawn]:
         if self.settings.aborted == "dropped":
-            decided = super().decide(draw, seeds, begun)
+            decided = super().decide(draw, seeds, opening)
             return [replace(sample, weight=float(not sample.aborted)) for sample in decided]
-        goes_on = [True] * len(begun)
-        unfinished = [i for i, sample in enumerate(begun) if not sample.finished]
+        goes_on = [True] * len(opening)
+        unfinished = [i for i, sample in enumerate(opening) if not sample.finished]
         if self.settings.aborted == "balanced":
-            kept = balanced([sum(begun[i].logp) for i in unfinished], self.settings.cut)
+            kept = balanced([sum(opening[i].logp) for i in unfinished], self.settings.cut)
             for i, keep in zip(unfinished, kept, strict=True):
                 goes_on[i] = keep
         elif rate := self.rates.rates.get(draw.prompt.id):
             for i in unfinished:
-                prob = go_on_prob(self.settings, rate.mean, len(draw.prompt.ids), list(begun[i].logp))
+                prob = go_on_prob(self.settings, rate.mean, len(draw.prompt.ids), list(opening[i].logp))
                 goes_on[i] = prob >= self.settings.cut
         failed = float(self.settings.aborted == "failed")
         decided = []
-        for sample, on in zip(begun, goes_on, strict=True):
+        for sample, on in zip(opening, goes_on, strict=True):
             pending = not on and not failed
             decided.append(drawn(sample, pending=pending, weight=1.0 if on else failed, aborted=not on))
         return decided

@@ -29,10 +29,10 @@ from court.pass_rates import NotedRewards, PassRates, Rate, noted, require_plain
 from history import PromptHistory, sample_seed
 from infra.dist import seed_for
 from records import Group, PromptDraw, Request
-from settings.loader import Count, at_least
+from settings.loader import Count, at_least, kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Allocated:
     """Leave-one-out among as many completions of each prompt as its history asks for."""
     kind: Literal["allocated"] = "allocated"

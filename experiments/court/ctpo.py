@@ -7,17 +7,16 @@ stays uncorrected. The surrogate is PPO's with R in place of r and a dual clip a
 gradient flows through r_t alone, and the bounds' defaults are those of the authors' code.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from records import LogProbs
-from settings.loader import Positive
+from settings.loader import Positive, kind
 
 
-@dataclass(frozen=True, slots=True)
+@kind
 class Cumulative:
     """Clip the product of the ratios so far within bounds that grow with the root of the place."""
     kind: Literal["cumulative"] = "cumulative"
@@ -28,11 +27,11 @@ class Cumulative:
 
 def cumulative(logps: LogProbs, settings: Cumulative) -> Tensor:
     """Compute f, [C]: R, or 0 where a bound stops the gradient."""
-    gap_C = (logps.logp_C - logps.old_logp_C).detach()
-    begin_S = torch.searchsorted(logps.segment_C, torch.arange(int(logps.segment_C[-1]) + 1))
-    before_C = (gap_C.cumsum(0) - gap_C)[begin_S][logps.segment_C]
+    segment_C, gap_C = logps.segment_C, (logps.logp_C - logps.old_logp_C).detach()
+    begin_S = torch.searchsorted(segment_C, torch.arange(int(segment_C[-1]) + 1, device=segment_C.device))
+    before_C = (gap_C.cumsum(0) - gap_C)[begin_S][segment_C]
     gap_C = gap_C.cumsum(0) - before_C
-    root_C = (torch.arange(len(gap_C)) - begin_S[logps.segment_C] + 1).sqrt()
+    root_C = (torch.arange(len(gap_C), device=gap_C.device) - begin_S[segment_C] + 1).sqrt()
     high_C, low_C = gap_C > settings.high * root_C, gap_C < -settings.low * root_C
     stopped_C = (logps.adv_C > 0) & high_C
     stopped_C |= (logps.adv_C < 0) & (low_C | (gap_C > settings.most * root_C))

@@ -18,6 +18,7 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from advantage import leave_one_out
 from config import ConfigError, Loss
@@ -28,7 +29,7 @@ LEAST = 1e-4  # of w: a token that the engine was sure of counts a little
 
 def energy(logp_GL: Tensor, length_G: Tensor) -> Tensor:
     """Add up (1 - p)^2 over the tokens so far, [G, L]; behind a completion's end it stays as it is."""
-    inside_GL = torch.arange(logp_GL.shape[1]) < length_G[:, None]
+    inside_GL = torch.arange(logp_GL.shape[1], device=logp_GL.device) < length_G[:, None]
     one_GL = (1 - logp_GL.exp()).square().clamp(min=LEAST) * inside_GL
     return one_GL.cumsum(dim=1)
 
@@ -42,13 +43,10 @@ def token_advantage(reward_G: Tensor, energy_GL: Tensor, own: bool) -> Tensor:
     return reward_G[:, None] - sum_GL / weight_GL
 
 
-def padded(logp: list[list[float]]) -> tuple[Tensor, Tensor]:
-    """Lay completions over one another, [G, L], and count their tokens, [G]."""
-    length_G = torch.tensor([len(of) for of in logp])
-    logp_GL = torch.zeros(len(logp), int(length_G.max()), dtype=torch.float64)
-    for row, of in zip(logp_GL, logp, strict=True):
-        row[:len(of)] = torch.tensor(of, dtype=torch.float64)
-    return logp_GL, length_G
+def padded(logp: list[Tensor]) -> tuple[Tensor, Tensor]:
+    """Lay the log-probs of completions over one another, [G, L], and count their tokens, [G]."""
+    length_G = torch.tensor([len(logp_L) for logp_L in logp], device=logp[0].device)
+    return pad_sequence([logp_L.double() for logp_L in logp], batch_first=True), length_G
 
 
 def weigh(
@@ -58,14 +56,16 @@ def weigh(
     loss: Loss,
     own: bool = False,
 ) -> list[Tensor]:
-    """Put the reward less each token's baseline in place of the advantage: a token's factor is the one over
-    the other."""
+    """Compute each token's factor, [C] of each row: its reward less its baseline, over the completion's
+    advantage, which the loss multiplies by it."""
     return [factors(row, own) for row in rows]
 
 
 def factors(row: Row, own: bool) -> Tensor:
     """Compute the factors of a row's tokens, [C]. Raises ConfigError for a row with a part of a group."""
     factor_C = torch.ones_like(row.adv_C)
+    if not row.counts:
+        return factor_C
     members = defaultdict(list)
     for s, (n, _) in enumerate(row.members):
         members[n].append(s)
@@ -73,12 +73,10 @@ def factors(row: Row, own: bool) -> Tensor:
         places = [(row.segment_C == s).nonzero()[:, 0] for s in of_group]
         reward_G = row.reward_S[of_group].double()
         first_G = torch.stack([row.adv_C[place[0]] for place in places]).double()
-        if not row.counts:
-            continue
         if not torch.allclose(leave_one_out(reward_G[None])[0], first_G, atol=1e-6):
             raise ConfigError("otb needs advantage.kind=leave_one_out, no pruning, one process and a "
                               "pack.capacity that holds a step: a row has a part of a group")
-        logp_GL, length_G = padded([row.sampled_logp_C[place].tolist() for place in places])
+        logp_GL, length_G = padded([row.sampled_logp_C[place] for place in places])
         adv_GL = token_advantage(reward_G, energy(logp_GL, length_G), own)
         for place, adv_L, adv in zip(places, adv_GL, first_G, strict=True):
             factor_C[place] = (adv_L[:len(place)] / adv).to(factor_C.dtype)

@@ -1,22 +1,22 @@
 """Soft Adaptive Policy Optimization, SAPO (arXiv:2511.20347): a sigmoid of the ratio in place of a clip.
 
 The surrogate of a token is 4 / tau sigmoid(tau (r - 1)) A, with a tau for each sign of A. At r = 1 its
-gradient is the policy gradient; it fades as r leaves 1, the faster the larger tau is, and is nowhere 0.
+gradient is the policy gradient. Beside r A, that of no clip, it fades on both sides of r = 1, by 4 s (1 - s)
+with s the sigmoid, the faster the larger tau is, and is nowhere 0.
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from records import LogProbs
-from settings.loader import Positive
+from settings.loader import Positive, kind
 
 
-@dataclass(frozen=True, slots=True)
+@kind
 class SoftGate:
-    """Let the gradient fade as the ratio leaves 1."""
+    """Let the gradient fade, beside that without a clip, as the ratio leaves 1."""
     kind: Literal["soft_gate"] = "soft_gate"
     tau_right: Positive = 1.0   # of positive advantages, as the authors have it
     tau_wrong: Positive = 1.05  # of negative ones

@@ -4,17 +4,16 @@ The reward is +1 for a right completion and -1 for a wrong one. PSR takes the ri
 the wrong ones alone (right=0), and W-REINFORCE both, the right ones at a tenth (right=0.1, the default).
 """
 
-from dataclasses import dataclass
 from typing import Literal
 
 import torch
 from torch import Tensor
 
 from records import Rewards
-from settings.loader import PositiveOrZero
+from settings.loader import PositiveOrZero, kind
 
 
-@dataclass(frozen=True, slots=True)
+@kind
 class Signs:
     """A number for right completions, and another one below 0 for wrong ones."""
     kind: Literal["signs"] = "signs"

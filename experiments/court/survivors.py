@@ -10,9 +10,10 @@ from config import Config, ConfigError
 from court.pass_rates import NotedRewards, require_plain
 from prune import Candidates
 from records import Group, Pruned, Sample
+from settings.loader import kind
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@kind
 class Survivors:
     """Leave-one-out among the completions that were not aborted, by their weights."""
     kind: Literal["survivors"] = "survivors"
@@ -39,7 +40,7 @@ def column(groups: list[Group], name: str) -> Tensor:
 
 
 def leave_one_out_weighted(reward_NG: Tensor, weight_NG: Tensor) -> Tensor:
-    """Subtract the weighted mean of the others, [N, G]; without any other of weight above 0 it is 0."""
+    """Subtract the weighted mean of the others, [N, G]; if no other has a weight above 0, that mean is 0."""
     weight_NG = weight_NG * ~reward_NG.isnan()
     worth_NG = weight_NG * reward_NG.nan_to_num()
     others_NG = weight_NG.sum(dim=1, keepdim=True) - weight_NG

@@ -144,6 +144,13 @@ def test_inclusion_and_the_comb_at_random():
             assert keep_K.sum() == wanted and not keep_K[prob_K == 0].any() and keep_K[prob_K == 1].all(), trial
 
 
+def test_if_all_are_kept_their_probabilities_are_exactly_1():
+    generator = torch.Generator().manual_seed(0)
+    for K in range(2, 40):
+        size_K = 0.1 + torch.randint(2, (K,), generator=generator).double() / 3  # many equal ones
+        assert (inclusion(size_K, K) == 1).all()
+
+
 def one_group(*completions: tuple[str, list[float]]) -> list[Group]:
     """A group of completions, each of tokens as letters, with the engine's probabilities of them."""
     samples = [Sample([ord(x) for x in text], [log(p) for p in probs], True) for text, probs in completions]
