@@ -155,6 +155,8 @@ def weight_files(folder: Path) -> list[Path]:
     index, single = (folder / name for name in WEIGHT_FILES)
     if index.is_file():
         weight_map = read_section(Index, read_json(index), index).weight_map
+        if not weight_map:
+            raise ConfigError(f"{index} names no weights; download it again")
         shards = sorted(set(weight_map.values()))
     elif single.is_file():
         shards = [single.name]

@@ -90,6 +90,7 @@ def model(tmp_path) -> Path:
      "model.safetensors cannot be read .*x{100}[)]; download"),
     ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
     ("model.safetensors.index.json", b"[]", "holds no JSON object"),
+    ("model.safetensors.index.json", b'{"weight_map": {}}', "index.json names no weights; download it again"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
     ("model.safetensors.index.json", b'{"weight_map": [1]}', "weight_map=.* must be a mapping"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": "../model/model.safetensors"}}', "names ../.* missing"),
