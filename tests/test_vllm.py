@@ -347,7 +347,7 @@ def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, p
     engine.sync(policy)
     tokenizer, asked = data.Tokenizer(folder), prompts([60, 90, 120, 90])
     whole = engine.generate(ask(asked, [1, 2, 3, 4], 12), 1.0)
-    texts = sorted({tokenizer.decode([sample.ids[:6][-1]]) for sample in whole} - {""})
+    texts = sorted({tokenizer.decode([token]) for sample in whole for token in sample.ids[4:6]} - {""})
     monkeypatch.setattr(engine, "stops", texts)
     read, generate = [], engine.llm.generate
 
@@ -360,7 +360,7 @@ def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, p
     speaker = Inline(lambda text, row: " 1 2 3 4 5 6 7 8 9 " * 3, turns=5, max_context=MAX_LEN)
     talking = EnvironmentEngine(engine, tokenizer, speaker, lock_step=False)
     samples = talking.generate(ask(asked, [1, 2, 3, 4], 100), 1.0)
-    assert sum(len(sample.replies) for sample in samples) >= 6
+    assert sum(len(sample.replies) for sample in samples) >= len(asked)
     gap = torch.cat([torch.tensor(s.logp.tolist())[s.scored] - trainer_logp(policy, p, s, 1.0)
                      for p, s in zip(asked, samples, strict=True)])
     assert PRECISION.agrees(gap)
