@@ -86,7 +86,7 @@ def write_json(path: Path, value: dict) -> None:
 def fresh_model(folder: Path) -> decoder.Decoder:
     """Build the decoder with random weights, standard deviation 0.02 as in GPT-2."""
     model = decoder.Decoder(decoder.read_shape(folder))
-    model.logp_chunk = 4096  # as when the shipped model was trained, to the last bit
+    model.logp_chunk = 4096  # as when the shipped model was trained
     for name, parameter in model.named_parameters():
         if name.endswith("bias"):
             torch.nn.init.zeros_(parameter)
