@@ -11,6 +11,7 @@ chosen; without those, as in a part of the comparison, at that of the config.
 
 import argparse
 import json
+import math
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
@@ -132,12 +133,15 @@ def tune(results: Path, bar: tqdm) -> None:
 
 
 def validated(results: Path) -> dict[str, Areas]:
-    """Read the areas over steps of the runs on the validation split that are kept, {arm: {rate: [seed]}}."""
+    """Read the areas over steps of the runs on the validation split that are kept, {arm: {rate: [seed]}};
+    -inf if a run was not finite."""
     areas: dict[str, Areas] = {}
     for record in read(results).values():
         about = record.about
         if about.get("split") == "validation":
-            area, _ = area_and_end(curve(record), "steps", about["settings"]["steps"])
+            area = -math.inf
+            if about.get("finite", True):
+                area, _ = area_and_end(curve(record), "steps", about["settings"]["steps"])
             areas.setdefault(about["arm"], {}).setdefault(about["rate"], []).append(area)
     return areas
 
@@ -154,12 +158,16 @@ def chosen_rates(results: Path) -> dict[str, str]:
     return {name: best_rate(areas.get(name, {}), len(TUNING_SEEDS)) or shipped for name in (*TUNED, BEFORE)}
 
 
+def tell_area(rate: str, areas: list[float]) -> str:
+    return f"{rate}: {mean(areas):.2f}".replace("-inf", "not finite")
+
+
 def rate_table(areas: dict[str, Areas], best: dict[str, str]) -> list[str]:
     """Tabulate the areas on the validation split, and mark the best of each arm."""
     rows = []
     for name, rate in best.items():
         tried = sorted(areas.get(name, {}), key=float)
-        cells = [f"{at}: {mean(areas[name][at]):.2f}{' *' * (at == rate)}" for at in tried]
+        cells = [tell_area(at, areas[name][at]) + " *" * (at == rate) for at in tried]
         where = "inside" if rate in tried[1:-1] else "an end of what was tried"
         rows.append([name, ", ".join(cells), where if tried else "not known yet"])
     return table(["method", "learning rate: area on the validation split", "the best is"], rows)

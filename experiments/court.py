@@ -25,6 +25,7 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import StringIO
+from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -32,7 +33,7 @@ import jinja2
 import matplotlib
 import numpy as np
 from claims import seconds_to, verdict
-from compare import Arms, kept_arms
+from compare import Arms, kept_arms, tell_area, validated
 from kept_runs import (
     ROOT,
     Difference,
@@ -65,7 +66,8 @@ ON_VALIDATION = ("eval.n=1",)
 VALIDATION = "experiments/long_sums/validation.jsonl"
 RATE_HEAD = ["arm", "rate: area on the validation split, one seed"]
 FASTER = 0.75  # "seconds to an accuracy": so far from the anchor's start to its last evaluation
-# Kept arms have one value of these settings, so a method is compared with them at the same.
+# Kept arms have one value of these settings, so a method is compared with them at the same. They have two of
+# eval.every: an arm with few large steps is evaluated at each.
 SHARED = re.compile(r"model\.path|data\..*|rollout\.max_new_tokens|eval\.(?!every$).*|optim\.lr|seed")
 
 FOUR_STEPS = ("update.minibatches=4",)  # optimizer steps on a rollout: the ratios leave 1
@@ -177,23 +179,11 @@ def run_of(name: str, arm: Arm, rate: str, seed: int, tuning: bool = False) -> R
     return Run(name, (*arm.settings, *more), rate, seed, name, data, arm.recipe, arm.file)
 
 
-def validation_areas(name: str, results: Path) -> dict[str, float]:
-    """Read the areas over steps of an arm's runs on the validation split, by rate; -inf: a run that was not
-    finite."""
-    areas = {}
-    for record in read(results).values():
-        about = record.about
-        if (about["arm"], about["split"]) == (name, "validation"):
-            steps, finite = about["settings"]["steps"], about.get("finite", True)
-            areas[about["rate"]] = area_and_end(curve(record), "steps", steps)[0] if finite else -math.inf
-    return areas
-
-
 def chosen_rate(name: str, results: Path) -> str | None:
     """Name the rate of the largest area, once the grid is there, or the one that the arm is given."""
     if name in ARMS and ARMS[name].rate:
         return ARMS[name].rate
-    areas = validation_areas(name, results)
+    areas = validated(results).get(name, {})
     return max(areas, key=areas.get) if areas.keys() >= set(GRID) else None
 
 
@@ -219,7 +209,7 @@ def train(arms: dict[str, Arm], seeds: range, results: Path, until: float) -> No
         for run in runs_of(arms, seeds, results):
             if time.monotonic() > until:
                 break
-            keep(run, results, bar, may_fail=run.split == "validation")
+            keep(run, results, bar)
 
 
 # ---- tables
@@ -325,12 +315,24 @@ def gap_rows(arms: Arms, costs: Iterable[str] = COSTS) -> list[list[str]]:
 
 def validation_rows(arms: dict[str, Arm], results: Path) -> list[list[str]]:
     """Tabulate the areas that rates were chosen by."""
-    rows = []
+    rows, tried = [], validated(results)
     for name, arm in arms.items():
         if not arm.rate:
-            areas = validation_areas(name, results)
-            told = [f"{rate}: {areas[rate]:.2f}" for rate in sorted(areas, key=float)]
-            rows.append([name, ", ".join(told).replace("-inf", "not finite")])
+            areas = tried.get(name, {})
+            rows.append([name, ", ".join(tell_area(rate, areas[rate]) for rate in sorted(areas, key=float))])
+    return rows
+
+
+def course_rows(arms: Arms) -> list[list[str]]:
+    """Tabulate the share of flat groups, which single completions have not, and how far seeds are apart."""
+    rows = []
+    for name, by_seed in arms.items():
+        flat = [[line["advantage/flat_groups"] for line in record.lines if "advantage/flat_groups" in line]
+                for record in by_seed.values()]
+        quarters = [[*chain.from_iterable(np.array_split(run, 4)[i] for run in flat)] for i in (0, -1)]
+        second = [float(curve(record).accuracy_E[1]) for record in by_seed.values()]
+        rows.append([name, *(f"{100 * mean(shares):.0f}" if shares else "" for shares in quarters),
+                     f"{max(second) - min(second):.1f}"])
     return rows
 
 
@@ -351,6 +353,8 @@ def report(results: Path) -> None:
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
     print(*table(RATE_HEAD, validation_rows(ARMS, results)), "", sep="\n")
+    print(*table(["arm", "flat groups in the first quarter of steps, %", "in the last",
+                  "seeds apart at the second evaluation, points"], course_rows(arms)), "", sep="\n")
     seconds = [record.about["cpu_seconds"] for record in read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
     print(json.dumps({"bench": "court", "claims": claims, "rates": rates}))
@@ -512,10 +516,11 @@ def main() -> int:
     for name in ignored:
         if getattr(args, name) is not None:
             parser.error(f"--{name} needs --method" + " or --train" * (name in ("hours", "seeds")))
-    return experiment_status(lambda: hold_court(args))
+    return experiment_status(lambda: experiment(args))
 
 
-def hold_court(args: argparse.Namespace) -> None:
+def experiment(args: argparse.Namespace) -> None:
+    """Make the runs that are asked for, and print the tables."""
     until = time.monotonic() + 3600 * (math.inf if args.hours is None else args.hours)
     seeds = SEEDS[:args.seeds]
     if args.method:

@@ -1,13 +1,13 @@
 """Does pruning save time on a GPU? GRPO, CPPO and PPS on GSM8K, 100 steps each, about an hour on a card.
 
-    python experiments/gpu_hour.py [--model Qwen/Qwen2.5-1.5B-Instruct] [--out FOLDER] [--set a.b=c]
-    python experiments/gpu_hour.py --tiny      # two steps of the toy on a CPU: shows that it works
+    python experiments/gpu_hour.py [--model Qwen/Qwen2.5-0.5B-Instruct] [--out runs/gpu_hour] [--set a.b=c]
+    python experiments/gpu_hour.py --tiny --out runs/tiny    # two steps of the toy on a CPU, to see it work
 
 `make gpu-hour` does the first. No GPU has run it, so the hour is a guess. All methods see the same 16 prompts
 x 16 completions a step, and CPPO and PPS train on a quarter of these, PPS by |advantage| and by surprise.
 Settings are those of CPPO's release (configs/base/cppo_gsm8k.yaml), with one update a rollout and a rate for
 256 completions. Accuracy is that of greedy answers to the test set, before and after. It goes on where it was
-interrupted. Its folder is runs/gpu_hour, with the model's name or "tiny" behind it if given.
+interrupted. Other settings need another folder.
 """
 
 import argparse
@@ -67,15 +67,13 @@ def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
     parser.add_argument("--model", help="a folder or a hub name")
-    parser.add_argument("--out", type=Path)
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour")
     parser.add_argument("--tiny", action="store_true", help="two steps of the toy")
     parser.add_argument("--set", action="append", default=[], help="change one setting of every run")
     args = parser.parse_args()
     settings = [*(TINY if args.tiny else ()), *args.set]
     settings += [f"model.path={args.model}"] if args.model else []
-    name = "_".join(["gpu_hour", *[Path(args.model or "").name] * bool(args.model), *["tiny"] * args.tiny])
-    out = args.out or ROOT / "runs" / name
-    return experiment_status(lambda: experiment(out.resolve(), settings))
+    return experiment_status(lambda: experiment(args.out.resolve(), settings))
 
 
 if __name__ == "__main__":

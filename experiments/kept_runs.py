@@ -59,16 +59,16 @@ def experiment_status(experiment: Callable[[], None]) -> int:
 def train_once(out: Path, name: str, *settings: str, resume: bool = False, method: str = "") -> Path:
     """Train, unless a finished run of the same settings is there. One that was cut off starts anew, or with
     `resume` goes on from its newest checkpoint; then cpu_seconds does not count what came before. `method` is
-    a file that try_method.py plugs in, and must be plugged in here. Raises ConfigError for a finished run of
-    other settings, and RuntimeError with what a run that failed has said."""
+    a file that try_method.py plugs in, and must be plugged in here. Raises ConfigError for a run of other
+    settings that is finished or could be resumed, and RuntimeError with what a run that failed has said."""
     settings = (*settings, f"out={out}")
     stored = out / "config.yaml"
     unchanged = stored.is_file() and config.load(stored) == config.load(name, settings)
-    if (out / "finished").is_file():
-        if unchanged:
-            return out
-        raise config.ConfigError(f"{out} is a finished run of other settings: move it, or choose another "
-                                 "folder")
+    finished = (out / "finished").is_file()
+    if unchanged and finished:
+        return out
+    if stored.is_file() and not unchanged and (finished or resume):
+        raise config.ConfigError(f"{out} is a run of other settings: move it, or choose another folder")
     if not (resume and unchanged):
         shutil.rmtree(out, ignore_errors=True)
     script = ["experiments/try_method.py", method] if method else ["train.py"]
@@ -177,17 +177,17 @@ def is_kept(run: Run, results: Path) -> bool:
     return all(then[key] == now[key] for key in then.keys() & now.keys())
 
 
-def keep(run: Run, results: Path, bar: tqdm, may_fail: bool = False) -> None:
-    """Train a run and keep what it measured, unless that is there. One that was cut off starts anew. If it
-    `may_fail`, one with a loss or gradient that is not finite is kept too, with `finite` false."""
+def keep(run: Run, results: Path, bar: tqdm) -> None:
+    """Train a run and keep what it measured, unless that is there. One that was cut off starts anew. If a
+    loss or gradient is not finite, a run on the validation split is kept too, with `finite` false."""
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # one thread, so that CPU seconds mean the same everywhere
     bar.set_description(run.name)
     if not is_kept(run, results):
-        make(run, results, may_fail)
+        make(run, results)
     bar.update()
 
 
-def make(run: Run, results: Path, may_fail: bool) -> None:
+def make(run: Run, results: Path) -> None:
     folder = ROOT / "runs" / "measured" / run.name
     if runfolder.state_of(folder)["state"] == "running":
         sys.exit(f"{folder} is a run of another process; the same command goes on when it has ended")
@@ -196,7 +196,7 @@ def make(run: Run, results: Path, may_fail: bool) -> None:
     try:
         train_once(folder, run.recipe, *run.all_settings, method=run.method)
     except RuntimeError:
-        if not (may_fail and list(folder.glob("not_finite_step_*.pt"))):
+        if run.split == "test" or not list(folder.glob("not_finite_step_*.pt")):
             raise
         finite = {"finite": False}
     about = describe(run, folder) | finite

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import os
 import signal
 import sys
@@ -191,7 +192,7 @@ def test_a_run_that_is_kept_is_not_run_again_and_its_folder_goes(tmp_path, monke
     assert kept_runs.read(results)["pps-1e-4-test-seed0"].about["commit"] == "0" * 40 + " with changes"
 
 
-def test_a_run_that_is_not_finite_is_kept_where_it_may_fail_alone(tmp_path, monkeypatch):
+def test_a_run_that_is_not_finite_is_kept_on_the_validation_split_alone(tmp_path, monkeypatch):
     def train_once(folder: Path, *given: str, method: str) -> None:
         trained.append(fake_training(folder, *given))
         for name in written:
@@ -201,27 +202,33 @@ def test_a_run_that_is_not_finite_is_kept_where_it_may_fail_alone(tmp_path, monk
     trained, written, results, bar = [], [], tmp_path / "results.jsonl.xz", tqdm(disable=True)
     monkeypatch.setattr(kept_runs, "train_once", train_once)
     monkeypatch.setattr(kept_runs, "ROOT", tmp_path)
-    run = compare.arm("cppo", "1e-4", 0)
+    test = compare.arm("cppo", "1e-4", 0)
+    validation = replace(test, data=compare.VALIDATION)
     with pytest.raises(RuntimeError, match="not finite"):
-        kept_runs.keep(run, results, bar, may_fail=True)  # for another reason: no file says so
+        kept_runs.keep(validation, results, bar)  # for another reason: no file says so
     written.append("not_finite_step_000001.pt")
     with pytest.raises(RuntimeError, match="not finite"):
-        kept_runs.keep(run, results, bar)
+        kept_runs.keep(test, results, bar)
     assert not kept_runs.read(results)
     for _ in range(2):
-        kept_runs.keep(run, results, bar, may_fail=True)
-    assert len(trained) == 3 and kept_runs.read(results)[run.name].about["finite"] is False
+        kept_runs.keep(validation, results, bar)
+    assert len(trained) == 3 and kept_runs.read(results)[validation.name].about["finite"] is False
+    assert compare.validated(results) == {"cppo": {"1e-4": [-math.inf]}}
+    assert "1e-4: not finite" in compare.rate_table(compare.validated(results), {"cppo": "5e-5"})[2]
 
 
-def test_a_finished_run_of_other_settings_is_not_deleted(tmp_path):
+def test_a_run_of_other_settings_that_is_worth_something_is_not_deleted(tmp_path):
     out = tmp_path / "run"
     out.mkdir()
     (out / "config.yaml").write_text(config.dump(config.load(kept_runs.RECIPE, [f"out={out}"])))
     (out / "finished").write_text("1.0")
     assert kept_runs.train_once(out, kept_runs.RECIPE) == out
-    with pytest.raises(config.ConfigError, match="run is a finished run of other settings: move it"):
+    with pytest.raises(config.ConfigError, match="run is a run of other settings: move it"):
         kept_runs.train_once(out, kept_runs.RECIPE, "steps=3")
-    assert (out / "finished").is_file()
+    (out / "finished").unlink()
+    with pytest.raises(config.ConfigError, match="run is a run of other settings: move it"):
+        kept_runs.train_once(out, kept_runs.RECIPE, "steps=3", resume=True)
+    assert (out / "config.yaml").is_file()
 
 
 def test_sigterm_ends_an_experiment_as_ctrl_c_does(capsys):

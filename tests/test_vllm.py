@@ -357,10 +357,10 @@ def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, p
         return outputs
 
     monkeypatch.setattr(engine.llm, "generate", noting)
-    speaker = Inline(lambda text, row: " 1 2 3 4 5 6 7 8 9 " * 3, turns=5, max_context=MAX_LEN)
+    speaker = Inline(lambda text, row: " 1 2 3 4 5 6 7 8 9 " * 2, turns=5, max_context=MAX_LEN)
     talking = EnvironmentEngine(engine, tokenizer, speaker, lock_step=False)
     samples = talking.generate(ask(asked, [1, 2, 3, 4], 100), 1.0)
-    assert sum(len(sample.replies) for sample in samples) >= len(asked)
+    assert sum(len(sample.replies) for sample in samples) >= 6
     gap = torch.cat([torch.tensor(s.logp.tolist())[s.scored] - trainer_logp(policy, p, s, 1.0)
                      for p, s in zip(asked, samples, strict=True)])
     assert PRECISION.agrees(gap)
