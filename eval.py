@@ -36,7 +36,8 @@ import verify
 from config import Config, ConfigError, Data, Environment, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
-from infra.checkpoint import hash_files, original_model, policy_files, sha256
+from infra.checkpoint import original_model, policy_files
+from infra.digests import hash_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
 from infra.results import Results, Store, list_models, read_result, require_place, require_same_head

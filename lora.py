@@ -28,7 +28,8 @@ from torch import Tensor, nn
 
 from config import Config, ConfigError, Lora
 from infra import dist
-from infra.checkpoint import hash_files, load_policy_into, read_extra, require_same_inputs
+from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
+from infra.digests import hash_files
 from infra.tokenizer import Tokenizer
 from infra.weights import (
     export,

@@ -41,7 +41,7 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
-from infra import checkpoint, dist
+from infra import checkpoint, digests, dist
 from infra.checkpoint import Checkpoints, Role, find
 from learner import Learner, make_optimizers
 from metrics import Clock
@@ -330,7 +330,7 @@ def save_and_load(rank: int, ranks: int, folder: str, rounds: int) -> None:
     rows = [{"way": way, "seconds": [save[way] for save in saves[1:]]} for way in saves[0]]  # 0 makes buffers
     rows.append({"way": f"load on {ranks} ranks", "seconds": loads})
     if rank == 0:
-        size = sum(size for size, _ in checkpoint.read_list(newest).values())
+        size = sum(size for size, _ in digests.read_list(newest).values())
         (Path(folder) / "measured.json").write_text(json.dumps({"bytes": size, "rows": rows}))
     dist.close()
 

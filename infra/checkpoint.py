@@ -11,15 +11,13 @@ replaced, then old ones are removed: if anything dies in between, the checkpoint
 place.
 """
 
-import hashlib
 import io
-import json
 import os
 import re
 import shutil
 import sys
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import asdict
@@ -35,6 +33,19 @@ from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
 from config import ConfigError
 from infra import dist
+from infra.digests import (
+    LIST,
+    Files,
+    find_changed,
+    find_missing,
+    format_list,
+    hash_file,
+    hash_files,
+    list_files,
+    read_list,
+    sha256,
+    writing_rank,
+)
 from infra.results import differences
 from infra.runfolder import Resume, versions
 from infra.signals import Stopped
@@ -45,9 +56,7 @@ from settings.paths import REPOSITORY, user_path
 Optimizers = Sequence[torch.optim.Optimizer]
 Role = tuple[nn.Module, Optimizers]  # without an optimizer: the weights alone
 Keep = int | Literal["all"]  # checkpoint.keep
-Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
 STEP = re.compile(r"step_\d{6,}")
-LIST = "files.json"  # of a checkpoint or an export, with the digest of every file
 
 
 class Checkpoints:
@@ -367,60 +376,6 @@ def load_tensors(path: Path, state: dict[str, dict[str, Tensor]]) -> None:
     dcp.load(state, checkpoint_id=path)
 
 
-# ---- files.json: {"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}
-# A file that is not listed does not count: file managers and NFS leave some.
-
-def writing_rank(name: str) -> int:
-    """Return the rank that writes a file; rank 0 writes those without a rank in their name."""
-    match = re.search(r"__(\d+)_\d+\.distcp$", name)
-    return int(match[1]) if match else 0
-
-
-def list_files(step: Path, rank: int) -> Files:
-    """Return size and digest of the files that a rank has written."""
-    files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
-    names = [str(path.relative_to(step)) for path in files]
-    return {name: [(step / name).stat().st_size, hash_file(step / name)]
-            for name in names if writing_rank(name) == rank}
-
-
-def format_list(files: Files) -> str:
-    return json.dumps({"files": files, "sha256": sha256(files)})
-
-
-def read_list(step: Path) -> Files:
-    """Read files.json; {} if it is missing or damaged."""
-    path = step / LIST
-    text = path.read_text(errors="replace") if path.is_file() else ""
-    try:
-        files = json.loads(text)["files"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return {}
-    return files if text == format_list(files) else {}
-
-
-def find_missing(step: Path) -> str:
-    """Name a file of a checkpoint that is missing or has another size, else "". Hashes nothing."""
-    files = read_list(step)
-    for name, (size, _) in files.items():
-        found = (step / name).stat().st_size if (step / name).is_file() else "no"
-        if found != size:
-            return f"{name} has {found} bytes of {size}"
-    return "" if files else "files.json, which lists the files, is missing or damaged"
-
-
-def find_changed(step: Path, names: Iterable[str]) -> str:
-    """Name a file that has changed since it was written; "" if none has."""
-    files = read_list(step)
-    for name in names:
-        try:
-            if hash_file(step / name) != files[name][1]:
-                return f"{name} is not as it was written: its sha256 is not the one in files.json"
-        except OSError as error:  # of a disk that is going
-            return f"{name} cannot be read: {error}"
-    return ""
-
-
 def find_damage(step: Path, part: str = "") -> str:
     """Name a damaged file of a checkpoint, among the names that begin with `part`; "" if all are whole.
 
@@ -433,23 +388,6 @@ def find_damage(step: Path, part: str = "") -> str:
 
 
 # ---- hashes, and the inputs of a run
-
-def sha256(*values: object) -> str:
-    """Hash values as JSON; other types are hashed as their str()."""
-    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
-
-
-def hash_file(path: Path) -> str:
-    """Hash the content of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def hash_files(paths: list[Path]) -> str:
-    """Hash the names and contents of files, in threads, since one hash keeps one core busy."""
-    with ThreadPoolExecutor() as threads:
-        hashes = list(threads.map(hash_file, paths))
-    return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
 
 
 def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]]) -> dict[str, str]:

@@ -17,7 +17,7 @@ from pathlib import Path
 from config import ConfigError, Reward
 from infra.reward_worker import Source, call_functions
 from records import Problem, Prompt, Rewards, frozen
-from verify.grade import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
+from verify.workers import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
 
 
 @frozen

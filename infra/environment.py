@@ -10,7 +10,7 @@ from infra.environment_worker import Reply, Turn, call_environment, list_schemas
 from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
 from records import Problem, frozen
-from verify.grade import WORKERS, Call, Limits, OverLimit
+from verify.workers import WORKERS, Call, Limits, OverLimit
 
 CHARACTERS = 200  # of one token at most, so that a reply with more for each token of the context cannot fit
 

@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from verify.grade import set_alarm
+from verify.workers import set_alarm
 
 ARGUMENTS = ("text", "gold", "tokens", "row")  # the completion, the gold answer, tokens sampled, the data row
 # Parameters of other trainers' functions: called by position, they would get the wrong values.

@@ -8,7 +8,7 @@ from threading import Event
 from typing import Any
 
 from config import ConfigError
-from verify.grade import PATIENCE, prepare_worker, set_alarm
+from verify.workers import PATIENCE, prepare_worker, set_alarm
 
 SECONDS, GIB = 15, 4  # of computing, and of memory beside what the program has
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from config import ConfigError
 from infra import dist
-from infra.checkpoint import LIST, find_changed, find_missing, format_list, list_files, read_list
+from infra.digests import LIST, find_changed, find_missing, format_list, list_files, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from records import frozen

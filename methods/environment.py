@@ -18,7 +18,7 @@ from infra.tokenizer import Tokenizer
 from model import Decoder
 from records import Request, Sample, join
 from rollout import Engine
-from verify.grade import Call
+from verify.workers import Call
 
 
 class EnvironmentEngine:

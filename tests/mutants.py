@@ -139,7 +139,7 @@ BUGS = {
     "config": [('settings.within("[-1e6, 1e6]")', 'settings.within("[-1e309, 1e309]")', "config")],
     "settings/loader": [(r're.search("[\ud800-\udfff]", value)', "False", "trial")],
     "train": [("{how_to_go_on(path.parent)}", "the policy before it is in the newest checkpoint", "train")],
-    "verify/grade": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],
+    "verify/workers": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],
     "records": [
         ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
         ("to - max(start, first)", "to - start", "replies"),

@@ -17,7 +17,7 @@ import data
 import learner
 import train
 from config import ConfigError
-from infra import checkpoint, dist
+from infra import checkpoint, digests, dist
 from infra.checkpoint import Checkpoints, find
 from infra.weights import export, read_shape
 from model import Decoder
@@ -164,8 +164,8 @@ def test_a_checkpoint_that_is_not_whole_is_never_loaded_and_the_one_before_is(da
     elif damage == "no list":
         (newest / "files.json").unlink()
     else:
-        contents = checkpoint.hash_file
-        monkeypatch.setattr(checkpoint, "hash_file", lambda path: contents(
+        contents = digests.hash_file
+        monkeypatch.setattr(digests, "hash_file", lambda path: contents(
             path.parent if path == newest / "policy" / ".metadata" else path))
     assert go_on(checkpoints)["step"] == 1
     assert bool(re.search(f"step_000002 is not whole: {said}", capsys.readouterr().err)) == (damage != "unfinished")
@@ -211,10 +211,10 @@ def test_each_rank_reads_its_part_of_a_checkpoint_and_all_take_the_one_before(tm
 
 def read_on_ranks(folder) -> list:
     """The checkpoint that is taken, and the files of it that this rank has read."""
-    read, contents = set(), checkpoint.hash_file
-    checkpoint.hash_file = lambda path: read.add(path) or contents(path)
+    read, contents = set(), digests.hash_file
+    digests.hash_file = lambda path: read.add(path) or contents(path)
     path, _ = find(folder)
-    checkpoint.hash_file = contents
+    digests.hash_file = contents
     return [path.name, {file.name for file in read if file.is_relative_to(path)}]
 
 

@@ -18,8 +18,7 @@ from data import load_problems
 from infra import custom_reward, reward_worker, runfolder
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
-from verify import grade
-from verify.grade import workers
+from verify import workers
 
 ROW = {"question": "q", "tests": [1, 2], "deep": {"a": [3]}}
 PROBLEM = Problem("q", "q?", "1", row=ROW)
@@ -174,7 +173,8 @@ def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
     cfg = own(path, custom_seconds=0.2, custom_workers=1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
     limits = custom_reward.RewardFile.of(cfg).limits
-    assert workers(limits) is workers(replace(limits, seconds=9.0)) is not workers(replace(limits, workers=2))
+    pool = workers.workers(limits)
+    assert pool is workers.workers(replace(limits, seconds=9.0)) is not workers.workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
         (0, 1, 0), (0, 0, 1), (0, 0, 1), (1, 0, 0), (0, 1, 0)]
     said = capfd.readouterr().err.splitlines()
@@ -356,7 +356,7 @@ HOSTILE = {
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
     if case in ("sleeps", "regex"):  # which only the clock ends
-        monkeypatch.setattr(grade, "PATIENCE", 1)
+        monkeypatch.setattr(workers, "PATIENCE", 1)
     source, message = HOSTILE[case]
     (tmp_path / "own").mkdir()
     path = file_of(tmp_path / "own", source)

@@ -23,7 +23,7 @@ from infra.replies import Splicer
 from methods.environment import EnvironmentEngine
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
-from verify import grade
+from verify import workers
 
 SUMS = """import re
 
@@ -324,7 +324,7 @@ HOSTILE = {
 def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
     body, message = HOSTILE[case]
     if case == "sleeps":
-        monkeypatch.setattr(grade, "PATIENCE", 1)
+        monkeypatch.setattr(workers, "PATIENCE", 1)
     seconds = 60 if message is None else 0.3  # to print or return so much takes a slow machine seconds
     file = opened(tmp_path, f"def reply(text, row):\n    {body}\n", seconds=seconds)
     problems = [Problem("q", "q?", "1", row={"question": "q?"})]

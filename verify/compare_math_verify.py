@@ -1,7 +1,8 @@
 """Grade by math-verify itself, called as its documentation says, to compare with published figures."""
 
 from verify.extract import until_end
-from verify.grade import Call, OverLimit
+from verify.grade import ALGEBRA
+from verify.workers import Call, OverLimit
 
 
 def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]:
@@ -9,7 +10,7 @@ def judge_by_math_verify(pairs: list[tuple[str, str]]) -> list[tuple[bool, str]]
 
     The workers' limit (VERIFY_SECONDS) replaces its time-outs. A completion that it does not finish is wrong.
     """
-    calls = [Call(parse_and_verify, gold, until_end(text)) for gold, text in pairs]
+    calls = [Call(parse_and_verify, gold, until_end(text), limits=ALGEBRA) for gold, text in pairs]
     verdicts = []
     for call in calls:
         try:

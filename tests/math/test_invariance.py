@@ -43,7 +43,7 @@ from preflight import checks as preflight
 from preflight import memory
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
-from verify import grade as grading
+from verify import workers
 
 CONFIGS = {
     "cppo": [],
@@ -222,7 +222,7 @@ def test_the_gradient_is_that_of_the_papers_objective(keep, adapter, tmp_path, r
 
 def in_rank(rank: int, ranks: int, folder: str, work, *arguments) -> None:
     """Join a gloo group of `ranks`, do the work and leave its result behind."""
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, grading.STOP_SIGNALS)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, workers.STOP_SIGNALS)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(ranks), "LOCAL_RANK": "0", "MASTER_ADDR": "localhost"}
     torch.set_num_threads(1)  # an environment variable comes too late in a spawned process
     store = f"file://{folder}/store{ranks}"

@@ -12,12 +12,16 @@ from pathlib import Path
 import pytest
 from respelling import LABELLED, ROOT, judged, verdict
 
-from verify import cases
+from verify import cases, workers
 from verify import grade as grading
 from verify.compare_math_verify import judge_by_math_verify
 from verify.errors import VerifyError
 from verify.extract import extract
 from verify.grade import first_equal, grade
+
+
+def call(function, *args):
+    return workers.Call(function, *args, limits=grading.ALGEBRA)
 
 
 def test_what_cannot_be_read_does_not_hide_what_is_equal():
@@ -49,24 +53,24 @@ def test_hostile_answers_are_wrong_and_their_process_is_replaced(answer, monkeyp
 
 
 def test_a_worker_that_dies_is_replaced():
-    before = grading.Call(os.getpid).result()
+    before = call(os.getpid).result()
     os.kill(before, 9)
     grading.begin_verdict.cache_clear()
     assert verdict("b+1", "1+b") == "right"
-    assert grading.Call(os.getpid).result() != before
+    assert call(os.getpid).result() != before
 
 
 def test_calls_that_wait_for_workers_that_are_gone_are_made_again_and_nothing_stays_behind():
     """An idle worker that is killed takes its pool with it, and pebble forgets what that was asked meanwhile."""
-    grading.Call(os.getpid).result()
+    call(os.getpid).result()
     threads, files = threading.active_count(), len(os.listdir("/proc/self/fd"))
     for _ in range(3):
-        worker, pool = grading.Call(os.getpid).result(), grading.POOLS[grading.Call(os.getpid).limits]
+        worker, pool = call(os.getpid).result(), workers.POOLS[call(os.getpid).limits]
         os.kill(worker, 9)
-        waiting = [grading.Call(os.getpid) for _ in range(3)]
+        waiting = [call(os.getpid) for _ in range(3)]
         pool.stop()
         assert worker not in [call.result() for call in waiting]
-        assert grading.Call(os.getpid).result() and grading.POOLS[waiting[0].limits] is not pool
+        assert call(os.getpid).result() and workers.POOLS[waiting[0].limits] is not pool
     assert threading.active_count() <= threads and len(os.listdir("/proc/self/fd")) <= files
 
 
@@ -75,9 +79,9 @@ def allocate(gibibytes: int) -> int:
 
 
 def test_a_worker_gets_no_more_memory_than_it_may_have():
-    assert grading.Call(allocate, 1).result() == 1 << 30
-    with pytest.raises(grading.OverLimit, match="too much memory"):
-        grading.Call(allocate, 3).result()
+    assert call(allocate, 1).result() == 1 << 30
+    with pytest.raises(workers.OverLimit, match="too much memory"):
+        call(allocate, 3).result()
 
 
 def test_more_answers_than_the_cache_holds_are_each_verified_once(monkeypatch):
@@ -97,7 +101,7 @@ def test_a_batch_of_answers_that_take_for_ever_has_a_budget(count, again, monkey
 
     def too_long(call):
         allowed.append(call.args[1])
-        raise grading.OverLimit(grading.TIME)
+        raise workers.OverLimit(workers.TIME)
 
     monkeypatch.setattr(grading.Call, "start", lambda call: None)
     monkeypatch.setattr(grading.Call, "result", too_long)
@@ -195,6 +199,21 @@ def test_a_program_with_one_is_not(tmp_path):
     assert (done.returncode, done.stdout, done.stderr) == (0, "right\n", "")
 
 
+@pytest.mark.parametrize("flags", [(), ("-I",)], ids=["plain", "isolated"])
+def test_sixty_answers_that_need_algebra_are_graded_from_another_folder(flags, tmp_path):
+    """Neither the current folder nor PYTHONPATH names the repository, as in a program that is taken away."""
+    (tmp_path / "program.py").write_text(f"""import sys
+sys.path.insert(0, {str(ROOT)!r})
+from verify.grade import grade
+if __name__ == "__main__":
+    pairs = [(rf"\\frac{{{{x+{{k}}}}}}{{{{2}}}}", rf"\\boxed{{{{0.5x+{{k / 2}}}}}}") for k in range(1, 61)]
+    print([done["verdict"] for done in grade(pairs)].count("right"), "verify.algebra" in sys.modules)
+""")
+    env = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, *flags, "program.py"], cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert (done.stdout, done.stderr) == ("60 False\n", "")
+
+
 def test_a_program_that_is_no_file_is_told_so():
     done = subprocess.run([sys.executable, "-"], input=IMPORT + VERDICT, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 1 and "VerifyError: the verifier's processes import the main program" in done.stderr
@@ -208,7 +227,7 @@ def test_verify_imports_nothing_else_of_this_repository():
 
 SIGNALLED = """
 import os, signal, subprocess, time
-from verify.grade import Call, Limits
+from verify.workers import Call, Limits
 
 if __name__ == "__main__":
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

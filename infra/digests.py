@@ -1,0 +1,84 @@
+"""Hash files, and read and write files.json, which lists them:
+{"files": {"policy/__0_0.distcp": [bytes, sha256], ...}, "sha256": of this table}.
+
+A file that is not listed does not count: file managers and NFS leave some.
+"""
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+Files = dict[str, list]      # of files.json: name -> [bytes, sha256]
+LIST = "files.json"  # of a checkpoint or an export, with the digest of every file
+
+
+def writing_rank(name: str) -> int:
+    """Return the rank that writes a file; rank 0 writes those without a rank in their name."""
+    match = re.search(r"__(\d+)_\d+\.distcp$", name)
+    return int(match[1]) if match else 0
+
+
+def list_files(step: Path, rank: int) -> Files:
+    """Return size and digest of the files that a rank has written."""
+    files = [path for path in sorted(step.rglob("*")) if path.is_file() and path != step / LIST]
+    names = [str(path.relative_to(step)) for path in files]
+    return {name: [(step / name).stat().st_size, hash_file(step / name)]
+            for name in names if writing_rank(name) == rank}
+
+
+def format_list(files: Files) -> str:
+    return json.dumps({"files": files, "sha256": sha256(files)})
+
+
+def read_list(step: Path) -> Files:
+    """Read files.json; {} if it is missing or damaged."""
+    path = step / LIST
+    text = path.read_text(errors="replace") if path.is_file() else ""
+    try:
+        files = json.loads(text)["files"]
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return {}
+    return files if text == format_list(files) else {}
+
+
+def find_missing(step: Path) -> str:
+    """Name a file of a checkpoint that is missing or has another size, else "". Hashes nothing."""
+    files = read_list(step)
+    for name, (size, _) in files.items():
+        found = (step / name).stat().st_size if (step / name).is_file() else "no"
+        if found != size:
+            return f"{name} has {found} bytes of {size}"
+    return "" if files else "files.json, which lists the files, is missing or damaged"
+
+
+def find_changed(step: Path, names: Iterable[str]) -> str:
+    """Name a file that has changed since it was written; "" if none has."""
+    files = read_list(step)
+    for name in names:
+        try:
+            if hash_file(step / name) != files[name][1]:
+                return f"{name} is not as it was written: its sha256 is not the one in files.json"
+        except OSError as error:  # of a disk that is going
+            return f"{name} cannot be read: {error}"
+    return ""
+
+
+def sha256(*values: object) -> str:
+    """Hash values as JSON; other types are hashed as their str()."""
+    return hashlib.sha256(json.dumps(values, default=str).encode()).hexdigest()
+
+
+def hash_file(path: Path) -> str:
+    """Hash the content of a file."""
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def hash_files(paths: list[Path]) -> str:
+    """Hash the names and contents of files, in threads, since one hash keeps one core busy."""
+    with ThreadPoolExecutor() as threads:
+        hashes = list(threads.map(hash_file, paths))
+    return sha256([(path.name, content) for path, content in zip(paths, hashes, strict=True)])
