@@ -10,7 +10,8 @@ RUN apt-get update && apt-get install --yes --no-install-recommends git make && 
     && useradd --create-home --uid 1000 winnow
 USER 1000
 WORKDIR /home/winnow/winnow
-COPY --chown=winnow Makefile requirements.txt constraints.txt constraints-hashed.txt ./
+COPY --chown=winnow Makefile requirements.txt ./
+COPY --chown=winnow requirements requirements
 RUN make .venv/run PIP_NO_CACHE_DIR=1 UV_NO_CACHE=1
 COPY --chown=winnow . .
 ENV PATH=/home/winnow/winnow/.venv/bin:$PATH
@@ -24,9 +25,10 @@ RUN apt-get update && apt-get install --yes --no-install-recommends gcc git libc
     && rm -rf /var/lib/apt/lists/* && userdel --remove ubuntu && useradd --create-home --uid 1000 winnow
 USER 1000
 WORKDIR /home/winnow/winnow
-COPY --chown=winnow requirements.txt requirements-gpu.txt constraints.txt constraints-hashed.txt ./
+COPY --chown=winnow requirements.txt ./
+COPY --chown=winnow requirements requirements
 RUN python3 -m venv .venv && .venv/bin/pip install --no-cache-dir pip==26.3 \
-    && .venv/bin/pip install --no-cache-dir -c constraints-hashed.txt -r requirements-gpu.txt
+    && .venv/bin/pip install --no-cache-dir -c requirements/constraints-hashed.txt -r requirements/gpu.txt
 COPY --chown=winnow . .
 ENV PATH=/home/winnow/winnow/.venv/bin:$PATH
 ENTRYPOINT ["python"]

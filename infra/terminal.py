@@ -100,8 +100,6 @@ def of_chat(text: str | None) -> argparse.Namespace:
     add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
     add("--config", help="a yaml file, or the name of one in configs/; else the run's own")
     add_settings(parser)
-    add("--web", action="store_true", help="serve a page to this machine alone")
-    add("--port", type=int, default=7860, help="of the page")
     return parser.parse_args()
 
 

@@ -71,7 +71,7 @@ def require_packages(cfg: Config) -> None:
             importlib.import_module(SINKS[name].package)
         except ImportError as error:
             raise ConfigError(f"log.to: {name} cannot be imported ({error}); pip install -r "
-                              f"requirements-trackers.txt, or leave it out") from error
+                              f"requirements/trackers.txt, or leave it out") from error
 
 
 class Wandb:

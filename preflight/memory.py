@@ -33,7 +33,7 @@ from records import EngineSpec, Metrics, frozen
 from rollout_vllm import VLLM_VERSION
 
 DRIVER = Path("/proc/driver/nvidia/version")
-WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements-gpu.txt"
+WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements/gpu.txt"
 OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
               "nvidia-smi shows it): update the driver")
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
@@ -82,7 +82,7 @@ def why_no_vllm(device: torch.device) -> str:
     if version == VLLM_VERSION:
         return why_no_compiler()
     return (f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
-            "pip install -r requirements-gpu.txt")
+            "pip install -r requirements/gpu.txt")
 
 
 def why_no_compiler() -> str:

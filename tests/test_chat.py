@@ -4,7 +4,6 @@ import io
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
@@ -148,9 +147,3 @@ def test_the_command_talks_in_a_terminal(command, monkeypatch, capsys):
     assert command(chat, "nowhere") == 2
     said = capsys.readouterr().err
     assert said.startswith("error: ") and said.count("\n") == 1
-
-
-def test_a_page_without_gradio_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "gradio", None)
-    with pytest.raises(ConfigError, match="--web needs gradio: pip install -r requirements-web.txt"):
-        chat.serve(opened(), 0)

@@ -225,7 +225,7 @@ def test_only_the_tested_vllm_counts(monkeypatch):
         monkeypatch.setattr(memory.importlib.metadata, "version", installed)
         monkeypatch.setattr(memory, "why_no_compiler", lambda: "")
         assert (memory.why_no_vllm(CUDA) == "") == fine
-        assert fine or "requirements-gpu.txt" in memory.why_no_vllm(CUDA)
+        assert fine or "requirements/gpu.txt" in memory.why_no_vllm(CUDA)
         assert memory.why_no_vllm(CPU)
 
 

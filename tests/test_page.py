@@ -5,7 +5,6 @@ import os
 import re
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -22,7 +21,6 @@ from infra import runfolder
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
 from selenium.webdriver.support.ui import Select, WebDriverWait  # noqa: E402
 
 pytestmark = pytest.mark.page
@@ -489,46 +487,3 @@ def test_of_several_runs_one_is_chosen(browser, finished, tmp_path):
     assert rows(browser) == [] and "No completions were kept yet" in browser.find_element(By.ID, "completions").text
     shown = [part.text for part in browser.find_elements(By.CSS_SELECTOR, "#pruning .of-run") if part.is_displayed()]
     assert shown == ["No step is done yet."]
-
-
-# ---- chat.py --web
-
-@pytest.fixture
-def chat_page(tmp_path):
-    """The address of a page of chat.py, which Ctrl-C ends."""
-    pytest.importorskip("gradio")
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    sums = with_sums(tmp_path, "data.max_prompt_tokens=100", "rollout.max_new_tokens=64", "eval.max_new_tokens=64",
-                     "eval.temperature=1", "data.eval=toy/test.jsonl")
-    settings = [word for setting in sums for word in ("--set", setting)]
-    process = subprocess.Popen(command("chat.py", "toy/model", "--web", "--port", port, *settings), cwd=ROOT,
-                               env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-                               preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL))  # not so behind &
-    address = f"http://127.0.0.1:{port}"
-    while address not in (line := process.stdout.readline()):
-        assert line, process.stderr.read()
-    yield address
-    process.send_signal(signal.SIGINT)
-    _, errors = process.communicate()
-    assert process.returncode == 0 and "Traceback" not in errors, errors
-
-
-def test_a_page_answers_replies_and_forgets_and_asks_no_other_machine(chat_page, browser):
-    browser.get_log("performance")  # of pages before
-    browser.get(chat_page)
-    wait = WebDriverWait(browser, 60)
-
-    def shown(text: str, *lines: str):
-        box = wait.until(lambda driver: driver.find_element(By.TAG_NAME, "textarea"))
-        box.send_keys(text, Keys.ENTER)
-        wait.until(lambda driver: all(line in driver.find_element(By.TAG_NAME, "body").text for line in lines))
-        return browser.find_element(By.TAG_NAME, "body").text
-
-    first = json.loads((ROOT / "toy" / "test.jsonl").read_text().splitlines()[0])
-    said = shown("/problem", first["question"], f"The gold answer is {first['answer']}.")
-    assert re.search(r"= *⟦ \d+⟧", said), "the environment's reply, which is shown as such"
-    shown("/new", "a new conversation")
-    sent = [json.loads(entry["message"])["message"] for entry in browser.get_log("performance")]
-    asked = {e["params"]["request"]["url"] for e in sent if e["method"] == "Network.requestWillBeSent"}
-    assert asked and all(url.startswith((chat_page, "data:", "blob:")) for url in asked)

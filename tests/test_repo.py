@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import get_args, get_type_hints
 
 import pytest
-import requirements as files_of_requirements
+import write_requirements
 from conftest import ROOT, toy_config
 
 import config
@@ -144,10 +144,15 @@ def test_the_commands_of_the_pages_exist():
     assert ".ci/run" in (ROOT / ".github" / "workflows" / "ci.yml").read_text()
 
 
+def files_of_requirements() -> list[Path]:
+    listed = [path for path in (ROOT / "requirements").glob("*.txt") if not path.stem.startswith("constraints")]
+    return [ROOT / "requirements.txt", *listed]
+
+
 def test_a_package_has_one_version_in_all_files_of_requirements():
     """So that one environment holds training, tests and vLLM, whose CPU build is the version of its CUDA build."""
     pins: dict[str, set[str]] = {}
-    for path in ROOT.glob("requirements*.txt"):
+    for path in files_of_requirements():
         for line in path.read_text().splitlines():
             requirement = line.split("#")[0].strip()
             if requirement and not requirement.startswith(("-r ", "-c ")):
@@ -185,19 +190,19 @@ def brought_by(names: set[str]) -> set[str]:
 
 def test_requirements_are_those_of_the_tables_and_what_they_bring_has_versions_and_hashes():
     """pip reads constraints.txt with every file but the two that are installed without dependencies."""
-    for name, text in files_of_requirements.made().items():
+    for name, text in write_requirements.made().items():
         assert (ROOT / name).read_text() == text, f"{name}: make requirements"
-    hashed = (ROOT / "constraints-hashed.txt").read_text()
-    assert files_of_requirements.without_hashes(hashed) == (ROOT / "constraints.txt").read_text()
+    hashed = (ROOT / "requirements/constraints-hashed.txt").read_text()
+    assert write_requirements.without_hashes(hashed) == (ROOT / "requirements/constraints.txt").read_text()
     assert all(re.search(r"\n    --hash=sha256:[0-9a-f]{64}", part) for part in re.split(r"\n(?=\w)", hashed)[1:])
     assert not re.search(r"://|^--", hashed, re.MULTILINE)  # no address, and no index but the reader's own
-    versions = pinned(ROOT / "constraints.txt")
+    versions = pinned(ROOT / "requirements/constraints.txt")
     assert len(versions) > 250  # those of vLLM's CUDA build among them
-    for path in ROOT.glob("requirements*.txt"):
+    for path in files_of_requirements():
         for name, version in pinned(path).items():
             same = version <= versions.get(name, version)
-            assert same or (path.stem, name) == ("requirements-vllm-cpu", "apache-tvm-ffi"), name
-            assert path.stem == "requirements-vllm-cpu" or name in versions
+            assert same or (path.stem, name) == ("vllm-cpu", "apache-tvm-ffi"), name
+            assert path.stem == "vllm-cpu" or name in versions
     assert {"nvidia-nccl-cu13", "flashinfer-python", "triton", "xgrammar"} <= versions.keys()
     brought = brought_by(set(pinned(ROOT / "requirements.txt")))
     assert len(brought) > 40 and brought <= versions.keys(), brought - versions.keys()

@@ -240,7 +240,7 @@ def test_an_engine_without_weights_refuses_to_sample(tiny):
 
 
 @pytest.mark.parametrize(("module", "message"), [
-    (None, r"vllm cannot be imported \(.*\); install requirements-gpu.txt"),
+    (None, r"vllm cannot be imported \(.*\); install requirements/gpu.txt"),
     (types.SimpleNamespace(LLM=None, SamplingParams=None, __version__="0.31.0"),
      "needs vllm 0.32.0, the version that is tested, not 0.31.0; install"),
 ])

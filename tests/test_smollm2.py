@@ -67,8 +67,8 @@ def write_file(gguf, path: Path, weights: dict[str, torch.Tensor]) -> None:
 
 
 def test_a_converted_folder_holds_the_weights_the_shape_and_the_tokenizer_of_the_file(tmp_path):
-    gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements-dev.txt")
-    pytest.importorskip("transformers", reason="needs transformers, of requirements-dev.txt")
+    gguf = pytest.importorskip("gguf", reason="needs gguf, of requirements/dev.txt")
+    pytest.importorskip("transformers", reason="needs transformers, of requirements/dev.txt")
     draw = torch.Generator().manual_seed(0)
     sizes = {"token_embd": (263, 32), "output_norm": (32,), "blk.0.attn_norm": (32,), "blk.0.ffn_norm": (32,),
              "blk.0.attn_q": (32, 32), "blk.0.attn_k": (16, 32), "blk.0.attn_v": (16, 32),

@@ -256,7 +256,7 @@ def test_trackio_and_tensorboard_have_every_step_once_when_the_run_goes_on_too(t
 
 def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
-    with pytest.raises(ConfigError, match="log.to: wandb cannot be imported .*; pip install -r requirements-trackers"):
+    with pytest.raises(ConfigError, match="log.to: wandb cannot be imported .*; pip install -r requirements/trackers"):
         train.train(toy_config(tmp_path / "run", *SHORT))
     assert not (tmp_path / "run").exists()
     tracking.require_packages(toy_config(tmp_path / "run"))

