@@ -1,5 +1,6 @@
 """Try a file of unknown origin in a child process first: what it asks for is bounded in time and memory."""
 
+import faulthandler
 import gc
 import os
 import signal
@@ -23,6 +24,7 @@ def try_first(what: object, function: Callable, *given: object, seconds: float =
     if child == 0:
         status = 3
         try:
+            faulthandler.disable()  # a child that has to be ended is no crash of the program's
             gc.disable()  # to free what owns threads is to wait for them, and they have stayed behind
             signal.setitimer(signal.ITIMER_REAL, PATIENCE * seconds)
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
