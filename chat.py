@@ -27,6 +27,7 @@ from data import Tokenizer
 from eval import engine_spec, load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
+from infra.device import find_device, fit_engine
 from infra.environment import load_tokenizer
 from infra.runfolder import state_of
 from infra.signals import exit_status
@@ -34,7 +35,6 @@ from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
-from preflight.memory import find_device, fit_engine
 from records import Problem, Prompt, Request, Sample, join
 from rollout import start_engine
 from settings.paths import user_path

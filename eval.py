@@ -37,6 +37,7 @@ from config import Config, ConfigError, Data, Environment, Reward
 from data import Tokenizer, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import original_model, policy_files
+from infra.device import choose_backend, find_device, fit_engine, rounds_products
 from infra.digests import hash_files, sha256
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
@@ -48,7 +49,6 @@ from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
-from preflight.memory import choose_backend, find_device, fit_engine, rounds_products
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
 from rollout import Engine, start_engine

@@ -41,6 +41,7 @@ from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
+from infra.device import find_device
 from infra.dist import say
 from infra.lines import blame_file, read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
@@ -48,7 +49,6 @@ from infra.signals import exit_status
 from learner import Learner
 from methods import soft_value
 from metrics import Clock, list_decisions
-from preflight import memory
 from records import Batch, Metrics, PromptDraw, Rolled, frozen, lengths
 from settings import kinds
 from train import Run, prepare
@@ -346,7 +346,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
     configs = {"full batch": replace(own, prune=everything), "the run's": own}
     if given != own:
         configs["--set"] = given
-    dist.init(memory.find_device(own.device))
+    dist.init(find_device(own.device))
     with run_before(folder, step, own) as run:
         rolled = roll_again(run, line)
         run.engine.sleep()

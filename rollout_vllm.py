@@ -15,28 +15,13 @@ from tqdm import tqdm
 
 from config import ConfigError
 from infra import dist
-from infra.weights import Shape, find_mismatches, named_weights, shapes_of
+from infra.device import VLLM_VERSION, cache_bytes
+from infra.weights import find_mismatches, named_weights, shapes_of
 from model import Decoder, empty_model
 from records import EngineSpec, Request, Sample
 from settings.loader import in_short
 
-VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
 PREFILL_TOKENS = 8192      # prompt tokens that it computes at once, on every card
-
-
-def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
-    """Count one rank's KV cache with room for every slot at full length.
-
-    vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
-    prompt once, here as many as slots, and the layer that is being multiplied once more in float32.
-    """
-    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
-    if not tensor_parallel:
-        widened = token * 4 // element // shape.layers
-        return slots * max_len * (token + widened)
-    blocks = slots * -(-max_len // 128) + 1
-    heads_here = max(1, shape.kv_heads // tensor_parallel)
-    return blocks * 128 * token * heads_here // shape.kv_heads
 
 
 class VLLMEngine:
@@ -188,7 +173,7 @@ def engine_options(spec: EngineSpec, cache: int) -> dict:
         options["quantization"] = "fp8_per_tensor"
     if spec.tensor_parallel > 1:
         # vLLM's own all-reduce shares memory between processes in a way that expandable segments refuse
-        # (preflight/memory.py, find_device): the processes would exit without a traceback.
+        # (infra/device.py, find_device): the processes would exit without a traceback.
         options["disable_custom_all_reduce"] = True
         options["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if spec.device.type == "cuda":

@@ -37,6 +37,7 @@ from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
 from infra import checkpoint, custom_reward, dist, runfolder, tracking
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
+from infra.device import find_device, memory_metrics
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
@@ -220,7 +221,7 @@ def extra_state(run: Run, asked: Config) -> dict:
 def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Collective. Raises ConfigError."""
     tracking.require_packages(cfg)
-    dist.init(memory.find_device(cfg.device))
+    dist.init(find_device(cfg.device))
     source = find_model(cfg.model.path)
     tokenizer, environment = load_tokenizer(source, cfg)
     sets = load_sets(cfg.data, tokenizer, cfg.reward) if cfg.data.eval else []
@@ -281,7 +282,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
         "data.max_prompt_tokens and rollout.max_new_tokens or eval.max_new_tokens, or "
         "environment.max_context",
     )
-    device = dist.init(memory.find_device(cfg.device))
+    device = dist.init(find_device(cfg.device))
     learner = build_learner(cfg, task.source, device)
     if cfg.advantage.kind == "gae":
         learner = critic.with_critic(learner, cfg, task.source)
@@ -291,7 +292,7 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metrics, clock: Clock) -> None:
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
-    machine = clock.metrics() | run.checkpoints.metrics() | memory.metrics(run.learner.device, run.engine)
+    machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(run.learner.device, run.engine)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
     run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
     if step == 1:

@@ -36,11 +36,12 @@ from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist
+from infra.device import parameters
 from infra.weights import Shape
 from learner import Learner
 from methods.window import Pool, WindowSampler
 from metrics import Clock
-from preflight import counts, memory
+from preflight import memory
 from records import Prompt, Request, Rolled, Sample
 from rollout import Engine, tokens_before
 from settings.kinds import AllPrompts
@@ -135,7 +136,7 @@ class TimedSampler:
     def token_seconds(self, busy: int, context: float) -> float:
         """Compute the seconds of one token step: weights and keys are read, logits and softmax written."""
         shape = self.shape
-        size = counts.parameters(shape)
+        size = parameters(shape)
         keys = 4 * shape.layers * shape.kv_heads * shape.head_dim
         read = 2 * size
         read += busy * context * keys
@@ -148,7 +149,7 @@ def update_seconds(cfg: config.Config, shape: Shape, tokens: float) -> float:
     """Compute the seconds of an update on so many tokens, a third of them prompts, at 50% of the peak."""
     G = cfg.rollout.group_size
     kept = getattr(cfg.prune.completions, "keep", G) / G
-    flop = 6 * counts.parameters(shape) * tokens * kept * 1.5
+    flop = 6 * parameters(shape) * tokens * kept * 1.5
     return cfg.update.epochs * flop / (GPUS * 0.5 * PEAKS["H100"][0])
 
 

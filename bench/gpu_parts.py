@@ -33,6 +33,7 @@ import rollout_vllm
 import train
 from collect import Sampler
 from history import PromptHistory
+from infra import device as hardware
 from infra import dist, runfolder
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
@@ -125,7 +126,7 @@ class Bench:
             f"data.max_prompt_tokens={size.prompt}", f"rollout.max_new_tokens={planned}",
             "eval.max_new_tokens=8", "rollout.engine=torch", "loss.kl=0", "update.epochs=1",
             "optim.warmup_steps=0", *changes])
-        here = memory.Machine.here(self.device)
+        here = hardware.Machine.here(self.device)
         cfg, remarks = memory.choose_settings(cfg, read_shape(self.folder), here, {})
         print("".join(f"  {line}\n" for line in remarks), end="", flush=True)
         return cfg
@@ -142,7 +143,7 @@ class Bench:
 
     def peak_with(self, engine: Engine) -> float | None:
         """Return the same of a step: torch counts the memory of an engine that sleeps."""
-        return memory.metrics(self.device, engine)["memory/peak_gib"] if self.cuda else None
+        return hardware.memory_metrics(self.device, engine)["memory/peak_gib"] if self.cuda else None
 
     def speed(self, work: float, seconds: float) -> dict[str, float | None]:
         """Compute TFLOP/s, and MFU where the device's peak is known."""
@@ -152,7 +153,7 @@ class Bench:
 
 def run(part: str, shape: str, out: Path, missing: list[str]) -> None:
     """Do one part."""
-    device, weights = dist.init(memory.find_device("auto")), nullcontext()
+    device, weights = dist.init(hardware.find_device("auto")), nullcontext()
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary) / "model"
         shutil.copytree(ROOT / "toy" / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -223,7 +224,7 @@ def machine(bench: Bench) -> None:
     x = torch.randn(width, width, dtype=HALF, device=bench.device)
     _, *seconds = repeated(lambda: [x @ x for _ in range(times)], 3)
     speed = 2 * width**3 * times / min(seconds)
-    details = [f"{memory.total_bytes(bench.device) / GIB:.1f} GiB"]
+    details = [f"{hardware.total_bytes(bench.device) / GIB:.1f} GiB"]
     if bench.cuda:
         details.append("driver " + said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"))
     details += [f"{os.cpu_count()} cores", f"torch {torch.__version__}",
@@ -263,7 +264,7 @@ def kernels(bench: Bench) -> None:
         return compared(bench, head, head, [drawn(len(row.target_C), D), 0.05 * drawn(V, D)])
 
     def of_attention(backend: str) -> dict:
-        memory.choose_backend(backend, bench.device, HALF)
+        hardware.choose_backend(backend, bench.device, HALF)
         kernel, exact = (partial(BACKENDS[name](row.segments), 0, window=None) for name in (backend, "sdpa"))
         heads = shape.heads, shape.kv_heads, shape.kv_heads
         return compared(bench, kernel, exact, [drawn(len(row.ids_T), n, shape.head_dim) for n in heads])
@@ -473,7 +474,7 @@ def rollout(bench: Bench) -> None:
         seconds = repeated(partial(engine.generate, requests, 1.0), size.times)
         return {"ms a token": [1000 * spent / new for spent in seconds],
                 "sampled tokens/s": [slots * new / spent for spent in seconds],
-                "GiB in use": memory.used_bytes(bench.device) / GIB}
+                "GiB in use": hardware.used_bytes(bench.device) / GIB}
 
     each(bench, {f"{slots} sequences": partial(measure, slots) for slots in size.slots})
 

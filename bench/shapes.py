@@ -13,10 +13,10 @@ import torch
 
 from config import Lora
 from infra import dist
+from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
 from model import Decoder, empty_model
 from preflight import counts
-from preflight.memory import choose_backend
 from records import EngineSpec, Prompt, Request, Segments
 
 QWEN = {
@@ -178,5 +178,5 @@ def predict_sync(shape: Shape, name: str) -> float | None:
     known = [bandwidth for word, (_, bandwidth) in PEAKS.items() if word in name]
     if not known:
         return None
-    copied = (4 + 3 * 2) * counts.parameters(shape)
+    copied = (4 + 3 * 2) * parameters(shape)
     return SLEEP + WAKE_WEIGHTS + WAKE_CACHE + copied / (MEMORY * known[0])

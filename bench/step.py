@@ -42,6 +42,7 @@ from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import checkpoint, digests, dist
+from infra import device as hardware
 from infra.checkpoint import Checkpoints, Role, find
 from learner import Learner, make_optimizers
 from metrics import Clock
@@ -204,7 +205,7 @@ def halved(spec: EngineSpec, kind: str) -> EngineSpec:
 
 def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> list[dict]:
     """Measure an engine's tokens a second, its sync from a policy on one rank, and its memory."""
-    device = dist.init(memory.find_device("auto"))
+    device = dist.init(hardware.find_device("auto"))
     with tempfile.TemporaryDirectory() as temporary:
         spec = engine_spec(write_config(shape, Path(temporary)), device, slots, 80 + 4 * NEW)
         if halves:
@@ -219,7 +220,7 @@ def generate(kind: str, shape: str, slots: int, rounds: int, halves: bool) -> li
         measured = {"sync s": [timed(lambda: engine.sync(policy)) for _ in range(rounds)]}
         name = f"{kind}, bfloat16" if halves else kind
         rows = rates(sample, rounds, shape=shape, slots=slots, engine=name)
-        measured |= memory.metrics(device, engine)
+        measured |= hardware.memory_metrics(device, engine)
     dist.close()
     return [row | measured for row in rows]
 
@@ -228,7 +229,7 @@ def generate_plainly(shape: str, slots: int, rounds: int, halves: bool) -> list[
     """Measure vLLM as it is installed: compiled, with packed weights, without seeds and log-probs."""
     from vllm import LLM, SamplingParams
 
-    device = dist.init(memory.find_device("auto"))
+    device = dist.init(hardware.find_device("auto"))
     same = ("model", "load_format", "skip_tokenizer_init", "generation_config", "dtype", "max_model_len",
             "max_num_seqs", "kv_cache_memory_bytes")
     with tempfile.TemporaryDirectory() as temporary, undisturbed(device):

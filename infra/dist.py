@@ -18,7 +18,7 @@ from config import ConfigError
 
 
 def init(device: torch.device | str) -> torch.device:
-    """Join the process group (torchrun's, or a group of one); returns the device (memory.find_device).
+    """Join the process group (torchrun's, or a group of one); returns the device (device.find_device).
 
     Raises ConfigError if restarted workers would not find each other.
     """

@@ -122,10 +122,10 @@ class Family:
     """The properties of a family; the defaults are Llama's."""
 
     # Settings that it reads besides those that all families read -> value if config.json leaves them out.
-    settings: dict[str, Any] = field(default_factory=dict)
+    settings: dict[str, Any] = field(default_factory=dict, hash=False)
     # Names of four norms: before and behind attention, before and behind the MLP.
     norms: list[str | None] = field(
-        default_factory=lambda: ["input_layernorm", None, "post_attention_layernorm", None])
+        default_factory=lambda: ["input_layernorm", None, "post_attention_layernorm", None], hash=False)
     one_plus: bool = False      # a norm multiplies by 1 + weight
     qk_norm: Literal["head", "all heads"] | None = None  # RMSNorm over these numbers of query and key
     qkv_bias: bool | None = None    # None: as attention_bias says

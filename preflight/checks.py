@@ -18,6 +18,7 @@ from config import NEED_ANSWER, Config, ConfigError, Reward, Rollout
 from data import Task, Tokenizer, render_problem
 from history import sample_seed
 from infra import dist
+from infra.device import USABLE_SHARE, fullest, total_bytes, used_bytes
 from infra.signals import SAVE_MEMORY
 from infra.tokenizer import as_messages
 from learner import Learner, checkpoint_roles
@@ -56,7 +57,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     rows = pack_in_order(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, capacity)
     fresh_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sleep()
-    update_peak = memory.fullest(peak_of_update(cfg, learner), learner.device)
+    update_peak = fullest(peak_of_update(cfg, learner), learner.device)
     for p, before in nothing:
         p.data.copy_(before)
     scale_weights(policy, 2.0)
@@ -65,7 +66,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     groups = sample_probes(engine, probes, cfg.rollout, cfg.seed)
     half = learner.dtype == torch.bfloat16 or cfg.model.products is not None
     log_probs = check_log_probs(groups, learner, half)
-    rollout_peak = memory.fullest(peak_of_rollout(cfg, learner), learner.device)
+    rollout_peak = fullest(peak_of_rollout(cfg, learner), learner.device)
     counted = counts.update_bytes(cfg, policy.shape, dist.world_size())
     return [
         check_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
@@ -76,7 +77,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
         check_prompts(task, cfg.data.system_prompt),
         check_verifier(task.problems),
         check_rewards(cfg.reward, task),
-        check_memory(update_peak, rollout_peak, memory.total_bytes(learner.device), counted),
+        check_memory(update_peak, rollout_peak, total_bytes(learner.device), counted),
     ]
 
 
@@ -381,7 +382,7 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
     finally:
         for model in models:
             model.zero_grad()
-    in_use = memory.used_bytes(learner.device)
+    in_use = used_bytes(learner.device)
     if learner.device.type != "cuda":
         # A checkpoint is written from a copy, on the CPU in the same memory: weights and two moments.
         trained = [p for model in models for p in model.parameters() if p.requires_grad]
@@ -409,7 +410,7 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
     if asked.pack.capacity != "auto" or device.type != "cuda":
         return cfg, learner
     torch.cuda.empty_cache()  # what models were loaded with, rows could take as well
-    held = memory.fullest(memory.used_bytes(device), device)
+    held = fullest(used_bytes(device), device)
 
     def counted(tokens: int) -> float:
         longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
@@ -417,9 +418,9 @@ def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config,
         return counts.update_bytes(longer, shape, ranks) - sum(still.values())
 
     first, (_, most) = cfg.pack.capacity, counts.row_range(cfg, ranks)
-    real = memory.fullest(peak_of_update(cfg, learner), device) - held
+    real = fullest(peak_of_update(cfg, learner), device) - held
     real = max(real, counted(first) / memory.OVERCOUNT)  # less has never been seen
-    room = memory.USABLE_SHARE * memory.total_bytes(device) - held
+    room = USABLE_SHARE * total_bytes(device) - held
     capacity = memory.longest_row(first, most, room * counted(first) / real, counted) or first
     torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
     longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, capacity)
@@ -435,4 +436,4 @@ def peak_of_rollout(cfg: Config, learner: Learner) -> float:
         needed = sum(parts.values()) - parts["engine's weights"]
     if learner.device.type == "cuda":
         torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
-    return memory.used_bytes(learner.device) + needed
+    return used_bytes(learner.device) + needed

@@ -9,13 +9,13 @@ from dataclasses import replace
 import torch
 
 from config import Config, Lora, has_reference
+from infra.device import Parts, block_weights, engine_parts, parameters, table_weights
 from infra.rows import NAMED_SETS
 from infra.weights import Shape
 from records import frozen
-from rollout_vllm import PREFILL_TOKENS, cache_bytes
+from rollout_vllm import PREFILL_TOKENS
 from settings.kinds import Gae
 
-Parts = dict[str, float]  # bytes by name
 MANY = 1_000_000_000  # sequences: more than any engine has slots for
 GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
@@ -37,16 +37,6 @@ class Pass:
 
 # ---- weights
 
-def parameters(shape: Shape) -> int:
-    """Count the weights of a decoder of this shape."""
-    return table_weights(shape) + shape.layers * block_weights(shape) + shape.hidden_size
-
-
-def table_weights(shape: Shape) -> int:
-    """Count the weights of embedding and head."""
-    return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
-
-
 def attention_widths(shape: Shape) -> tuple[int, int]:
     """Return how many numbers all heads have together, for queries and for keys."""
     return shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
@@ -65,23 +55,6 @@ def linear_sizes(shape: Shape) -> dict[str, list[tuple[int, int]]]:
         "mlp": mlp,
         "all": attention + mlp,
     }
-
-
-def block_weights(shape: Shape) -> int:
-    """Count the weights of one block."""
-    D = shape.hidden_size
-    query, key = attention_widths(shape)
-    weights = norms(shape) * D
-    weights += sum(inputs * outputs for inputs, outputs in linear_sizes(shape)["all"])
-    if shape.qkv_bias:
-        weights += query + 2 * key
-    if shape.out_bias:
-        weights += D
-    if shape.qk_norm == "head":
-        weights += 2 * shape.head_dim
-    elif shape.qk_norm:
-        weights += query + key
-    return weights
 
 
 def norms(shape: Shape) -> int:
@@ -358,19 +331,3 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
 def longest(cfg: Config) -> int:
     """Return the tokens of the longest sequence that the engine samples."""
     return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)
-
-
-def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
-                 cache_gib: float | None = None) -> Parts:
-    """Count an engine's weights, its cache and what it draws from. The cache has a given size, or room for
-    every slot. tensor_parallel=0 is the embedded engine."""
-    if cache_gib:
-        cache = int(cache_gib * 2**30)
-    else:
-        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
-    # Logits and log-probs in float32; probabilities and their sums in float64.
-    return {
-        "engine's weights": parameters(shape) * element // max(1, tensor_parallel),
-        "KV cache": cache,
-        "what tokens are drawn from": 24 * slots * shape.vocab_size,
-    }

@@ -19,11 +19,12 @@ from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError
 from infra import dist
+from infra.device import USABLE_SHARE, Machine, Parts, find_device, parameters
 from infra.families import Shape, shape_of
 from infra.terminal import CARDS
 from infra.weights import read_shape
 from preflight import counts
-from preflight.memory import USABLE_SHARE, Machine, choose_settings, find_device, list_choices
+from preflight.memory import choose_settings, list_choices
 from records import frozen
 from settings import loader as settings
 from settings.loader import read_json
@@ -42,7 +43,7 @@ class Fit:
 
     cfg: Config
     remarks: list[str]
-    phases: dict[str, counts.Parts]
+    phases: dict[str, Parts]
     room: float
 
     @property
@@ -157,7 +158,7 @@ def report(cfg: Config, args: argparse.Namespace) -> int:
     found, free = try_on(cfg, shape, machine), machine.free / GIB
     kind = "CPU" if machine.device.type == "cpu" else "GPU"
     where = f"{machine.ranks} x {card}" if card else f"{machine.ranks} {kind}{'s' * (machine.ranks > 1)}"
-    print(f"{cfg.model.path}, {counts.parameters(shape) / 1e9:.2f} billion weights, on {where}: {free:.1f} "
+    print(f"{cfg.model.path}, {parameters(shape) / 1e9:.2f} billion weights, on {where}: {free:.1f} "
           f"GiB are free on each, of which {USABLE_SHARE * free:.1f} are planned with\n")
     named = [f"{key}={value}" for key, value in list_choices(cfg, found.cfg).items() if key != "device"]
     said = [f"auto takes {', '.join(named)}"] * bool(named) + found.remarks

@@ -20,9 +20,9 @@ import config
 import lora
 from advantage import flat_groups
 from config import ConfigError, Lora
+from infra import device as hardware
 from infra import dist
 from model import Decoder
-from preflight import counts, memory
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
 
@@ -243,7 +243,7 @@ def test_a_plan_is_that_of_fit_and_too_much_of_a_card_is_told(monkeypatch, capsy
 def test_a_sync_is_predicted_by_what_it_copies():
     """10 bytes a weight, and 0.14 s to sleep and wake up."""
     small_one, larger = (shapes.predict_sync(shapes.shape_of(name), "NVIDIA H100") for name in ("1.5B", "7B"))
-    weights = counts.parameters(shapes.shape_of("7B"))
+    weights = hardware.parameters(shapes.shape_of("7B"))
     assert larger == pytest.approx(0.14 + 10 * weights / (0.85 * 3.35e12)) and 0.14 < small_one < larger < 0.18
     assert shapes.predict_sync(shapes.shape_of("7B"), "NVIDIA L4") is None
 
@@ -388,8 +388,8 @@ def test_the_bench_of_growth_measures_each_part():
     assert all(value > 0 for row in rows for value in row.values())
 
 
-@pytest.mark.skipif(not any(torch.cpu.get_capabilities().get(name) for name in memory.PRODUCTS),
-                    reason=f"this CPU has none of {', '.join(memory.PRODUCTS)}")
+@pytest.mark.skipif(not any(torch.cpu.get_capabilities().get(name) for name in hardware.PRODUCTS),
+                    reason=f"this CPU has none of {', '.join(hardware.PRODUCTS)}")
 def test_the_bench_of_products_rounds_one_arm_and_leaves_the_other(monkeypatch):
     monkeypatch.setattr(products, "NEW", 4)
     plain, rounded = products.measure("1M", ROOT / "toy" / "model", prompts=1, rounds=1)

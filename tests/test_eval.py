@@ -25,9 +25,9 @@ import eval as evaluation
 import train
 from config import ConfigError
 from data import load_problems
+from infra import device as hardware
 from infra import runfolder
 from infra.results import differences
-from preflight import memory
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import statistics
@@ -296,10 +296,10 @@ def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     for rank in ("0", "1"):
         monkeypatch.setenv("LOCAL_RANK", rank)
-        assert memory.find_device("auto").type == "cpu"
+        assert hardware.find_device("auto").type == "cpu"
         shown = "device=cuda, but this machine shows 1 CUDA devices to 2 processes"
         with pytest.raises(ConfigError, match=shown):
-            memory.find_device("cuda")
+            hardware.find_device("cuda")
 
 
 @pytest.mark.parametrize(("changes", "message"), [

@@ -13,6 +13,7 @@ from test_rollout import spec, trainer_logp
 
 import lora
 from config import ConfigError, Lora
+from infra.device import parameters
 from infra.families import FAMILIES
 from infra.weights import export, read_shape
 from model import Decoder
@@ -108,7 +109,7 @@ def test_an_export_with_adapters_in_it_is_read_by_transformers(name, folders, tm
     shape = read_shape(folders(name))
     with torch.device("meta"):
         ours = Decoder(shape)
-    assert counts.parameters(ours.shape) == sum(p.numel() for p in ours.parameters())
+    assert parameters(ours.shape) == sum(p.numel() for p in ours.parameters())
     settings = Lora(rank=2)
     lora.adapt(ours, settings, torch.float64)
     assert counts.trained(ours.shape, settings) == sum(p.numel() for p in ours.parameters() if p.requires_grad)
@@ -193,7 +194,7 @@ PUBLISHED = {  # from config.json of Mistral-7B-v0.3, SmolLM3-3B, OLMo-2-0425-1B
 def test_published_shapes_have_their_number_of_weights(model_type, tmp_path):
     weights, settings = PUBLISHED[model_type]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, "torch_dtype": "bfloat16", **settings}))
-    assert counts.parameters(read_shape(tmp_path)) == weights
+    assert parameters(read_shape(tmp_path)) == weights
 
 
 def test_every_family_has_a_case():

@@ -11,8 +11,8 @@ from test_memory import gpu
 from test_train import main
 
 import config
-from preflight import counts, fit
-from preflight.memory import USABLE_SHARE, Machine
+from infra.device import USABLE_SHARE, Machine, parameters
+from preflight import fit
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
@@ -40,7 +40,7 @@ def test_a_run_that_fits_is_told_part_by_part(folders, monkeypatch, capsys):
     assert status == 0 and "It fits:" in text and "makes it fit" not in text
     assert max(map(len, text.splitlines()[1:])) <= fit.WIDTH
     parts = figures(text)
-    whole = counts.parameters(shapes.shape_of("1.5B"))
+    whole = parameters(shapes.shape_of("1.5B"))
     assert parts["weights"] == [pytest.approx(4 * whole / 8 / GIB, abs=0.01)] * 3
     assert parts["moments"] == [pytest.approx(8 * whole / 8 / GIB, abs=0.01)] * 3
     assert parts["reference"] == parts["weights"]
@@ -177,4 +177,4 @@ def test_the_shapes_of_all_published_configs_are_shipped(monkeypatch):
         known = found if size is None else shapes.shape_of(size)
         names = ("vocab_size", "hidden_size", "intermediate_size", "layers", "heads", "kv_heads", "head_dim", "tied")
         assert [getattr(found, name) for name in names] == [getattr(known, name) for name in names], path
-    assert counts.parameters(fit.find_shape("Qwen/Qwen3-8B")) == pytest.approx(8.19e9, rel=1e-3)  # "8.2B"
+    assert parameters(fit.find_shape("Qwen/Qwen3-8B")) == pytest.approx(8.19e9, rel=1e-3)  # "8.2B"

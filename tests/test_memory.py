@@ -12,12 +12,14 @@ from test_invariance import on_ranks
 import config
 import lora
 from config import ConfigError, Lora
+from infra import device as hardware
 from infra import dist
+from infra.device import Machine
 from infra.weights import read_shape
 from model import BLOCK_CALLS, Decoder
 from preflight import counts, fit, memory
 from preflight.counts import Pass
-from preflight.memory import Machine, choose_settings
+from preflight.memory import choose_settings
 from records import EngineSpec
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
@@ -47,7 +49,7 @@ def pass_bytes(given: counts.Pass) -> int:
 def test_parameters_are_those_of_the_decoder(changes):
     with torch.device("meta"):
         expected = sum(p.numel() for p in Decoder(small(**changes)).parameters())
-    assert counts.parameters(small(**changes)) == expected
+    assert hardware.parameters(small(**changes)) == expected
 
 
 def test_a_pass_is_counted_by_hand():
@@ -96,7 +98,7 @@ def test_a_pass_with_an_adapter_is_counted_by_hand():
 
 def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
-    base, adapter = 2 * counts.parameters(small()), 2 * 3 * 58
+    base, adapter = 2 * hardware.parameters(small()), 2 * 3 * 58
     for name, settings, ranks, expected in (
             ("grpo_toy", [], 1, base + 12 * adapter), ("grpo_toy", ["loss.kl=0.1"], 2, (base + 12 * adapter) // 2),
             ("grpo_toy", [f"model.lora.path={tmp_path}"], 1, base + 16 * adapter),
@@ -114,7 +116,7 @@ def test_a_rows_keys_are_those_of_groups_of_planned_length():
 
 
 def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks():
-    shape, per = small(), counts.parameters(small())
+    shape, per = small(), hardware.parameters(small())
     for name, settings, ranks, expected in (
             ("grpo_toy", [], 1, 12), ("grpo_toy", [], 4, 3), ("grpo_toy", ["loss.kl=0.1"], 1, 16),
             ("ppo_toy", [], 1, 24), ("apo_toy", ["advantage.residual=1e-3"], 2, 8)):
@@ -125,20 +127,20 @@ def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the
 
 def test_the_caches_of_both_engines_are_counted_by_hand():
     """A token is 2 x 2 x 2 numbers of 4 bytes, and 129 tokens are two blocks of vLLM's."""
-    assert counts.cache_bytes(small(), 4, slots=3, max_len=129, tensor_parallel=1) == (3 * 2 + 1) * 128 * 32
-    assert counts.cache_bytes(small(), 4, slots=3, max_len=128, tensor_parallel=1) == (3 + 1) * 128 * 32
-    assert counts.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
-    assert counts.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
-    assert counts.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
-    engine = sum(counts.engine_parts(small(), 2, 3, 129, 0).values())
-    assert engine == counts.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
-    given = sum(counts.engine_parts(small(), 2, 3, 129, 2, cache_gib=1000 / GIB).values())
-    assert given == counts.parameters(small()) + 1000 + 24 * 3 * 10
+    assert hardware.cache_bytes(small(), 4, slots=3, max_len=129, tensor_parallel=1) == (3 * 2 + 1) * 128 * 32
+    assert hardware.cache_bytes(small(), 4, slots=3, max_len=128, tensor_parallel=1) == (3 + 1) * 128 * 32
+    assert hardware.cache_bytes(small(kv_heads=2), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32  # a head each
+    assert hardware.cache_bytes(small(), 4, 3, 128, tensor_parallel=2) == (3 + 1) * 128 * 32            # both have it
+    assert hardware.cache_bytes(small(), 2, 3, 129, tensor_parallel=0) == 3 * 129 * (16 + 16)  # a layer in float32 too
+    engine = sum(hardware.engine_parts(small(), 2, 3, 129, 0).values())
+    assert engine == hardware.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
+    given = sum(hardware.engine_parts(small(), 2, 3, 129, 2, cache_gib=1000 / GIB).values())
+    assert given == hardware.parameters(small()) + 1000 + 24 * 3 * 10
 
 
 @pytest.mark.parametrize("room", [0, 10, 35, 1000])
 def test_as_many_slots_as_fit_and_at_least_one(room):
-    assert memory.slots_that_fit(8, room, lambda slots: 10 * slots) == min(8, max(1, room // 10))
+    assert hardware.slots_that_fit(8, room, lambda slots: 10 * slots) == min(8, max(1, room // 10))
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
@@ -168,10 +170,10 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
     assert needed[0] > needed[1] > needed[2]
     for how, needs in zip(BLOCK_CALLS, needed, strict=True):
-        assert chosen(cfg, gpu(needs / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
+        assert chosen(cfg, gpu(needs / GIB / hardware.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
     assert chosen(cfg, gpu(1))["model.checkpoint_blocks"] == "all"
     compiled = config.load("cppo_gsm8k.yaml", ["model.compile=true", LONG_ROWS, "rollout.engine=torch"])
-    assert chosen(compiled, gpu(needed[1] / GIB / memory.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == "none"
+    assert chosen(compiled, gpu(needed[1] / GIB / hardware.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == "none"
 
 
 def test_fewer_slots_are_said_with_the_memory_that_is_short():
@@ -179,7 +181,7 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     here, said = choose_settings(cfg, shape, gpu(ranks=8), {})
     slots = here.rollout.slots
     assert 1 < slots < 256 and said == [f"rollout.slots={slots}, not 256: 79.0 GiB have no room for more"]
-    fits = [sum(counts.rollout_parts(here, shape, 8, n).values()) <= memory.USABLE_SHARE * 79 * GIB
+    fits = [sum(counts.rollout_parts(here, shape, 8, n).values()) <= hardware.USABLE_SHARE * 79 * GIB
             for n in (slots, slots + 1)]
     assert fits == [True, False]
 
@@ -206,8 +208,8 @@ def machine_on_ranks() -> tuple[float, str]:
     """Of two ranks the second has less memory, and no vLLM."""
     rank = dist.rank()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(memory, "total_bytes", lambda device: 1000.0 - rank)
-        patch.setattr(memory, "why_no_vllm", lambda device: "it is not there" * rank)
+        patch.setattr(hardware, "total_bytes", lambda device: 1000.0 - rank)
+        patch.setattr(hardware, "why_no_vllm", lambda device: "it is not there" * rank)
         machine = Machine.here(CPU)
     return machine.free, machine.ranks, bool(machine.no_vllm)
 
@@ -220,33 +222,33 @@ def test_only_the_tested_vllm_counts(monkeypatch):
     for version, fine in (("0.32.0", True), ("0.32.0+cu130", True), ("0.33.0", False), (None, False)):
         def installed(name, version=version):
             if version is None:
-                raise memory.importlib.metadata.PackageNotFoundError(name)
+                raise hardware.importlib.metadata.PackageNotFoundError(name)
             return version
-        monkeypatch.setattr(memory.importlib.metadata, "version", installed)
-        monkeypatch.setattr(memory, "why_no_compiler", lambda: "")
-        assert (memory.why_no_vllm(CUDA) == "") == fine
-        assert fine or "requirements/gpu.txt" in memory.why_no_vllm(CUDA)
-        assert memory.why_no_vllm(CPU)
+        monkeypatch.setattr(hardware.importlib.metadata, "version", installed)
+        monkeypatch.setattr(hardware, "why_no_compiler", lambda: "")
+        assert (hardware.why_no_vllm(CUDA) == "") == fine
+        assert fine or "requirements/gpu.txt" in hardware.why_no_vllm(CUDA)
+        assert hardware.why_no_vllm(CPU)
 
 
 def test_vllm_is_not_chosen_without_a_c_compiler_and_pythons_headers(monkeypatch, tmp_path):
     """Triton compiles a launcher with both; a slim image has neither."""
-    monkeypatch.setattr(memory.importlib.metadata, "version", lambda name: "0.32.0")
+    monkeypatch.setattr(hardware.importlib.metadata, "version", lambda name: "0.32.0")
     headers = tmp_path / "include"
     headers.mkdir()
-    monkeypatch.setattr(memory.sysconfig, "get_path", lambda name: str(headers))
+    monkeypatch.setattr(hardware.sysconfig, "get_path", lambda name: str(headers))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "need a C compiler (gcc or clang)" in memory.why_no_vllm(CUDA)
+    assert "need a C compiler (gcc or clang)" in hardware.why_no_vllm(CUDA)
     for name in ("gcc", "mycc"):
         (tmp_path / name).write_text("")
         (tmp_path / name).chmod(0o755)
-    assert "need Python's headers (Python.h)" in memory.why_no_vllm(CUDA)
+    assert "need Python's headers (Python.h)" in hardware.why_no_vllm(CUDA)
     (headers / "Python.h").write_text("")
-    assert memory.why_no_vllm(CUDA) == ""
+    assert hardware.why_no_vllm(CUDA) == ""
     for compiler, fine in (("mycc", True), ("othercc", False)):
         monkeypatch.setenv("CC", compiler)
-        assert (memory.why_no_vllm(CUDA) == "") == fine
+        assert (hardware.why_no_vllm(CUDA) == "") == fine
 
 
 def on(cfg, size: str, gib: float, ranks: int, saved: dict | None = None) -> config.Config:
@@ -291,13 +293,13 @@ def test_the_cache_of_a_7b_run_has_room_for_what_is_asked_for():
 
 def test_an_engine_sleeps_only_where_memory_asks_for_it():
     cfg = config.load("cppo_gsm8k.yaml")
-    shape, room = shapes.shape_of("1.5B"), memory.USABLE_SHARE * 79 * GIB
+    shape, room = shapes.shape_of("1.5B"), hardware.USABLE_SHARE * 79 * GIB
     awake = on(cfg, "1.5B", 79, 8)
     assert awake.rollout.sleep == "never" and awake.model.checkpoint_blocks == "none"
     needed = counts.update_bytes(awake, shape, 8)
     assert needed <= room
     asleep = counts.update_bytes(memory.with_value(awake, "rollout.sleep", "always"), shape, 8)
-    engine = counts.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
+    engine = hardware.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
     assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
     for gib, sleep in ((79, "never"), (22, "always")):
         assert on(cfg, "1.5B", gib, 8).rollout.sleep == sleep
@@ -382,7 +384,7 @@ MANY = ["rollout.prompts_per_step=64", "loss.kl=0"]
 @pytest.mark.parametrize("gib", [31, 40, 60, 79, 139])
 def test_rows_are_the_longest_that_fit(gib):
     """One grain more would not, and blocks are recomputed no more than leaves rows of 4,096 tokens."""
-    cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), memory.USABLE_SHARE * gib * GIB
+    cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), hardware.USABLE_SHARE * gib * GIB
     here, _ = choose_settings(cfg, shape, gpu(gib), {})
     tokens, how = here.pack.capacity, here.model.checkpoint_blocks
     assert tokens >= memory.ENOUGH_TOKENS and how in BLOCK_CALLS
@@ -460,13 +462,13 @@ def test_a_run_that_goes_on_has_as_many_slots_as_before_unless_others_are_asked_
 def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device: Machine(device, 4 * GIB, 1, "none on a CPU")))
     spec = EngineSpec(TOY, torch.float32, CPU, "sdpa", frozenset(), slots=10**6, max_len=100)
-    kind, fitted = memory.fit_engine("auto", spec)
+    kind, fitted = hardware.fit_engine("auto", spec)
     assert kind == "torch" and 1 < fitted.slots < 10**6
     assert f"rollout.engine=torch, rollout.slots={fitted.slots}" in capsys.readouterr().out
-    assert memory.fit_engine("torch", replace(spec, slots=8)) == ("torch", replace(spec, slots=8))
+    assert hardware.fit_engine("torch", replace(spec, slots=8)) == ("torch", replace(spec, slots=8))
     for options in ({"tensor_parallel": 4}, {"cache_gib": 2.0}):
         with pytest.raises(ConfigError, match="rollout.tensor_parallel and rollout.cache_gib are vLLM's"):
-            memory.fit_engine("auto", replace(spec, **options))
+            hardware.fit_engine("auto", replace(spec, **options))
     assert capsys.readouterr().out == ""
 
 
@@ -522,7 +524,7 @@ def seen(monkeypatch):
     def describe(devices: int, driver: bool, built: str | None, start=lambda: None):
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: devices)
-        monkeypatch.setattr(memory, "DRIVER", Driver(driver))
+        monkeypatch.setattr(hardware, "DRIVER", Driver(driver))
         monkeypatch.setattr(torch.version, "cuda", built)
         monkeypatch.setattr(torch.cuda, "init", start)
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "")
@@ -530,7 +532,7 @@ def seen(monkeypatch):
 
 
 def said_on_cpu() -> list[str]:
-    machine = Machine.here(memory.find_device("auto"))
+    machine = Machine.here(hardware.find_device("auto"))
     assert machine.device == CPU
     return choose_settings(config.load("cppo_toy.yaml"), shapes.shape_of("1M"), machine, {})[1]
 
@@ -540,7 +542,7 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     line, = said_on_cpu()
     assert line.startswith("device=cpu: there is a GPU, but torch ") and "is a build without CUDA" in line
     with pytest.raises(ConfigError, match="shows 0 CUDA devices to 1 processes; there is a GPU, but .* is a build"):
-        memory.find_device("cuda")
+        hardware.find_device("cuda")
     seen(0, driver=True, built="13.0")
     line, = said_on_cpu()
     assert "580 or newer" in line
@@ -561,8 +563,8 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
     seen(1, driver=True, built="13.0", start=too_old)
     for wanted in ("auto", "cuda"):
         with pytest.raises(ConfigError, match=r"too old \(found version 12020\).*580 or newer.*device=cpu"):
-            memory.find_device(wanted)
-    assert memory.find_device("cpu") == CPU
+            hardware.find_device(wanted)
+    assert hardware.find_device("cpu") == CPU
 
 
 def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(seen, monkeypatch):
@@ -570,12 +572,12 @@ def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(s
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
         monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        assert memory.find_device("auto") == torch.device("cuda", 0)
-        assert memory.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+        assert hardware.find_device("auto") == torch.device("cuda", 0)
+        assert hardware.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
         monkeypatch.delenv("PYTORCH_ALLOC_CONF")
         monkeypatch.setenv(name, "max_split_size_mb:64")
-        memory.find_device("auto")
-        assert memory.os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
+        hardware.find_device("auto")
+        assert hardware.os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
 
 
 @pytest.mark.parametrize(("platform", "device", "gib"), [("linux", CPU, 3.0), ("darwin", CPU, 3.0 / 1024),
@@ -583,25 +585,26 @@ def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(s
 def test_the_peak_is_that_of_the_fullest_rank_whatever_the_system_counts_in(platform, device, gib, monkeypatch):
     """Resident memory in KiB, on macOS in bytes; on a GPU that of the device. torch counts what a sleeping engine has
     given up as well, more than there is."""
-    monkeypatch.setattr(memory.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
-    monkeypatch.setattr(memory.sys, "platform", platform)
+    monkeypatch.setattr(hardware.resource, "getrusage", lambda who: SimpleNamespace(ru_maxrss=2 * 2**20))
+    monkeypatch.setattr(hardware.sys, "platform", platform)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 127 * GIB)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (50 * GIB, 80 * GIB))
     monkeypatch.setattr(dist, "max_over_ranks", lambda held: 1.5 * held)  # another rank's
     slept = SimpleNamespace(peak_bytes=40 * GIB if device == CUDA else 0)
-    assert memory.metrics(device, slept) == {"memory/peak_gib": pytest.approx(gib)}
-    assert memory.metrics(device, object()) == {"memory/peak_gib": pytest.approx(45 if device == CUDA else gib)}
+    assert hardware.memory_metrics(device, slept) == {"memory/peak_gib": pytest.approx(gib)}
+    held = 45 if device == CUDA else gib
+    assert hardware.memory_metrics(device, object()) == {"memory/peak_gib": pytest.approx(held)}
 
 
 def test_flash_attention_is_asked_for_by_a_real_import(tmp_path, monkeypatch):
     """A bare folder of that name, as FlashAttention 4 is laid out, is no flash-attn."""
-    assert memory.choose_backend("auto", CUDA, torch.bfloat16) == "varlen"
+    assert hardware.choose_backend("auto", CUDA, torch.bfloat16) == "varlen"
     for device, dtype in ((CUDA, torch.float32), (CPU, torch.bfloat16)):
-        assert memory.choose_backend("auto", device, dtype) == "sdpa"
+        assert hardware.choose_backend("auto", device, dtype) == "sdpa"
     (tmp_path / "flash_attn" / "cute").mkdir(parents=True)
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(ConfigError, match="model.attention=flash, but flash-attn cannot be imported"):
-        memory.choose_backend("flash", CUDA, torch.bfloat16)
+        hardware.choose_backend("flash", CUDA, torch.bfloat16)
     with pytest.raises(ConfigError, match="model.attention=varlen cannot run on cuda in torch.float32"):
-        memory.choose_backend("varlen", CUDA, torch.float32)
+        hardware.choose_backend("varlen", CUDA, torch.float32)
     sys.modules.pop("flash_attn", None)

@@ -206,7 +206,7 @@ def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
 def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tiny, tmp_path, monkeypatch):
     cfg = memory.resolve_auto(toy_config(tmp_path / "run"), tiny)
     trainer, held = learner_on(tiny, cfg), {"cpu": 100.0, "cuda": 100.0}
-    monkeypatch.setattr(memory, "used_bytes", lambda device: held[device.type])
+    monkeypatch.setattr(preflight, "used_bytes", lambda device: held[device.type])
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(cuda=10.0))
     on_cpu, on_cuda = (preflight.peak_of_rollout(cfg, replace(trainer, device=torch.device(kind)))
                        for kind in ("cpu", "cuda"))
@@ -226,8 +226,8 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
         return counts.update_bytes(longer, trainer.policy.shape, 1) - sum(held.values())
 
     room = 2 * counted(first)
-    monkeypatch.setattr(memory, "used_bytes", lambda device: 1000)
-    monkeypatch.setattr(memory, "total_bytes", lambda device: (room + 1000) / memory.USABLE_SHARE)
+    monkeypatch.setattr(preflight, "used_bytes", lambda device: 1000)
+    monkeypatch.setattr(preflight, "total_bytes", lambda device: (room + 1000) / preflight.USABLE_SHARE)
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNT)):
         monkeypatch.setattr(preflight, "peak_of_update", lambda *given, over=over: 1000 + counted(first) / over)

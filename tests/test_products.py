@@ -10,13 +10,13 @@ from test_rollout import spec
 
 import train
 from config import ConfigError
+from infra import device as hardware
 from infra import runfolder
 from model import Projection, RoundedProduct
-from preflight import memory
 from rollout import TorchEngine
 
-pytestmark = pytest.mark.skipif(not any(torch.cpu.get_capabilities().get(name) for name in memory.PRODUCTS),
-                                reason=f"this CPU has none of {', '.join(memory.PRODUCTS)}")
+pytestmark = pytest.mark.skipif(not any(torch.cpu.get_capabilities().get(name) for name in hardware.PRODUCTS),
+                                reason=f"this CPU has none of {', '.join(hardware.PRODUCTS)}")
 CPU = torch.device("cpu")
 IDS = torch.arange(3, 43)
 
@@ -131,8 +131,8 @@ def test_settings_that_do_not_go_with_it(settings, message, tmp_path):
 def test_a_device_that_multiplies_halves_no_faster_is_refused(tmp_path, monkeypatch):
     cfg = toy_config(tmp_path / "run", "model.dtype=auto", "model.products=bfloat16")
     with pytest.raises(ConfigError, match="model.products=bfloat16 .*cuda.*model.dtype=bfloat16"):
-        memory.rounds_products(cfg.model, torch.device("cuda"))
+        hardware.rounds_products(cfg.model, torch.device("cuda"))
     monkeypatch.setattr(torch.cpu, "get_capabilities", dict)
     with pytest.raises(ConfigError, match="avx512_bf16, amx_bf16"):
         train.train(cfg)
-    assert not memory.rounds_products(replace(cfg.model, products=None), CPU)
+    assert not hardware.rounds_products(replace(cfg.model, products=None), CPU)

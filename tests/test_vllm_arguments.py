@@ -22,6 +22,7 @@ import eval as evaluation
 import rollout_vllm
 import train
 from config import ConfigError
+from infra import device as hardware
 from infra import dist
 from preflight import fit, memory
 from records import EngineSpec
@@ -82,12 +83,12 @@ def recorded(monkeypatch):
 
 def test_engines_over_several_gpus_share_no_memory_that_expandable_segments_refuse(recorded, monkeypatch):
     """Custom all-reduce exports buffers of CUDA graphs by cudaIpcGetMemHandle, and the process then exits
-    (vllm-project/vllm#42609). memory.find_device turns expandable segments on."""
+    (vllm-project/vllm#42609). hardware.find_device turns expandable segments on."""
     for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
     monkeypatch.setattr(torch.cuda, "init", lambda: None)
-    memory.find_device("cuda")
+    hardware.find_device("cuda")
     assert "expandable_segments:True" in os.environ["PYTORCH_ALLOC_CONF"]
     given = recorded(tensor_parallel=4).llm.given
     assert given["disable_custom_all_reduce"] is True
@@ -184,7 +185,7 @@ def plan(name: str, ranks: int) -> EngineSpec:
     learner = SimpleNamespace(dtype=torch.bfloat16, backend="varlen")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "check_positions", lambda *given: None)
-        patch.setattr(train.memory, "find_device", lambda wanted: CUDA)
+        patch.setattr(train, "find_device", lambda wanted: CUDA)
         patch.setattr(train.dist, "init", lambda device: CUDA)
         patch.setattr(train, "build_learner", lambda *given: learner)
         patch.setattr(train.critic, "with_critic", lambda *given: learner)

@@ -1,0 +1,270 @@
+"""Choose the device, its kernels and the engine, and measure the memory of this machine."""
+
+import importlib
+import importlib.metadata
+import os
+import resource
+import shutil
+import sys
+import sysconfig
+from bisect import bisect_right
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+
+import torch
+
+from config import ConfigError, Model
+from infra import dist
+from infra.weights import Shape, read_shape
+from model import Block
+from records import EngineSpec, Metrics, frozen
+
+DRIVER = Path("/proc/driver/nvidia/version")
+WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements/gpu.txt"
+OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version.cuda} (13: 580 or newer; "
+              "nvidia-smi shows it): update the driver")
+USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
+PRODUCTS = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
+VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
+Parts = dict[str, float]  # bytes by name
+
+
+def find_device(wanted: str) -> torch.device:
+    """Return this process's device. auto takes CUDA if the machine has a device for every process, so that
+    all ranks decide alike.
+
+    Raises ConfigError if CUDA was asked for and is missing, or is there and does not start.
+    """
+    if wanted == "cpu":
+        return torch.device("cpu")
+    allocator = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+    if not any(name in os.environ for name in allocator):
+        # Rows differ in size, and fixed segments would fragment over hours.
+        os.environ[allocator[0]] = "expandable_segments:True"
+    devices, processes = torch.cuda.device_count(), local_processes()
+    if wanted == "cuda" and devices < processes:
+        why = why_no_cuda() if devices == 0 else ""
+        raise ConfigError(f"device=cuda, but this machine shows {devices} CUDA devices to {processes} "
+                          f"processes{why and '; '}{why}; set device=cpu (or auto), or start fewer processes")
+    if devices < processes:
+        return torch.device("cpu")
+    try:
+        torch.cuda.init()
+    except RuntimeError as error:
+        raise ConfigError(f"CUDA does not start: {error}; {OLD_DRIVER}; or set device=cpu") from error
+    return torch.device("cuda", int(os.environ.get("LOCAL_RANK", 0)))
+
+
+def local_processes() -> int:
+    """Return how many processes of the run share this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+
+
+def why_no_cuda() -> str:
+    """Say why a machine with a GPU does not compute on it; "" if it has none, or it is hidden."""
+    devices, processes = torch.cuda.device_count(), local_processes()
+    if 0 < devices < processes:
+        return f"the machine has {devices} CUDA devices to {processes} processes; start fewer"
+    if not DRIVER.is_file() or os.environ.get("CUDA_VISIBLE_DEVICES", "all") in ("", "-1"):
+        return ""
+    return f"there is a GPU, but {WRONG_BUILD if torch.version.cuda is None else OLD_DRIVER}"
+
+
+def list_backends(device: torch.device, dtype: torch.dtype) -> list[str]:
+    """List the keys of model.BACKENDS that run on this device, the fastest first. torch's kernel and
+    flash-attn's are the same; both need half precision."""
+    half = dtype == torch.bfloat16
+    return ["varlen", "sdpa"] if device.type == "cuda" and half else ["sdpa"]
+
+
+def choose_backend(wanted: str, device: torch.device, dtype: torch.dtype) -> str:
+    """Return the key of model.BACKENDS for a setting of model.attention. Raises ConfigError if the one asked
+    for cannot run."""
+    able = list_backends(device, dtype)
+    if wanted == "auto":
+        return able[0]
+    if wanted != "sdpa" and able == ["sdpa"]:
+        raise ConfigError(f"model.attention={wanted} cannot run on {device.type} in {dtype}; "
+                          "use auto or sdpa")
+    if wanted == "flash":
+        try:
+            importlib.import_module("flash_attn").flash_attn_varlen_func  # noqa: B018
+        except (ImportError, AttributeError) as error:  # also a build for another torch, or a bare folder
+            raise ConfigError(f"model.attention=flash, but flash-attn cannot be imported ({error}); "
+                              "use auto, which takes the same kernel from torch") from error
+    return wanted
+
+
+def rounds_products(settings: Model, device: torch.device) -> bool:
+    """Tell whether model.products is bfloat16. Raises ConfigError where that is no faster."""
+    able = torch.cpu.get_capabilities()
+    if settings.products and (device.type != "cpu" or not any(able.get(name) for name in PRODUCTS)):
+        raise ConfigError(f"model.products={settings.products} is for CPUs with one of "
+                          f"{', '.join(PRODUCTS)}, and this device, {device.type}, is none; leave it out"
+                          + ", and set model.dtype=bfloat16" * (device.type == "cuda"))
+    return settings.products is not None
+
+
+# ---- an engine that fits
+
+@frozen
+class Machine:
+    """The hardware of a rank."""
+
+    device: torch.device
+    free: float          # bytes before anything is loaded, on the rank with least; on a CPU a rank's share
+    ranks: int
+    no_vllm: str = ""    # why vLLM cannot sample here; empty if it can
+    no_cuda: str = ""    # why torch does not use the machine's GPU; empty if it does, or there is none
+
+    @staticmethod
+    def here(device: torch.device) -> "Machine":
+        """Describe this machine. Collective: all ranks come to the same."""
+        if device.type == "cuda":
+            free = torch.cuda.mem_get_info(device)[0]
+        else:
+            free = total_bytes(device) / local_processes()
+        lacking = why_no_vllm(device)
+        if dist.max_over_ranks(bool(lacking)):
+            lacking = lacking or "another rank's machine does not have it"
+        idle = "" if device.type == "cuda" else why_no_cuda()
+        return Machine(device, -dist.max_over_ranks(-free), dist.world_size(), lacking, idle)
+
+    def engines(self, dtype: torch.dtype) -> list[str]:
+        """List the rollout engines that can run here, the fastest first."""
+        return ["torch"] if self.no_vllm or dtype == torch.float64 else ["vllm", "torch"]
+
+
+def why_no_vllm(device: torch.device) -> str:
+    if device.type != "cuda":
+        return "vLLM is chosen on CUDA alone"
+    try:
+        version = importlib.metadata.version("vllm").partition("+")[0]
+    except importlib.metadata.PackageNotFoundError:
+        version = "none"
+    if version == VLLM_VERSION:
+        return why_no_compiler()
+    return (f"vllm {VLLM_VERSION}, the version that is tested, is not installed, but {version}; "
+            "pip install -r requirements/gpu.txt")
+
+
+def why_no_compiler() -> str:
+    """Say what Triton lacks, which needs the system's compiler and Python's headers; "" if nothing."""
+    compilers = os.environ.get("CC", "gcc clang").split()
+    if not any(map(shutil.which, compilers)):
+        return f"vLLM's kernels need a C compiler ({' or '.join(compilers)}): apt-get install gcc"
+    if not Path(sysconfig.get_path("include"), "Python.h").is_file():
+        return "vLLM's kernels need Python's headers (Python.h): apt-get install python3-dev"
+    return ""
+
+
+def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
+    """Choose the engine of an evaluation, and slots that fit, as `resolve_auto` for training. Collective.
+
+    Raises ConfigError for options of vLLM's if the embedded engine samples.
+    """
+    machine, shape = Machine.here(spec.device), read_shape(spec.folder)
+    kind = machine.engines(spec.dtype)[0] if wanted == "auto" else wanted
+    if kind == "torch" and (spec.tensor_parallel > 1 or spec.cache_gib):
+        raise ConfigError("rollout.tensor_parallel and rollout.cache_gib are vLLM's, and the embedded engine "
+                          "samples here; leave them out, or set rollout.engine=vllm")
+    spread = spec.tensor_parallel if kind == "vllm" else 0
+
+    def needed(slots: int) -> float:
+        parts = engine_parts(shape, spec.dtype.itemsize, slots, spec.max_len, spread, spec.cache_gib)
+        return sum(parts.values())
+
+    slots = slots_that_fit(spec.slots, USABLE_SHARE * machine.free, needed)
+    if (wanted, spec.slots) != (kind, slots):
+        dist.say(f"chosen here: rollout.engine={kind}, rollout.slots={slots}")
+    if machine.no_cuda:
+        dist.say(f"on the CPU: {machine.no_cuda}")
+    return kind, replace(spec, slots=slots)
+
+
+def slots_that_fit(wanted: int, room: float, needed: Callable[[int], float]) -> int:
+    """Return the most slots up to `wanted` that there is room for, in bytes; at least one."""
+    return max(1, bisect_right(range(1, wanted + 1), room, key=needed))
+
+
+def engine_parts(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int,
+                 cache_gib: float | None = None) -> Parts:
+    """Count an engine's weights, its cache and what it draws from. The cache has a given size, or room for
+    every slot. tensor_parallel=0 is the embedded engine."""
+    if cache_gib:
+        cache = int(cache_gib * 2**30)
+    else:
+        cache = cache_bytes(shape, element, slots, max_len, tensor_parallel)
+    # Logits and log-probs in float32; probabilities and their sums in float64.
+    return {
+        "engine's weights": parameters(shape) * element // max(1, tensor_parallel),
+        "KV cache": cache,
+        "what tokens are drawn from": 24 * slots * shape.vocab_size,
+    }
+
+
+def cache_bytes(shape: Shape, element: int, slots: int, max_len: int, tensor_parallel: int) -> int:
+    """Count one rank's KV cache with room for every slot at full length.
+
+    vLLM has blocks of up to 128 tokens, and one block more. The embedded engine (tensor_parallel=0) has each
+    prompt once, here as many as slots, and the layer that is being multiplied once more in float32.
+    """
+    token = 2 * shape.layers * shape.kv_heads * shape.head_dim * element
+    if not tensor_parallel:
+        widened = token * 4 // element // shape.layers
+        return slots * max_len * (token + widened)
+    blocks = slots * -(-max_len // 128) + 1
+    heads_here = max(1, shape.kv_heads // tensor_parallel)
+    return blocks * 128 * token * heads_here // shape.kv_heads
+
+
+def parameters(shape: Shape) -> int:
+    """Count the weights of a decoder of this shape."""
+    return table_weights(shape) + shape.layers * block_weights(shape) + shape.hidden_size
+
+
+def table_weights(shape: Shape) -> int:
+    """Count the weights of embedding and head."""
+    return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
+
+
+@cache
+def block_weights(shape: Shape) -> int:
+    """Count the weights of one block."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Block(shape, 0).parameters())
+
+
+# ---- memory in use
+
+def used_bytes(device: torch.device) -> float:
+    """Return the bytes that this rank has taken; torch gives nothing back, so this is a peak."""
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def memory_metrics(device: torch.device, engine: object) -> Metrics:
+    """Measure the most memory of a GPU, or else of a process, that was in use so far. Collective."""
+    held = max(used_bytes(device), getattr(engine, "peak_bytes", 0))
+    return {"memory/peak_gib": dist.max_over_ranks(held) / 2**30}
+
+
+def fullest(bytes_here: float, device: torch.device) -> float:
+    """Return the bytes of the fullest rank, or of all ranks of a CPU machine, which share its memory.
+    Collective."""
+    ranks = 1 if device.type == "cuda" else local_processes()
+    return ranks * dist.max_over_ranks(bytes_here)
+
+
+def total_bytes(device: torch.device) -> float:
+    """Return the bytes of the smallest GPU, or of the smallest machine's memory. Collective."""
+    if device.type == "cuda":
+        total = torch.cuda.mem_get_info(device)[1]
+    else:
+        total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return -dist.max_over_ranks(-total)
