@@ -46,7 +46,6 @@ from prune import (
     Candidates,
     Memory,
     gradient_size,
-    inclusion,
     max_variance,
     pps,
     prefix_prob,
@@ -77,7 +76,6 @@ class Scene:
     last_N: Tensor          # mean |A| of another rollout of each prompt
     product: Tensor         # between the completions' terms of the full gradient, [NG, NG]
     suffix: dict[int, Tensor]  # of every SPARSE-th completion: |gradient of the tokens from t on|^2, [L]
-    learned_NG: Tensor | None = None  # the norm by a regression on the scenes before; None in the first
 
 
 # (scene, seed, k) -> weights [N, G] of one draw, relative to the full batch's
@@ -148,68 +146,6 @@ def by_prompt(settings_of: Callable[[int], Prompts]) -> Draw:
     return draw
 
 
-def learned(scene: Scene) -> Tensor:
-    return surprise(scene) if scene.learned_NG is None else token_weight(scene) * scene.learned_NG
-
-
-def features(scene: Scene) -> Tensor:
-    """Compute what may tell the norm of the gradient of a completion's log-prob, [NG, 4]: a constant, and the
-    logarithms of its length, its surprise and its mean negative log-prob."""
-    unit = replace(scene.candidates, adv_NG=torch.ones_like(scene.candidates.adv_NG), normalize="token")
-    nats = [[-sum(s.logp) / s.length for s in group.samples] for group in unit.groups]
-    columns = [torch.ones_like(unit.adv_NG), unit.len_NG, gradient_size(unit, "surprise", by_cost=False)]
-    return torch.stack([*columns[:1], *(x.double().log() for x in columns[1:]),
-                        torch.tensor(nats, dtype=torch.float64).clamp(min=1e-6).log()], dim=2).flatten(0, 1)
-
-
-def learn_norm(past: list[Scene], scene: Scene) -> Tensor | None:
-    """Predict the norm by least squares on the norms of all scenes before, which a run would not know."""
-    inputs, norms = [], []
-    for before in past:
-        live = oracle(before).flatten() > 0
-        inputs.append(features(before)[live])
-        norms.append((oracle(before) / token_weight(before)).flatten()[live])
-    if not past:
-        return None
-    fitted = torch.linalg.lstsq(torch.cat(inputs), torch.cat(norms).log()[:, None]).solution[:, 0]
-    return (features(scene) @ fitted).exp().view_as(scene.candidates.adv_NG)
-
-
-def balanced(scene: Scene, seed: int, k: int) -> Tensor:
-    """Draw by the cube method, balanced on A w and on length, with the probabilities of `pps`."""
-    given = scene.candidates
-    size_NG = sizes(surprise, scene)
-    prob_K = inclusion(size_NG.flatten(), k * len(size_NG))
-    signed_NG = token_weight(scene) * given.adv_NG.sign()
-    balance_KQ = torch.stack([prob_K, signed_NG.flatten(), given.len_NG.flatten().double()], dim=1)
-    kept_K = cube(prob_K.numpy(), balance_KQ.numpy(), np.random.default_rng(seed))
-    return torch.where(torch.from_numpy(kept_K), 1 / prob_K, 0.0).view_as(size_NG)
-
-
-def cube(prob_K: np.ndarray, balance_KQ: np.ndarray, random: np.random.Generator) -> np.ndarray:
-    """Draw a balanced sample, bool [K]: the cube method of Deville and Tille (2004), with the fast flight of
-    Chauvet and Tille (2006). Every item keeps its probability, and the sum of x / p over those drawn stays at
-    the sum of x over all, for each column x of `balance_KQ`, until too few items are left to decide; then the
-    last column is let go.
-    """
-    prob_K = prob_K.copy()
-    undecided = [i for i in random.permutation(len(prob_K)) if 0 < prob_K[i] < 1]
-    ratio_KQ = balance_KQ / np.maximum(prob_K, 1e-300)[:, None]
-    while undecided:
-        few = undecided[:ratio_KQ.shape[1] + 1]
-        ratio_KQ = ratio_KQ[:, :len(few) - 1]
-        *_, directions = np.linalg.svd(ratio_KQ[few].T) if len(few) > 1 else (np.ones((1, 1)),)
-        along = directions[-1]  # on which no sum changes
-        with np.errstate(divide="ignore"):
-            up = np.where(along > 0, 1 - prob_K[few], prob_K[few]) / np.abs(along)
-            down = np.where(along > 0, prob_K[few], 1 - prob_K[few]) / np.abs(along)
-        far = up.min() if random.random() * (up.min() + down.min()) < down.min() else -down.min()
-        moved = prob_K[few] + far * along
-        prob_K[few] = np.where(np.abs(moved - moved.round()) < 1e-9, moved.round(), moved)
-        undecided = [i for i in undecided if 0 < prob_K[i] < 1]
-    return prob_K > 0.5
-
-
 def compared_anew(scene: Scene, seed: int, k: int) -> Tensor:
     """PODS: the weight of a term is the ratio of its advantage among the kept to that among all."""
     keep_NG = max_variance(scene.candidates.reward_NG, k)
@@ -243,8 +179,6 @@ ARMS = {
     "pps norm": by_size(norm),
     "pps surprise, shuffled": by_size(surprise, "shuffled"),
     "pps surprise": BY_COST,
-    "pps learned": by_size(learned),
-    "pps surprise, cube": balanced,
     "pps surprise, not by cost": arm(lambda k: Pps(keep=k, scope="batch")),
     "pps surprise, group": arm(lambda k: Pps(keep=k, by_cost=True)),
     "pps oracle, shuffled": by_size(oracle, "shuffled"),
@@ -397,15 +331,12 @@ def after_training(task: str, steps: int, out: Path,
     history = PromptHistory(loaded.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
     names = [name for name in ARMS if task != "real" or name not in WHOLE]
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in names}
-    past: list[Scene] = []
     signal = []
     for i in range(rollouts):
         scene = look(learner, sampler, history.draw(cfg.rollout.prompts_per_step), cfg, task != "real")
-        scene = replace(scene, learned_NG=learn_norm(past, scene))
-        past.append(scene)
         signal.append(repeated(scene))
         for name in names:
-            fewest = [FEWEST] * name.startswith(("pps norm", "pps surprise", "pps oracle", "pps learned"))
+            fewest = [FEWEST] * name.startswith(("pps norm", "pps surprise", "pps oracle"))
             fewest = [] if name.endswith(("group", "not by cost")) else fewest
             curve = [errors(name, scene, k) for k in (*fewest, *range(1, 16))]
             for budget, of_rollouts in by_arm[name].items():

@@ -1,6 +1,6 @@
 """Where does a step's time go, what does pruning save, and what do its stages cost by themselves?
 
-    python bench/step.py [--parts step,pack,rollout,checkpoint] [--rounds 5]
+    python bench/step.py [--parts step,pack,rollout] [--rounds 5]
 
 step        Steps of the toy (16 prompts x 16 completions) at keep = 16, 8, 4, 2, 1 of 16, in turns, since the
             machine's speed drifts: seconds by phase, and the update's over that of keep 16 in the same round.
@@ -12,18 +12,13 @@ rollout     Tokens a second of the embedded engine, and of vLLM if it is install
             float32 on the CPU and bfloat16 on CUDA. Lengths are given: fixed, 64 tokens in every slot; or
             tailed, three samples a slot of exponentially drawn lengths, 256 at most. Each engine has its own
             process.
-checkpoint  How long training stands still for one: for torch.distributed.checkpoint while all wait, and for
-            Winnow's, which goes on with passes and then with steps. Lost in all is how much longer these took
-            than without a save, standing still included.
 
-Figures are medians over the rounds, with the least and the largest; of several ranks those of the slowest.
+Figures are medians over the rounds, with the least and the largest.
 """
 
 import importlib.util
-import json
-import shutil
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
@@ -32,7 +27,6 @@ from time import perf_counter
 
 import numpy as np
 import torch
-import torch.distributed.checkpoint as dcp
 from common import in_own_process, listed, parser, print_json, show, timed
 from shapes import ask, engine_spec, random_model, write_config
 
@@ -41,18 +35,15 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from history import PromptHistory
-from infra import checkpoint, digests, dist
 from infra import device as hardware
-from infra.checkpoint import Checkpoints, Role, find
-from learner import Learner, make_optimizers
+from infra import dist
+from learner import Learner
 from metrics import Clock
-from model import Decoder, empty_model, sdpa_padded
 from pack import Minibatch, layout, pack
 from preflight import memory
-from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample, Segments
+from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
-from settings.kinds import AdamW
 from update import update
 
 CAPACITY, G, NEW = 16_384, 16, 64
@@ -61,7 +52,6 @@ KEPT = {"cppo_gsm8k": (8, 4, 16, "batch"), "cppo_gsm8k, 64 ranks": (64, 4, 16, "
         "cppo_math": (8, 6, 48, "batch"), "128 x 16, keep 4": (8, 128, 4, "group"),
         "128 x 16, keep 4, 64 ranks": (64, 128, 4, "group"), "128 x 16, keep 1": (8, 128, 1, "group")}
 PLAIN_CACHE = 2**31  # bytes of vLLM's keys and values, as it is installed
-CPU, TOKENS, PASSES, STEPS = torch.device("cpu"), 256, 4, 4  # of checkpoint's training
 
 
 # ---- whole steps
@@ -262,105 +252,18 @@ def rollouts(shapes: list[str], slots: list[int], rounds: int, halves: bool) -> 
     return show("Tokens a second of each engine", rows)
 
 
-# ---- checkpoints
-
-def in_training(folder: str) -> Role:
-    """Make a sharded model of random weights, and its optimizer."""
-    model = empty_model(Path(folder), torch.float32)
-    dist.shard(model, model.layers, CPU, torch.float32)
-    model.to_empty(device=CPU)
-    with torch.no_grad():
-        for p in model.parameters():
-            dist.local_shard(p).fill_(1.0) if p.ndim == 1 else dist.local_shard(p).normal_(std=0.02)
-    return model, make_optimizers(model, AdamW(lr=1e-4))
-
-
-def work(model: Decoder, optimizers: Sequence[torch.optim.Optimizer], passes: int, steps: int) -> None:
-    position_T, ids_T = torch.arange(TOKENS), torch.arange(TOKENS) % 100
-    for i in range(passes + steps):
-        attend = sdpa_padded(Segments.plain([TOKENS]))
-        (-model(ids_T, position_T, attend, position_T, ids_T, 1.0).mean()).backward()
-        if i >= passes:
-            for optimizer in optimizers:
-                optimizer.step()
-        model.zero_grad()
-
-
-def of_slowest(function: Callable[[], object]) -> float:
-    """Measure the seconds of the slowest rank."""
-    dist.barrier()
-    return dist.max_over_ranks(timed(function))
-
-
-def save_each_way(role: Role, checkpoints: Checkpoints, step: int) -> dict[str, float]:
-    """Measure the seconds that training loses to a save, for each way to save."""
-    out = checkpoints.folder
-    waiting_at = out / f"waiting_{step}"
-    out.mkdir(exist_ok=True)
-    waiting = of_slowest(lambda: dcp.save(checkpoint.tensors(*role), checkpoint_id=waiting_at))
-    if dist.rank() == 0:
-        shutil.rmtree(waiting_at)
-    without_save = of_slowest(lambda: work(*role, PASSES, STEPS))
-
-    def in_the_background() -> None:
-        checkpoints.reach(step, {})
-        checkpoints.save()
-        work(*role, PASSES, 0)
-        checkpoints.wait_for_copies()
-        work(*role, 0, STEPS)
-
-    during_save = of_slowest(in_the_background)
-    standing_still = dist.max_over_ranks(checkpoints.metrics()["time/checkpoint"])
-    written = of_slowest(checkpoints.wait)
-    return {"torch.distributed.checkpoint, training waits": waiting,
-            "in the background: training stands still": standing_still,
-            "in the background: lost in all": during_save + written - without_save}
-
-
-def save_and_load(rank: int, ranks: int, folder: str, rounds: int) -> None:
-    """Save and load some rounds on one of the ranks; rank 0 writes measured.json."""
-    torch.set_num_threads(1)
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{folder}/store", rank=rank, world_size=ranks)
-    role = in_training(folder)
-    work(*role, passes=1, steps=1)
-    checkpoints = Checkpoints(Path(folder) / "checkpoints", 1, {"policy": role}, CPU)
-    saves = [save_each_way(role, checkpoints, step) for step in range(rounds + 1)]
-    newest, _ = find(checkpoints.folder)
-    loads = [of_slowest(lambda: checkpoints.load(newest)) for _ in range(rounds)]
-    rows = [{"way": way, "seconds": [save[way] for save in saves[1:]]} for way in saves[0]]  # 0 makes buffers
-    rows.append({"way": f"load on {ranks} ranks", "seconds": loads})
-    if rank == 0:
-        size = sum(size for size, _ in digests.read_list(newest).values())
-        (Path(folder) / "measured.json").write_text(json.dumps({"bytes": size, "rows": rows}))
-    dist.close()
-
-
-def checkpoints(shape: str, ranks: int, rounds: int) -> dict:
-    with tempfile.TemporaryDirectory() as folder:
-        write_config(shape, Path(folder))
-        torch.multiprocessing.spawn(save_and_load, args=(ranks, folder, rounds), nprocs=ranks)
-        measured = json.loads((Path(folder) / "measured.json").read_text())
-    size = measured["bytes"] / 1e6
-    show(f"Checkpoints of {shape}, {size:.1f} MB with Adam, on {ranks} ranks", measured["rows"])
-    return {"shape": shape, "ranks": ranks} | measured
-
-
 def main() -> None:
     options = parser(__doc__)
-    parts = ["step", "pack", "rollout", "checkpoint"]
+    parts = ["step", "pack", "rollout"]
     options.add_argument("--parts", type=listed(parts), default=parts, help=",".join(parts))
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--shapes", default="1M,10M", help="rollout: of bench/shapes.py")
     options.add_argument("--slots", default="64,256", help="rollout: of an engine, by sixteens")
     options.add_argument("--halves", action="store_true", help="rollout: bfloat16 on the CPU as well")
-    options.add_argument("--shape", default="50M", help="checkpoint: of bench/shapes.py")
-    options.add_argument("--ranks", type=int, default=2, help="checkpoint: on how many")
     args = options.parse_args()
     slots = [int(count) for count in args.slots.split(",")]
     measure = {"step": lambda: steps(args.rounds), "pack": lambda: packing(args.rounds),
-               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds, args.halves),
-               "checkpoint": lambda: checkpoints(args.shape, args.ranks, args.rounds)}
+               "rollout": lambda: rollouts(args.shapes.split(","), slots, args.rounds, args.halves)}
     results = {part: measure[part]() for part in args.parts}
     dist.close()
     print_json("step", **results)

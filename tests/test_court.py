@@ -11,7 +11,6 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 from conftest import ROOT, toy_config
@@ -37,8 +36,6 @@ from verify.grade import grade
 
 sys.path.append(str(ROOT / "experiments"))
 import long_sums  # noqa: E402
-import measure_court  # noqa: E402
-import measure_otb  # noqa: E402
 import try_method  # noqa: E402
 from court import (  # noqa: E402
     abort,
@@ -347,80 +344,6 @@ def test_forks_are_the_fifth_with_the_highest_entropy():
     marked_C, = forks.weigh([], [], [entropy_C], config.Loss())
     assert marked_C.nonzero()[:, 0].tolist() == [1, 4]
     assert forks.highest(entropy_C[:2], 0.2).tolist() == [0, 1]
-
-
-# ---- the table of variances
-
-def test_the_variance_of_the_anchor_is_estimated_without_bias_for_any_group_size():
-    """From 4 completions, for groups of 2 and of 3: the mean over all outcomes is the true variance."""
-    answers = list(CHANCE)
-    whole = np.stack([SCORES[answer].sum(dim=0).numpy() for answer in answers])
-    reward = np.array([ANSWERS[answer] for answer in answers])
-    chance = np.array([CHANCE[answer] for answer in answers])
-
-    def joint(size: int):
-        for drawn in itertools.product(range(len(answers)), repeat=size):
-            yield chance[list(drawn)].prod(), list(drawn)
-
-    true, estimate = {}, dict.fromkeys((2, 3), 0.0)
-    for n in estimate:
-        square = 0.0
-        for p, drawn in joint(n):
-            adv_G = leave_one_out(torch.tensor(reward[drawn])[None])[0].numpy() / n
-            square += p * ((adv_G @ whole[drawn]) ** 2).sum()
-        true[n] = square - float(TRUE @ TRUE)
-    for p, drawn in joint(4):
-        moments = measure_court.pair_moments(whole[drawn] @ whole[drawn].T, reward[drawn])
-        for n in estimate:
-            estimate[n] += p * measure_court.variance(moments, n)
-    assert estimate == pytest.approx(true, rel=1e-9)
-    assert measure_court.variance(moments, 2.25) == pytest.approx(
-        0.75 * measure_court.variance(moments, 2) + 0.25 * measure_court.variance(moments, 3))
-
-
-def scene(seed: int) -> measure_court.Scene:
-    """A rollout of 3 prompts with random gradients."""
-    generator = torch.Generator().manual_seed(seed)
-    gradient = torch.randn(48, 20, dtype=torch.float64, generator=generator) + 0.5
-    reward_NG = torch.randint(2, (3, 16), generator=generator).double()
-    len_NG = torch.randint(4, 30, (3, 16), generator=generator)
-    logp = [[[-0.1] * length for length in row] for row in len_NG.tolist()]
-    return measure_court.Scene(gradient @ gradient.T, reward_NG, len_NG, [5, 6, 7], logp)
-
-
-def test_a_method_that_changes_nothing_has_the_anchors_error():
-    cut = measure_court.halves([scene(0), scene(1), scene(2)], "sequence")
-    for sums in (measure_court.abort(cut, 8, lambda *_: 1.0), measure_court.allocation(cut, "uniform")):
-        figures = measure_court.ratios(sums)
-        assert [figures[key] for key in ("error", "tokens", "sampling", "step")] == pytest.approx([1.0] * 4)
-        assert figures["step low"] == pytest.approx(1) == figures["step high"]
-    assert measure_court.ratios(measure_court.abort(cut, 8, lambda *_: 0.5))["error"] > 1.2
-    rule = measure_court.fit(cut, 8, ["spread", "prompt"])
-    assert rule.mark == 8 and rule.confidence == 0 and rule.prompt != 0
-
-
-def test_a_log_linear_fit_finds_the_slopes():
-    features = np.column_stack([np.ones(200), np.linspace(-1, 1, 200), np.cos(np.arange(200))])
-    slope = measure_court.log_linear(features, np.exp(features @ np.array([0.3, 1.5, -0.7])))
-    assert slope[1:] == pytest.approx([1.5, -0.7], abs=0.01)
-
-
-def test_otb_of_equal_energies_is_the_mean_made_smaller_and_the_table_undoes_that():
-    """With one token each and the same energy, B is the mean of all: the gradient is (n - 1) / n of leave-one-out's."""
-    prompts = []
-    for seed in range(3):
-        generator = torch.Generator().manual_seed(seed)
-        gradient = torch.randn(16, 30, dtype=torch.float64, generator=generator) + 0.3
-        reward_G = torch.arange(16).remainder(3 + seed).eq(0).double()
-        energy_GL = torch.ones(16, 1, dtype=torch.float64)
-        tokens = measure_otb.Tokens(gradient @ gradient.T, torch.arange(16), energy_GL, reward_G)
-        moments = measure_court.pair_moments(tokens.product.numpy(), reward_G.numpy())
-        prompts.append({"sum": {"moments": moments, 4: measure_otb.measure(tokens, 4)}})
-    row = measure_otb.figures(prompts, "sum", 4, "OTB, as released")
-    assert (row["length"], row["same"]) == pytest.approx((0.75, 1.0), abs=1e-4)
-    for baseline in ("mean", "OTB, leave-one-out"):
-        row = measure_otb.figures(prompts, "sum", 4, baseline)
-        assert (row["length"], row["same"]) == pytest.approx((1.0, 1.0), abs=1e-4) and row["at 32"] > 4
 
 
 # ---- through the script

@@ -95,13 +95,6 @@ def test_pre_training_of_the_hard_model_has_seen_no_shipped_problem_above_level_
         assert {line["level"] for numbers, line in made.items() if numbers in seen} == {1}
 
 
-def test_what_became_of_a_prompt_is_read_off_its_decision(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "experiments")
-    import testbed
-    made = [testbed.fate(line) for line in ({}, {"right": [0, 0]}, {"right": [1, 1]}, {"right": [0, 1]})]
-    assert made == list(testbed.FATES)
-
-
 # ---- tasks with an environment
 
 def test_sums_are_written_behind_an_equals_sign():
