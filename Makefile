@@ -16,10 +16,12 @@ test: .venv/dev      ## the suite, without whole training runs
 test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
 
-# The tests that read kinds, configs, settings, or code that a new method changes: what a fork can turn red.
-FORK := tests/math/test_kinds.py tests/math/test_unbiased.py tests/math/test_advantage.py tests/math/test_prune.py \
-	tests/math/test_by_reward.py tests/test_config.py tests/test_repo.py tests/test_recipes.py tests/test_fork.py \
-	tests/test_collect.py tests/test_court.py tests/test_report.py
+# The tests that read kinds, configs or settings, and those of the files that a recipe changes. Of the long enumerations,
+# only the two that take every kind of advantage. (`make test-long` runs the whole suite on the copy.)
+FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_prune.py tests/test_config.py \
+	tests/test_repo.py tests/test_recipes.py $(addprefix tests/math/test_unbiased.py::, \
+	test_a_completion_without_a_reward_is_as_if_it_were_not_there \
+	test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions)
 
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
@@ -64,8 +66,8 @@ test-gpu: .venv-gpu/ready ## the attention kernels against each other, a step on
 	.venv-gpu/bin/python -m pytest -m gpu
 	$(call vllm_tests,.venv-gpu/bin/python)
 
-test-peers: .venv-peers/ready ## the gradients of TRL's GRPOTrainer, objective by objective
-	.venv-peers/bin/python -m pytest -m peers tests/test_peers.py
+test-peers: .venv/peers ## the gradients of TRL's GRPOTrainer, objective by objective
+	$(VENV)/python -m pytest -m peers tests/test_peers.py
 
 test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
 	$(VENV)/python -m pytest -m page tests/test_page.py
@@ -86,8 +88,8 @@ gpu-hour: .venv-gpu/ready ## GRPO, CPPO and two of PPS on GSM8K with Qwen2.5-0.5
 court: .venv/run     ## twelve claims of 2025 and 2026 on one testbed, of runs kept in experiments/court.jsonl.xz
 	$(VENV)/python experiments/court.py
 
-bench-peers: .venv-peers/ready ## seconds of a step beside TRL's GRPOTrainer, phase by phase
-	.venv-peers/bin/python bench/peers.py
+bench-peers: .venv/peers ## seconds of a step beside TRL's GRPOTrainer, phase by phase
+	$(VENV)/python bench/peers.py
 
 toy: .venv/run       ## rebuild toy/: problems, tokenizer and pre-trained models
 	$(VENV)/python toy/problems.py
@@ -134,15 +136,13 @@ requirements: .venv/run ## write requirements.txt and requirements/ from pyproje
 	.venv-gpu/bin/python -c "import torch; torch.cuda.init()"
 	touch $@
 
-.venv-peers/ready: requirements/peers.txt requirements.txt
-	$(PYTHON) -m venv .venv-peers
-	.venv-peers/bin/pip install --quiet $(PIP)
-	.venv-peers/bin/pip install --quiet -c requirements/constraints-hashed.txt -r requirements/peers.txt
-	touch $@
-
 # Without dependencies, as the file says.
 .venv/real: .venv/run requirements/real.txt
 	$(INSTALL) --no-deps -r requirements/real.txt
+	touch $@
+
+.venv/peers: .venv/dev requirements/peers.txt
+	$(INSTALL) -r requirements/peers.txt
 	touch $@
 
 .venv/dev: .venv/run requirements/dev.txt

@@ -1,6 +1,6 @@
 """Seconds of a training step beside TRL's GRPOTrainer, phase by phase.
 
-    .venv-peers/bin/python bench/peers.py [--regimes fixed,natural] [--arms grpo,cppo4] [--rounds 8]
+    .venv/bin/python bench/peers.py [--regimes fixed,natural] [--arms grpo,cppo4] [--rounds 8]
 
 `make bench-peers` runs all of it. Both trainers run in this process on one thread of the CPU in float32, on
 the same model folder, the same prompts in each round, 16 completions of a prompt and at most 64 tokens a
