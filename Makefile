@@ -26,9 +26,9 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
-# What CI runs of the slow tests: forks, checkpoints, stops, memory, the atlas, the court, and two killed runs.
+# What CI runs of the slow tests: forks, checkpoints, stops, memory, the court, and two killed runs.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py tests/math/test_atlas.py tests/test_court.py
+	tests/test_every_day.py tests/test_court.py
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
