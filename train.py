@@ -2,6 +2,7 @@
 
     [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]]
         [--check | --fit | --show]
+    train.py --settings [SECTION]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
 update the policy, hand it to the engine. docs/methods.md has every method. Papers have it otherwise:
@@ -49,7 +50,7 @@ from methods import critic, samplers, soft_value
 from methods.environment import with_environment
 from metrics import Clock, list_decisions, rollout_metrics
 from model import Decoder
-from page.show import resolved
+from page.show import describe_settings, resolved
 from page.summary import summary
 from preflight import checks as preflight
 from preflight import counts, fit, memory
@@ -310,6 +311,8 @@ def main() -> int:
 
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
+    if args.settings is not None:
+        return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
         return print(resolved(cfg))

@@ -1,7 +1,6 @@
 """How far is each estimator's mean from the true gradient, and how large is its variance? Exactly.
 
-    python experiments/atlas.py          # tables, and one JSON line with all rows: under a minute on one core
-    python experiments/atlas.py --page   # write the tables of docs/atlas.md anew
+    python experiments/atlas.py   # tables, and one JSON line with all rows: under a minute on one core
 
 All groups of a step, and all outcomes of a pruner's draw, are gone through with their probabilities
 (enumeration.py, estimators.py). For an estimator g and the gradient grad J of the mean reward over prompts a
@@ -25,7 +24,6 @@ import torch
 from enumeration import (
     GO_ON,
     MAX_LEN,
-    ROOT,
     SKIPPING,
     TREES,
     Problem,
@@ -46,7 +44,6 @@ from estimators import (
 )
 from torch import Tensor
 
-PAGE = ROOT / "docs" / "atlas.md"
 EXACT = 1e-12
 
 
@@ -354,17 +351,6 @@ def tables() -> dict[str, list[str]]:
     return computed
 
 
-def fill(text: str, computed: dict[str, list[str]]) -> str:
-    """Put every table into a page, between its two marks."""
-    end = "<!-- end -->"
-    for title, lines in computed.items():
-        start = f"<!-- {title} -->"
-        before, _, behind = text.partition(start)
-        _, _, after = behind.partition(end)
-        text = "\n".join([before + start, "", *lines, "", end + after])
-    return text
-
-
 def all_rows() -> list[dict[str, Any]]:
     """Compute every row once, those of the page first."""
     by_choices = {}
@@ -381,10 +367,7 @@ def all_rows() -> list[dict[str, Any]]:
 def main() -> int:
     layout = argparse.RawDescriptionHelpFormatter
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--page", action="store_true", help="write the tables of docs/atlas.md anew")
-    if parser.parse_args().page:
-        PAGE.write_text(fill(PAGE.read_text(), tables()))
-        return 0
+    parser.parse_args()
     for title, lines in tables().items():
         print("\n".join([f"\n{title}\n", *lines]), flush=True)
     print(json.dumps({"experiment": "atlas", "rows": all_rows()}))

@@ -32,8 +32,10 @@ def of_train(text: str | None) -> argparse.Namespace:
     """Read the command line of train.py, whose docstring is `text`."""
     parser = new_parser(text)
     add = parser.add_argument
-    add("--config", required=True, help="a yaml file, or the name of one in configs/")
+    add("--config", help="a yaml file, or the name of one in configs/")
     add_settings(parser)
+    add("--settings", nargs="?", const="", metavar="SECTION",
+        help="describe the settings of a section, or all settings, and stop")
     add("--resume", nargs="?", choices=["never", "always", "auto"], default="never", const="always",
         help="go on from the newest checkpoint; auto: or begin where there is none")
     add("--check", action="store_true",
@@ -44,7 +46,10 @@ def of_train(text: str | None) -> argparse.Namespace:
     add("--memory", type=gibibytes, metavar="GIB", help="--fit: that is free on each GPU")
     add("--gpus", type=count, metavar="N", help="--fit: how many")
     add("--card", choices=CARDS, help="--fit: which GPU")
-    return parser.parse_args()
+    args = parser.parse_args()
+    if not args.config and args.settings is None:
+        parser.error("the following arguments are required: --config")
+    return args
 
 
 def of_eval(text: str | None) -> argparse.Namespace:
@@ -106,7 +111,8 @@ def of_chat(text: str | None) -> argparse.Namespace:
 def refuse_early(args: argparse.Namespace) -> None:
     """End with status 2 for a mistake in the config."""
     try:
-        config.load(args.config, args.set)
+        if args.config:
+            config.load(args.config, args.set)
     except ConfigError as error:
         with redirect_stderr(Plain(sys.stderr)):
             print(f"error: {error}", file=sys.stderr)

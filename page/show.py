@@ -1,39 +1,29 @@
-"""Show every setting with its type, default and comment: `train.py --show`, and docs/settings.md.
+"""Show settings with their types, defaults and comments: `train.py --show` and `train.py --settings`.
 
-    python -m page.show > docs/settings.md
-
-The comments are those beside the fields, so the page cannot say anything else than the code.
+The comments are those beside the fields, so the texts cannot differ from the code.
 """
 
 import ast
+import difflib
 import inspect
 import io
 import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache
-from textwrap import dedent
+from inspect import cleandoc
+from textwrap import dedent, fill
 from typing import Any, get_type_hints
 
 import yaml
 
-from config import Config
+from config import Config, ConfigError
 from settings.loader import choices, describe
 from settings.rules import ONLY_WITH, REQUIRES
 
-HEAD = """# Settings
-
-Written by `python -m page.show` from `config.py` and `settings/kinds.py`, with the comments there
-beside the fields.
-
-A config file holds its differences from the files that it names as `base:`; `--set section.setting=value`
-comes on top. `train.py --config NAME.yaml --show` prints all settings of a run as yaml and marks differences
-from the default. An unknown setting, a wrong type, a value out of bounds or a combination that cannot work is
-an error that names the allowed values.
-"""
-
 REQUIRED = "required"
-BAR = r"\|"  # in a cell of a table
+RUN, RULES = "run", "rules"  # two more sections: settings of no section, and constraints between settings
+WIDTH = 110
 
 
 @cache
@@ -95,43 +85,59 @@ def line(section: Any, field: Field, default: str, indent: str) -> str:
     return f"{setting:<40}  # {changed}{comments(type(section)).get(field.name, '')}".rstrip(" #")
 
 
-def page() -> str:
-    """Write docs/settings.md."""
-    required = []
-    for choice, requirements in REQUIRES.items():
-        for key, allowed, why in requirements:
-            because = why.replace("|", BAR)
-            required.append(f"| `{choice}` | `{key}`: {allowed} | {because} |")
-    return "\n".join([HEAD, "## The run", "", *table(Config, ""), *chapters(Config, "", "##"),
-                      "## Constraints between settings", "", "| choice | requires | because |",
-                      "|---|---|---|", *required, ""])
+def describe_settings(section: str = "") -> str:
+    """Describe a section and the sections inside it, by its dotted name; "" describes all of them.
+
+    Raises ConfigError if there is no such section.
+    """
+    run = "\n".join([f"# {RUN}", *describe_fields(Config, "")])
+    texts = {RUN: run} | dict(describe_sections(Config, "")) | {RULES: describe_rules()}
+    chosen = [name for name in texts if f"{name}.".startswith(f"{section}.")] if section else list(texts)
+    if not chosen:
+        raise ConfigError(f"--settings {section}: there is no such section. {advise(section, texts)}")
+    return "\n\n".join(texts[name] for name in chosen)
 
 
-def chapters(section: type, path: str, level: str) -> Iterator[str]:
-    """Yield a heading, a docstring and a table for each section inside this one, and for each kind of it."""
+def advise(section: str, texts: dict[str, str]) -> str:
+    """Name the section that was meant: one that is spelled alike, or the section of a setting."""
+    names = {name.partition(".kind=")[0] for name in texts}
+    holding = [name.partition(".kind=")[0] for name, text in texts.items() if f"\n{section} = " in text]
+    meant = holding or difflib.get_close_matches(section, names, n=1)
+    return f"Did you mean {meant[0]}?" if meant else f"There are: {', '.join(sorted(names))}."
+
+
+def describe_sections(section: type, path: str) -> Iterator[tuple[str, str]]:
+    """Yield the dotted name and the text of each section inside this one, and of each kind of it."""
     for name, hint in get_type_hints(section, include_extras=True).items():
         for kind, option in (choices(hint) or {"": hint}).items():
             if is_dataclass(option):
-                yield f"{level} {path}{name}" + (f".kind: {kind}" if kind else "")
+                title = f"{path}{name}" + (f".kind={kind}" if kind else "")
                 own = option.__doc__ if not option.__doc__.startswith(f"{option.__name__}(") else ""
-                yield from ["", own, ""] if own else [""]
-                yield from table(option, f"{path}{name}.")
-                yield from chapters(option, f"{path}{name}.", level + "#")
+                head = [f"# {title}", *([cleandoc(own)] if own else [])]
+                yield title, "\n".join([*head, *describe_fields(option, f"{path}{name}.")])
+                yield from describe_sections(option, f"{path}{name}.")
 
 
-def table(section: type, path: str) -> list[str]:
-    """Make a table of a section's own settings; empty where it has none."""
-    hints, rows = get_type_hints(section, include_extras=True), []
+def describe_fields(section: type, path: str) -> Iterator[str]:
+    """Yield two lines for each of a section's own settings: name, default and values; then its meaning."""
+    hints = get_type_hints(section, include_extras=True)
     for field in fields(section):
         kind, key = hints[field.name], path + field.name
         if field.name == "kind" or is_dataclass(kind) or choices(kind):
             continue
-        meaning = comments(section)[field.name].replace("|", BAR)
         only = [f"; only with {choice}" for choice, served in ONLY_WITH.items()
                 if key in (entry.partition(":")[0] for entry in served)]
-        rows.append(f"| `{key}` | {describe(kind)} | `{default_of(field)}` | {meaning}{''.join(only)} |")
-    return ["| setting | value | default | meaning |", "|---|---|---|---|", *rows, ""] if rows else []
+        yield f"{key} = {default_of(field)}  ({describe(kind)})"
+        yield indented(comments(section)[field.name] + "".join(only))
 
 
-if __name__ == "__main__":
-    print(page(), end="")
+def describe_rules() -> str:
+    lines = [f"# {RULES}: a choice, and the values of other settings that it requires"]
+    for choice, requirements in REQUIRES.items():
+        for key, allowed, why in requirements:
+            lines += [f"{choice}: {key} must be {allowed}", indented(why)]
+    return "\n".join(lines)
+
+
+def indented(text: str) -> str:
+    return fill(text, WIDTH, initial_indent="    ", subsequent_indent="    ", break_on_hyphens=False)

@@ -21,8 +21,8 @@ from test_repo import FILES, FOLDERS, OTHERS, TEXTS, check_command, leaves, sect
 
 import config
 import train
-from page import show
 from settings import loader as settings
+from settings.rules import REQUIRES
 
 pytestmark = pytest.mark.house
 TOKENS = 134_530          # Python tokens of all code outside tests/, bench/ and experiments/; it may only fall
@@ -162,14 +162,24 @@ def test_every_mutant_has_its_line():
     assert not lost
 
 
-def test_the_page_of_settings_is_what_the_code_says_and_says_something_of_each():
-    assert (ROOT / "docs" / "settings.md").read_text() == show.page(), "python -m page.show > docs/settings.md"
-    rows = re.findall(r"^\| `([\w.]+)` \| .+ \| `.+` \| (.*) \|$", show.page(), re.MULTILINE)
-    assert {key for key, _ in rows} == {key for key in leaves() if not key.endswith("kind")}
-    assert not [key for key, meaning in rows if not meaning]
-    assert {f"{key}={kind}" for key, kind in re.findall(r"^#+ ([\w.]+): (\w+)$", show.page(), re.MULTILINE)} == {
+def test_the_command_for_settings_describes_every_setting_and_every_kind(command, capsys):
+    assert command(train, "--settings") == 0
+    text = capsys.readouterr().out
+    meanings = dict(re.findall(r"^([\w.]+) = .+  \(.+\)\n    (\S.*)$", text, re.MULTILINE))
+    assert meanings.keys() == {key for key in leaves() if not key.endswith("kind")}
+    assert set(re.findall(r"^# ([\w.]+\.kind=\w+)$", text, re.MULTILINE)) == {
         f"{prefix}kind={kind}" for prefix, section in sections(config.Config)
         for kind in get_args(get_type_hints(section).get("kind"))}
+    assert text.count(" must be ") >= sum(map(len, REQUIRES.values()))
+    assert command(train, "--settings", "prune.completions") == 0
+    assert set(re.findall(r"^# ([\w.]+)", capsys.readouterr().out, re.MULTILINE)) == {"prune.completions.kind"}
+
+
+@pytest.mark.parametrize(("section", "meant"), [("rollot", "rollout"), ("rollout.window", "rollout"), ("steps", "run")])
+def test_a_section_of_settings_that_there_is_not_names_the_one_that_was_meant(section, meant, command, capsys):
+    assert command(train, "--settings", section) == 2
+    assert capsys.readouterr().err == (
+        f"error: --settings {section}: there is no such section. Did you mean {meant}?\n")
 
 
 def test_the_picture_of_the_loop_names_files_that_there_are():
@@ -199,7 +209,8 @@ def test_every_table_of_results_says_how_it_was_measured():
 
     A script, or a part of one, that was removed since has a commit with it: "Command: `...` (removed; in b0008e7)".
     """
-    parts = re.split(r"^#{2,3} ", TEXTS["RESULTS.md"], flags=re.MULTILINE)
+    pages = TEXTS["RESULTS.md"] + TEXTS["docs/court.md"]
+    parts = re.split(r"^#{2,3} ", pages, flags=re.MULTILINE)
     measured = [section for section in parts if tables(section)]
     assert len(measured) > 15
     for section in measured:
