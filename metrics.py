@@ -5,7 +5,7 @@ Dimension key:  N groups,  G completions per group,  C completion tokens of one 
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -19,7 +19,9 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from pack import row_cost
-from records import Batch, Group, Metrics, PreparedRow, Rolled, Sample, pending
+from records import Batch, Group, Metrics, PreparedRow, Rolled, Sample, pending, plain
+
+Decode = Callable[[Iterable[int], bool], str]  # decode(token ids, keep special tokens) -> text
 
 
 @dataclass(slots=True)
@@ -179,6 +181,47 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
             line["tokens"] = hashlib.sha256(tokens).hexdigest()[:16]
         prompts.append(line | trained.get(draw, {}))
     return {"seed": batch.seed, "offered": batch.offered, "rounds": rolled.sizes, "prompts": prompts}
+
+
+def sample_lines(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
+    """Write the first groups of ended completions as lines of samples.jsonl."""
+    trained = {id(group): n for n, group in enumerate(batch.groups)}
+    lines = []
+    for n, group in enumerate(rolled.groups):
+        if len(lines) < count and not any(sample.pending for sample in group.samples):
+            completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
+            lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
+                          "gold": group.prompt.answer, "completions": completions})
+    return lines
+
+
+def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode,
+                         ) -> Iterator[dict]:
+    """Yield the completions of the n-th group, which is trained on at `place` of the batch; None: not at all.
+
+    The advantage comes from the rewards, before a critic or a reference changes it. A completion that is
+    trained on has its advantage there: PODS compares only the completions kept.
+    """
+    pruned, components = batch.pruned, rolled.rewards.components
+    for g, sample in enumerate(rolled.groups[n].samples):
+        kept = place is not None and bool(pruned.keep_NG[place, g])
+        trained = 0
+        turns = [decode(sample.ids[start:to], True) for start, to in sample.turns] if sample.replies else []
+        if kept and batch.trained_NG[place, g]:
+            trained = len(batch.tokens[place][g]) if batch.tokens else sample.trained
+        yield {
+            "text": decode(sample.ids, True),
+            "tokens": sample.own,
+            "finished": sample.finished,
+            "reward": plain(rolled.rewards.total_NG[n, g]),
+            "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
+            "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
+            "kept": kept,
+            "trained": trained,
+            "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
+            "prob": None if place is None else pruned.prob_NG[place, g].item(),
+            "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
+        } | ({"turns": turns} if turns else {})
 
 
 SUMS = """

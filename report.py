@@ -35,17 +35,17 @@ from infra import runfolder
 from infra.checkpoint import replayable_steps
 from infra.lines import blame_file, replace
 from infra.signals import exit_status
-from page.card import markdown_table, push, write_card
-from page.charts import COLOURS, draw_curves, score_charts
-from page.compare import ReportTable, make_tables
-from page.pruning import pruning_charts
-from page.runs import Groups, LoggedRun, group_runs, read_run
-from page.summary import Score, score_cell, scores_of
-from page.texts import choose_answers, choose_completions, shorten_texts
+from leaves.page.card import markdown_table, push, write_card
+from leaves.page.charts import COLOURS, draw_curves, score_charts
+from leaves.page.compare import ReportTable, make_tables
+from leaves.page.pruning import pruning_charts
+from leaves.page.runs import Groups, LoggedRun, group_runs, read_run
+from leaves.page.summary import Score, score_cell, scores_of
+from leaves.page.texts import choose_answers, choose_completions, shorten_texts
 from settings.loader import SHORT
 from settings.paths import matching
 
-PARTS = Path(__file__).parent / "page"
+PARTS = Path(__file__).parent / "leaves" / "page"
 TEXTS = 3_500_000    # bytes of a page for completions and held-out answers, of all its runs together
 
 

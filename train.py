@@ -36,9 +36,16 @@ from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import checkpoint, custom_reward, dist, runfolder, tracking
+from infra import checkpoint, checks, custom_reward, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
-from infra.device import find_device, memory_metrics
+from infra.device import (
+    find_device,
+    list_choices,
+    longest_sampled,
+    memory_metrics,
+    resolve_auto,
+    settings_to_save,
+)
 from infra.environment import EnvironmentFile, load_tokenizer
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
@@ -48,12 +55,8 @@ from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
 from methods import critic, samplers, soft_value
 from methods.environment import with_environment
-from metrics import Clock, list_decisions, rollout_metrics
+from metrics import Clock, list_decisions, rollout_metrics, sample_lines
 from model import Decoder
-from page.show import describe_settings, resolved
-from page.summary import summary
-from preflight import checks as preflight
-from preflight import counts, fit, memory
 from records import Batch, Metrics, Rolled, frozen
 from rollout import Engine, start_engine
 from settings.paths import user_path
@@ -124,8 +127,6 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 raise Stopped
         engine.sleep()  # an export gathers weights in float32
         lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer)
-    if dist.rank() == 0:
-        print(summary(Path(cfg.out)), flush=True)
     return learner.policy
 
 
@@ -146,7 +147,7 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         log.require_logs(saved["step"], saved.get("logs", {}))
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
-    decided = memory.resolve_auto(cfg, task.source, saved["config"])
+    decided = resolve_auto(cfg, task.source, saved["config"])
     learner, bare_engine = load_models(decided, task)
     engine = with_environment(bare_engine, task.tokenizer, task.environment, cfg)
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
@@ -156,10 +157,11 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
     if path is None:
-        decided, learner = preflight.lengthen_rows(cfg, decided, learner)
-        preflight.require_checks(preflight.run_checks(decided, learner, bare_engine, task))
+        ready = checks.before_run(cfg, checks.Ready(decided, learner, bare_engine, task))
+        checks.require_checks(ready.checks)
+        decided, learner = ready.cfg, ready.learner
         dist.barrier()  # every rank has looked at the folder before one writes into it
-        log.create(cfg, resume, learner.device, memory.list_choices(cfg, decided), files)
+        log.create(cfg, resume, learner.device, list_choices(cfg, decided), files)
     else:
         checkpoints.load(path)
         history.restore(saved["history"])
@@ -213,7 +215,7 @@ def evaluate_sets(run: Run, step: int) -> None:
 def extra_state(run: Run, asked: Config) -> dict:
     """Return the content of a checkpoint's extra.pt."""
     return {
-        "config": memory.settings_to_save(run.cfg, asked),
+        "config": settings_to_save(run.cfg, asked),
         "history": run.history.state(),
         "inputs": run.inputs,
     }
@@ -221,7 +223,6 @@ def extra_state(run: Run, asked: Config) -> dict:
 
 def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Collective. Raises ConfigError."""
-    tracking.require_packages(cfg)
     dist.init(find_device(cfg.device))
     source = find_model(cfg.model.path)
     tokenizer, environment = load_tokenizer(source, cfg)
@@ -275,8 +276,8 @@ def is_due(every: int, step: int, last: int) -> bool:
 
 def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
-    (memory.resolve_auto). Raises ConfigError."""
-    longest = counts.longest(cfg)
+    (device.resolve_auto). Raises ConfigError."""
+    longest = longest_sampled(cfg)
     check_positions(
         task.source,
         longest,
@@ -299,7 +300,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
     if step == 1:
         run.log.warn(step, critic.warn_too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    texts = tracking.sample_lines(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
+    texts = sample_lines(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
     run.log.sampled(step, texts)
 
 
@@ -312,20 +313,26 @@ def main() -> int:
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
     if args.settings is not None:
+        from leaves.page.show import describe_settings
+
         return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
+        from leaves.page.show import resolved
+
         return print(resolved(cfg))
     if args.fit or args.memory or args.gpus or args.card:
-        return fit.report(cfg, args)
+        from leaves.fit.fit import report
+
+        return report(cfg, args)
     if not any(text.startswith("out=") for text in args.set):
         cfg = runfolder.own_folder(cfg, user_path(args.config))
     if args.check:
         task = load_task(cfg)
-        decided = memory.resolve_auto(cfg, task.source)
+        decided = resolve_auto(cfg, task.source)
         learner, engine = load_models(decided, task)
-        decided, learner = preflight.lengthen_rows(cfg, decided, learner)
-        return preflight.print_checks(decided, learner, engine, task)
+        ready = checks.before_run(cfg, checks.Ready(decided, learner, engine, task, shown=True))
+        return checks.print_checks(ready.checks)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")
     if runfolder.is_done(cfg, args.resume):

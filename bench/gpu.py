@@ -3,7 +3,7 @@
     python bench/gpu.py [--shapes 0.5B,1.5B] [--parts updates,step] [--out results.jsonl]
 
 Are the kernels right? Does the toy learn in bfloat16? How fast are updates, rollouts and whole steps of
-models of these shapes, with random weights, and does preflight/counts count right what they take? PARTS lists
+models of these shapes, with random weights, and does leaves/fit count right what they take? PARTS lists
 the cheapest and most telling first, and gpu_parts.py does them; what needs vLLM where that is installed.
 
 Each part is a process with a limit of its own, so one that crashes, hangs or runs out of memory ends alone.

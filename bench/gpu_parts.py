@@ -35,13 +35,14 @@ from collect import Sampler
 from history import PromptHistory
 from infra import device as hardware
 from infra import dist, runfolder
+from infra.device import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
+from leaves.fit import counts, memory
+from leaves.page import summary
+from leaves.preflight import checks as preflight
 from metrics import Clock
 from model import BACKENDS, ChunkedLogProb, Decoder, log_prob, logits_gradient
-from page import summary
-from preflight import checks as preflight
-from preflight import counts, memory
 from prune import keep_largest
 from records import Batch, Group, Prompt, Row, Sample
 from rollout import Engine, start_engine
@@ -307,7 +308,7 @@ def check(bench: Bench, *changes: str) -> None:
     cfg = config.load("cppo_toy.yaml", ["model.dtype=bfloat16", f"rollout.engine={bench.engine}",
                                         f"device={bench.device.type}", *changes])
     task = train.load_task(cfg)
-    cfg = memory.resolve_auto(cfg, task.source)
+    cfg = resolve_auto(cfg, task.source)
     for result in preflight.run_checks(cfg, *train.load_models(cfg, task), task):
         bench.add(result.name, passed=result.passed, figures=result.figures,
                   **failure({result.remedy: not result.passed}))

@@ -48,8 +48,8 @@ import train
 from collect import Sampler
 from history import PromptHistory
 from infra import dist
+from infra.device import resolve_auto
 from infra.weights import export
-from preflight import memory
 from records import Problem
 from reward import score
 from verify.grade import grade
@@ -99,7 +99,7 @@ class Winnow:
     def __init__(self, regime: Regime, arm: str, task: data.Task):
         self.label, name, changes = ARMS[arm]
         self.cfg = cfg = toy(name, regime, *changes)
-        self.learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
+        self.learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
         engine.sync(self.learner.policy)
         self.sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
         self.history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)

@@ -14,7 +14,7 @@ from torch import device
 
 import config
 from infra.device import Machine
-from preflight import fit
+from leaves.fit import fit
 
 LIMIT = 0.95
 MACHINES = [("1 x H100", 1), ("8 x H100", 8), ("1 x H200", 1), ("16 x H100", 16), ("32 x H100", 32)]

@@ -38,8 +38,8 @@ from advantage import advantage
 from collect import Sampler
 from history import PromptHistory
 from infra import dist
+from infra.device import resolve_auto
 from learner import Learner
-from preflight import memory
 from prune import (
     COMPLETIONS,
     PROMPTS,
@@ -325,7 +325,7 @@ def after_training(task: str, steps: int, out: Path,
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
     loaded = replace(train.load_task(cfg), source=out / "hf")
-    learner, engine = train.load_models(memory.resolve_auto(cfg, loaded.source), loaded)
+    learner, engine = train.load_models(resolve_auto(cfg, loaded.source), loaded)
     engine.sync(learner.policy)
     sampler = Sampler(engine, loaded.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(loaded.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)

@@ -15,8 +15,8 @@ from config import Lora
 from infra import dist
 from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
+from leaves.fit import counts
 from model import Decoder, empty_model
-from preflight import counts
 from records import EngineSpec, Prompt, Request, Segments
 
 QWEN = {

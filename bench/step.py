@@ -37,10 +37,10 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import device as hardware
 from infra import dist
+from infra.device import resolve_auto
 from learner import Learner
 from metrics import Clock
 from pack import Minibatch, layout, pack
-from preflight import memory
 from records import Batch, EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import start_engine
 from rollout_vllm import engine_options, undisturbed
@@ -101,7 +101,7 @@ def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
         of_keep.append(config.load("cppo_toy.yaml", changes))
     cfg = of_keep[0]
     task = train.load_task(cfg)
-    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
+    learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
     engine.sync(learner.policy)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)

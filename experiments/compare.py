@@ -37,8 +37,8 @@ from kept_runs import (
 from tqdm import tqdm
 
 import config
-from page.runs import COSTS, format_value
-from page.summary import phase_seconds
+from leaves.page.runs import COSTS, format_value
+from leaves.page.summary import phase_seconds
 from verify.statistics import holm
 
 sys.path.append(str(ROOT / "toy"))

@@ -54,7 +54,7 @@ from tqdm import tqdm
 from try_method import COURT, check_chosen, find_method, load, plug_in
 
 import config
-from page.runs import COSTS, format_value
+from leaves.page.runs import COSTS, format_value
 from settings.loader import flatten
 
 RESULTS = Path(__file__).parent / "court.jsonl.xz"

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 import report
 from infra.lines import is_evaluation, read_metrics
-from page.summary import phase_seconds, score_cell, scores_of
+from leaves.page.summary import phase_seconds, score_cell, scores_of
 
 CONFIG = "experiments/gpu_hour.yaml"
 METHODS = {

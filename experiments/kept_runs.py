@@ -35,7 +35,7 @@ sys.path.insert(0, str(ROOT))
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
 from infra.signals import exit_status  # noqa: E402
-from page.runs import COSTS, LoggedRun  # noqa: E402
+from leaves.page.runs import COSTS, LoggedRun  # noqa: E402
 from settings.loader import flatten  # noqa: E402
 
 RESULTS = Path(__file__).parent / "results.jsonl.xz"

@@ -31,11 +31,11 @@ import train  # noqa: E402
 from advantage import advantage  # noqa: E402
 from collect import Sampler, Selection, choose  # noqa: E402
 from history import PromptHistory  # noqa: E402
+from infra.device import resolve_auto
 from learner import Learner  # noqa: E402
+from leaves.preflight.checks import pack_in_order  # noqa: E402
 from methods.drafts import DraftHistory  # noqa: E402
 from metrics import Clock  # noqa: E402
-from preflight import memory  # noqa: E402
-from preflight.checks import pack_in_order  # noqa: E402
 from records import Group, PromptDraw, Rolled  # noqa: E402
 from update import update  # noqa: E402
 
@@ -74,7 +74,7 @@ def run(steps: int, slots: int) -> list[dict]:
     """Train, and measure every step in which all prompts have drafts."""
     cfg = config.load(RECIPE, [f"steps={steps}", f"rollout.slots={slots}", "data.eval=null"])
     task = train.load_task(cfg)
-    cfg = memory.resolve_auto(cfg, task.source)
+    cfg = resolve_auto(cfg, task.source)
     learner, engine = train.load_models(cfg, task)
     sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = DraftHistory(PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5))

@@ -4,7 +4,7 @@
     checkpoints/  hf/  hf_adapter/ (lora.py)  custom_reward.py  environment.py  chat_template.jinja (COPIES)
 
 metrics.jsonl is the source of truth: a line per step and a line per evaluation; `step` counts the steps done.
-samples.jsonl has groups as text (tracking.sample_lines), decisions.jsonl the prompts and completions of each
+samples.jsonl has groups as text (metrics.sample_lines), decisions.jsonl the prompts and completions of each
 step with their probabilities and weights (list_decisions), and eval_000005.jsonl the problems of the
 evaluation after step 5 with their responses. state.json says how the run ended; a run under way has none
 (`state_of`).
@@ -13,18 +13,15 @@ evaluation after step 5 with their responses. state.json says how the run ended;
 import fcntl
 import hashlib
 import importlib.metadata
-import json
 import os
 import platform
 import re
-import secrets
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from itertools import groupby
 from pathlib import Path
 from time import perf_counter
 from typing import Literal
@@ -34,9 +31,9 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import config
+import leaves
 from config import Config, ConfigError
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
-from infra.tracking import Trackers
 from records import Metrics
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
@@ -287,7 +284,7 @@ class RunLog:
         self.folder = folder
         self.outer: tqdm | None = None
         self.held: FileLock | None = None
-        self.tracker: Trackers | None = None
+        self.watchers: list = []  # of leaves: they have log, samples and finish
         self.first, self.start = 0, perf_counter()  # of the steps that this process does
         self.unlogged: Metrics = {}  # goes into the next line of metrics.jsonl
         self.silent = 0  # steps in a row without a group of different rewards
@@ -308,7 +305,7 @@ class RunLog:
                ) -> None:
         """Write config.yaml, env.json and the files of COPIES, and begin the logs anew.
 
-        `chosen` comes from memory.list_choices, `texts` from the files of COPIES. Raises ConfigError if
+        `chosen` comes from device.list_choices, `texts` from the files of COPIES. Raises ConfigError if
         another run has used the folder since it was claimed.
         """
         if self.folder is None:
@@ -398,9 +395,10 @@ class RunLog:
 
     @contextmanager
     def running(self, cfg: Config) -> Iterator[None]:
-        """Track the run if `cfg` asks for it, write down how it ends, and release the folder."""
+        """Let leaves watch the run, write down how it ends, and release the folder."""
         try:
-            self.track(cfg)
+            if self.folder:
+                leaves.through("watch", cfg, self)
             yield
         except KeyboardInterrupt:  # locked until this process has ended, since a save may be under way
             self.write_ending({"state": "stopped"})
@@ -414,30 +412,10 @@ class RunLog:
         self.write_ending({"state": "finished"})
         self.unlock()
 
-    def track(self, cfg: Config) -> None:
-        """Begin to send metrics to the trackers of log.to.
-
-        A resumed run sends all of its metrics and texts again: the last ones may not have arrived.
-        """
-        if self.folder and cfg.log.to:
-            path, home = self.folder / "env.json", str(self.folder.resolve())
-            with blame_file(path):
-                # The run's name on every tracker, which changes only in a copy of its folder.
-                ran_on = {"tracked": None, "folder": home} | json.loads(path.read_text())
-                if ran_on["tracked"] is None or ran_on["folder"] != home and Path(ran_on["folder"]).exists():
-                    ran_on |= {"tracked": secrets.token_hex(4)}
-                ran_on["folder"] = home
-            write_json(path, ran_on)
-            self.tracker = Trackers(cfg, self.folder, ran_on["tracked"])
-            for line in read_log(self.folder / "metrics.jsonl"):
-                self.tracker.log(line)
-            for step, lines in groupby(read_log(self.folder / "samples.jsonl"), lambda line: line["step"]):
-                self.tracker.samples(step, list(lines))
-
     def write_ending(self, state: dict) -> None:
-        """Write state.json, after the trackers have sent their last metrics."""
-        if self.tracker:
-            self.tracker.finish(exit_code=int("error" in state))
+        """Write state.json, after all watchers have finished."""
+        for watcher in self.watchers:
+            watcher.finish(state)
         if self.folder:
             rewrite_log(self.folder / "state.json", [state])
 
@@ -454,11 +432,11 @@ class RunLog:
             append(self.folder / name, line)
 
     def measure(self, line: dict) -> None:
-        """Append a line to metrics.jsonl, and send it to the trackers."""
+        """Append a line to metrics.jsonl, and show it to the watchers."""
         line = {"step": line["step"]} | self.unlogged | line
         self.write("metrics.jsonl", line)
-        if self.tracker:
-            self.tracker.log(line)
+        for watcher in self.watchers:
+            watcher.log(line)
         self.unlogged = {}
 
     def has_evaluated(self, step: int) -> bool:
@@ -506,8 +484,8 @@ class RunLog:
         """Keep groups of the step, and show one completion of the first now and then."""
         for line in lines:
             self.write("samples.jsonl", {"step": step} | line)
-        if lines and self.tracker:
-            self.tracker.samples(step, lines)
+        for watcher in self.watchers if lines else ():
+            watcher.samples(step, lines)
         if lines and (step == 1 or step % max(1, self.outer.total // 5) == 0):
             line, shown = lines[0], lines[0]["completions"][0]
             gold = f", gold {line['gold']}" if line["gold"] else ""

@@ -20,10 +20,9 @@ import config
 import data
 import model as decoder
 import train
-from infra import dist, tokenizer
+from infra import checks, dist, tokenizer
 from infra import weights as weights_on_disk
 from infra.weights import save_weights
-from preflight import checks as preflight
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import loader
 from settings.loader import ConfigError
@@ -74,9 +73,9 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope="module", autouse=True)
 def unchecked():
-    """Runs without the checks before them, which take as long and on which they do not depend (test_preflight.py)."""
+    """Runs without the checks before them, which take as long and on which they do not depend (leaves/preflight)."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(preflight, "run_checks", lambda *given: [])
+        patch.setattr(checks, "before_run", lambda cfg, ready: ready)
         yield
 
 
@@ -107,7 +106,7 @@ def command(monkeypatch):
     """Run a program with these arguments in this process, whose group and signals are not the run's."""
     monkeypatch.setattr(dist, "close", lambda: None)
     monkeypatch.setattr(train, "Stop", lambda: None)
-    monkeypatch.setattr(preflight, "require_checks", lambda checks: None)
+    monkeypatch.setattr(checks, "require_checks", lambda failed: None)
 
     def run(program, *words) -> int:
         monkeypatch.setattr(sys, "argv", [f"{program.__name__}.py", *map(str, words)])

@@ -52,9 +52,9 @@ import loss
 import update
 from infra import dist
 from infra.weights import named_weights
+from leaves.fit import counts
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
-from preflight import counts
 from prune import keep_all
 from records import Row
 

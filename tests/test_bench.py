@@ -14,13 +14,13 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT
-from test_memory import small
 
 import config
 import lora
 from advantage import flat_groups
 from config import ConfigError, Lora
 from infra import device as hardware
+from leaves.fit.test_memory import small
 from model import Decoder
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours

@@ -22,10 +22,10 @@ from collect import Sampler, Selection, choose, lacks
 from config import ConfigError
 from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
+from infra.device import resolve_auto
 from infra.signals import Stopped
 from methods import soft_value
 from metrics import Clock
-from preflight import memory
 from prune import adapt_p, prefix_prob
 from records import Batch, Prompt, PromptDraw, Pruned, Rolled, Sample
 
@@ -255,7 +255,7 @@ def test_the_decisions_and_the_rollouts_give_the_step_again(settings, tmp_path):
     line = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")[2]
     assert (line["step"], line["seed"]) == (3, dist.seed_for(cfg.seed, 2, "prune"))
     task = train.load_task(cfg)
-    learner, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
+    learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
     folder = tmp_path / "run" / "checkpoints"
     (folder / "latest").write_text("step_000002")
     checkpoints = Checkpoints(folder, 3, {"policy": (learner.policy, learner.optimizers)}, learner.device)

@@ -13,7 +13,7 @@ from conftest import ROOT
 import config
 import train
 from config import ConfigError, load
-from page.show import resolved
+from leaves.page.show import resolved
 from settings import kinds, rules
 from settings import loader as settings
 

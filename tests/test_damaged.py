@@ -26,8 +26,8 @@ from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
+from leaves.page import charts, pruning
 from model import load_model
-from page import charts, pruning
 from records import Problem
 
 LIMIT = 1500  # characters of a line: a value that is longer is shortened

@@ -16,8 +16,8 @@ from config import ConfigError, Lora
 from infra.device import parameters
 from infra.families import FAMILIES
 from infra.weights import export, read_shape
+from leaves.fit import counts
 from model import Decoder
-from preflight import counts
 from rollout import TorchEngine
 
 SMALL = {"vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 4, "num_attention_heads": 4,

@@ -18,10 +18,10 @@ import update
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
+from infra.device import resolve_auto
 from methods import samplers
 from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
-from preflight import memory
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
 
@@ -240,7 +240,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
     assert corrected or cfg.loss.trust.kind == "total_variation"
     assert stopped or cfg.loss.old_logp == "recompute"
     expected = gradients(policy)
-    learner = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, data.Tokenizer(TOY), [], [], []))[0]
+    learner = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, data.Tokenizer(TOY), [], [], []))[0]
     with torch.no_grad():
         for name, p in learner.policy.named_parameters():
             p.copy_(dist.sharded_like(watched["policy"][step][name], p))

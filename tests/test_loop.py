@@ -14,9 +14,9 @@ import train
 import update
 from history import epoch_order
 from infra import dist, runfolder
+from infra.device import resolve_auto
 from learner import NotFinite, optimizer_step
 from metrics import Clock
-from preflight import memory
 from prune import COMPLETIONS, keep_all, keep_largest
 from records import Group, Pruned, Sample
 from verify.extract import last_tag
@@ -188,7 +188,7 @@ def test_a_pruner_is_offered_the_whole_step_and_a_seed_of_its_own(tmp_path, monk
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=all", "loss.kl=0.1")
     task = data.Task(tiny, data.Tokenizer(tiny), [], [], [])
-    learner, engine = train.load_models(memory.resolve_auto(cfg, tiny), task)
+    learner, engine = train.load_models(resolve_auto(cfg, tiny), task)
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy

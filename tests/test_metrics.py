@@ -1,15 +1,16 @@
 """What is logged and printed is what happened: by hand."""
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
-from conftest import as_rewards
+from conftest import as_batch, as_rewards, as_rolled, make_groups
 
 import metrics
 from config import Pack
 from infra import dist
-from page import summary
+from leaves.page import summary
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Rolled, Sample
 
 
@@ -74,3 +75,28 @@ def test_completions_without_a_reward_are_counted_and_in_no_mean():
     assert (logged["reward/mean"], logged["reward/std"], logged["reward/mine"]) == (1.5, 0.5, 0.75)
     assert (logged["rollout/unscored"], logged["advantage/flat_groups"]) == (2, 0.0) and "reward/other" not in logged
     assert (logged["prune/offered"], logged["prune/kept"]) == (2, 2)
+
+
+def test_groups_as_text_say_what_was_decided_on_each_completion():
+    """Of three groups one goes on, one was dropped, and of one pruning kept a completion at twice its weight."""
+    groups = make_groups([[2, 3], [1, 4], [5, 6]], [3, 2, 1])
+    groups[0] = replace(groups[0], samples=(groups[0].samples[0], replace(groups[0].samples[1], pending=True)))
+    reward_NG = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
+    adv_NG = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]])
+    pruned = Pruned(torch.tensor([[False, True]]), torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 0.5]]),
+                    torch.tensor([[1.5, 0.5]]))
+    batch = as_batch(groups[2:], adv_NG[2:], pruned)
+    given = as_rolled(groups, reward_NG, adv_NG), batch, lambda ids, special: f"{len(ids)} {special}"
+    dropped, kept = metrics.sample_lines(*given, count=5)
+    assert (dropped["id"], dropped["prompt"], dropped["gold"], kept["id"]) == ("q1", "2 True", "1", "q2")
+    assert [(c["kept"], c["size"], c["prob"], c["weight"]) for c in dropped["completions"]] == [
+        (False, None, None, 0.0)] * 2
+    assert kept["completions"] == [
+        {"text": f"{tokens} True", "tokens": tokens, "finished": True, "reward": reward, "components":
+         {"accuracy": reward}, "advantage": adv, "kept": weight > 0, "trained": trained, "size": size,
+         "prob": 0.5, "weight": weight}
+        for tokens, reward, adv, weight, trained, size in ((5, 1.0, 0.5, 0.0, 0, 1.5), (6, 0.0, -0.5, 2.0, 6, 0.5))]
+    among_kept = replace(batch, adv_NG=torch.tensor([[7.0, -0.1]]), tokens=[[torch.ones(1), torch.ones(4)]])
+    kept, = metrics.sample_lines(given[0], among_kept, given[2], count=2)[1:]
+    assert [(c["advantage"], c["trained"]) for c in kept["completions"]] == [(0.5, 0), (pytest.approx(-0.1), 4)]
+    assert metrics.sample_lines(*given, count=1) == [dropped] and metrics.sample_lines(*given, count=0) == []

@@ -16,9 +16,9 @@ from collect import Sampler
 from config import ConfigError
 from history import PromptHistory
 from infra import runfolder
+from infra.device import resolve_auto
 from methods import optpo
 from metrics import vote_metrics
-from preflight import memory
 from settings.kinds import Votes
 from verify.grade import first_equal
 
@@ -94,7 +94,7 @@ def sampled(tmp_path_factory):
                      "rollout.group_size=5", name="optpo_toy.yaml")
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
+    learner, engine = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     draws = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5).draw(12)

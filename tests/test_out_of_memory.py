@@ -88,14 +88,13 @@ DRILL = """
 import sys
 sys.path[:0] = ["tests", "."]
 import torch, train
-from preflight import checks
-from infra import dist
+from infra import checks, dist
 from shortage import short_of_memory
 true = train.update
 def second(learner, batch, step, clock):
     with short_of_memory({0} if step == 1 and dist.rank() == 1 and "--resume" not in sys.argv else set(), "backward"):
         return true(learner, batch, step, clock)
-checks.run_checks = lambda *given: []
+checks.before_run = lambda cfg, ready: ready
 train.update = second
 if __name__ == "__main__":
     sys.exit(train.main())

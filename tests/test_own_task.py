@@ -27,8 +27,8 @@ from config import ConfigError, Data
 from infra import dist, runfolder
 from infra.rows import all_have_answers
 from infra.weights import export
+from leaves.page.pruning import kept_by_difficulty
 from page import evaluations
-from page.pruning import kept_by_difficulty
 from records import Problem
 from rollout import TorchEngine
 

@@ -17,13 +17,14 @@ import config
 import reward
 import train
 from infra import runfolder
+from leaves import LEAVES
 from rollout_vllm import VLLM_VERSION
 from settings import loader
 
-FOLDERS = ("methods", "verify", "infra", "page", "settings", "preflight")
+FOLDERS = ("methods", "verify", "infra", "page", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
-    f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder).glob("*.py")
-    if path.stem != "__init__"}
+    f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder.replace(".", "/")).glob("*.py")
+    if path.stem not in ("__init__", "conftest") and not path.stem.startswith("test_")}
 PAGES = [*(ROOT / name for name in ("README.md", "RESULTS.md", "CONTRIBUTING.md")),
          *(ROOT / folder / "README.md" for folder in ("examples", "verify", "tests/math")),
          *sorted((ROOT / "docs").glob("*.md"))]

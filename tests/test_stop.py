@@ -14,9 +14,8 @@ from test_train import RESUMED, SHORT, without_times
 import config
 import rollout
 import train
-from infra import dist, runfolder, signals
+from infra import checks, dist, runfolder, signals
 from infra.signals import Stopped
-from preflight import checks as preflight
 
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
@@ -58,7 +57,7 @@ def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool
         return draw(*given)
 
     with (own_signals(), patch.object(train, "start_engine", counted), patch.object(rollout, "sample_tokens", asked),
-          patch.object(preflight, "run_checks", lambda *given: [])):
+          patch.object(checks, "before_run", lambda cfg, ready: ready)):
         try:
             train.train(cfg, stop=signals.Stop())
         except Stopped:
@@ -67,7 +66,7 @@ def stopped_in(cfg: config.Config, what: str, nth: int, rank: int) -> tuple[bool
 
 
 def gone_on(cfg: config.Config) -> dict[str, torch.Tensor]:
-    with patch.object(preflight, "run_checks", lambda *given: []):
+    with patch.object(checks, "before_run", lambda cfg, ready: ready):
         return weights(train.train(cfg, resume="auto"))
 
 

@@ -24,9 +24,9 @@ import train
 from config import ConfigError
 from infra import dist, runfolder
 from learner import learning_rate
+from leaves.fit import memory
+from leaves.page.summary import summary
 from model import BACKENDS
-from page.summary import summary
-from preflight import memory
 from records import Segments
 from update import split_prompts
 
@@ -386,7 +386,7 @@ def pausing(log, step, *given):
     if step == 1:
         os.kill(os.getpid(), signal.SIGSTOP)
 train.runfolder.RunLog.step = pausing
-train.preflight.run_checks = lambda *given: []
+train.checks.before_run = lambda cfg, ready: ready
 sys.exit(train.main())
 """
 

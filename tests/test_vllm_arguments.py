@@ -15,7 +15,6 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TOY, ask, toy_config
-from test_memory import GIB, gpu
 
 import config
 import eval as evaluation
@@ -24,7 +23,8 @@ import train
 from config import ConfigError
 from infra import device as hardware
 from infra import dist
-from preflight import fit, memory
+from leaves.fit import fit, memory
+from leaves.fit.test_memory import GIB, gpu
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
 

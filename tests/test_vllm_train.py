@@ -126,7 +126,7 @@ def test_preflight_and_metric_see_an_engine_one_update_behind_and_the_correction
     checks = run(*after(LATE), "--check")
     assert checks.returncode == 2 and "FAIL  engine's log-probs" in checks.stdout, checks.stdout + checks.stderr
     done = run(*after(LATE + """
-train.preflight.run_checks = lambda *given: []
+train.checks.before_run = lambda cfg, ready: ready
 """, f"out={tmp_path / 'run'}", "steps=3", "optim.lr=1e-3", "optim.warmup_steps=0", "loss.tis_cap=1.05",
                       "loss.mask_ratio=1.02"))
     assert done.returncode == 0, done.stderr

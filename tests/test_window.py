@@ -13,10 +13,10 @@ import train
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
+from infra.device import resolve_auto
 from methods import critic
 from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
-from preflight import memory
 from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import tokens_before
 
@@ -100,7 +100,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     cfg = windowed(tmp_path / "run", f"rollout.window={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
     task = train.load_task(cfg)
-    _, engine = train.load_models(memory.resolve_auto(cfg, task.source), task)
+    _, engine = train.load_models(resolve_auto(cfg, task.source), task)
     engine.sync(load(TOY, torch.float64))
     pool = pool_of(cfg, task.prompts)
     sampler, ended, steps = WindowSampler(Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, 0), pool), {}, 0

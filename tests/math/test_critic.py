@@ -9,10 +9,10 @@ from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_gr
 import data
 import train
 from infra import dist, runfolder
+from infra.device import resolve_auto
 from learner import Learner
 from methods import critic
 from metrics import Clock
-from preflight import memory
 from prune import keep_all
 from records import PromptDraw, Rolled, Row
 
@@ -23,7 +23,7 @@ REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.5, 0.0]], dtype=tor
 def set_up(folder, out, *settings: str):
     cfg = toy_config(out, f"model.path={folder}", "steps=50", "rollout.group_size=4", "rollout.prompts_per_step=2",
                      "critic.minibatches=1", *settings, name="vapo_toy.yaml")
-    return train.load_models(memory.resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.load_models(resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def rolled_out() -> Rolled:

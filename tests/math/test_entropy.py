@@ -37,7 +37,7 @@ def test_the_entropy_of_equal_logits_is_the_largest_and_has_no_gradient(tiny):
 
 
 def test_no_more_is_held_than_is_counted():
-    """Three tensors of a chunk's logits in float32, here the whole of it: what preflight/counts.py has."""
+    """Three tensors of a chunk's logits in float32, here the whole of it: what leaves/fit/counts.py has."""
     alive, most = {}, 0
 
     class Watch(torch.utils._python_dispatch.TorchDispatchMode):

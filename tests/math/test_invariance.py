@@ -36,11 +36,10 @@ import train
 from advantage import group_norm
 from collect import Sampler
 from history import PromptHistory
-from infra import dist, runfolder
+from infra import checks, dist, runfolder
+from infra.device import resolve_auto
 from methods import critic
 from methods.critic import value_loss
-from preflight import checks as preflight
-from preflight import memory
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
 from verify import workers
@@ -75,7 +74,7 @@ def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.load_models(memory.resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
+    learner, engine = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
     engine.sync(learner.policy)
     sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
     history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
@@ -260,7 +259,7 @@ def trained(cfg: config.Config) -> Gradient:
 
 def trained_unchecked(cfg: config.Config) -> Gradient:
     """Without the checks before a run, which would take most of the time."""
-    with patch.object(preflight, "run_checks", lambda *given: []):
+    with patch.object(checks, "before_run", lambda cfg, ready: ready):
         return trained(cfg)
 
 

@@ -19,10 +19,10 @@ import train
 import update
 from advantage import advantage
 from config import Config
+from infra.device import resolve_auto
 from learner import Learner
 from methods import preference, soft_value
 from metrics import PassSums
-from preflight import memory
 from prune import keep_all
 from records import Batch, Group, Sample
 from settings import kinds
@@ -267,7 +267,7 @@ def own_places(sample: Sample) -> list[int]:
 
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
-    return train.load_models(memory.resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return train.load_models(resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
 
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:

@@ -2,7 +2,7 @@
 
     train.py --config NAME.yaml --fit [--memory 24] [--gpus 8] [--card H100]
 
-Nothing is loaded but config.json. Bytes are those that `auto` goes by (preflight/counts.py).
+Nothing is loaded but config.json. Bytes are those that `auto` goes by (leaves/fit/counts.py).
 """
 
 import argparse
@@ -19,12 +19,12 @@ from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError
 from infra import dist
-from infra.device import USABLE_SHARE, Machine, Parts, find_device, parameters
+from infra.device import USABLE_SHARE, Machine, Parts, find_device, list_choices, parameters
 from infra.families import Shape, shape_of
 from infra.terminal import CARDS
 from infra.weights import read_shape
-from preflight import counts
-from preflight.memory import choose_settings, list_choices
+from leaves.fit import counts
+from leaves.fit.memory import choose_settings
 from records import frozen
 from settings import loader as settings
 from settings.loader import read_json
@@ -32,7 +32,7 @@ from settings.paths import REPOSITORY, find_path
 from settings.rules import all_rules
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
-SHAPES = REPOSITORY / "preflight" / "shapes.json"  # hub name -> what its config.json says
+SHAPES = REPOSITORY / "leaves" / "fit" / "shapes.json"  # hub name -> what its config.json says
 
 
 # ---- does it fit

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, TOY
 from test_environment import with_sums
-from test_report import write_run
 
 import report
 from infra import runfolder
+from leaves.page.test_report import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By  # noqa: E402

@@ -14,12 +14,12 @@ import lora
 from config import ConfigError, Lora
 from infra import device as hardware
 from infra import dist
-from infra.device import Machine
+from infra.device import Machine, resolve_auto
 from infra.weights import read_shape
+from leaves.fit import counts, fit, memory
+from leaves.fit.counts import Pass
+from leaves.fit.memory import choose_settings
 from model import BLOCK_CALLS, Decoder
-from preflight import counts, fit, memory
-from preflight.counts import Pass
-from preflight.memory import choose_settings
 from records import EngineSpec
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
@@ -144,7 +144,7 @@ def test_as_many_slots_as_fit_and_at_least_one(room):
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
-    return memory.list_choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
+    return hardware.list_choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
 
 
 LONG_ROWS = "pack.capacity=16384"
@@ -167,7 +167,7 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS, "rollout.engine=torch"])
     halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
     shape = shapes.shape_of("1.5B")
-    needed = [counts.update_bytes(memory.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
+    needed = [counts.update_bytes(hardware.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
     assert needed[0] > needed[1] > needed[2]
     for how, needs in zip(BLOCK_CALLS, needed, strict=True):
         assert chosen(cfg, gpu(needs / GIB / hardware.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
@@ -298,7 +298,7 @@ def test_an_engine_sleeps_only_where_memory_asks_for_it():
     assert awake.rollout.sleep == "never" and awake.model.checkpoint_blocks == "none"
     needed = counts.update_bytes(awake, shape, 8)
     assert needed <= room
-    asleep = counts.update_bytes(memory.with_value(awake, "rollout.sleep", "always"), shape, 8)
+    asleep = counts.update_bytes(hardware.with_value(awake, "rollout.sleep", "always"), shape, 8)
     engine = hardware.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
     assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
     for gib, sleep in ((79, "never"), (22, "always")):
@@ -316,7 +316,7 @@ def test_a_named_sleep_is_taken_and_so_is_that_of_a_checkpoint(sleep):
     assert on(named, "1.5B", 79, 8).rollout.sleep == sleep
     assert on(named, "1.5B", 24, 8).rollout.sleep == sleep
     cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
-    saved = memory.settings_to_save(on(named, "1.5B", 79, 8), cfg)
+    saved = hardware.settings_to_save(on(named, "1.5B", 79, 8), cfg)
     again, said = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(79, 8), saved)
     assert again.rollout.sleep == sleep and again.pack == on(named, "1.5B", 79, 8).pack and said == []
 
@@ -324,7 +324,7 @@ def test_a_named_sleep_is_taken_and_so_is_that_of_a_checkpoint(sleep):
 def test_a_checkpoint_from_before_the_setting_goes_on_with_the_rows_it_had():
     cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
     slept = on(config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm", "rollout.sleep=always"]), "1.5B", 79, 1)
-    saved = memory.settings_to_save(slept, cfg)
+    saved = hardware.settings_to_save(slept, cfg)
     del saved["rollout.sleep"]
     again = on(cfg, "1.5B", 79, 1, saved)
     assert (again.rollout.sleep, again.pack) == ("always", slept.pack)
@@ -387,11 +387,11 @@ def test_rows_are_the_longest_that_fit(gib):
     cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), hardware.USABLE_SHARE * gib * GIB
     here, _ = choose_settings(cfg, shape, gpu(gib), {})
     tokens, how = here.pack.capacity, here.model.checkpoint_blocks
-    assert tokens >= memory.ENOUGH_TOKENS and how in BLOCK_CALLS
-    needed = [counts.update_bytes(memory.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
+    assert tokens >= hardware.ENOUGH_TOKENS and how in BLOCK_CALLS
+    needed = [counts.update_bytes(hardware.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
     assert needed[0] <= room < needed[1]
     for less in list(BLOCK_CALLS)[:list(BLOCK_CALLS).index(how)]:
-        longer = memory.with_rows(here, less, memory.ENOUGH_TOKENS + memory.ROW_STEP)
+        longer = hardware.with_rows(here, less, hardware.ENOUGH_TOKENS + memory.ROW_STEP)
         assert counts.update_bytes(longer, shape, 1) > room
     assert chosen(cfg, gpu(139))["model.checkpoint_blocks"] == "none"
     named = config.load("cppo_gsm8k.yaml", [*MANY, "model.checkpoint_blocks=all"])
@@ -419,13 +419,13 @@ def test_where_not_even_one_sequence_fits_a_run_says_what_to_change(tmp_path, mo
     for gib, fits in ((60, False), (120, True), (400, True)):
         monkeypatch.setattr(Machine, "here", staticmethod(lambda device, gib=gib: gpu(gib)))
         if fits:
-            assert memory.resolve_auto(cfg, folder).pack.capacity >= 3072
+            assert resolve_auto(cfg, folder).pack.capacity >= 3072
             continue
         with pytest.raises(ConfigError, match=r"pack.capacity=auto has no room for a row of one sequence \(3072 tokens"
                                               r"\): an update is counted to need \d+.\d GiB on a rank, and 60.0 are "
                                               r"free; train an adapter .* lower rollout.max_new_tokens"):
-            memory.resolve_auto(cfg, folder)
-        memory.resolve_auto(replace(cfg, pack=replace(cfg.pack, capacity=16384)), folder)  # as named, with a remark
+            resolve_auto(cfg, folder)
+        resolve_auto(replace(cfg, pack=replace(cfg.pack, capacity=16384)), folder)  # as named, with a remark
 
 
 def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
@@ -434,10 +434,10 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     first, _ = choose_settings(cfg, shape, gpu(60), {})
     assert first.model.checkpoint_blocks == "none"
     longer = first.pack.capacity + 1024
-    saved = memory.settings_to_save(memory.with_rows(first, "none", longer), cfg)
+    saved = hardware.settings_to_save(hardware.with_rows(first, "none", longer), cfg)
     for gib in (60, 139):
         again, said = choose_settings(cfg, shape, gpu(gib), saved)
-        assert again == memory.with_rows(first, "none", longer) and said == []
+        assert again == hardware.with_rows(first, "none", longer) and said == []
     assert first.rollout.sleep == "never"
     asleep, said = choose_settings(cfg, shape, gpu(45), saved)  # makes room for the same rows
     assert (asleep.pack.capacity, asleep.rollout.sleep) == (longer, "always") and said == []
@@ -451,7 +451,7 @@ def test_a_run_that_goes_on_has_as_many_slots_as_before_unless_others_are_asked_
     asked, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
     few = choose_settings(asked, shape, gpu(10), {})[0]
     assert few.rollout.slots < asked.rollout.slots
-    saved = memory.settings_to_save(few, asked)
+    saved = hardware.settings_to_save(few, asked)
     again, said = choose_settings(asked, shape, gpu(79), saved)
     assert again.rollout.slots == few.rollout.slots
     assert said[0] == f"rollout.slots={few.rollout.slots}, not {asked.rollout.slots}: as before"

@@ -4,9 +4,9 @@ import numpy as np
 from matplotlib.axes import Axes
 
 from infra.lines import blame_file, read_log
-from page.charts import COLOURS, Chart, draw_svg, thin_points
-from page.compare import format_amount
-from page.runs import LoggedRun
+from leaves.page.charts import COLOURS, Chart, draw_svg, thin_points
+from leaves.page.compare import format_amount
+from leaves.page.runs import LoggedRun
 
 LINE_POINTS = 500       # of a line; longer ones are drawn by means of neighbouring steps
 BINS = 10          # of the accuracy of a group; 0 and 1 have bins of their own

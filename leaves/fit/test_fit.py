@@ -7,12 +7,12 @@ import sys
 import pytest
 import torch
 from conftest import ROOT, TOY
-from test_memory import gpu
 from test_train import main
 
 import config
 from infra.device import USABLE_SHARE, Machine, parameters
-from preflight import fit
+from leaves.fit import fit
+from leaves.fit.test_memory import gpu
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 

@@ -14,18 +14,16 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from config import NEED_ANSWER, Config, ConfigError, Reward, Rollout
+from config import NEED_ANSWER, Config, Reward, Rollout
 from data import Task, Tokenizer, render_problem
 from history import sample_seed
 from infra import dist
-from infra.device import USABLE_SHARE, fullest, total_bytes, used_bytes
-from infra.signals import SAVE_MEMORY
+from infra.checks import Check
 from infra.tokenizer import as_messages
-from learner import Learner, checkpoint_roles
+from learner import Learner
 from model import Decoder
 from pack import Minibatch, Plan, build_row, layout
-from preflight import counts, memory
-from records import Group, Problem, Prompt, Request, Row, Sample, frozen
+from records import Group, Problem, Prompt, Request, Row
 from reward import COMPONENTS, list_components, score
 from rollout import Engine
 from verify.answer import strip_spaces
@@ -38,16 +36,8 @@ SOLUTIONS = 64  # gold solutions that the verifier is tried on
 ENDING = 40     # characters of a prompt's end that are compared
 
 
-@frozen
-class Check:
-    name: str
-    passed: bool
-    figures: str  # what was measured
-    remedy: str   # what to do if it failed
-
-
 def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
-    """Run all checks, on the training prompts and their problems; memory.resolve_auto made `cfg`."""
+    """Run all checks, on the training prompts and their problems; device.resolve_auto made `cfg`."""
     policy, capacity = learner.policy, learner.pack.capacity
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.
@@ -57,7 +47,6 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     rows = pack_in_order(sample_probes(engine, probes, cfg.rollout, cfg.seed), learner, capacity)
     fresh_C = trainer_logp(learner, rows) - engine_logp(rows)
     engine.sleep()
-    update_peak = fullest(peak_of_update(cfg, learner), learner.device)
     for p, before in nothing:
         p.data.copy_(before)
     scale_weights(policy, 2.0)
@@ -66,8 +55,6 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
     groups = sample_probes(engine, probes, cfg.rollout, cfg.seed)
     half = learner.dtype == torch.bfloat16 or cfg.model.products is not None
     log_probs = check_log_probs(groups, learner, half)
-    rollout_peak = fullest(peak_of_rollout(cfg, learner), learner.device)
-    counted = counts.update_bytes(cfg, policy.shape, dist.world_size())
     return [
         check_sync(fresh_C, stale_C, tolerance=0.1 if half else 1e-3),
         *log_probs,
@@ -77,27 +64,7 @@ def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> lis
         check_prompts(task, cfg.data.system_prompt),
         check_verifier(task.problems),
         check_rewards(cfg.reward, task),
-        check_memory(update_peak, rollout_peak, total_bytes(learner.device), counted),
     ]
-
-
-def require_checks(checks: list[Check]) -> None:
-    """Raise ConfigError with what failed and what to do about it."""
-    failed = [check for check in checks if not check.passed]
-    if failed:
-        lines = [f"\n  {check.name}: {check.figures}\n    {check.remedy}" for check in failed]
-        raise ConfigError(f"{len(failed)} of {len(checks)} checks before the run failed "
-                          f"(train.py --check shows all):{''.join(lines)}")
-
-
-def print_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> int:
-    """Print the table of all checks; returns the exit status, 2 if one failed."""
-    checks = [*run_checks(cfg, learner, engine, task), *compare_with_transformers(cfg, task)]
-    for check in checks:
-        dist.say(f"{'pass' if check.passed else 'FAIL':<5} {check.name:<30} {check.figures}")
-        if not check.passed:
-            dist.say(f"{'':<6}{check.remedy}")
-    return 0 if all(check.passed for check in checks) else 2
 
 
 # ---- log-probs of the engine and of the trainer
@@ -353,87 +320,3 @@ def check_verifier(problems: list[Problem]) -> Check:
     return Check("verifier accepts the gold", not wrong, figures,
                  "the answer of that line is not what its solution marks, or has a form that reward.py "
                  "cannot read; mend or remove the line")
-
-
-def check_memory(update: float, rollout: float, total: float, counted_update: float) -> Check:
-    GiB = 2**30
-    figures = (f"update {update / GiB:.1f} (counted {counted_update / GiB:.1f} a rank), "
-               f"rollout {rollout / GiB:.1f} of {total / GiB:.1f} GiB at their peaks")
-    return Check("memory", max(update, rollout) <= total, figures, SAVE_MEMORY)
-
-
-# ---- memory
-
-def peak_of_update(cfg: Config, learner: Learner) -> float:
-    """Measure the bytes in use at the peak of a full row of training, of groups of counts.planned_lengths.
-
-    Raises ConfigError if memory runs out: the other ranks would wait in vain for this one.
-    """
-    models = [model for model, _ in checkpoint_roles(learner).values()]
-    row = full_row(cfg, learner)
-    try:
-        (learner.log_probs(learner.policy, row) * 0).sum().backward()
-        learner.policy.zero_grad()  # training never holds both gradients
-        if learner.critic:
-            (learner.critic.values(learner, row)[0] * 0).sum().backward()
-    except torch.OutOfMemoryError as error:
-        raise ConfigError(f"out of memory on a full row of {learner.pack.capacity} tokens; "
-                          f"{SAVE_MEMORY}") from error
-    finally:
-        for model in models:
-            model.zero_grad()
-    in_use = used_bytes(learner.device)
-    if learner.device.type != "cuda":
-        # A checkpoint is written from a copy, on the CPU in the same memory: weights and two moments.
-        trained = [p for model in models for p in model.parameters() if p.requires_grad]
-        in_use += 3 * sum(dist.local_shard(p).nbytes for p in trained)
-    return in_use
-
-
-def full_row(cfg: Config, learner: Learner) -> Row:
-    """Build a row of as many groups of planned lengths as it has room for, at least one."""
-    prompt, completion = counts.planned_lengths(cfg)
-    G, capacity = cfg.rollout.group_size, learner.pack.capacity
-    sample = Sample([0] * completion, [0.0] * completion, finished=True)
-    group = Group(Prompt("", (0,) * prompt, ""), (sample,) * G)
-    count = capacity // (prompt + G * completion) + 1
-    return pack_in_order([group] * count, learner, capacity)[0]
-
-
-def lengthen_rows(asked: Config, cfg: Config, learner: Learner) -> tuple[Config, Learner]:
-    """Make the rows of pack.capacity=auto as long on CUDA as memory is measured to have room for.
-
-    Counted memory is above what an update takes. So one full row of the counted capacity is measured beside
-    what lies in memory, and rows grow by the difference. Returns the config and the learner with longer rows.
-    """
-    device, shape, ranks = learner.device, learner.policy.shape, dist.world_size()
-    if asked.pack.capacity != "auto" or device.type != "cuda":
-        return cfg, learner
-    torch.cuda.empty_cache()  # what models were loaded with, rows could take as well
-    held = fullest(used_bytes(device), device)
-
-    def counted(tokens: int) -> float:
-        longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
-        still = counts.held_parts(longer, shape, ranks)
-        return counts.update_bytes(longer, shape, ranks) - sum(still.values())
-
-    first, (_, most) = cfg.pack.capacity, counts.row_range(cfg, ranks)
-    real = fullest(peak_of_update(cfg, learner), device) - held
-    real = max(real, counted(first) / memory.OVERCOUNT)  # less has never been seen
-    room = USABLE_SHARE * total_bytes(device) - held
-    capacity = memory.longest_row(first, most, room * counted(first) / real, counted) or first
-    torch.cuda.empty_cache()  # the checks before the run measure a row of the new capacity
-    longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, capacity)
-    dist.say(f"measured here: pack.capacity={capacity}")
-    return longer, replace(learner, pack=longer.pack)
-
-
-def peak_of_rollout(cfg: Config, learner: Learner) -> float:
-    """Estimate the bytes in use while the engine, which is awake now, samples at full length."""
-    needed = 0  # vLLM has all that it samples with already
-    if cfg.rollout.engine == "torch":
-        parts = counts.sampling_parts(cfg, learner.policy.shape, cfg.rollout.slots)
-        needed = sum(parts.values()) - parts["engine's weights"]
-    if learner.device.type == "cuda":
-        torch.cuda.empty_cache()  # what torch still holds of the update, the cache takes first
-    return used_bytes(learner.device) + needed

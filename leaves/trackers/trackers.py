@@ -1,77 +1,22 @@
-"""Show a run beside its folder: some groups of each step as text, and on the trackers of `log.to`.
+"""Show a run on the trackers of `log.to`, each imported only if it is asked for.
 
-A tracker is imported only if it is asked for. metrics.jsonl stays the source of truth: a tracker's failure is
-one line on stderr (wandb may print more when its own process is gone), and training goes on.
+metrics.jsonl stays the source of truth: a tracker's failure is one line on stderr (wandb may print more when
+its own process is gone), and training goes on.
 """
 
 import importlib
 import shutil
 import sys
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import redirect_stdout, suppress
+from collections.abc import Callable
 from functools import partial
-from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from config import Config, ConfigError, dump, flatten
-from records import Batch, Rolled, plain
+from config import Config, dump, flatten
 
 LONGEST_WAIT = 20.0  # seconds that wandb may take to reach its server, and at the end to send the rest
 COLUMNS = ("text", "tokens", "finished", "reward", "advantage", "kept", "trained", "size", "prob", "weight")
 Warn = Callable[[Exception], None]
-Decode = Callable[[Iterable[int], bool], str]  # of tokens, and whether special ones are written out
-
-
-def sample_lines(rolled: Rolled, batch: Batch, decode: Decode, count: int) -> list[dict]:
-    """Write the first groups of ended completions as lines of samples.jsonl."""
-    trained = {id(group): n for n, group in enumerate(batch.groups)}
-    lines = []
-    for n, group in enumerate(rolled.groups):
-        if len(lines) < count and not any(sample.pending for sample in group.samples):
-            completions = list(describe_completions(rolled, n, batch, trained.get(id(group)), decode))
-            lines.append({"id": group.prompt.id, "prompt": decode(group.prompt.ids, True),
-                          "gold": group.prompt.answer, "completions": completions})
-    return lines
-
-
-def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None, decode: Decode,
-                         ) -> Iterator[dict]:
-    """Yield the completions of the n-th group, which is trained on at `place` of the batch; None: not at all.
-
-    The advantage comes from the rewards, before a critic or a reference changes it. A completion that is
-    trained on has its advantage there: PODS compares only the completions kept.
-    """
-    pruned, components = batch.pruned, rolled.rewards.components
-    for g, sample in enumerate(rolled.groups[n].samples):
-        kept = place is not None and bool(pruned.keep_NG[place, g])
-        trained = 0
-        turns = [decode(sample.ids[start:to], True) for start, to in sample.turns] if sample.replies else []
-        if kept and batch.trained_NG[place, g]:
-            trained = len(batch.tokens[place][g]) if batch.tokens else sample.trained
-        yield {
-            "text": decode(sample.ids, True),
-            "tokens": sample.own,
-            "finished": sample.finished,
-            "reward": plain(rolled.rewards.total_NG[n, g]),
-            "components": {name: plain(value_NG[n, g]) for name, value_NG in components.items()},
-            "advantage": plain(batch.adv_NG[place, g] if kept else rolled.adv_NG[n, g]),
-            "kept": kept,
-            "trained": trained,
-            "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
-            "prob": None if place is None else pruned.prob_NG[place, g].item(),
-            "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
-        } | ({"turns": turns} if turns else {})
-
-
-def require_packages(cfg: Config) -> None:
-    """Raise ConfigError for a tracker that is asked for and cannot be imported."""
-    for name in cfg.log.to or ():
-        try:
-            importlib.import_module(SINKS[name].package)
-        except ImportError as error:
-            raise ConfigError(f"log.to: {name} cannot be imported ({error}); pip install -r "
-                              f"requirements/trackers.txt, or leave it out") from error
 
 
 class Wandb:
@@ -122,33 +67,6 @@ class Wandb:
         self.run.finish(exit_code=exit_code)
 
 
-class Trackio:
-    """A run on trackio's board of this machine; TRACKIO_SPACE_ID or TRACKIO_SERVER_URL name another one."""
-
-    package, kept = "trackio", "metrics.jsonl has all"
-
-    def __init__(self, cfg: Config, folder: Path, run_id: str, warn: Warn):
-        self.trackio = importlib.import_module(self.package)
-        name = f"{folder.resolve().name}-{run_id}"
-        with suppress(ValueError):  # of a new project
-            for run in self.trackio.Api().runs(cfg.log.project):
-                if run.name == name:
-                    run.delete()  # all that it had is sent again
-        with redirect_stdout(StringIO()):  # how to open the board, at each start
-            self.run = self.trackio.init(cfg.log.project, name, config=flatten(cfg), embed=False,
-                                         auto_log_gpu=False, auto_log_cpu=False)
-
-    def log(self, values: dict) -> None:
-        self.run.log({key: value for key, value in values.items() if key != "step"}, values["step"])
-
-    def samples(self, step: int, names: list[str], rows: list[list]) -> None:
-        table = self.trackio.Table(columns=names, data=rows, allow_mixed_types=True)
-        self.run.log({"completions": table}, step)
-
-    def finish(self, exit_code: int) -> None:
-        self.run.finish()
-
-
 class TensorBoard:
     """Event files in the folder `tensorboard` of the run."""
 
@@ -174,7 +92,7 @@ class TensorBoard:
         self.writer.close()
 
 
-SINKS = {"wandb": Wandb, "trackio": Trackio, "tensorboard": TensorBoard}  # log.to -> where metrics go too
+SINKS = {"wandb": Wandb, "tensorboard": TensorBoard}  # log.to -> where metrics go too
 
 
 class Trackers:
@@ -205,9 +123,9 @@ class Trackers:
                 for line in lines for completion in line["completions"]]
         self.each("samples", step, ["step", "id", "prompt", "gold", *COLUMNS], rows)
 
-    def finish(self, exit_code: int) -> None:
-        """Send the rest, and tell that the run has ended."""
-        self.each("finish", exit_code)
+    def finish(self, state: dict) -> None:
+        """Send the rest, and tell that the run has ended, and whether it failed."""
+        self.each("finish", int("error" in state))
 
     def warn(self, name: str, error: Exception, what: str = "") -> None:
         """Report a failure once, and where metrics are recorded."""

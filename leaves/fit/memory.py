@@ -1,64 +1,44 @@
-"""Choose the settings that a config leaves to `auto`: measure the machine's memory, and compare it with the
-bytes that preflight/counts.py counts."""
+"""Choose the settings that a config leaves to `auto`: compare the machine's memory with the bytes that
+leaves/fit/counts.py counts."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
-import torch
-
-from config import Config, ConfigError, flatten, with_value
-from infra import dist
-from infra.device import USABLE_SHARE, Machine, choose_backend, find_device, list_backends, slots_that_fit
-from infra.weights import Shape, read_shape
-from model import BLOCK_CALLS
-from preflight.counts import (
-    phases,
-    planned_share,
-    rollout_parts,
+from config import Config, ConfigError, with_value
+from infra.device import (
+    ENOUGH_TOKENS,
+    USABLE_SHARE,
+    Choice,
+    Machine,
+    choose_kernels,
+    list_choices,
     row_range,
     sequences_asked,
-    update_bytes,
+    slots_that_fit,
+    with_rows,
 )
+from infra.weights import Shape
+from leaves.fit.counts import phases, planned_share, rollout_parts, update_bytes
+from model import BLOCK_CALLS
 
 OVERCOUNT = 1.3  # the count is at most so many times an update's bytes (tests/test_fake_gpu.py)
-ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
 ROW_STEP = 256    # tokens; rows grow in steps of it
-REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 
 
-# ---- choices of `auto`
-
-def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config:
-    """Choose the settings that a config leaves to `auto` on this machine, and print them. Collective.
-
-    Args:    source  folder of the model
-             saved   the flat config of the checkpoint that the run goes on from: its choices are taken again
-    """
-    device = dist.init(find_device(cfg.device))
-    shape, machine = read_shape(source), Machine.here(device)
-    decided, remarks = choose_settings(cfg, shape, machine, saved or {})
+def decide(cfg: Config, choice: Choice) -> Choice:
+    """Choose by counted bytes. Raises ConfigError if one sequence has by far no room."""
+    shape, machine = choice.shape, choice.machine
+    decided, remarks = choose_settings(cfg, shape, machine, choice.saved)
     needed = update_bytes(decided, shape, machine.ranks)
-    if cfg.pack.capacity == "auto" and needed > OVERCOUNT * machine.free:  # for one sequence, and by far
+    if cfg.pack.capacity == "auto" and needed > OVERCOUNT * machine.free:
         raise ConfigError(
             f"pack.capacity=auto has no room for a row of one sequence ({decided.pack.capacity} tokens): an "
             f"update is counted to need {needed / 2**30:.1f} GiB on a rank, and {machine.free / 2**30:.1f} "
             "are free; train an adapter (model.lora.rank) or on more ranks, set optim.offload=true (CUDA), "
             "or lower rollout.max_new_tokens or data.max_prompt_tokens; train.py --fit tells what helps")
-    named = [f"{key}={value}" for key, value in list_choices(cfg, decided).items()]
-    if named:
-        remarks = [f"chosen here: {', '.join(named)}", *remarks]
-    for line in remarks:
-        dist.say(line)
-    return decided
-
-
-def list_choices(cfg: Config, decided: Config) -> dict:
-    """Return the settings that `choose_settings` has changed, flat."""
-    before, after = flatten(cfg), flatten(decided)
-    return {key: value for key, value in after.items() if value != before[key]}
+    return replace(choice, cfg=decided, remarks=(*remarks, *choice.remarks))
 
 
 def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> tuple[Config, list[str]]:
@@ -66,23 +46,9 @@ def choose_settings(cfg: Config, shape: Shape, machine: Machine, saved: dict) ->
 
     `saved` choices are taken again if they can run here, so that a resumed run stays the same run.
     """
-    def pick(key: str, able: list) -> str:
-        wanted = flatten(cfg)[key]
-        if wanted != "auto":
-            return wanted
-        return saved[key] if saved.get(key) in able else able[0]
-
-    device = machine.device
-    name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
-    dtype = getattr(torch, name)
-    attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
-    engine = pick("rollout.engine", ["torch"] if cfg.rollout.drafts else machine.engines(dtype))
-    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
-    here = with_value(here, "rollout.engine", engine)
-    slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
-    if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
-        slots = saved.get("rollout.slots", slots)
-    here = choose_sleep(with_value(here, "rollout.slots", slots), shape, machine, saved)
+    here = choose_kernels(cfg, machine, saved)
+    slots = here.rollout.slots
+    here = choose_sleep(here, shape, machine, saved)
     room = USABLE_SHARE * machine.free
     needed = partial(rollout_parts, here, shape, machine.ranks)
     most = slots_that_fit(slots, room, lambda count: sum(needed(count).values()))
@@ -130,15 +96,6 @@ def explain_choice(cfg: Config, here: Config, shape: Shape, machine: Machine, sa
            if key not in ("device", "rollout.sleep") and saved.get(key, value) != value]
     if was:
         yield f"from here on not the same run bit for bit: {', '.join(was)} before, which cannot run here"
-
-
-def settings_to_save(cfg: Config, asked: Config) -> dict:
-    """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
-    return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
-
-
-def with_rows(cfg: Config, how: str, capacity: int) -> Config:
-    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
 
 
 def choose_rows(cfg: Config, shape: Shape, machine: Machine, saved: dict) -> Config:

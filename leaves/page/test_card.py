@@ -20,7 +20,7 @@ import report
 import train
 from config import ConfigError
 from infra import runfolder
-from page import card
+from leaves.page import card
 
 
 @pytest.fixture(scope="module")

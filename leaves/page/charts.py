@@ -17,9 +17,9 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from page.compare import LEAST_RUNS, format_amount
-from page.runs import COSTS, Groups, LoggedRun
-from page.summary import Score
+from leaves.page.compare import LEAST_RUNS, format_amount
+from leaves.page.runs import COSTS, Groups, LoggedRun
+from leaves.page.summary import Score
 from records import frozen
 from verify.statistics import half_width
 

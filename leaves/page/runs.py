@@ -17,8 +17,8 @@ import numpy as np
 from config import ConfigError
 from infra import runfolder
 from infra.lines import is_evaluation, read_log, read_metrics
-from page.show import as_yaml
-from page.summary import Score
+from leaves.page.show import as_yaml
+from leaves.page.summary import Score
 from records import frozen
 from settings.loader import read
 

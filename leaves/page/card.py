@@ -11,7 +11,7 @@ import config
 from config import ConfigError, dump, flatten
 from infra.lines import blame_file, is_evaluation, read_log
 from infra.runfolder import state_of
-from page.summary import score_cell, scores_of
+from leaves.page.summary import score_cell, scores_of
 from settings.paths import find_path
 
 CARD = """---

@@ -7,22 +7,21 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
-from test_objectives import learner_on
 
 import data
 import learner
 import lora
 import train
 from config import ConfigError, Lora
+from infra.device import resolve_auto
 from learner import Learner
-from preflight import checks as preflight
-from preflight import counts, memory
+from leaves.preflight import checks as preflight
 from records import Problem, Segments
 from rollout import TorchEngine
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
          "distinct samples", "ends of an answer", "chat template opens the answer", "whole prompts are sampled from",
-         "verifier accepts the gold", "good answers are rewarded", "memory"]
+         "verifier accepts the gold", "good answers are rewarded"]
 
 
 SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
@@ -30,7 +29,7 @@ SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 
 def failing(cfg) -> list[str]:
     task = train.load_task(cfg)
-    cfg = memory.resolve_auto(cfg, task.source)
+    cfg = resolve_auto(cfg, task.source)
     checks = preflight.run_checks(cfg, *train.load_models(cfg, task), task)
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
@@ -70,7 +69,7 @@ def test_an_adapter_that_no_engine_gets_is_seen(cfg, monkeypatch):
 
 def test_a_run_does_not_depend_on_its_preflight(tmp_path, monkeypatch):
     with_it = weights(train.train(toy_config(tmp_path / "with", "steps=1", *SHORT)))
-    monkeypatch.setattr(train.preflight, "run_checks", lambda *given: [])
+    monkeypatch.setattr(train.checks, "before_run", lambda cfg, ready: ready)
     without = weights(train.train(toy_config(tmp_path / "without", "steps=1", *SHORT)))
     assert all(torch.equal(without[name], p) for name, p in with_it.items())
     assert any(not torch.equal(p, with_it[name]) for name, p in load(TOY, torch.float64).named_parameters())
@@ -95,7 +94,7 @@ def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(
     with pytest.raises(ConfigError, match="engine follows a sync.*\n.*other weights than it was given"):
         train.train(cfg)
     assert not (ROOT / cfg.out).exists()  # a run that never began leaves nothing to clear away
-    monkeypatch.setattr(preflight, "run_checks", lambda *given: [])
+    monkeypatch.setattr(train.checks, "before_run", lambda cfg, ready: ready)
     train.train(replace(cfg, steps=3))
     lines = [json.loads(line) for line in (ROOT / cfg.out / "metrics.jsonl").read_text().splitlines()]
     first, *later = [line["mismatch/logp_abs_mean"] for line in lines if "mismatch/logp_abs_mean" in line]
@@ -184,68 +183,6 @@ def test_the_verifier_is_tried_on_solutions_or_on_boxed_answers():
     assert preflight.check_verifier(right).figures == "2 of 2 gold solutions" and preflight.check_verifier(right).passed
     assert preflight.check_verifier([*right, wrong]).figures == "2 of 3 gold solutions; not c"
     assert not preflight.check_verifier([*right, wrong]).passed
-
-
-def test_a_row_that_does_not_fit_is_seen(cfg, monkeypatch):
-    log_probs = Learner.log_probs
-
-    def full(self, model, row):
-        if len(row.ids_T) > cfg.pack.capacity / 2 and torch.is_grad_enabled():
-            raise torch.OutOfMemoryError
-        return log_probs(self, model, row)
-
-    monkeypatch.setattr(Learner, "log_probs", full)
-    with pytest.raises(ConfigError, match="out of memory on a full row of 1024 tokens; for the update lower"):
-        failing(cfg)
-    GiB, check = 2**30, preflight.check_memory
-    assert check(GiB, GiB, GiB, GiB).passed
-    assert not check(2 * GiB, 0, GiB, 0).passed and not check(0, 2 * GiB, GiB, 0).passed
-    assert "update 1.0 (counted 4.0 a rank), rollout 2.0 of 3.0 GiB" in check(GiB, 2 * GiB, 3 * GiB, 4 * GiB).figures
-
-
-def test_what_torch_still_holds_of_an_update_is_not_counted_beside_the_cache(tiny, tmp_path, monkeypatch):
-    cfg = memory.resolve_auto(toy_config(tmp_path / "run"), tiny)
-    trainer, held = learner_on(tiny, cfg), {"cpu": 100.0, "cuda": 100.0}
-    monkeypatch.setattr(preflight, "used_bytes", lambda device: held[device.type])
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: held.update(cuda=10.0))
-    on_cpu, on_cuda = (preflight.peak_of_rollout(cfg, replace(trainer, device=torch.device(kind)))
-                       for kind in ("cpu", "cuda"))
-    assert on_cpu - on_cuda == 90 and on_cuda > 10
-    assert preflight.peak_of_rollout(replace(cfg, rollout=replace(cfg.rollout, engine="vllm")), trainer) == 100
-
-
-def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_path, monkeypatch, capsys):
-    """And by no more than it ever was. A row of the counted capacity is measured; those that are named stay."""
-    asked = toy_config(tmp_path / "run", "pack.capacity=auto", "rollout.prompts_per_step=64")
-    cfg = memory.resolve_auto(asked, tiny)
-    trainer, first = replace(learner_on(tiny, cfg), device=torch.device("cuda")), cfg.pack.capacity
-
-    def counted(tokens: int) -> float:
-        longer = memory.with_rows(cfg, cfg.model.checkpoint_blocks, tokens)
-        held = counts.held_parts(longer, trainer.policy.shape, 1)
-        return counts.update_bytes(longer, trainer.policy.shape, 1) - sum(held.values())
-
-    room = 2 * counted(first)
-    monkeypatch.setattr(preflight, "used_bytes", lambda device: 1000)
-    monkeypatch.setattr(preflight, "total_bytes", lambda device: (room + 1000) / preflight.USABLE_SHARE)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    for over, allowed in ((1.2, 1.2), (10, memory.OVERCOUNT)):
-        monkeypatch.setattr(preflight, "peak_of_update", lambda *given, over=over: 1000 + counted(first) / over)
-        again, grown = preflight.lengthen_rows(asked, cfg, trainer)
-        longer = again.pack.capacity
-        assert grown.pack.capacity == longer > first == trainer.pack.capacity
-        assert counted(longer) <= room * allowed < counted(longer + memory.ROW_STEP)
-        assert f"measured here: pack.capacity={longer}\n" in capsys.readouterr().out
-    assert preflight.lengthen_rows(cfg, cfg, trainer)[0] is cfg
-    assert preflight.lengthen_rows(asked, cfg, replace(trainer, device=torch.device("cpu")))[0] is cfg
-
-
-def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", name="ppo_toy.yaml")
-    trainer = learner_on(tiny, cfg)
-    assert preflight.peak_of_update(cfg, trainer) > 0
-    for model in (trainer.policy, trainer.critic.model):
-        assert all(p.grad is None for p in model.parameters())
 
 
 def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():

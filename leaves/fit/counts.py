@@ -9,14 +9,12 @@ from dataclasses import replace
 import torch
 
 from config import Config, Lora, has_reference
-from infra.device import Parts, block_weights, engine_parts, parameters, table_weights
-from infra.rows import NAMED_SETS
+from infra.device import Parts, block_weights, engine_parts, longest_sampled, parameters, table_weights
 from infra.weights import Shape
 from records import frozen
 from rollout_vllm import PREFILL_TOKENS
 from settings.kinds import Gae
 
-MANY = 1_000_000_000  # sequences: more than any engine has slots for
 GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
 
 
@@ -183,18 +181,6 @@ def planned_share(cfg: Config, ranks: int) -> int:
     return cfg.rollout.prompts_per_step * group // cfg.update.minibatches // ranks
 
 
-def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
-    """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
-    the longest mini-batch, than which no row is longer."""
-    sampling = cfg.rollout
-    prompt, longest = cfg.data.max_prompt_tokens, cfg.longest
-    group = prompt + sampling.group_size * (longest - prompt)
-    tokens = sampling.prompts_per_step * group
-    if sampling.until == "full":
-        tokens *= sampling.max_rounds
-    return longest, longest + tokens // cfg.update.minibatches // ranks
-
-
 def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     """Count what lies on one rank between passes: weights and moments in float32, but for frozen ones; and
     the parts of vLLM's that stay while it samples nothing."""
@@ -266,7 +252,7 @@ def rollout_parts(cfg: Config, shape: Shape, ranks: int, slots: int) -> Parts:
 def sampling_parts(cfg: Config, shape: Shape, slots: int) -> Parts:
     sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
-    parts = engine_parts(shape, element, slots, longest(cfg), spread, sampling.cache_gib)
+    parts = engine_parts(shape, element, slots, longest_sampled(cfg), spread, sampling.cache_gib)
     if sampling.drafts:
         parts["KV cache"] *= 2  # drafts have at most the tokens of the slots that they serve
     if spread:
@@ -284,23 +270,6 @@ def idle_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
         parts = sampling_parts(cfg, shape, cfg.rollout.slots)
         staying |= {name: parts[name] for name in ("engine's weights", "KV cache")}
     return staying
-
-
-def sequences_asked(cfg: Config, ranks: int) -> int:
-    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
-    if that is not known without the data."""
-    sampling, limit = cfg.rollout, cfg.eval.limit or MANY
-    prompts = sampling.prompts_per_step
-    if sampling.until == "informative":
-        prompts = int(sampling.oversample * prompts)
-    most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
-    for name in map(str.strip, (cfg.data.eval or "").split(",")):
-        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
-        most = max(most, min(problems, limit) * cfg.eval.n)
-    if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
-        most = MANY
-    # Ranks that hold one engine together sample for each other.
-    return -(-most * sampling.tensor_parallel // ranks)
 
 
 def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
@@ -328,6 +297,3 @@ def phases(cfg: Config, shape: Shape, ranks: int) -> dict[str, Parts]:
     }
 
 
-def longest(cfg: Config) -> int:
-    """Return the tokens of the longest sequence that the engine samples."""
-    return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)

@@ -9,7 +9,7 @@ from statistics import mean
 
 import numpy as np
 
-from page.runs import (
+from leaves.page.runs import (
     ABSENT,
     COSTS,
     Groups,
@@ -21,7 +21,7 @@ from page.runs import (
     reaches,
     score_at,
 )
-from page.summary import Score, phase_seconds
+from leaves.page.summary import Score, phase_seconds
 from records import frozen
 from verify.statistics import half_width
 

@@ -1,0 +1,4 @@
+"""The checks before a run have no settings."""
+
+CHOICES = {}
+HOOKS = ("before_run",)

@@ -1,0 +1,4 @@
+"""Settings of trackers: `log.to` names them."""
+
+CHOICES = {}
+HOOKS = ("decide", "watch")
