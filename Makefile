@@ -16,10 +16,12 @@ test: .venv/dev      ## the suite, without whole training runs
 test-verify: .venv/dev ## the verifier (verify/), which has tests of its own
 	$(VENV)/python -m pytest -n 2 --dist worksteal verify/tests
 
-# The tests that read kinds, configs or settings, and those of the files that a recipe changes. Of the long enumerations,
-# only the two that take every kind of advantage. (`make test-long` runs the whole suite on the copy.)
+# The tests that read kinds, configs or settings, and those of the files that a recipe changes: of the long enumerations,
+# the two that take every kind of advantage, and not the runs that log every metric. `make test-long` has the whole suite.
 FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_prune.py tests/test_config.py \
-	tests/test_repo.py tests/test_recipes.py $(addprefix tests/math/test_unbiased.py::, \
+	tests/test_repo.py tests/test_recipes.py \
+	--deselect tests/test_repo.py::test_every_metric_has_a_glossary_entry_and_every_entry_a_metric \
+	$(addprefix tests/math/test_unbiased.py::, \
 	test_a_completion_without_a_reward_is_as_if_it_were_not_there \
 	test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions)
 
