@@ -16,7 +16,7 @@ from config import ConfigError, Lora
 from infra.device import resolve_auto
 from learner import Learner
 from leaves.preflight import checks as preflight
-from records import Problem, Segments
+from records import Group, Problem, Prompt, Sample, Segments
 from rollout import TorchEngine
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
@@ -110,9 +110,9 @@ def test_seeds_that_are_not_used_are_seen(cfg, monkeypatch):
                          [(0.3, 1, True), (0.1, 8, False), (0.9, 8, True), (1e-7, 1, False), (1e-7, 0, True)])
 def test_likely_samples_may_repeat(probability, equal, passed):
     """8 prompts, two seeds each, of which `equal` give the same sample of this probability."""
-    pairs = [(preflight.Sample((1,), (math.log(probability),), True),
-              preflight.Sample((1 if n < equal else 2,), (-1.0,), True)) for n in range(8)]
-    groups = [preflight.Group(preflight.Prompt(str(n), (1,), ""), pair) for n, pair in enumerate(pairs)]
+    pairs = [(Sample((1,), (math.log(probability),), True),
+              Sample((1 if n < equal else 2,), (-1.0,), True)) for n in range(8)]
+    groups = [Group(Prompt(str(n), (1,), ""), pair) for n, pair in enumerate(pairs)]
     assert preflight.check_seeds(groups).passed == passed
 
 
