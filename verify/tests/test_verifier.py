@@ -31,7 +31,7 @@ def test_labelled_answers(category):
 
 
 CONVENTIONS = re.findall(r"(?m)^\|[^|]*\| `([^`]+)` \| `([^`]+)` \| (right|wrong) \|$",
-                         (ROOT / "docs" / "evaluation.md").read_text())
+                         (ROOT / "verify" / "README.md").read_text())
 
 
 @pytest.mark.parametrize(("gold", "answer", "said"), CONVENTIONS)
