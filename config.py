@@ -120,7 +120,7 @@ Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
 
 @frozen
 class Environment:
-    """Replies within completions: tools, a game, a simulated user (docs/environments.md)."""
+    """Replies within completions: tools, a game, a simulated user (leaves/environment)."""
     file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
     turns: Count = 8               # of the policy in a completion at most
     max_context: Count | None = None  # tokens of a prompt and its completion, with replies
@@ -145,7 +145,7 @@ class Reward:
     overlong_tokens: int | None = None  # tokens over which `overlong` falls
     # weight of reward(text, gold, tokens, row) in custom_file; {name: weight}: of several functions
     custom: Weight | dict[str, Weight] | None = None
-    custom_file: str | None = None  # a Python file of your own (docs/evaluation.md)
+    custom_file: str | None = None  # a Python file of your own (leaves/own_rewards)
     custom_seconds: Positive = 3.0  # of computing for a completion, and 10 times that by the clock
     custom_gib: Positive = 2.0     # memory for a completion
     # value of all functions if the call of a completion is ended

@@ -2,7 +2,7 @@
 
     python experiments/environment_tasks.py OUT [--seeds 3] [--steps N] [--tasks calculator,guess]
 
-Each task is a toy config (docs/environments.md), trained with its environment and without it. Runs that are
+Each task is a toy config (leaves/environment), trained with its environment and without it. Runs that are
 finished in the folder OUT are not made again. Printed are scores on held-out problems: before training, and
 after it the mean over seeds with its 95% interval (Student's t), each seed's score, and CPU seconds of a run,
 its start and evaluations included. The score is accuracy, greedy; for guess it is the mean reward, sampled.

@@ -3,7 +3,7 @@
 A turn of the policy ends with a stop text (rollout.stop) or with the token by which the chat template closes
 an answer. The environment's reply follows as tokens that are context and no action: no gradient, no log-prob,
 in no denominator. A reply is a function of the text so far and the data row, so a run resumes and replays as
-without it. The policy's own tokens are never made again from text (docs/environments.md).
+without it. The policy's own tokens are never made again from text (leaves/environment).
 
 `EnvironmentEngine` stands in for the engine, so rollouts, votes and evaluations go through it alike.
 """

@@ -20,7 +20,7 @@ GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ran
 
 @frozen
 class Pass:
-    """What the memory of a forward and backward pass of one row depends on."""
+    """The quantities that decide the memory of a forward and backward pass of one row."""
 
     shape: Shape
     tokens: int            # of the row
@@ -94,7 +94,7 @@ def pass_parts(given: Pass) -> Parts:
 
 
 def head_bytes(given: Pass) -> int:
-    """Count what the log-probs of a chunk take."""
+    """Count the bytes of a chunk's log-probs."""
     shape, element = given.shape, given.element
     again = max(element, 4) if given.entropy else element
     logits = given.chunk * shape.vocab_size * (8 + again)
@@ -124,7 +124,7 @@ def working_bytes(given: Pass) -> int:
 
 
 def block_bytes(given: Pass) -> int:
-    """Count what is kept of one block for backward."""
+    """Count the bytes that one block keeps for backward."""
     shape, layers = given.shape, adapted_sizes(given.shape, given.lora)
     D, inner = shape.hidden_size, shape.intermediate_size
     query, key = attention_widths(shape)

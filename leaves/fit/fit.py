@@ -1,4 +1,4 @@
-"""Say whether a run fits, part by part, and what would make it fit.
+"""Say whether a run fits, part by part, and list the changes that would make it fit.
 
     train.py --config NAME.yaml --fit [--memory 24] [--gpus 8] [--card H100]
 
@@ -32,14 +32,14 @@ from settings.paths import REPOSITORY, find_path
 from settings.rules import all_rules
 
 GIB, WIDTH = 2**30, 100  # WIDTH: columns of the report
-SHAPES = REPOSITORY / "leaves" / "fit" / "shapes.json"  # hub name -> what its config.json says
+SHAPES = REPOSITORY / "leaves" / "fit" / "shapes.json"  # hub name -> the shape in its config.json
 
 
 # ---- does it fit
 
 @frozen
 class Fit:
-    """What a config chooses on a machine, and the bytes of each phase on each rank."""
+    """The choices of a config on a machine, and the bytes of each phase on each rank."""
 
     cfg: Config
     remarks: list[str]
@@ -96,7 +96,7 @@ def with_setting(cfg: Config, text: str) -> Config:
 # ---- the report
 
 def parts_table(found: Fit) -> str:
-    """Write the GiB of each part in each phase, and what they come to."""
+    """Write the GiB of each part in each phase, and their sum."""
     names = dict.fromkeys(name for parts in found.phases.values() for name, size in parts.items() if size)
     lines = [f"{'GiB on each rank':<38}" + "".join(f"{phase:>10}" for phase in found.phases)]
     for name in names:
@@ -147,7 +147,7 @@ def find_shape(path: str) -> Shape:
 
 
 def report(cfg: Config, args: argparse.Namespace) -> int:
-    """Print whether a config fits, and what would make it fit; returns the exit status, 2 if it does not."""
+    """Print whether a config fits, and changes that would make it fit; returns the exit status, 2 if it does not."""
     shape = find_shape(cfg.model.path)
     machine, card = described_machine(cfg, args)
     if machine.ranks % cfg.rollout.tensor_parallel:

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -148,8 +149,8 @@ def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch,
 
 @pytest.mark.parametrize("rank", ["null", "32"])
 def test_the_smallest_card_of_a_model_is_the_one_that_the_page_names(rank):
-    """In docs/running.md: a column of cards for all weights, and one for an adapter."""
-    page = (ROOT / "docs" / "running.md").read_text()
+    """In the README: a column of cards for all weights, and one for an adapter."""
+    page = Path(__file__).with_name("README.md").read_text()
     rows = re.findall(r"^\| (\d\S*B) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
     assert [size for size, *_ in rows] == ["0.5B", "1.5B", "3B", "7B"]
     cfg = config.load("grpo_gsm8k.yaml", ["loss.kl=0", f"model.lora.rank={rank}"])

@@ -112,7 +112,7 @@ def plot_weights(axes: Axes, weights: np.ndarray) -> None:
 
 
 def plot_tokens(axes: Axes, run: LoggedRun) -> None:
-    """Draw what was generated and trained until each step."""
+    """Draw the tokens generated and trained until each step."""
     step_S = np.array([step["step"] for step in run.steps])
     for kind, colour in (("generated tokens", COLOURS[0]), ("trained tokens", COLOURS[1])):
         axes.plot(*thin_points(step_S, run.spent(kind, step_S), LINE_POINTS), color=colour)
