@@ -147,7 +147,7 @@ def find_shape(path: str) -> Shape:
 
 
 def report(cfg: Config, args: argparse.Namespace) -> int:
-    """Print whether a config fits, and changes that would make it fit; returns the exit status, 2 if it does not."""
+    """Print whether a config fits, and changes that would make it fit. The status is 2 if it does not."""
     shape = find_shape(cfg.model.path)
     machine, card = described_machine(cfg, args)
     if machine.ranks % cfg.rollout.tensor_parallel:
