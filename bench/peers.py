@@ -39,16 +39,14 @@ if __name__ == "__main__":  # before torch and transformers are imported, which 
 import torch
 from common import ROOT, listed, parser, print_json, show
 from shapes import SHAPES, random_model
-from step import drawn_rewards, take_step
+from step import drawn_rewards, prepare, take_step
 from tqdm import tqdm
 
 import config
 import data
 import train
-from collect import Sampler
 from history import PromptHistory
 from infra import dist
-from infra.device import resolve_auto
 from infra.weights import export
 from records import Problem
 from reward import score
@@ -99,10 +97,7 @@ class Winnow:
     def __init__(self, regime: Regime, arm: str, task: data.Task):
         self.label, name, changes = ARMS[arm]
         self.cfg = cfg = toy(name, regime, *changes)
-        self.learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
-        engine.sync(self.learner.policy)
-        self.sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-        self.history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+        self.learner, self.sampler, self.history = prepare(cfg, task)
         self.flat = regime.flat
 
     def step(self) -> dict[str, float]:

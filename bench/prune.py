@@ -30,15 +30,14 @@ from pathlib import Path
 import numpy as np
 import torch
 from common import parser, print_json, show
+from step import prepare
 from torch import Tensor
 
 import config
 import train
 from advantage import advantage
 from collect import Sampler
-from history import PromptHistory
 from infra import dist
-from infra.device import resolve_auto
 from learner import Learner
 from prune import (
     COMPLETIONS,
@@ -325,10 +324,7 @@ def after_training(task: str, steps: int, out: Path,
     train.train(config.load(recipe, [f"steps={steps}", f"out={out}", "data.eval=null"]))
     cfg = config.load(recipe, [f"out={out}", "rollout.group_size=16"])
     loaded = replace(train.load_task(cfg), source=out / "hf")
-    learner, engine = train.load_models(resolve_auto(cfg, loaded.source), loaded)
-    engine.sync(learner.policy)
-    sampler = Sampler(engine, loaded.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    history = PromptHistory(loaded.prompts, cfg.prune.prompts, cfg.seed + 1, middle=0.5)
+    learner, sampler, history = prepare(cfg, loaded, seed=1)  # other prompts than it was trained on
     names = [name for name in ARMS if task != "real" or name not in WHOLE]
     by_arm = {name: {budget: [] for budget in BUDGETS} for name in names}
     signal = []

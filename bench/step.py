@@ -31,6 +31,7 @@ from common import in_own_process, listed, parser, print_json, show, timed
 from shapes import ask, engine_spec, random_model, write_config
 
 import config
+import data
 import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
@@ -55,6 +56,14 @@ PLAIN_CACHE = 2**31  # bytes of vLLM's keys and values, as it is installed
 
 
 # ---- whole steps
+
+def prepare(cfg: config.Config, task: data.Task, seed: int = 0) -> tuple[Learner, Sampler, PromptHistory]:
+    """Load policy, engine and history; `seed` draws the prompts."""
+    learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
+    engine.sync(learner.policy)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, seed, middle=0.5)
+    return learner, Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed), history
+
 
 def drawn_rewards(prompts: int, completions: int, flat: int = 0) -> torch.Tensor:
     """Draw rewards, the same in every step, [N, G]; the first `flat` groups have equal ones."""
@@ -100,11 +109,7 @@ def steps(rounds: int, keeps: tuple[int, ...] = (16, 8, 4, 2, 1)) -> list[dict]:
         changes = [f"prune.completions.keep={keep}", "optim.lr=1e-12"]
         of_keep.append(config.load("cppo_toy.yaml", changes))
     cfg = of_keep[0]
-    task = train.load_task(cfg)
-    learner, engine = train.load_models(resolve_auto(cfg, task.source), task)
-    engine.sync(learner.policy)
-    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+    learner, sampler, history = prepare(cfg, train.load_task(cfg))
     draws = history.draw(cfg.rollout.prompts_per_step)
     taken = []
     for _ in range(rounds + 1):

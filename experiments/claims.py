@@ -6,7 +6,6 @@ docs/experiments.md has each claim, its source, and what would refute it. The ru
 compare.py were made by claim_runs.py at commit b0008e7; results.jsonl.xz has the settings of each.
 """
 
-import json
 import math
 from itertools import chain
 from pathlib import Path
@@ -28,7 +27,19 @@ from compare import (
     rate_table,
     validated,
 )
-from kept_runs import RESULTS, Difference, Record, area, area_and_end, curve, difference, least, read, table
+from kept_runs import (
+    RESULTS,
+    Difference,
+    Record,
+    area,
+    area_and_end,
+    area_gap,
+    curve,
+    difference,
+    print_json,
+    read,
+    table,
+)
 
 MARGIN = 2.0     # points: what "does not fall" may fall, and what "needs" must lose without
 RESAMPLES = 2000
@@ -84,15 +95,6 @@ BySeed = dict[int, Record]
 Rows = list[list[str]]
 
 
-def gap(these: BySeed, those: BySeed, cost: str, comparisons: int) -> Difference:
-    """Compare the areas of two arms at a cost, paired by seed; B is the least that a run spent."""
-    pairs = [(curve(these[seed]), curve(those[seed])) for seed in SEEDS]
-    budget = least([of for pair in pairs for of in pair], cost)
-    values = [[area_and_end(of, cost, budget)[0] for of in pair] for pair in pairs]
-    first, second = zip(*values, strict=True)
-    return difference(list(first), list(second), comparisons)
-
-
 def verdict(low: float, high: float, bound: float = 0.0) -> str:
     """Say whether an interval lies above a bound."""
     return "holds" if low > bound else "does not" if high < bound else "cannot tell"
@@ -107,7 +109,7 @@ def of_areas(arms: Arms, claim: str, cost: str, comparisons: int, pairs: dict[tu
     """Compare the areas of pairs of arms."""
     rows = []
     for (name, other), but in pairs.items():
-        of = gap(arms[name], arms[other], cost, comparisons)
+        of = area_gap(arms[name], arms[other], cost, comparisons)
         rows.append(row(claim, f"{name} less {other}{but}, area over {cost}", of))
     return rows
 
@@ -271,7 +273,7 @@ def report(results: Path) -> None:
     print(*table(["claim", "test", "result", "here"], rows), "", sep="\n")
     print(*cost_table(controls), "", sep="\n")
     points = {name: {"error": errors[name], "area": mean(learnt[name])} for name in errors}
-    print(json.dumps({"bench": "claims", "rows": rows, "errors": points}))
+    print_json("claims", rows=rows, errors=points)
 
 
 if __name__ == "__main__":

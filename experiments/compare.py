@@ -9,7 +9,6 @@ first run that is missing. A method runs at the learning rate that its runs on t
 chosen; without those, as in a part of the comparison, at that of the config.
 """
 
-import argparse
 import json
 import math
 import sys
@@ -31,6 +30,8 @@ from kept_runs import (
     experiment_status,
     keep,
     least,
+    parser,
+    print_json,
     read,
     table,
 )
@@ -251,7 +252,7 @@ def report(results: Path) -> None:
     of_six = {name: rate_of[name] for name in SIX}
     of_others = {"grpo": rate_of["grpo"]} | {name: rate_of[family] for name, (family, _) in OTHERS.items()}
     parts = {"six": (of_six, COSTS), "others": (of_others, COMPARABLE)}
-    printed = {"bench": "compare", "rates": rate_of}
+    printed = {"rates": rate_of}
     print(*rate_table(validated(results), rate_of), "", sep="\n")
     for part, (rates, costs) in parts.items():
         arms = kept_arms(rates, SEEDS, results)
@@ -263,14 +264,13 @@ def report(results: Path) -> None:
             print(*comparison_table(printed[part], figure), "", sep="\n")
         if part == "six":
             print(*cost_table(arms), "", sep="\n")
-    print(json.dumps(printed))
+    print_json("compare", **printed)
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--full", action="store_true", help="learning rates, 5 seeds, and the relatives")
-    full = parser.parse_args().full
+    options = parser(__doc__)
+    options.add_argument("--full", action="store_true", help="learning rates, 5 seeds, and the relatives")
+    full = options.parse_args().full
     return experiment_status(lambda: experiment(full, RESULTS))
 
 

@@ -6,13 +6,11 @@ docs/experiments.md has the questions. Runs are kept in the file, and not made a
 --steps a run is shorter, by 27 steps or a multiple of it, since a stage takes the prompts of 27 steps.
 """
 
-import argparse
-import json
 from pathlib import Path
 from statistics import mean
 
 from compare import kept_arms
-from kept_runs import Record, Run, area_and_end, curve, difference, keep, least, table
+from kept_runs import Record, Run, area_and_end, curve, difference, keep, least, parser, print_json, table
 from tqdm import tqdm
 
 RATE = "1e-4"
@@ -67,7 +65,7 @@ def report(results: Path, arms: list[str], seeds: range) -> None:
         costs = [f"{mean(float(of.spent[cost][-1]) for of in curves):,.0f}" for cost in COSTS]
         spent.append([name, *costs, *(f"{value:.3f}" for value in means)])
     print(*table(["arm", *COSTS, *MEANS], spent), sep="\n")
-    print(json.dumps({"bench": "compare_flight", "areas": printed}))
+    print_json("compare_flight", areas=printed)
 
 
 def compare(kept: dict[str, dict[int, Record]], cost: str) -> dict:
@@ -96,14 +94,13 @@ def mean_of(by_seed: dict[int, Record], key: str) -> float:
 
 
 def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("results", type=Path, help="the file of results, ending in .jsonl.xz")
-    parser.add_argument("--seeds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=135)
-    parser.add_argument("--arms", default=",".join(ARMS))
-    parser.add_argument("--set", action="append", default=[], help="change one setting of every run")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("results", type=Path, help="the file of results, ending in .jsonl.xz")
+    options.add_argument("--seeds", type=int, default=5)
+    options.add_argument("--steps", type=int, default=135)
+    options.add_argument("--arms", default=",".join(ARMS))
+    options.add_argument("--set", action="append", default=[], help="change one setting of every run")
+    args = options.parse_args()
     arms = args.arms.split(",")
     seeds = range(args.seeds)
     results = args.results.resolve()

@@ -17,7 +17,6 @@ the same command goes on after Ctrl-C. A page with tables and curves is written 
 
 import argparse
 import hashlib
-import json
 import math
 import re
 import sys
@@ -25,7 +24,6 @@ import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from io import StringIO
-from itertools import chain
 from pathlib import Path
 from statistics import mean
 
@@ -39,12 +37,13 @@ from kept_runs import (
     Difference,
     Record,
     Run,
-    area_and_end,
+    area_gap,
     curve,
     difference,
     experiment_status,
     keep,
-    least,
+    parser,
+    print_json,
     read,
     table,
 )
@@ -222,10 +221,7 @@ def paired_gap(arms: Arms, name: str, other: str, cost: str, comparisons: int) -
     steps = {by_seed[seed].about["settings"]["steps"] for by_seed in both for seed in seeds}
     if len(seeds) < 2 or cost == "steps" and len(steps) > 1:
         return None
-    curves = [[curve(by_seed[seed]) for seed in seeds] for by_seed in both]
-    budget = least([*curves[0], *curves[1]], cost)
-    areas = [[area_and_end(run, cost, budget)[0] for run in runs] for runs in curves]
-    return difference(*areas, comparisons)
+    return area_gap(*both, cost, comparisons)
 
 
 def interval(gap: Difference | None) -> str:
@@ -323,19 +319,6 @@ def validation_rows(arms: dict[str, Arm], results: Path) -> list[list[str]]:
     return rows
 
 
-def course_rows(arms: Arms) -> list[list[str]]:
-    """Tabulate the share of flat groups, which single completions have not, and how far seeds are apart."""
-    rows = []
-    for name, by_seed in arms.items():
-        flat = [[line["advantage/flat_groups"] for line in record.lines if "advantage/flat_groups" in line]
-                for record in by_seed.values()]
-        quarters = [[*chain.from_iterable(np.array_split(run, 4)[i] for run in flat)] for i in (0, -1)]
-        second = [float(curve(record).accuracy_E[1]) for record in by_seed.values()]
-        rows.append([name, *(f"{100 * mean(shares):.0f}" if shares else "" for shares in quarters),
-                     f"{max(second) - min(second):.1f}"])
-    return rows
-
-
 def kept(results: Path, names: Iterable[str]) -> tuple[Arms, dict[str, str]]:
     """Read the arms that are kept, at the rates that were chosen."""
     rates = {name: rate for name in names if (rate := chosen_rate(name, results))}
@@ -353,11 +336,9 @@ def report(results: Path) -> None:
     print(*table(["test", "as claimed", *(f"the other at {rate}" for rate in AFTERWARDS)], rate_rows(arms)),
           "", sep="\n")
     print(*table(RATE_HEAD, validation_rows(ARMS, results)), "", sep="\n")
-    print(*table(["arm", "flat groups in the first quarter of steps, %", "in the last",
-                  "seeds apart at the second evaluation, points"], course_rows(arms)), "", sep="\n")
     seconds = [record.about["cpu_seconds"] for record in read(results).values()]
     print(f"{len(seconds)} runs, {sum(seconds) / 3600:.1f} CPU hours\n")
-    print(json.dumps({"bench": "court", "claims": claims, "rates": rates}))
+    print_json("court", claims=claims, rates=rates)
 
 
 # ---- a method of somebody's own
@@ -499,23 +480,22 @@ def choose_arms(names: str) -> dict[str, Arm]:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    what = parser.add_mutually_exclusive_group()
+    options = parser(__doc__)
+    what = options.add_mutually_exclusive_group()
     what.add_argument("--train", nargs="?", const=",".join(ARMS), metavar="ARMS",
                       help="make the runs that are missing")
     what.add_argument("--method", help="a Python file, or the name of one in experiments/court/")
-    parser.add_argument("--hours", type=float, help="begin no run after so long")
-    parser.add_argument("--seeds", type=int, choices=range(2, len(SEEDS) + 1), help="5 if not given")
-    parser.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
-    parser.add_argument("--set", action="append", help="of --method: change one setting")
-    parser.add_argument("--out", type=Path, help="of --method: a folder in place of runs/court")
-    args = parser.parse_args()
+    options.add_argument("--hours", type=float, help="begin no run after so long")
+    options.add_argument("--seeds", type=int, choices=range(2, len(SEEDS) + 1), help="5 if not given")
+    options.add_argument("--config", help="of --method: a yaml file, or the name of one in configs/")
+    options.add_argument("--set", action="append", help="of --method: change one setting")
+    options.add_argument("--out", type=Path, help="of --method: a folder in place of runs/court")
+    args = options.parse_args()
     ignored = [] if args.method else ["config", "set", "out"]
     ignored += [] if args.method or args.train else ["hours", "seeds"]
     for name in ignored:
         if getattr(args, name) is not None:
-            parser.error(f"--{name} needs --method" + " or --train" * (name in ("hours", "seeds")))
+            options.error(f"--{name} needs --method" + " or --train" * (name in ("hours", "seeds")))
     return experiment_status(lambda: experiment(args))
 
 

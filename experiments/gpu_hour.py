@@ -10,11 +10,10 @@ Settings are those of CPPO's release (configs/base/cppo_gsm8k.yaml), with one up
 interrupted. Other settings need another folder.
 """
 
-import argparse
 import sys
 from pathlib import Path
 
-from kept_runs import ROOT, experiment_status, table, train_once
+from kept_runs import ROOT, experiment_status, parser, table, train_once
 from tqdm import tqdm
 
 import report
@@ -64,13 +63,12 @@ def experiment(out: Path, settings: list[str]) -> None:
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--model", help="a folder or a hub name")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour")
-    parser.add_argument("--tiny", action="store_true", help="two steps of the toy")
-    parser.add_argument("--set", action="append", default=[], help="change one setting of every run")
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--model", help="a folder or a hub name")
+    options.add_argument("--out", type=Path, default=ROOT / "runs" / "gpu_hour")
+    options.add_argument("--tiny", action="store_true", help="two steps of the toy")
+    options.add_argument("--set", action="append", default=[], help="change one setting of every run")
+    args = options.parse_args()
     settings = [*(TINY if args.tiny else ()), *args.set]
     settings += [f"model.path={args.model}"] if args.model else []
     return experiment_status(lambda: experiment(args.out.resolve(), settings))

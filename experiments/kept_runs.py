@@ -31,6 +31,11 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
+sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours
+
+from common import parser as parser  # noqa: E402
+from common import print_json as print_json  # noqa: E402
+from common import show as show  # noqa: E402
 
 import config  # noqa: E402
 from infra import runfolder  # noqa: E402
@@ -295,6 +300,16 @@ def difference(these_P: list[float], those_P: list[float], comparisons: int) -> 
     half = float(quantile(0.05 / comparisons, df) * error)
     p_value = chance(abs(middle) / max(error, 1e-12), df)
     return Difference(middle, middle - half, middle + half, p_value)
+
+
+def area_gap(these: dict[int, Record], those: dict[int, Record], cost: str, comparisons: int) -> Difference:
+    """Compare the areas of two arms' runs at a cost, paired by seed, up to what all of them have spent."""
+    seeds = sorted(these.keys() & those.keys())
+    curves = [[curve(by_seed[seed]) for seed in seeds] for by_seed in (these, those)]
+    budget = least([*curves[0], *curves[1]], cost)
+    areas = [[area_and_end(of, cost, budget)[0] for of in runs] for runs in curves]
+    return difference(*areas, comparisons)
+
 
 
 def chance(t: float, df: int) -> float:

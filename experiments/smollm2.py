@@ -10,7 +10,6 @@ Intervals are 95%: Wilson's of shares, by a bootstrap over problems of differenc
 no method is said to be better than another. The report of the runs has their tokens, seconds and samples.
 """
 
-import argparse
 import json
 import operator
 import re
@@ -20,7 +19,7 @@ from pathlib import Path
 import gguf_model
 import numpy as np
 import word_problems
-from kept_runs import ROOT, experiment_status, run_script, table, train_once
+from kept_runs import ROOT, experiment_status, parser, print_json, run_script, table, train_once
 from tqdm import tqdm
 
 import config
@@ -160,15 +159,14 @@ def experiment(out: Path, steps: int | None) -> None:
     print(report.write_report(folders, out / "report"))
     figures = {name: {reading: right(problems, reading).mean() for reading in READINGS}
                for name, problems in results.items()}
-    print(json.dumps({"bench": "smollm2", "right": figures, "of": len(results["before"])}))
+    print_json("smollm2", right=figures, of=len(results["before"]))
 
 
 def main() -> int:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
-    parser.add_argument("--steps", type=int)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--out", type=Path, default=ROOT / "runs" / "smollm2")
+    options.add_argument("--steps", type=int)
+    args = options.parse_args()
     return experiment_status(lambda: experiment(args.out.resolve(), args.steps))
 
 

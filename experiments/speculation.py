@@ -13,31 +13,25 @@ by ratio  the share if a draft's token stayed with probability min(1, p / q), q 
 seconds   CPU time of the step's sampling without drafts and with them
 """
 
-import argparse
 import sys
 from dataclasses import replace
 from statistics import mean
 from time import process_time
 
 import torch
-from kept_runs import RECIPE, ROOT
+from kept_runs import RECIPE, parser, print_json, show
+from step import prepare
 
-sys.path.append(str(ROOT / "bench"))
-
-from common import print_json, show  # noqa: E402
-
-import config  # noqa: E402
-import train  # noqa: E402
-from advantage import advantage  # noqa: E402
-from collect import Sampler, Selection, choose  # noqa: E402
-from history import PromptHistory  # noqa: E402
-from infra.device import resolve_auto
-from learner import Learner  # noqa: E402
-from leaves.preflight.checks import pack_in_order  # noqa: E402
-from methods.drafts import DraftHistory  # noqa: E402
-from metrics import Clock  # noqa: E402
-from records import Group, PromptDraw, Rolled  # noqa: E402
-from update import update  # noqa: E402
+import config
+import train
+from advantage import advantage
+from collect import Sampler, Selection, choose
+from learner import Learner
+from leaves.preflight.checks import pack_in_order
+from methods.drafts import DraftHistory
+from metrics import Clock
+from records import Group, PromptDraw, Rolled
+from update import update
 
 
 def accepted_by_ratio(learner: Learner, drafts: list[Group]) -> float:
@@ -73,15 +67,12 @@ def sample_twice(sampler: Sampler, draws: list[PromptDraw], drafts_first: bool) 
 def run(steps: int, slots: int) -> list[dict]:
     """Train, and measure every step in which all prompts have drafts."""
     cfg = config.load(RECIPE, [f"steps={steps}", f"rollout.slots={slots}", "data.eval=null"])
-    task = train.load_task(cfg)
-    cfg = resolve_auto(cfg, task.source)
-    learner, engine = train.load_models(cfg, task)
-    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    history = DraftHistory(PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5))
+    learner, sampler, plain = prepare(cfg, train.load_task(cfg))
+    history = DraftHistory(plain)
     newest: dict[str, Group] = {}
     lines = []
     for step in range(steps):
-        engine.sync(learner.policy)
+        sampler.engine.sync(learner.policy)
         draws = history.draw(cfg.rollout.prompts_per_step)
         groups, measured = sample_twice(sampler, draws, drafts_first=step % 2 == 0)
         if all(draw.drafts for draw in draws):
@@ -114,11 +105,10 @@ def by_epoch(lines: list[dict]) -> list[dict]:
 
 
 def main() -> None:
-    layout = argparse.RawDescriptionHelpFormatter
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=layout)
-    parser.add_argument("--steps", type=int, default=135)
-    parser.add_argument("--slots", type=int, default=128)
-    args = parser.parse_args()
+    options = parser(__doc__)
+    options.add_argument("--steps", type=int, default=135)
+    options.add_argument("--slots", type=int, default=128)
+    args = options.parse_args()
     rows = by_epoch(run(args.steps, args.slots))
     show("completions of the last epoch as drafts", rows)
     print_json("speculation", epochs=rows)

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 
 import calculator
 import guess
@@ -138,13 +136,3 @@ def test_a_task_with_an_environment_trains(name, tmp_path):
         f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2"]))
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert max(line.get("environment/calls", 0) for line in lines) > 0
-
-
-@pytest.mark.slow
-def test_the_table_of_tasks_is_printed_after_a_step_of_each_run(tmp_path):
-    command = ["experiments/environment_tasks.py", str(tmp_path), "--seeds", "1", "--steps", "1", "--tasks", "guess"]
-    done = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    head, _, *rows = done.stdout.splitlines()
-    assert head.startswith("| task | environment | before | after, mean |")
-    assert [row.split(" | ")[:2] for row in rows] == [["| guess", "yes"], ["| guess", "no"]]
