@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from records import Rewards
-from settings.kinds import Preference
 
 
 def advantage(rewards: Rewards, settings: Any) -> Tensor:
@@ -112,60 +111,6 @@ def decoupled(rewards: Rewards, correction: int, eps: float) -> Tensor:
     return (adv_NG / scale).masked_fill(none_NG, torch.nan)
 
 
-def mark_pairs(reward_NG: Tensor, pairs: str) -> Tensor:
-    """Mark the pairs (chosen, rejected) of each group, bool [N, G, G]; nan, without a reward, is in none.
-
-    pairs   "all"       every two of different rewards
-            "extremes"  every one of the highest reward with every one of the lowest
-    """
-    better_NGG = reward_NG[:, :, None] > reward_NG[:, None, :]
-    if pairs == "all":
-        return better_NGG
-    high_N1 = reward_NG.nan_to_num(nan=-torch.inf).amax(dim=1, keepdim=True)
-    low_N1 = reward_NG.nan_to_num(nan=torch.inf).amin(dim=1, keepdim=True)
-    return better_NGG & (reward_NG == high_N1)[:, :, None] & (reward_NG == low_N1)[:, None, :]
-
-
-def madpo_weight(gap_NGG: Tensor, settings: Preference) -> Tensor:
-    """Weigh pairs by the difference h >= 0 of their rewards: MADPO's sigma(c h) / sigma(h), as released.
-
-    c falls from nearly c_max at h = 0, by way of 1 at `gap`, to c_min, so pairs of a small difference weigh
-    more than 1 and others less. With 0/1 rewards every pair has the same weight.
-    """
-    c_min, c_max = settings.c_min, settings.c_max
-    rise_NGG = (settings.steepness * (gap_NGG - settings.gap)).exp()
-    c_NGG = c_min + (c_max - c_min) / (1 + (c_max - 1) / (1 - c_min) * rise_NGG)
-    return (c_NGG * gap_NGG).sigmoid() / gap_NGG.sigmoid()
-
-
-def preference_advantage(ratio_NG: Tensor, reward_NG: Tensor, settings: Preference) -> Tensor:
-    """Compute A, [N, G], at these log-ratios; nan without a reward, and 0 in a group without pairs.
-
-    A group's weight is its number of completions with a reward, as under loss.normalize=sum.
-    """
-    chosen_NGG = mark_pairs(reward_NG, settings.pairs)
-    scored_NG = ~reward_NG.isnan()
-    share_NGG = chosen_NGG.to(ratio_NG.dtype)
-    share_NGG = share_NGG / share_NGG.sum(dim=(1, 2), keepdim=True).clamp(min=1)
-    behind_NGG = ratio_NG[:, None, :] - ratio_NG[:, :, None]
-    pull_NGG = settings.beta * (settings.beta * behind_NGG).sigmoid()
-    if settings.gap is not None:
-        gap_NGG = (reward_NG[:, :, None] - reward_NG[:, None, :]).nan_to_num().clamp(min=0)
-        pull_NGG = pull_NGG * madpo_weight(gap_NGG, settings)
-    pull_NGG = share_NGG * pull_NGG
-    adv_NG = pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)
-    adv_NG = adv_NG + settings.beta * settings.likelihood * share_NGG.sum(dim=2)
-    return (scored_NG.sum(dim=1, keepdim=True) * adv_NG).masked_fill(~scored_NG, torch.nan)
-
-
-def group_weight(ratio_NG: Tensor, adv_NG: Tensor, beta: float) -> Tensor:
-    """Compute DGPO's weight of each group, sigma(-(beta / G) sum_i A_i log-ratio_i), [N, 1]: 1/2 at the
-    reference, and less the further the policy tells the group's better completions from its worse."""
-    count_N1 = (~adv_NG.isnan()).to(adv_NG.dtype).sum(dim=1, keepdim=True).clamp(min=1)
-    told_N1 = (adv_NG * ratio_NG).nansum(dim=1, keepdim=True)
-    return (-beta / count_N1 * told_N1).sigmoid()
-
-
 # advantage.kind -> function of the rewards and of that section of the config, [N, G]
 ESTIMATORS = {
     "group_norm": lambda rewards, settings: group_norm(rewards.total_NG, settings.correction, settings.eps),
@@ -173,10 +118,4 @@ ESTIMATORS = {
     "leave_one_out": lambda rewards, settings: leave_one_out(rewards.total_NG),
     "shrinkage": lambda rewards, settings: shrinkage(rewards.total_NG),
     "decoupled": lambda rewards, settings: decoupled(rewards, settings.correction, settings.eps),
-    # At the initial policy; before each optimizer step `preference.compare_pairs` computes them anew.
-    "preference": lambda rewards, settings: preference_advantage(
-        torch.zeros_like(rewards.total_NG), rewards.total_NG, settings),
-    "group_preference": lambda rewards, settings: centred(rewards.total_NG),
-    # Read by pruning alone; the loss takes the critic's advantage of every token (methods/critic.py).
-    "gae": lambda rewards, settings: group_norm(rewards.total_NG, correction=1, eps=1e-4),
 }

@@ -22,20 +22,19 @@ from functools import partial
 from pathlib import Path
 
 import config
+import leaves
 from config import Config, ConfigError
 from data import Tokenizer
 from eval import engine_spec, load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
 from infra.device import find_device, fit_engine
-from infra.environment import load_tokenizer
+from infra.models import load_policy
 from infra.runfolder import state_of
 from infra.signals import exit_status
 from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
-from lora import load_policy
-from methods.environment import with_environment
-from records import Problem, Prompt, Request, Sample, join
+from records import Problem, Prompt, Request, Sample
 from rollout import start_engine
 from settings.paths import user_path
 
@@ -52,11 +51,11 @@ class Conversation:
         self.cfg = cfg
         device = dist.init(find_device(cfg.device))
         folder = find_model(original_model(cfg.model.path))
-        self.tokenizer, environment = load_tokenizer(folder, cfg)
-        self.longest = min(read_shape(folder).max_positions, cfg.environment.max_context or CONTEXT)
+        self.tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
+        self.longest = min(read_shape(folder).max_positions, cfg.own_longest or CONTEXT)
         spec = replace(engine_spec(cfg, device, self.tokenizer, self.longest), slots=1)
         kind, spec = fit_engine(cfg.rollout.engine, spec)
-        self.engine = with_environment(start_engine(kind, spec), self.tokenizer, environment, cfg)
+        self.engine, _ = leaves.through("engine", cfg, (start_engine(kind, spec), self.tokenizer))
         self.engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
         self.problems: Iterator[Problem] | None = None  # of data.eval, once /problem asks for one
         self.asked = 0
@@ -111,7 +110,7 @@ class Conversation:
             seed = dist.seed_for(self.cfg.seed, self.asked, made, "chat")
             asked = replace(whole, seed=seed, limit=count, so_far=sample)
             piece, = self.engine.generate([asked], sampling.temperature, sampling.top_p)
-            sample = join(sample, piece)
+            sample = sample.joined(piece) if sample else piece
             shown = self.text(sample)
             yield shown.removeprefix(said["content"])
             said["content"] = shown

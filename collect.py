@@ -15,7 +15,7 @@ from config import Config, ConfigError, Prune, Reward, Rollout, has_reference
 from data import Tokenizer
 from history import sample_seed
 from infra import custom_reward, dist
-from prune import COMPLETIONS, REFILLING, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
+from prune import COMPLETIONS, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
 from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen
 from reward import LENGTH_COMPONENTS, list_components, reward_range, score
 from rollout import Engine
@@ -44,8 +44,7 @@ class Sampler:
         for draw, own in zip(kept, numbers, strict=True):
             for g in own:
                 seed = sample_seed(self.seed, draw.epoch, draw.prompt.id, g)
-                requests.append(
-                    Request(draw.prompt, seed, self.sampling.max_new_tokens, drafts=draw.drafts))
+                requests.append(Request(draw.prompt, seed, self.sampling.max_new_tokens))
         samples = iter(self.complete(requests))
         return [Group(draw.prompt, tuple(islice(samples, len(own))))
                 for draw, own in zip(kept, numbers, strict=True)]
@@ -102,7 +101,7 @@ class Selection:
     def of(cfg: Config) -> "Selection":
         # A reference is there for a KL, or for advantages that change with the policy.
         with_gradient = (
-            has_reference(cfg) or cfg.loss.likelihood or cfg.loss.entropy or cfg.advantage.kind == "gae")
+            has_reference(cfg) or cfg.loss.likelihood or cfg.loss.entropy or cfg.advantage.by_model)
         return Selection(
             cfg.rollout,
             cfg.prune,
@@ -158,7 +157,7 @@ def informative_groups(rolled: Rolled) -> Tensor:
 
 
 def rank_informative(rolled: Rolled) -> list[int]:
-    """List the informative groups by their numbers: first those that have waited (rollout.max_age)."""
+    """List the informative groups by their numbers: first those that have waited (windows.max_age)."""
     informative = informative_groups(rolled).nonzero()[:, 0].tolist()
     return sorted(informative, key=lambda n: -rolled.kept[n].age)
 
@@ -200,7 +199,7 @@ def choose(rolled: Rolled, selection: Selection, seed: int) -> Batch:
     reward_NG = rolled.rewards.total_NG[chosen]
     adv_NG = rolled.adv_NG[chosen]
     G = adv_NG.shape[1]
-    if prune.prompts.kind not in ("none", *REFILLING):
+    if prune.prompts.kind != "none" and not prune.prompts.refills:
         require_rewards(reward_NG, draws, prune.prompts.kind)
     if prune.truncated:  # a cut completion counts as one without a reward: in no denominator either
         cut = [[not (s.finished or s.pending) for s in group.samples] for group in groups]
@@ -247,12 +246,12 @@ def choose_groups(rolled: Rolled, selection: Selection) -> tuple[list[int], list
     for draw in rolled.draws:
         if draw.kept:
             n, group = next(numbered)
-            if selection.rollout.in_flight > 1 and group.samples[0].pending:
-                continue  # a later step is offered it
+            if not group.offered:
+                continue
             chosen.append(n)
             places.append(offered)
         offered += 1
-    refilled = selection.prune.prompts.kind in REFILLING
+    refilled = selection.prune.prompts.refills
     if selection.rollout.until == "informative":
         refilled, chosen = True, rank_informative(rolled)[:selection.rollout.prompts_per_step]
     return (chosen, list(range(len(chosen))), len(chosen)) if refilled else (chosen, places, offered)

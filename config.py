@@ -8,11 +8,13 @@ settings/loader.py turns yaml into all this.
 
 from dataclasses import asdict, fields, replace
 from functools import reduce
+from itertools import chain
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
 
+import leaves
 from settings import kinds
 from settings import loader as settings
 from settings.loader import (
@@ -30,18 +32,10 @@ from settings.loader import (
 from settings.paths import find_path, user_path
 from settings.rules import all_rules
 
-CONFIGS = Path(__file__).parent / "configs"
+ROOT = Path(__file__).parent
+CONFIGS = (ROOT / "configs", *sorted(ROOT.glob("leaves/*/configs")))
 NEED_ANSWER = ("accuracy", "wrong", "tag_exact", "tag_number")  # reward components that compare with it
 Column = Literal["question", "answer", "id", "solution", "level", "subject"]
-
-
-@frozen
-class Lora:
-    """LoRA (arXiv:2106.09685): train low-rank adapters beside frozen linear layers (lora.py)."""
-    rank: Count | None = None      # of an adapter; null: there is none, and all weights are trained
-    alpha: Positive = 32.0         # adapters count alpha / rank, so that the best rate hardly depends on rank
-    targets: Literal["all", "attention", "mlp"] = "all"  # layers of each block: q, k, v, o; gate, up, down
-    path: str | None = None        # a folder in PEFT's format with the initial adapter; null: one that adds 0
 
 
 @frozen
@@ -55,7 +49,6 @@ class Model:
     checkpoint_blocks: Literal["auto", "none", "selective", "all"] = "auto"
     compile: bool = False          # fuse elementwise work by torch.compile
     logp_chunk: Count = 1024       # positions with logits in memory at once
-    lora: Lora = Lora()
 
 
 @frozen
@@ -91,18 +84,6 @@ class Rollout:
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
-    # New tokens of a completion at a time; null: all. A step is one window and trains on it (T-PPO), or with
-    # in_flight as many as it takes until N groups are whole.
-    window: int | None = None
-    # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
-    # the proof of unbiased pruning
-    in_flight: Annotated[float, at_least(1)] = 1.0
-    # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
-    # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
-    max_age: Count | None = None
-    # torch: a prompt's completions of the last epoch are read in one pass; what a new one has in common with
-    # them needs no decoding step (methods/drafts.py). Completions stay the same
-    drafts: bool = False
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
     temperature: Annotated[float, settings.above(0, ": greedy groups have no advantage")] = 1.0
@@ -116,19 +97,6 @@ class Rollout:
 
 
 Weight = Annotated[float, settings.within("[-1e6, 1e6]")]
-
-
-@frozen
-class Environment:
-    """Replies within completions: tools, a game, a simulated user (leaves/environment)."""
-    file: str | None = None        # a Python file with reply(text, row) or tools(); null: no replies
-    turns: Count = 8               # of the policy in a completion at most
-    max_context: Count | None = None  # tokens of a prompt and its completion, with replies
-    # how tools are called. qwen: <tool_call>; llama: a turn of JSON; plain: the same, the result as text;
-    # auto: as the chat template has it, or plain if it has no place for tools
-    format: Literal["auto", "qwen", "llama", "plain"] = "auto"
-    seconds: Positive = 3.0        # of computing for a reply, and 10 times that by the clock
-    gib: Positive = 2.0            # memory for a reply
 
 
 @frozen
@@ -175,16 +143,6 @@ class Reward:
     def needs_answers(self) -> bool:
         """Tell whether a component that counts must have the gold answer; `custom` gets "" without one."""
         return not self.weights.keys().isdisjoint(NEED_ANSWER)
-
-
-@frozen
-class Critic:
-    """The critic of advantage.kind=gae, a value head on the policy's backbone; all else is as in `optim`."""
-    lr: Positive | None = None     # learning rate, constant after the warm-up
-    warmup_steps: CountOrZero = 0  # steps of a rising rate, from 0
-    epochs: Count = 1              # passes over each rollout
-    minibatches: Count = 1         # optimizer steps per pass
-    pretrain_steps: CountOrZero = 0  # first steps of the run: only the critic learns
 
 
 @frozen
@@ -263,10 +221,8 @@ class Config:
     seed: int = 0                  # of everything that is drawn
     device: Literal["auto", "cpu", "cuda"] = "auto"  # auto: CUDA if there is a GPU
     labels: kinds.Labels = kinds.Gold()
-    environment: Environment = Environment()
     reward: Reward = Reward()
     advantage: kinds.Advantage = kinds.GroupNorm()
-    critic: Critic = Critic()
     prune: Prune = Prune()
     pack: Pack = Pack()
     loss: Loss = Loss()
@@ -276,13 +232,19 @@ class Config:
 
     @property
     def longest(self) -> int:
-        """Count the tokens of the longest sequence of training: prompt, completion and replies."""
-        return self.environment.max_context or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+        """Count the tokens of the longest sequence of training: of a prompt and its completion."""
+        return self.own_longest or self.data.max_prompt_tokens + self.rollout.max_new_tokens
+
+    @property
+    def own_longest(self) -> int | None:
+        """Count the tokens of the longest sequence by a leaf's section that says so, as an environment's."""
+        return max(filter(None, (getattr(getattr(self, f.name), "longest", None) for f in fields(self))),
+                   default=None)
 
 
 def has_reference(cfg: Config) -> bool:
     """Tell whether the loss needs the initial policy beside the one that is trained."""
-    return bool(cfg.loss.kl or getattr(cfg.advantage, "residual", None) or kinds.is_preference(cfg.advantage))
+    return bool(cfg.loss.kl or cfg.advantage.needs_reference)
 
 
 def load(name: str | Path, overrides: list[str] = ()) -> Config:
@@ -291,8 +253,10 @@ def load(name: str | Path, overrides: list[str] = ()) -> Config:
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
     files = settings.read_layers(path, CONFIGS).values()
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
-    cfg = settings.build(Config, {"out": f"runs/{path.stem}"} | raw)
-    for key in ("reward.custom_file", "data.chat_template", "model.lora.path", "environment.file"):
+    section = settings.extended(Config, leaves.own_sections(leaves.chosen(raw)))
+    cfg = settings.build(section, {"out": f"runs/{path.stem}"} | raw)
+    own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
+    for key in ("reward.custom_file", "data.chat_template", *own):
         file = flatten(cfg)[key]
         cfg = with_value(cfg, key, file and str(find_path(file)))
     cfg = replace(cfg, out=str(user_path(cfg.out)))

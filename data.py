@@ -213,9 +213,8 @@ class Task:
 
     source: Path                # the model's folder
     tokenizer: Tokenizer
-    problems: Sequence[Problem]  # to train on, stored (infra/stored.py)
-    prompts: Sequence[Prompt]    # the same, rendered
-    sets: list                  # eval.EvalSet of each evaluation set
+    problems: Sequence[Problem] = ()  # to train on, stored (infra/stored.py)
+    prompts: Sequence[Prompt] = ()    # the same, rendered
+    sets: Sequence = ()         # eval.EvalSet of each evaluation set
     graded: bool = True         # every problem to train on has an answer, so accuracy is measured
     inputs: dict[str, str] = field(default_factory=dict)  # hashes of all of these (infra/checkpoint.py)
-    environment: object = None  # infra.environment.EnvironmentFile, if there is one

@@ -32,22 +32,22 @@ from pathlib import Path
 import torch
 
 import config
+import leaves
 import verify
-from config import Config, ConfigError, Data, Environment, Reward
-from data import Tokenizer, load_problems, to_prompts
+from config import Config, ConfigError, Data, Reward
+from data import Task, load_problems, to_prompts
 from infra import custom_reward, dist
 from infra.checkpoint import original_model, policy_files
 from infra.device import choose_backend, find_device, fit_engine, rounds_products
 from infra.digests import hash_files, sha256
-from infra.environment import EnvironmentFile, load_tokenizer
 from infra.lines import blame_file, write_json
+from infra.models import load_policy
 from infra.results import Results, Store, list_models, read_result, require_place, require_same_head
 from infra.rows import all_have_answers
 from infra.runfolder import Texts, changed_files, print_progress
 from infra.signals import exit_status
+from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model, read_shape
-from lora import load_policy
-from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, reward_range, score
@@ -278,7 +278,7 @@ def describe_result(cfg: Config, sampling: Sampling, spec: EngineSpec, tokenizer
         "stop": cfg.rollout.stop,
         "reward": reward_head(cfg.reward),
         "sets": {s.name: identify_set(s) for s in sets},
-    } | ({"environment": environment_head(cfg.environment)} if cfg.environment.file else {})
+    } | leaves.through("head", cfg, {})
 
 
 def reward_head(reward: Reward) -> dict | None:
@@ -288,12 +288,6 @@ def reward_head(reward: Reward) -> dict | None:
     own = custom_reward.read_source(reward)
     return reward.weights | {"overlong_tokens": reward.overlong_tokens,
                              "custom_file": own and hash_files(own.files)}
-
-
-def environment_head(environment: Environment) -> dict:
-    """Identify an environment by the hash of its file and its limits."""
-    own = custom_reward.read_file(environment.file, "environment.file")
-    return asdict(environment) | {"file": hash_files(own.files)}
 
 
 def identify_set(held_out: EvalSet) -> dict:
@@ -363,14 +357,11 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
     return sets
 
 
-def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None) -> Texts:
+def files_of(reward: Reward, tokenizer: Tokenizer) -> Texts:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
-    sources = {"reward.custom_file": custom_reward.read_source(reward),
-               "environment.file": environment and environment.source}
-    files = {setting: source and source.text for setting, source in sources.items()}
-    for source in filter(None, sources.values()):
-        files |= dict(source.helpers)
-    return files | {"data.chat_template": tokenizer.own_template}
+    source = custom_reward.read_source(reward)
+    files = {"reward.custom_file": source and source.text} | dict(source.helpers if source else {})
+    return files | tokenizer.own_files
 
 
 def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest: int) -> EngineSpec:
@@ -421,14 +412,13 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     """Evaluate the model of a config; responses that `out` holds already are not sampled again."""
     device = dist.init(find_device(cfg.device))
     folder = find_model(original_model(cfg.model.path))
-    tokenizer, environment = load_tokenizer(folder, cfg)
+    tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
     custom_reward.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
-    if environment:
-        environment.try_rows(*(s.problems for s in sets))
-    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer, environment))
+    leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
+    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
-    longest = cfg.environment.max_context or max(lengths) + cfg.eval.max_new_tokens
+    longest = cfg.own_longest or max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
     engine_name, spec = fit_engine(cfg.rollout.engine, engine_spec(cfg, device, tokenizer, longest))
     cfg = config.with_value(cfg, "rollout.engine", engine_name)
@@ -447,7 +437,8 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
             print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
             return summarise_result(stored | {"head": head}, args.k)
         store = Store(out, head, ROUNDS_BETWEEN_WRITES * cfg.rollout.slots * dist.world_size())
-    engine = with_environment(engines.start(engine_name, spec, cfg.model.path), tokenizer, environment, cfg)
+    engine = engines.start(engine_name, spec, cfg.model.path)
+    engine, _ = leaves.through("engine", cfg, (engine, tokenizer))
     engine.sync(load_policy(cfg.model.path, spec.folder, spec.dtype))
     results = {}
     for s in sets:

@@ -14,7 +14,7 @@ from torch import Tensor
 from advantage import flat_groups, has_comparison
 from config import ConfigError
 from infra.dist import seed_for
-from prune import PROMPTS, REFILLING, Memory, adapt_p
+from prune import PROMPTS, Memory, adapt_p
 from records import Prompt, PromptDraw, Rolled
 from settings import kinds
 
@@ -57,13 +57,12 @@ class PromptHistory:
         self.prompts = prompts
         self.pruning = pruning
         self.seed = seed
-        self.remembers = pruning.kind != "none"  # `record` is called
-        self.adapts = pruning.kind in REFILLING  # `adapt` is called
+        self.adapts = pruning.refills  # prompts that are skipped are replaced, and `adapt` learns
         self.middle = middle  # equal values above it mark an easy prompt (collect.reward_midpoint)
         self.place = 0
         self.per_epoch = len(prompts)
         # By the number of the prompt.
-        self.records = np.zeros(self.per_epoch if self.remembers else 0, RECORD)
+        self.records = np.zeros(0 if pruning.kind == "none" else self.per_epoch, RECORD)
         self.records["size"] = math.nan
         self.known = 0            # prompts with a size
         self.total = Fraction(0)  # of all sizes: exact, so that their order changes no bit of the mean
@@ -71,7 +70,7 @@ class PromptHistory:
         self.explore = explore, explore  # GRESO's p for easy and for hard prompts
 
     def draw(self, count: int) -> list[PromptDraw]:
-        """Draw the next `count` prompts, kept or skipped; a kind that refills (REFILLING) draws until `count`
+        """Draw the next `count` prompts, kept or skipped; a kind that refills draws until `count`
         are kept.
 
         Whether a prompt is kept is a function of the seed, the epoch and its id, and of the draws before this
@@ -95,6 +94,12 @@ class PromptHistory:
                 draws.append(PromptDraw(prompt, epoch, prob, weight, number=k))
             missing = count - sum(draw.kept for draw in draws) if self.adapts else 0
         return draws
+
+    def recall(self, lines: list[dict]) -> list[PromptDraw]:
+        """Return the draws that lines of decisions.jsonl name. Raises KeyError for an unknown prompt."""
+        numbers = {prompt.id: k for k, prompt in enumerate(self.prompts)}
+        return [PromptDraw(self.prompts[numbers[line["id"]]], line["epoch"], line["prob"], line["weight"],
+                           numbers[line["id"]]) for line in lines]
 
     def rollout_prob(self, numbers: list[int]) -> Tensor:
         """Compute the probability of a rollout of the prompts with these numbers, [K]."""
@@ -146,7 +151,7 @@ class PromptHistory:
 
     def adapt(self, rolled: Rolled) -> None:
         """Move GRESO's p (`adapt_p`) by a step's flat groups, from the second epoch on."""
-        if rolled.draws[-1].epoch > 0:
+        if self.adapts and rolled.draws[-1].epoch > 0:
             value_NG = rolled.rewards.compared_NG
             value_NG = value_NG[has_comparison(value_NG)]
             easy_N, hard_N = mark_easy_and_hard(value_NG, self.middle)

@@ -9,23 +9,22 @@ import argparse
 import math
 import sys
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 import config
-import lora
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Optimizers, Role, original_model, require_whole
+from infra.models import Weights, weights_of
 from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
-from infra.weights import export, find_model
+from infra.weights import find_model
 from loss import has_token_weights
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
@@ -51,11 +50,10 @@ class Learner:
     trained_dtype: torch.dtype  # of the trained weights: float32, or float64 if asked for
     backend: str                # a key of model.BACKENDS
     policy: Decoder             # sharded over the ranks, as the moments in the optimizer are
-    reference: Decoder | lora.InitialPolicy | None  # the initial policy, if the loss needs it; frozen
+    reference: Callable | None  # the initial policy, if the loss needs it; frozen
     optimizers: Optimizers      # each of some weights; all are stepped together
     loss: Loss
-    advantage: kinds.Advantage  # soft_value and preferences have advantages that depend on the policy
-    preference: bool            # the loss is a preference loss (methods/preference.py)
+    advantage: kinds.Advantage
     weighs_tokens: bool         # tokens are weighed by the policy before the update (loss.weigh)
     update: Update
     optim: kinds.Optim
@@ -66,13 +64,19 @@ class Learner:
     seed: int
     steps: int
     first: int = 0              # the policy learns from this step on
-    critic: Any = None          # methods.critic.CriticLearner, with advantage.kind=gae
+    # Of leaves: other models in training, by the names that checkpoints give them; functions of the learner,
+    # a mini-batch and its prepared rows that return the rows with other values; and functions of log-probs,
+    # a prepared row and its advantages that return other advantages.
+    roles: dict[str, Role] = field(default_factory=dict)
+    before_update: tuple[Callable, ...] = ()
+    before_step: tuple[Callable, ...] = ()  # before each optimizer step
+    in_pass: tuple[Callable, ...] = ()      # in each pass of a row, by its log-probs
 
-    def log_probs(self, model: Decoder, row: Row) -> Tensor:
+    def log_probs(self, model: Callable, row: Row) -> Tensor:
         """Compute the log-probs of the row's completion tokens in nats, [C]."""
         return self.outputs(model, row)[0]
 
-    def outputs(self, model: Decoder, row: Row) -> tuple[Tensor, Tensor | None]:
+    def outputs(self, model: Callable, row: Row) -> tuple[Tensor, Tensor | None]:
         """Compute log-probs and, by a policy with loss.entropy, entropies before each token, in nats, [C]."""
         attend = BACKENDS[self.backend](row.segments)
         out = model(row.ids_T, row.position_T, attend, row.predict_C, row.target_C, self.temperature)
@@ -99,16 +103,16 @@ def out_of_memory(rows: list[Row], sequence: int, error: torch.OutOfMemoryError)
         f"optim.offload=true (CUDA), or on more ranks ({why})")
 
 
-def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
+def build_learner(cfg: Config, source: Path, device: torch.device, weights: Weights) -> Learner:
     """Load the policy, and a reference if the loss needs one. Raises ConfigError."""
     dtype = getattr(torch, cfg.model.dtype)
-    policy = load_sharded(cfg, source, device, dtype)
+    policy = load_sharded(cfg, source, device, dtype, weights)
     if cfg.loss.entropy:
         policy.elementwise = WITH_ENTROPY  # which model.compile leaves as it is
     reference = None
     if has_reference(cfg):
-        reference = (lora.InitialPolicy(policy) if cfg.model.lora.rank else
-                     load_sharded(cfg, source, device, dtype).requires_grad_(False))
+        reference = (weights.initial(policy) or
+                     load_sharded(cfg, source, device, dtype, weights).requires_grad_(False))
     return Learner(
         device,
         dtype,
@@ -119,7 +123,6 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         optimizers=make_optimizers(policy, cfg.optim),
         loss=cfg.loss,
         advantage=cfg.advantage,
-        preference=kinds.is_preference(cfg.advantage),
         weighs_tokens=has_token_weights(cfg.loss),
         update=cfg.update,
         optim=cfg.optim,
@@ -131,18 +134,19 @@ def build_learner(cfg: Config, source: Path, device: torch.device) -> Learner:
         steps=cfg.steps)
 
 
-def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype) -> Decoder:
+def load_sharded(cfg: Config, source: Path, device: torch.device, dtype: torch.dtype, weights: Weights,
+                 ) -> Decoder:
     """Load a model spread over the ranks, in at least float32 unless frozen. No rank ever holds the whole."""
     model = empty_model(source, torch.promote_types(dtype, torch.float32))
+    weights.adapt(model, dtype)
     shard_empty(model, model, cfg.model, cfg.optim.offload, device, dtype)
-    lora.load_with_adapters(model, cfg, source)
+    weights.fill(model, source)
     return model
 
 
 def shard_empty(model: nn.Module, backbone: Decoder, settings: Model, offload: bool, device: torch.device,
                 dtype: torch.dtype) -> None:
-    """Shard an empty model over the ranks and give it memory; with model.lora only adapters are trained."""
-    lora.adapt(backbone, settings.lora, dtype)
+    """Shard an empty model over the ranks and give it memory."""
     dist.shard(model, backbone.layers, device, dtype, offload)
     model.to_empty(device="cpu" if offload else device)
     backbone.checkpoint_blocks, backbone.logp_chunk = settings.checkpoint_blocks, settings.logp_chunk
@@ -216,10 +220,7 @@ def optimizer_step(
 
 def checkpoint_roles(learner: Learner) -> dict[str, Role]:
     """Return the models and optimizers that a checkpoint holds."""
-    saved = {"policy": (learner.policy, learner.optimizers)}
-    if learner.critic:
-        saved["critic"] = (learner.critic.model, learner.critic.optimizers)
-    return saved
+    return {"policy": (learner.policy, learner.optimizers)} | learner.roles
 
 
 def main() -> int:
@@ -237,9 +238,9 @@ def export_checkpoint(step: Path, out: Path) -> None:
     require_whole(step)
     source = find_model(original_model(step))
     dist.init("cpu")
-    model = lora.load_policy(step, source, torch.float32)
-    export(model, source, out, texts_of_run(step.parents[1], source))
-    lora.export_adapter(model, original_model(step), out.with_name(f"{out.name}_adapter"))
+    weights = weights_of(step)
+    model = weights.policy(step, source, torch.float32)
+    weights.export(model, source, out, texts_of_run(step.parents[1], source))
 
 
 def texts_of_run(run: Path, source: Path) -> dict[str, str]:

@@ -113,17 +113,6 @@ def cap_ratio(logps: LogProbs, stopped_C: Tensor, cap: float) -> Tensor:
     return torch.where(stopped_C, 0.0, (logps.logp_C - logps.old_logp_C).detach().exp().clamp(max=cap))
 
 
-def residual_advantage(logp_C: Tensor, ref_logp_C: Tensor, adv_C: Tensor, segment_C: Tensor, beta: float,
-                       ) -> Tensor:
-    """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
-
-    With f = 1 and loss.normalize=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; it is
-    all but logp. adv_C is r - V*, and the log-ratio is the sum over the completion.
-    """
-    ratio_S = segment_sum((logp_C - ref_logp_C).detach(), segment_C)
-    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
-
-
 # loss.trust.kind -> f, of the log-probs and of that section of the config
 TRUST = {
     "clip": clip,

@@ -19,7 +19,7 @@ from config import Pack
 from infra import dist
 from loss import RowLoss
 from pack import row_cost
-from records import Batch, Group, Metrics, PreparedRow, Rolled, Sample, pending, plain
+from records import Batch, Metrics, PreparedRow, Rolled, pending, plain
 
 Decode = Callable[[Iterable[int], bool], str]  # decode(token ids, keep special tokens) -> text
 
@@ -69,13 +69,9 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     if weight_NG.any():
         metrics["prune/weight_max"] = weight_NG.max().item()
         metrics["prune/ess"] = (weight_NG.sum() ** 2 / weight_NG.square().sum()).item()
-    metrics |= vote_metrics(rolled.groups)
     if tokens:
-        nats = sum(sum(s.logp[s.start + s.old:]) for s in samples)
+        nats = sum(sum(s.logp[s.fresh_from:]) for s in samples)
         metrics["rollout/entropy"] = -nats / tokens
-    if drafted := sum(s.drafted for s in samples):
-        metrics["rollout/drafted"] = drafted / tokens
-    metrics |= age_metrics(batch)
     comparable_N = has_comparison(reward_NG)
     if comparable_N.any() and reward_NG.shape[1] > 1:
         flat_N = flat_groups(reward_NG[comparable_N])
@@ -90,59 +86,8 @@ def rollout_metrics(rolled: Rolled, batch: Batch) -> Metrics:
     if "reward/mean" in metrics:
         scored_NG = ended_NG & ~reward_NG.isnan()
         metrics["reward/std"] = reward_NG[scored_NG].std(correction=0).item()
-    if any(s.calls or s.failures or s.cut for s in ended):
-        metrics |= environment_metrics(ended)
     metrics["rollout/length"] = sum(s.own for s in ended) / len(ended)
     metrics["rollout/truncated"] = sum(not s.finished for s in ended) / len(ended)
-    return metrics
-
-
-def age_metrics(batch: Batch) -> Metrics:
-    """Compute the ages of the groups trained on, and their share of tokens by older policies; nothing if none
-    is older than the step."""
-    ages = [draw.age for draw in batch.draws]
-    if not any(ages):
-        return {}
-    samples = [s for group in batch.groups for s in group.samples]
-    return {
-        "age/mean": sum(ages) / len(ages),
-        "age/most": max(ages),
-        "age/old_tokens": sum(s.trained - s.fresh for s in samples) / sum(s.trained for s in samples),
-    }
-
-
-def environment_metrics(samples: list[Sample]) -> Metrics:
-    """Compute means over completions with an environment that have ended."""
-    count = len(samples)
-    return {
-        "environment/turns": 1 + sum(len(s.replies) for s in samples) / count,
-        "environment/calls": sum(s.calls for s in samples) / count,
-        "environment/failures": sum(s.failures for s in samples) / count,
-        "environment/tokens": sum(s.length - s.own for s in samples) / count,
-        "environment/cut": sum(s.cut for s in samples) / count,
-    }
-
-
-VOTES = {  # field of a Vote -> its metric
-    "completions": "votes/completions",
-    "lead": "votes/lead",
-    "label_right": "votes/label_accuracy",
-    "accuracy": "votes/accuracy",
-}
-
-
-def vote_metrics(groups: list[Group]) -> Metrics:
-    """Compute means over the groups of a step that were voted on, and the tokens of all completions that
-    voted, which were all sampled. Without votes the result is empty."""
-    votes = [group.vote for group in groups if group.vote]
-    if not votes:
-        return {}
-    metrics = {"rollout/tokens": sum(vote.tokens for vote in votes)}
-    for name, key in VOTES.items():
-        values = [getattr(vote, name) for vote in votes]
-        known = [value for value in values if value is not None]
-        if known:
-            metrics[key] = sum(known) / len(known)
     return metrics
 
 
@@ -151,7 +96,7 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     gradient again from the step's rollouts, which are a function of prompt, epoch and policy.
 
     {"seed", "offered", "rounds": number of groups in each round, "prompts": [...]}, each prompt with "id",
-    "epoch", "prob", "weight", and its PromptDraw's "copy" and "age" if they are not 0.
+    "epoch", "prob", "weight", and what a leaf's draw has `noted`.
     A prompt that was rolled out has "tokens" too, a hash of its completions, and "right": [G], 1, 0, or null
     for a completion that goes on; without gold answers "reward": [G] instead. A prompt that is trained on
     has "place", its index among the prompts offered, "completion_prob": [G] and "completion_weight": [G].
@@ -172,7 +117,7 @@ def list_decisions(rolled: Rolled, batch: Batch) -> dict:
     prompts = []
     for draw in rolled.draws:
         line = {"id": draw.prompt.id, "epoch": draw.epoch, "prob": draw.prob, "weight": draw.weight}
-        line |= {name: value for name, value in (("copy", draw.copy), ("age", draw.age)) if value}
+        line |= draw.noted
         if draw.kept:
             group, values = next(rolled_out)
             line[name] = [None if s.pending or math.isnan(value) else value
@@ -206,7 +151,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
     for g, sample in enumerate(rolled.groups[n].samples):
         kept = place is not None and bool(pruned.keep_NG[place, g])
         trained = 0
-        turns = [decode(sample.ids[start:to], True) for start, to in sample.turns] if sample.replies else []
+        turns = [decode(sample.ids[start:to], True) for start, to in sample.turns]
         if kept and batch.trained_NG[place, g]:
             trained = len(batch.tokens[place][g]) if batch.tokens else sample.trained
         yield {
@@ -221,7 +166,7 @@ def describe_completions(rolled: Rolled, n: int, batch: Batch, place: int | None
             "size": None if place is None or pruned.size_NG is None else pruned.size_NG[place, g].item(),
             "prob": None if place is None else pruned.prob_NG[place, g].item(),
             "weight": 0.0 if place is None else pruned.weight_NG[place, g].item(),
-        } | ({"turns": turns} if turns else {})
+        } | ({"turns": turns} if len(turns) > 1 else {})
 
 
 SUMS = """

@@ -92,7 +92,7 @@ class Minibatch:
     keep_NG: Tensor        # bool: packed
     adv_NG: Tensor
     weight_NG: Tensor      # loss.token_weight
-    reward_NG: Tensor      # for a critic
+    reward_NG: Tensor      # nan without one
     likelihood_NG: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
     bonus_NG: Tensor | None = None       # weight of each token's entropy, if the loss has a bonus
     tokens: list[list[Tensor]] | None = None  # Batch.tokens; the groups are cut off there
@@ -222,10 +222,6 @@ def build_row(minibatch: Minibatch, plan: Plan) -> Row:
         predict_C=predict_C, target_C=target_C, segment_C=segment_C,
         sampled_logp_C=torch.from_numpy(np.concatenate(logp)),
         adv_C=minibatch.adv_NG[n_C, g_C],
-        last_S=torch.tensor(queries).cumsum(0) - 1,
-        reward_S=minibatch.reward_NG[n_S, g_S],
-        pending_S=torch.tensor([sample.pending for sample in samples]),
-        length_S=torch.tensor([sample.own for sample in samples]),
         members=tuple(plan.members), counts=plan.counts,
         **{name: x_NG[n_C, g_C] * factor_C for name, x_NG in weights.items() if x_NG is not None},
     )

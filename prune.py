@@ -408,4 +408,3 @@ PROMPTS = {
     "pps": lambda memory, settings: proportional_prob(memory.size_K, settings.share, settings.floor),
     "greso": lambda memory, settings: greso_prob(memory.easy_K, memory.hard_K, memory.explore),
 }
-REFILLING = {"greso", "depo"}  # kinds that replace a prompt they skip: no other is weighed up for it

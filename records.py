@@ -8,9 +8,8 @@ S completions in one row.
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import field, fields, replace
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -71,40 +70,33 @@ class PromptDraw:
     epoch: int
     prob: float = 1.0     # of being rolled out
     weight: float = 1.0   # of its whole group: 1 / prob if pruning is unbiased, else 1; 0 if skipped
-    copy: int = 0         # which of the prompt's completions, if each is a group of its own (T-PPO)
-    age: int = 0          # steps since it was drawn, if its group goes on or waits (rollout.max_age)
     number: int = 0       # of the prompt among all to train on
-    # Tokens of its last completions, which may save decoding (rollout.drafts)
-    drafts: tuple[Sequence[int], ...] = field(default=(), compare=False)
+
+    age = 0               # steps since it was drawn
 
     @property
     def kept(self) -> bool:
         return self.weight > 0
 
+    @property
+    def noted(self) -> dict:
+        """Return the values that decisions.jsonl has of a leaf's own draw."""
+        return {}
+
 
 @frozen
 class Sample:
-    """One completion, exactly as the behaviour policy produced it."""
+    """One completion, exactly as the behaviour policy produced it.
+
+    A leaf's sample is a subclass, or stands for one, and may say otherwise than the properties do here.
+    """
 
     ids: Sequence[int]     # sampled tokens, with the EOS, or all that a stop text lies in, when `finished`
     logp: Sequence[float]  # log pi(ids[t] | prompt, ids[:t]), nats, at the sampling temperature, before top-p
     finished: bool         # True: ended by an EOS or a stop. False: cut at rollout.max_new_tokens, or pending
-    start: int = 0         # tokens sampled in earlier steps, which were trained on there (T-PPO)
-    pending: bool = False  # it has no reward yet: it, or another one of its group, goes on in the next step
-    old: int = 0           # tokens sampled in earlier steps, by older policies, and not trained on there
-    # Places in `ids`, from and to, of each reply of an environment, which is context and has log-prob 0
-    replies: tuple[tuple[int, int], ...] = ()
-    calls: int = 0         # of tools and of reply(), and how many of them failed
-    failures: int = 0
-    cut: bool = False      # it ends because of environment.turns or max_context
-    drafted: int = 0       # tokens that a draft has too, so that no decoding step was needed
-    # Tokens of the policy, without replies: all, those that this step trains on, those that it has sampled;
-    # and the place behind the last of them.
-    own: int = field(init=False)
-    trained: int = field(init=False)
-    fresh: int = field(init=False)
-    end: int = field(init=False)
-    scored: slice | np.ndarray = field(init=False, compare=False)  # places in `ids` of those trained on
+
+    pending = False        # it has no reward yet: it, or another one of its group, goes on in the next step
+    fresh_from = 0         # place of the first token that this step has sampled
 
     def __post_init__(self):
         # Flat, as they travel and are packed: lists of Python's numbers take five times the room and time.
@@ -113,40 +105,58 @@ class Sample:
         if not self.ids or len(self.ids) != len(self.logp):
             raise ValueError(f"a Sample needs at least one token and one logp each, "
                              f"not {len(self.ids)} ids and {len(self.logp)} logp")
-        end = len(self.ids)
-        for name, first in (("own", 0), ("trained", self.start), ("fresh", self.start + self.old)):
-            replied = sum(max(0, to - max(start, first)) for start, to in self.replies)
-            object.__setattr__(self, name, end - first - replied)
-        if self.replies and self.replies[-1][1] == end:
-            end = self.replies[-1][0]
-        object.__setattr__(self, "end", end)
-        scored = slice(self.start, None)
-        if self.replies:
-            own = np.arange(len(self.ids)) >= self.start
-            for start, to in self.replies:
-                own[start:to] = False
-            scored = own.nonzero()[0]
-        object.__setattr__(self, "scored", scored)
 
     @property
     def length(self) -> int:
         return len(self.ids)
 
     @property
+    def own(self) -> int:
+        """Count the tokens of the policy."""
+        return len(self.ids)
+
+    @property
+    def end(self) -> int:
+        """Return the place behind the policy's last token."""
+        return len(self.ids)
+
+    @property
     def turns(self) -> list[tuple[int, int]]:
-        """List the places in `ids`, from and to, of turns and replies, by turns."""
-        ends = [0, *chain.from_iterable(self.replies), len(self.ids)]
-        return [*pairwise(ends)]
+        """List the places in `ids`, from and to, of the policy's turns, by turns with others' replies."""
+        return [(0, len(self.ids))]
+
+    @property
+    def scored(self) -> slice | np.ndarray:
+        """Return the places in `ids` of the tokens that this step trains on."""
+        return slice(None)
+
+    @property
+    def trained(self) -> int:
+        """Count the tokens that this step trains on."""
+        return len(self.ids)
+
+    @property
+    def fresh(self) -> int:
+        """Count the policy's tokens that this step has sampled."""
+        return len(self.ids)
+
+    @property
+    def whole(self) -> "Sample":
+        """Return it with all of the policy's tokens to train on."""
+        return self
 
     def is_whole(self, limit: int) -> bool:
         """Tell whether it has ended, or has as many tokens of the policy as it may have."""
-        return self.finished or self.cut or self.own >= limit
+        return self.finished or self.own >= limit
+
+    def joined(self, piece: "Sample") -> "Sample":
+        """Append a new piece to this unfinished completion."""
+        return replace(self, ids=self.ids + piece.ids, logp=self.logp + piece.logp, finished=piece.finished)
 
     def first(self, count: int) -> "Sample":
         """Return the completion up to its count-th token that is trained on."""
         end = int(np.arange(len(self.ids))[self.scored][count - 1]) + 1
-        replies = tuple(reply for reply in self.replies if reply[1] < end)
-        return replace(self, ids=self.ids[:end], logp=self.logp[:end], replies=replies)
+        return replace(self, ids=self.ids[:end], logp=self.logp[:end])
 
 
 @frozen
@@ -157,24 +167,6 @@ class Request:
     seed: int
     limit: int                    # tokens to sample at most, replies apart
     so_far: Sample | None = None  # sampled before
-    drafts: tuple[Sequence[int], ...] = ()  # completions of the prompt by an older policy
-
-
-def join(so_far: Sample | None, piece: Sample) -> Sample:
-    """Append a new piece to an unfinished completion."""
-    if so_far is None:
-        return piece
-    length = so_far.length
-    return replace(
-        so_far,
-        ids=so_far.ids + piece.ids,
-        logp=so_far.logp + piece.logp,
-        finished=piece.finished,
-        replies=so_far.replies + tuple((length + start, length + to) for start, to in piece.replies),
-        calls=so_far.calls + piece.calls,
-        failures=so_far.failures + piece.failures,
-        cut=piece.cut,
-    )
 
 
 @frozen
@@ -183,7 +175,8 @@ class Group:
 
     prompt: Prompt
     samples: tuple[Sample, ...]
-    vote: Any = None  # methods.optpo.Vote, if completions voted for the prompt's answer
+
+    offered = True  # to this step; False: to a later one, since it goes on
 
 
 def lengths(groups: list[Group], G: int) -> Tensor:
@@ -267,7 +260,7 @@ class Batch:
     groups: list[Group]
     reward_NG: Tensor
     correct_NG: Tensor   # bool
-    adv_NG: Tensor       # from the rewards alone, also with a critic: pruning reads it
+    adv_NG: Tensor       # from the rewards alone: pruning reads it
     pruned: Pruned       # weight and probability, of prompts and completions together
     places: list[int]    # which of the prompts offered each group is of
     offered: int         # prompts, those skipped before rollout included
@@ -318,12 +311,8 @@ class Row:
     target_C: Tensor    # the completion token itself, EOS included
     segment_C: Tensor   # which of the row's completions it belongs to
     sampled_logp_C: Tensor  # the engine's log-prob of it, in nats
-    adv_C: Tensor       # as completions were compared, before a critic's values
+    adv_C: Tensor       # as completions were compared
     weight_C: Tensor    # > 0 for kept completions, 0 in the rows that only keep ranks in step
-    last_S: Tensor      # place in T of the last token of each completion
-    reward_S: Tensor    # of each completion, for a critic; 0 if it goes on
-    pending_S: Tensor   # bool: it goes on in the next step (T-PPO)
-    length_S: Tensor    # tokens of its completion so far, replies apart
     members: tuple[tuple[int, int], ...]  # (n, g) of each completion
     counts: bool        # False: of weight 0, to keep the rank in step
     likelihood_C: Tensor | None = None  # loss.likelihood_weight, if the loss has that term
@@ -344,7 +333,7 @@ class PreparedRow:
     """A row with the values that passes without gradient have computed for it before the update."""
 
     row: Row
-    adv_C: Tensor                      # the row's, or by a critic's values
+    adv_C: Tensor                      # the row's, or a leaf's in its place
     ref_logp_C: Tensor | None = None   # log-probs under the reference, if the loss needs them
     old_logp_C: Tensor | None = None   # under the policy before the update; None until a pass computes them
     factor_C: Tensor | None = None     # of each token's whole term (loss.weigh); None: 1

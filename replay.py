@@ -36,7 +36,7 @@ import torch
 from torch import Tensor
 
 import config
-from advantage import advantage
+import leaves
 from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
@@ -47,11 +47,10 @@ from infra.lines import blame_file, read_log, read_metrics
 from infra.runfolder import COPIES, SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
-from methods import soft_value
 from metrics import Clock, list_decisions
 from records import Batch, Metrics, PromptDraw, Rolled, frozen, lengths
 from settings import kinds
-from train import Run, prepare
+from train import Parts, Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 
 # --set may change the settings with these beginnings.
@@ -135,35 +134,27 @@ def link_run(folder: Path, there: Path, cfg: Config, step: int) -> None:
         (there / "checkpoints" / before.name).symlink_to(before.resolve())
 
 
-def find_draws(run: Run, line: dict) -> list[PromptDraw]:
+def find_draws(parts: Parts, line: dict) -> list[PromptDraw]:
     """Return the prompts that a line of decisions.jsonl names, as they were drawn."""
-    numbers = {prompt.id: k for k, prompt in enumerate(run.task.prompts)}
-    draws = []
-    for p in line["prompts"]:
-        k = numbers.get(p["id"])
-        if k is None:
-            raise ConfigError(f"data.train={run.cfg.data.train} is not what it was: there is no {p['id']}")
-        draws.append(PromptDraw(run.task.prompts[k], p["epoch"], p["prob"], p["weight"], p.get("copy", 0),
-                                p.get("age", 0), k))
-    return run.history.attach(draws) if run.cfg.rollout.drafts else draws
+    try:
+        return parts.history.recall(line["prompts"])
+    except KeyError as unknown:
+        raise ConfigError(f"data.train={parts.cfg.data.train} is not what it was: there is no "
+                          f"{unknown.args[0]}") from None
 
 
-def roll_again(run: Run, line: dict) -> Rolled:
+def roll_again(parts: Parts, line: dict) -> Rolled:
     """Sample and score the groups of a line of decisions.jsonl, in the rounds that they came in."""
-    settings = run.cfg.advantage
-    table = None
-    if settings.kind == "soft_value":
-        table = soft_value.estimate_table(
-            run.sampler, run.task.prompts, settings, Path(run.cfg.out), sampled=True)
-    draws = find_draws(run, line)
+    parts = leaves.through("begin", parts.cfg, parts)
+    draws = find_draws(parts, line)
     kept = list(accumulate(draw.kept for draw in draws))
     rolled = Rolled()
     for total in accumulate(line["rounds"]):
         first = len(rolled.draws)
         offered = draws[first:bisect_right(kept, total)]
-        groups = run.sampler.rollout(offered)
-        rewards = run.sampler.score(groups)
-        adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, settings)
+        groups = parts.sampler.rollout(offered)
+        rewards = parts.sampler.score(groups)
+        adv_NG = parts.advantage(groups, rewards, parts.cfg.advantage)
         rolled += Rolled(offered, groups, rewards, adv_NG)
     return rolled
 
@@ -229,7 +220,7 @@ class Arm:
 
     @staticmethod
     def of(name: str, run: Run, cfg: Config, rolled: Rolled, seed: int) -> "Arm":
-        learner = replace(run.learner, loss=cfg.loss)
+        learner = replace(run.parts.learner, loss=cfg.loss)
         selection = Selection.of(cfg)
         return Arm(name, learner, selection, choose(rolled, selection, seed))
 
@@ -348,11 +339,11 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         configs["--set"] = given
     dist.init(find_device(own.device))
     with run_before(folder, step, own) as run:
-        rolled = roll_again(run, line)
-        run.engine.sleep()
+        rolled = roll_again(run.parts, line)
+        run.parts.engine.sleep()
         arms = [Arm.of(name, run, cfg, rolled, line["seed"]) for name, cfg in configs.items()]
         batch = arms[1].batch
-        require_same_step(line, rolled, batch, run.cfg.rollout.engine)
+        require_same_step(line, rolled, batch, run.parts.cfg.rollout.engine)
         with blame_file(folder / "env.json"):
             ran_on = json.loads((folder / "env.json").read_text())["ranks"]
         say(f"step {step} of {folder}, again on {dist.world_size()} and first on {ran_on} ranks: tokens and "
@@ -362,7 +353,7 @@ def replay(folder: Path, step: int, changes: list[str], draws: int) -> None:
         say("")
         print_groups(arms[1:], rolled)
         print_gradients(arms, rolled, draws)
-        print_agreement(update(run.learner, batch, step - 1, Clock()), logged)
+        print_agreement(update(run.parts.learner, batch, step - 1, Clock()), logged)
 
 
 def main() -> int:

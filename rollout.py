@@ -9,7 +9,6 @@ T prompt tokens,  M new tokens at most.
 """
 
 from collections import Counter
-from os.path import commonprefix
 from time import perf_counter
 from typing import Protocol
 
@@ -24,8 +23,6 @@ from model import BACKENDS, Decoder, at_least_float32, empty_model
 from records import EngineSpec, Request, Sample, Segments, Stops, frozen
 
 Ids = tuple[int, ...]      # the tokens of a prompt or a draft
-Drafts = tuple[Ids, ...]
-Paths = dict[int, list[int]]  # slot -> places of its tokens in a Tree
 PREFILL_TOKENS = 4096  # prompt tokens, padded, that TorchEngine computes at once
 
 
@@ -94,46 +91,15 @@ def keep_nucleus(prob_SV: Tensor, top_p: float) -> Tensor:
 
 @frozen
 class Asked:
-    """A prompt to compute, the row of the cache that it gets, and its drafts."""
+    """A prompt to compute, and the row of the cache that it gets."""
 
     number: int
     row: int
     ids: Ids
-    drafts: Drafts
 
     @property
     def size(self) -> int:
-        return len(self.ids) + sum(map(len, self.drafts))
-
-
-class Tree:
-    """Drafts of some prompts, computed in one pass. What several begin with is computed once."""
-
-    def __init__(self):
-        self.child: dict[tuple[int, int], int] = {}  # place of a token, and the next token -> its place
-        self.pairs: list[Tensor] = []  # of each layer, keys and values: [2, T, key heads, width]
-        self.hidden_TD = torch.empty(0)
-
-    def grow(self, asked: Asked, ids: list[int], positions: list[int]) -> list[tuple[list[int], int]]:
-        """Append a prompt's drafts to a pass that ends with the prompt. Return its branches: the places that
-        each sees, its own last, and how many are its own."""
-        root = len(ids) - 1
-        prompt = [*range(len(ids) - len(asked.ids), root)]
-        branches = []
-        path, before = [root], ()
-        for draft in sorted(asked.drafts):
-            common = len(commonprefix([before, draft]))
-            path = path[:common + 1]
-            new = draft[len(path) - 1:-1]  # nothing is drawn behind a last token
-            for token in new:
-                self.child[path[-1], token] = len(ids)
-                positions.append(positions[root] + len(path))
-                path.append(len(ids))
-                ids.append(token)
-            if new:
-                branches.append((prompt + path, len(new)))
-            before = draft
-        return branches
+        return len(self.ids)
 
 
 class Cache:
@@ -147,7 +113,7 @@ class Cache:
         model: Decoder,
         attention: str,
         slots: int,
-        prompts: dict[Ids, Drafts],
+        prompts: list[Ids],
         max_new_tokens: int,
     ):
         self.model = model
@@ -155,10 +121,7 @@ class Cache:
         shape = model.shape
         weight = model.embed_tokens.weight
         self.device = weight.device
-        self.prompts = [*prompts]
-        self.drafts = [*prompts.values()]
-        # Of prompts that are held, by number: its drafts, and the place of its last token among them.
-        self.trees: dict[int, tuple[Tree, int]] = {}
+        self.prompts = prompts
         self.heads = shape.kv_heads
         self.held: list[int] = []  # the prompt of each row
         longest = max(map(len, prompts)) - 1
@@ -183,9 +146,8 @@ class Cache:
                 self.of_prompts[layer] = F.pad(pair, (0, 0, 0, 0, 0, 0, 0, added))
         placed = []
         for number, row in zip(new, rows, strict=False):
-            self.trees.pop(self.held[row], None)
             self.held[row] = number
-            asked = Asked(number, row, self.prompts[number], self.drafts[number])
+            asked = self.ask(number, row)
             if asked.size > 1:
                 placed.append(asked)
         for run in group_by_size(placed):
@@ -194,54 +156,31 @@ class Cache:
         row_S = [row_of.get(number, 0) for number in prompt_S]
         self.arrange(torch.tensor(row_S, device=self.device))
 
+    def ask(self, number: int, row: int) -> Asked:
+        """Return the prompt of this number, to be computed into this row."""
+        return Asked(number, row, self.prompts[number])
+
     def prefill(self, placed: list[Asked]) -> None:
-        """Compute prompts together, each into its row, and behind each the tree of its drafts."""
-        ids, positions = [], []
-        rows, places = [], []  # of the tokens of prompts
-        queries, keys, key = [], [], []
-        tree = Tree()
-        for asked in placed:
-            start, last = len(ids), len(asked.ids) - 1
-            rows += [asked.row] * last
-            places += range(start, start + last)
-            read = last + 1 if asked.drafts else last
-            ids += asked.ids[:read]
-            positions += range(read)
-            branches = [(range(start, len(ids)), read)]
-            if asked.drafts:
-                self.trees[asked.number] = tree, start + last
-                branches += tree.grow(asked, ids, positions)
-            for seen, new in branches:
-                queries.append(new)
-                keys.append(len(seen))
-                key += seen
-        columns = ids, positions, key, rows, places
-        ids_T, position_T, key_K, row_P, place_P = (
-            torch.tensor(x, dtype=torch.long, device=self.device) for x in columns)
-        within = BACKENDS[self.attention](Segments.of(queries, keys, key_K))
-        drafted = any(asked.drafts for asked in placed)
+        """Compute prompts together, each into its row."""
+        ids, positions, rows = [], [], []
+        lengths = [len(asked.ids) - 1 for asked in placed]
+        for asked, length in zip(placed, lengths, strict=True):
+            ids += asked.ids[:length]
+            positions += range(length)
+            rows += [asked.row] * length
+        ids_T, position_T, row_T = (
+            torch.tensor(x, dtype=torch.long, device=self.device) for x in (ids, positions, rows))
+        within = BACKENDS[self.attention](Segments.plain(lengths, self.device))
 
         def attend(layer, q, k, v, window):
             pair = self.of_prompts[layer]
-            pair[0, row_P, :, position_T[place_P]] = k[place_P]
-            pair[1, row_P, :, position_T[place_P]] = v[place_P]
-            if drafted:
-                tree.pairs.append(torch.stack([k, v]))
-            elif layer == self.model.shape.layers - 1:
-                return None  # of a prompt alone only keys and values are needed
+            pair[0, row_T, :, position_T] = k
+            pair[1, row_T, :, position_T] = v
+            if layer == self.model.shape.layers - 1:
+                return None  # only keys and values are needed
             return within(layer, q, k, v, window)
 
-        tree.hidden_TD = self.model.hidden(ids_T, position_T, attend)
-
-    def copy_paths(self, tree: Tree, paths: Paths) -> None:
-        """Give slots the keys and values of the tree's tokens that they have followed."""
-        slots, columns, places = [], [], []
-        for slot, path in paths.items():
-            slots += [slot] * len(path)
-            columns += range(len(path))
-            places += path
-        for pair, computed in zip(self.of_slots, tree.pairs, strict=True):
-            pair[:, slots, :, columns] = computed[:, places].transpose(0, 1)
+        self.model.hidden(ids_T, position_T, attend)
 
     def arrange(self, row_S: Tensor) -> None:
         """Lay out the queries by the rows of their prompts: one place in each row before the first row that
@@ -353,12 +292,9 @@ class Decoding:
         self.prompts = [tokens_before(request) for request in requests]
         self.seeds = [request.seed for request in requests]
         self.count = count
-        different = {}
-        for prompt, request in zip(self.prompts, requests, strict=True):
-            if prompt not in different:
-                different[prompt] = tuple(map(tuple, request.drafts))
+        different = list(dict.fromkeys(self.prompts))
         number_of = {prompt: i for i, prompt in enumerate(different)}
-        self.cache = Cache(engine.model, engine.attention, slots, different, longest)
+        self.cache = self.make_cache(engine.model, engine.attention, slots, different, longest)
         self.prompt_N = [*(number_of[prompt] for prompt in self.prompts), -1]
         with torch.device(engine.device):
             self.eos = torch.tensor(sorted(engine.eos_ids))
@@ -371,11 +307,12 @@ class Decoding:
             self.ids_NM = torch.zeros(count + 1, longest, dtype=torch.long)
             self.logp_NM = torch.zeros(count + 1, longest, dtype=torch.float64)
             self.made_N = torch.zeros(count + 1, dtype=torch.long)
-            self.drafted_N = torch.zeros(count + 1, dtype=torch.long)
             self.ended_N = torch.zeros(count + 1, dtype=torch.bool)
 
-    def admit(self, slots: list[int], samples: range) -> None:
-        """Start `samples` in `slots`, and follow their drafts."""
+    make_cache = Cache  # or a leaf's own
+
+    def admit(self, slots: list[int], samples: range) -> bool:
+        """Start `samples` in `slots`. Tells whether some may have ended already: here none."""
         device = self.owner_S.device
         self.owner_S[slots] = torch.tensor(samples, device=device)
         owners = self.owner_S.tolist()
@@ -387,32 +324,7 @@ class Decoding:
         rows = [draw_uniforms(self.seeds[i], longest) for i in samples]
         drawn_SM = torch.from_numpy(np.stack(rows))
         self.uniform_SM[slots] = drawn_SM.to(device)
-        paths: dict[Tree, Paths] = {}
-        for slot in slots:
-            if prompt_S[slot] in self.cache.trees:
-                tree, root = self.cache.trees[prompt_S[slot]]
-                paths.setdefault(tree, {})[slot] = [root]
-        for tree, followed in paths.items():
-            self.follow(tree, followed)
-
-    def follow(self, tree: Tree, paths: Paths) -> None:
-        """Draw the tokens of some slots as long as the ones before are a draft's; `paths` begin with the last
-        token of the prompt. A token is drawn as in `step`, so drafts change no sample."""
-        moving = [*paths]
-        begun_K = self.owner_S[moving]
-        while moving:
-            hidden_KD = tree.hidden_TD[[paths[slot][-1] for slot in moving]]
-            self.take(torch.tensor(moving), self.cache.model.logits(hidden_KD))
-            tokens = self.token_S[moving].tolist()
-            owners = self.owner_S[moving].tolist()
-            asked, moving = moving, []
-            for slot, token, owner in zip(asked, tokens, owners, strict=True):
-                place = tree.child.get((paths[slot][-1], token))
-                if owner < self.count and place is not None:
-                    paths[slot].append(place)
-                    moving.append(slot)
-        self.drafted_N[begun_K] = self.made_N[begun_K]
-        self.cache.copy_paths(tree, paths)
+        return False
 
     def shrink(self) -> None:
         """Drop idle slots, so that the last long samples do not pay for all that have ended."""
@@ -461,10 +373,10 @@ class Decoding:
 
     def samples(self) -> list[Sample]:
         """Return all samples, in the order that they were asked for."""
-        columns = self.made_N, self.ids_NM, self.logp_NM, self.ended_N, self.drafted_N
+        columns = self.made_N, self.ids_NM, self.logp_NM, self.ended_N
         rows = zip(*(column[:-1].tolist() for column in columns), strict=True)
-        return [Sample(ids[:made], logp[:made], ended, drafted=drafted)
-                for made, ids, logp, ended, drafted in rows]
+        return [Sample(ids[:made], logp[:made], ended)
+                for made, ids, logp, ended in rows]
 
 
 class TorchEngine:
@@ -484,6 +396,7 @@ class TorchEngine:
         self.slots = spec.slots
         self.attention = spec.backend
         self.stops = spec.stops
+        self.decoding = Decoding  # or a leaf's own
 
     @torch.no_grad()
     def sync(self, policy: Decoder) -> None:
@@ -517,7 +430,7 @@ class TorchEngine:
         if not requests:
             return []
         count = len(requests)
-        state = Decoding(self, requests, temperature, top_p)
+        state = self.decoding(self, requests, temperature, top_p)
         started = tokens = 0
         start = perf_counter()
         hidden = True if progress is None else None  # None: tqdm looks for a terminal
@@ -530,10 +443,10 @@ class TorchEngine:
                 slots = idle[:count - started]
                 if slots:
                     samples = range(started, started + len(slots))
-                    state.admit(slots, samples)
+                    ahead = state.admit(slots, samples)
                     started += len(slots)
-                    if state.cache.trees:
-                        continue  # some may have ended
+                    if ahead:
+                        continue
                 elif not busy:
                     return state.samples()
                 elif len(idle) * 4 > len(state.owner_S):
@@ -563,6 +476,6 @@ def draw_uniforms(seed: int, count: int) -> np.ndarray:
 def start_engine(kind: str, spec: EngineSpec) -> Engine:
     """Make an engine of this kind (rollout.engine), which waits for its first `sync`. Raises ConfigError."""
     if kind == "vllm":
-        from rollout_vllm import VLLMEngine  # its tests and its libraries are its own
+        from rollout_vllm import VLLMEngine  # a CPU run has no vLLM
         return VLLMEngine(spec)
     return TorchEngine(empty_model(spec.folder, spec.dtype), spec)

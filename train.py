@@ -24,13 +24,16 @@ if __name__ == "__main__":  # before the imports that take seconds
 import argparse
 import os
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from torch import Tensor
+
 import config
 import data
-import lora
+import leaves
 from advantage import advantage
 from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
@@ -46,38 +49,55 @@ from infra.device import (
     resolve_auto,
     settings_to_save,
 )
-from infra.environment import EnvironmentFile, load_tokenizer
+from infra.models import Weights
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
 from infra.stored import once_a_node
+from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
-from methods import critic, samplers, soft_value
-from methods.environment import with_environment
 from metrics import Clock, list_decisions, rollout_metrics, sample_lines
 from model import Decoder
-from records import Batch, Metrics, Rolled, frozen
+from records import Batch, Group, Metrics, Rewards, Rolled, frozen
 from rollout import Engine, start_engine
+from settings import kinds
 from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
 
+def compare(groups: list[Group], rewards: Rewards, settings: kinds.Advantage) -> Tensor:
+    """Compute the advantages of completions from rewards, [N, G]."""
+    return advantage(rewards, settings)
+
+
 @frozen
-class Run:
-    """The objects that the loop uses, from its first step to its last."""
+class Parts:
+    """The objects that a run is made of. A leaf puts its own in their places (leaves/__init__.py)."""
 
     cfg: Config                            # with all that was left to `auto` decided
     task: data.Task
+    weights: Weights
     learner: Learner
     engine: Engine
-    sampler: Sampler                       # or a method's own (methods/samplers.py)
+    sampler: Sampler
     history: PromptHistory
+    first: int                             # the step to begin with
+    advantage: Callable = compare          # of groups, rewards and settings, before pruning
+    after_update: tuple[Callable, ...] = ()  # of learner, rollouts, step and clock; they return metrics
+    measures: tuple[Callable, ...] = ()      # of rollouts and batch; they return metrics
+    warnings: tuple[Callable, ...] = ()      # of the number of steps done and the batch; they return a text
+
+
+@frozen
+class Run:
+    """A run from its first step to its last."""
+
+    parts: Parts
     checkpoints: Checkpoints
     log: runfolder.RunLog
     inputs: dict[str, str]                 # hashes of data, tokenizer and weights
-    first: int                             # the step to begin with
 
 
 def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> Decoder:
@@ -86,11 +106,11 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
     Raises ConfigError for a mistake that the user can mend, Stopped after a `stop`, and NotFinite.
     """
     run, selection = prepare(cfg, resume), Selection.of(cfg)
-    stop_engine(run.engine, stop, alone=cfg.rollout.tensor_parallel == 1)
-    learner, engine, sampler, history = run.learner, run.engine, run.sampler, run.history
-    with run.log.running(run.cfg), run.checkpoints.finished():
-        table = before_steps(run)
-        for step in run.log.steps(run.first, cfg.steps):
+    stop_engine(run.parts.engine, stop, alone=cfg.rollout.tensor_parallel == 1)
+    with run.log.running(run.parts.cfg), run.checkpoints.finished():
+        parts = before_steps(run)
+        learner, engine, sampler, history = parts.learner, parts.engine, parts.sampler, parts.history
+        for step in run.log.steps(parts.first, cfg.steps):
             clock, rolled, seed = Clock(), Rolled(), dist.seed_for(cfg.seed, step, "prune")
             while count := lacks(rolled, selection, seed):  # one round, or more if rollout.until needs them
                 draws = history.draw(count)                 # which prompts; some are skipped
@@ -99,21 +119,19 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
                 with clock.phase("reward"):
                     rewards = sampler.score(groups)         # named components, on every rank
                 # A_i from all G, before pruning
-                adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
+                adv_NG = parts.advantage(groups, rewards, cfg.advantage)
                 newest = Rolled(draws, groups, rewards, adv_NG)
-                if history.remembers:
-                    history.record(newest)
+                history.record(newest)
                 rolled += newest
             batch = choose(rolled, selection, seed)         # survivors and their weights
-            if history.adapts:
-                history.adapt(rolled)
+            history.adapt(rolled)
             with clock.phase("sync"):
                 engine.sleep()
             if run.checkpoints.written:
                 run.checkpoints.wait_for_copies()
             measured = update(learner, batch, step, clock)  # pack, -sum w f A logp, optimizer step
-            if learner.critic:
-                measured |= critic.fit_values(learner, rolled, step, clock)
+            for follow in parts.after_update:
+                measured |= follow(learner, rolled, step, clock)
             with clock.phase("sync"):
                 engine.sync(learner.policy)
             log_step(run, step + 1, rolled, batch, measured, clock)
@@ -126,7 +144,8 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
         engine.sleep()  # an export gathers weights in float32
-        lora.export_both(learner.policy, run.task.source, cfg, run.task.tokenizer)
+        texts = parts.task.tokenizer.exported(cfg.data.system_prompt)
+        parts.weights.export(learner.policy, parts.task.source, Path(cfg.out) / "hf", texts)
     return learner.policy
 
 
@@ -135,11 +154,12 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     clock = Clock()
     folder = runfolder.require_free_folder(cfg, resume)
     task = load_task(cfg)
-    files = files_of(cfg.reward, task.tokenizer, task.environment)
+    files = files_of(cfg.reward, task.tokenizer)
+    weights = leaves.through("weights", cfg, Weights())
     log = runfolder.RunLog(folder if dist.rank() == 0 else None)
     if folder.exists():
         log.lock()  # before models are loaded: another run may have only just begun there
-    inputs = task.inputs | lora.identify_weights(cfg.model.lora, task.source) | checkpoint.describe_code()
+    inputs = task.inputs | weights.identify(task.source) | checkpoint.describe_code()
     checkpoint.require_same_ranks(config.flatten(cfg) | files | inputs | {"--resume": resume})
     path, saved = find_newest(resume, folder / "checkpoints")
     if path:
@@ -148,12 +168,14 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = resolve_auto(cfg, task.source, saved["config"])
-    learner, bare_engine = load_models(decided, task)
-    engine = with_environment(bare_engine, task.tokenizer, task.environment, cfg)
+    learner, bare_engine = load_models(decided, task, weights)
+    engine, _ = leaves.through("engine", cfg, (bare_engine, task.tokenizer))
     sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
     easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
     history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
-    history, sampler = samplers.choose_sampler(cfg, task.source, history, sampler)
+    parts = leaves.through("parts", decided, Parts(
+        decided, task, weights, learner, engine, sampler, history, saved["step"]))
+    learner, history = parts.learner, parts.history
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
     if path is None:
@@ -167,47 +189,28 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         history.restore(saved["history"])
         log.resume(saved["step"], cfg)
     engine.sync(learner.policy)
-    run = Run(
-        decided,
-        task,
-        learner,
-        engine,
-        sampler,
-        history,
-        checkpoints,
-        log,
-        inputs,
-        saved["step"])
     log.unlogged["time/start"] = clock.metrics()["time/step"]
-    return run
+    return Run(replace(parts, cfg=decided, learner=learner), checkpoints, log, inputs)
 
 
-def before_steps(run: Run) -> soft_value.SoftValues | None:
-    """Evaluate if that is due and was not done, and estimate the table of advantage.kind=soft_value."""
-    cfg = run.cfg
-    done = dist.max_over_ranks(run.log.has_evaluated(run.first))  # unless a stop came in the middle
-    if not done and (run.first == 0 or is_due(cfg.eval.every, run.first, cfg.steps)):
-        evaluate_sets(run, run.first)
-    if cfg.advantage.kind != "soft_value":
-        return None
-    return soft_value.estimate_table(
-        run.sampler,
-        run.task.prompts,
-        cfg.advantage,
-        Path(cfg.out),
-        sampled=run.first > 0,
-    )
+def before_steps(run: Run) -> Parts:
+    """Evaluate if that is due and was not done, and let leaves make their parts ready."""
+    cfg, first = run.parts.cfg, run.parts.first
+    done = dist.max_over_ranks(run.log.has_evaluated(first))  # unless a stop came in the middle
+    if not done and (first == 0 or is_due(cfg.eval.every, first, cfg.steps)):
+        evaluate_sets(run, first)
+    return leaves.through("begin", cfg, run.parts)
 
 
 def evaluate_sets(run: Run, step: int) -> None:
     """Answer and grade every evaluation set with the weights that the engine holds, and log the scores."""
-    settings = run.cfg.eval
+    parts, settings = run.parts, run.parts.cfg.eval
     sampling = Sampling(settings.max_new_tokens, settings.n, settings.temperature, settings.top_p)
     clock = Clock()
     results = {}
-    for s in run.task.sets:
+    for s in parts.task.sets:
         bar = f"eval {s.name}" if dist.rank() == 0 else None
-        results[s.name] = evaluate(run.engine, run.task.tokenizer, s, sampling, bar)
+        results[s.name] = evaluate(parts.engine, parts.task.tokenizer, s, sampling, bar)
     if results:
         run.log.evaluated(step, results, clock.metrics()["time/step"])
 
@@ -215,8 +218,8 @@ def evaluate_sets(run: Run, step: int) -> None:
 def extra_state(run: Run, asked: Config) -> dict:
     """Return the content of a checkpoint's extra.pt."""
     return {
-        "config": settings_to_save(run.cfg, asked),
-        "history": run.history.state(),
+        "config": settings_to_save(run.parts.cfg, asked),
+        "history": run.parts.history.state(),
         "inputs": run.inputs,
     }
 
@@ -225,19 +228,18 @@ def load_task(cfg: Config) -> data.Task:
     """Load the tokenizer and all problems, and render them as prompts. Collective. Raises ConfigError."""
     dist.init(find_device(cfg.device))
     source = find_model(cfg.model.path)
-    tokenizer, environment = load_tokenizer(source, cfg)
+    tokenizer = leaves.through("tokenizer", cfg, Tokenizer(source, cfg.data, cfg.rollout.stop or ()))
     sets = load_sets(cfg.data, tokenizer, cfg.reward) if cfg.data.eval else []
-    (problems, prompts), (graded, inputs) = once_a_node(
-        partial(load_prompts, cfg, source, tokenizer, environment, sets))
+    (problems, prompts), (graded, inputs) = once_a_node(partial(load_prompts, cfg, source, tokenizer, sets))
     # Problems beyond eval.limit are left out of training too.
     sets = [s.first(cfg.eval.limit) for s in sets]
-    return data.Task(source, tokenizer, problems, prompts, sets, graded, inputs, environment)
+    return leaves.through("task", cfg, data.Task(source, tokenizer, problems, prompts, sets, graded, inputs))
 
 
-def load_prompts(cfg: Config, source: Path, tokenizer: data.Tokenizer, environment: EnvironmentFile | None,
-                 sets: list[EvalSet]) -> tuple[tuple[list, list], tuple[bool, dict[str, str]]]:
+def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[EvalSet],
+                 ) -> tuple[tuple[list, list], tuple[bool, dict[str, str]]]:
     """Load problems to train on and their prompts; whether all have answers, and the hashes of all inputs."""
-    settings, gold = cfg.data, cfg.labels.kind == "gold"
+    settings, gold = cfg.data, cfg.labels.reads_answers
     problems = data.load_problems(
         settings.train,
         settings.dir,
@@ -254,8 +256,6 @@ def load_prompts(cfg: Config, source: Path, tokenizer: data.Tokenizer, environme
         golds = {p.id: p.answer for p in problems}
         name_unreadable(settings.train, golds, cfg.reward.needs_answers)
     custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
-    if environment:
-        environment.try_rows(problems, *(s.problems for s in sets))
     prompts = data.to_prompts(
         problems,
         tokenizer,
@@ -274,7 +274,7 @@ def is_due(every: int, step: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
+def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
     (device.resolve_auto). Raises ConfigError."""
     longest = longest_sampled(cfg)
@@ -285,22 +285,24 @@ def load_models(cfg: Config, task: data.Task) -> tuple[Learner, Engine]:
         "environment.max_context",
     )
     device = dist.init(find_device(cfg.device))
-    learner = build_learner(cfg, task.source, device)
-    if cfg.advantage.kind == "gae":
-        learner = critic.with_critic(learner, cfg, task.source)
+    learner = build_learner(cfg, task.source, device, weights)
     spec = engine_spec(cfg, device, task.tokenizer, longest)
     return learner, start_engine(cfg.rollout.engine, replace(spec, sleeps=cfg.rollout.sleep == "always"))
 
 
 def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metrics, clock: Clock) -> None:
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
-    machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(run.learner.device, run.engine)
-    run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
-    run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
-    if step == 1:
-        run.log.warn(step, critic.warn_too_short(batch, run.learner))
+    parts = run.parts
+    machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(parts.learner.device, parts.engine)
+    measured |= machine | rollout_metrics(rolled, batch)
+    for measure in parts.measures:
+        measured |= measure(rolled, batch)
+    run.log.step(step, measured)
+    run.log.warn(step, custom_reward.describe_missing(rolled.rewards, parts.cfg.reward))
+    for warning in parts.warnings:
+        run.log.warn(step, warning(step, batch))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))
-    texts = sample_lines(rolled, batch, run.task.tokenizer.decode, run.cfg.log.groups)
+    texts = sample_lines(rolled, batch, parts.task.tokenizer.decode, parts.cfg.log.groups)
     run.log.sampled(step, texts)
 
 
@@ -330,7 +332,7 @@ def run_command(args: argparse.Namespace) -> int | None:
     if args.check:
         task = load_task(cfg)
         decided = resolve_auto(cfg, task.source)
-        learner, engine = load_models(decided, task)
+        learner, engine = load_models(decided, task, leaves.through("weights", cfg, Weights()))
         ready = checks.before_run(cfg, checks.Ready(decided, learner, engine, task, shown=True))
         return checks.print_checks(ready.checks)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":

@@ -15,13 +15,11 @@ from loss import (
     RowLoss,
     likelihood_weight,
     needs_extra_pass,
-    residual_advantage,
     row_loss,
     segment_sum,
     token_weight,
     weigh,
 )
-from methods import critic, preference
 from metrics import Clock, PassSums
 from pack import Minibatch
 from prune import cut_completions
@@ -46,15 +44,16 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
     with clock.phase("score"):
         extra = settings.minibatches > 1 and needs_extra_pass(learner.loss)
         prepared = [prepare_rows(learner, rows, extra) for rows in packed]
+        for change in learner.before_update:
+            prepared = [change(learner, *pair) for pair in zip(batches, prepared, strict=True)]
     rate = learning_rate(step - first, learner.optim, learner.steps - first)
-    sums, norms, pairs, rates = PassSums(learner.pack, learner.policy.quadratic), [], [], []
+    sums, norms, rates = PassSums(learner.pack, learner.policy.quadratic), [], []
     not_finite = partial(NotFinite, step=step + 1, records=batch)
     with clock.phase("update"):
         for epoch in range(settings.epochs):
             for i, weighed in enumerate(batches):
-                passed, compared = add_gradients(learner, weighed, prepared[i], unmoved=not norms)
+                passed = add_gradients(learner, weighed, prepared[i], unmoved=not norms)
                 prepared[i] = [row for row, _ in passed]
-                pairs += compared
                 for row, terms in passed:
                     sums.add(row, terms, first_pass=epoch == 0)
                 share = effective_share(passed) if settings.rate_by_ess else 1.0
@@ -63,8 +62,6 @@ def update(learner: Learner, batch: Batch, step: int, clock: Clock) -> Metrics:
                                       sums.sums["loss"], not_finite)
                 norms.append(norm)
     measured = sums.metrics(len(norms))
-    if pairs:
-        measured |= preference.pair_metrics(pairs)
     return measured | {"train/grad_norm": sum(norms) / len(norms), "train/lr": sum(rates) / len(rates)}
 
 
@@ -111,14 +108,13 @@ def minibatch(learner: Learner, batch: Batch, places: list[int]) -> Minibatch:
 
 @torch.no_grad()
 def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[PreparedRow]:
-    """Run a mini-batch's rows through the reference, a critic and, in an `extra_pass`, the policy before the
-    update; `loss.weigh` may weigh tokens by its log-probs."""
+    """Run a mini-batch's rows through the reference and, in an `extra_pass`, the policy before the update;
+    `loss.weigh` may weigh tokens by its log-probs."""
     prepared, entropy = [], []
     for row in rows:
-        adv_C = critic.advantages(learner, row) if learner.critic else row.adv_C
         ref_logp_C = learner.log_probs(learner.reference, row) if learner.reference else None
         old_logp_C, entropy_C = learner.outputs(learner.policy, row) if extra_pass else (None, None)
-        prepared.append(PreparedRow(row, adv_C, ref_logp_C, old_logp_C))
+        prepared.append(PreparedRow(row, row.adv_C, ref_logp_C, old_logp_C))
         entropy.append(entropy_C)
     if extra_pass and learner.weighs_tokens:
         factors = weigh(rows, [given.old_logp_C for given in prepared], entropy, learner.loss)
@@ -128,18 +124,15 @@ def prepare_rows(learner: Learner, rows: list[Row], extra_pass: bool) -> list[Pr
 
 
 def add_gradients(learner: Learner, weighed: Minibatch, prepared: list[PreparedRow], unmoved: bool,
-                  ) -> tuple[list[tuple[PreparedRow, RowLoss]], list[Metrics]]:
+                  ) -> list[tuple[PreparedRow, RowLoss]]:
     """Add the gradient of one mini-batch to the policy's; training and replay.py compute it here alone.
 
-    Returns each row with its loss, and the sums over pairs of a preference loss. Raises ConfigError if
-    memory runs out.
+    Returns each row with its loss. Raises ConfigError if memory runs out.
     """
-    pairs = []
-    if learner.preference:
-        prepared, compared = preference.compare_pairs(learner, weighed, prepared)
-        pairs.append(compared)
+    for change in learner.before_step:
+        prepared = change(learner, weighed, prepared)
     try:
-        return [add_gradient(learner, given, unmoved) for given in prepared], pairs
+        return [add_gradient(learner, given, unmoved) for given in prepared]
     except torch.OutOfMemoryError as error:
         raise out_of_memory([given.row for given in prepared], learner.sequence, error) from None
 
@@ -174,9 +167,9 @@ def add_gradient(learner: Learner, prepared: PreparedRow, unmoved: bool) -> tupl
         if learner.weighs_tokens:
             factor_C, = weigh([row], [logp_C], [entropy_C], learner.loss)
             prepared = replace(prepared, factor_C=factor_C)
-    adv_C, beta = prepared.adv_C, getattr(learner.advantage, "residual", None)
-    if beta:
-        adv_C = residual_advantage(logp_C, prepared.ref_logp_C, adv_C, row.segment_C, beta)
+    adv_C = prepared.adv_C
+    for change in learner.in_pass:
+        adv_C = change(logp_C.detach(), prepared, adv_C)
     terms = row_loss(logp_C, prepared, adv_C, learner.loss, entropy_C)
     terms.loss.backward()
     return prepared, replace(terms, loss=terms.loss.detach())

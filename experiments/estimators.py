@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 import torch
 from enumeration import MAX_LEN, Problem, Steps, all_steps, lengths_of, reward_of
+from methods.soft_value import soft_value
 from torch import Tensor
 
 from advantage import advantage
 from loss import TRUST, engine_weight, segment_sum, token_weight
-from methods.soft_value import soft_value
 from prune import (
     COMPLETIONS,
     Candidates,

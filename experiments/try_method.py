@@ -32,13 +32,14 @@ from typing import Any, get_type_hints
 COURT = Path(__file__).parent / "court"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from methods import samplers  # noqa: E402
+
 import config  # noqa: E402
 import learner  # noqa: E402
 import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
-from methods import samplers  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
 from settings import loader  # noqa: E402

@@ -301,7 +301,8 @@ def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
     name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
     dtype = getattr(torch, name)
     attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
-    engine = pick("rollout.engine", ["torch"] if cfg.rollout.drafts else machine.engines(dtype))
+    drafts = getattr(cfg.rollout, "drafts", None)  # only the embedded engine has them
+    engine = pick("rollout.engine", ["torch"] if drafts else machine.engines(dtype))
     here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
     here = with_value(here, "rollout.engine", engine)
     slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))

@@ -144,6 +144,11 @@ class Tokenizer:
                 f"data.template.{name}={self.arguments[name]!r}: the chat template of {where} has no "
                 f"argument of that name; {advice}")
 
+    @property
+    def own_files(self) -> dict[str, str | None]:
+        """Map the settings that name files of the user's to the texts that were read."""
+        return {"data.chat_template": self.own_template}
+
     def exported(self, system: str | None) -> dict[str, str]:
         """Write the files by which an exported model is prompted and ends its answers as here: name -> text.
 

@@ -30,6 +30,15 @@ from typing import Any
 # leaf -> what chooses it in a config: "section=kind", or a section or a setting of its own; [] for every run.
 # They take hold in this order: of the engine, the learner, the history, the sampler.
 LEAVES = {
+    "environment": ["environment"],                                        # replies within completions
+    "preferences": ["advantage=preference", "advantage=group_preference"],  # DPO, RPO, MADPO, DGPO
+    "soft_value": ["advantage=soft_value"],                                # A*-PO
+    "critic": ["advantage=gae", "critic"],                                 # PPO, VAPO
+    "lora": ["model.lora"],                                                # adapters beside frozen weights
+    "depo": ["prune.prompts=depo"],                                        # prompts by estimated difficulty
+    "drafts": ["rollout.drafts"],                                          # completions of the last epoch
+    "votes": ["labels=votes"],                                             # OptPO: no labels
+    "windows": ["windows"],                                                # T-PPO; groups that go on or wait
     "fit": [],         # choices by memory, which is measured before a run; --fit
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show

@@ -1,6 +1,7 @@
 """The settings that come in kinds: labels, advantages, pruning, trust regions, optimizers.
 
-A section of one of these unions is a dataclass by its `kind`; config.py has all other sections.
+A section of one of these unions is a dataclass by its `kind`; config.py has all other sections. Leaves add
+kinds of their own (leaves/__init__.py). The loop asks a kind for properties of its class, not for its name.
 """
 
 from typing import Annotated, Literal
@@ -28,25 +29,22 @@ DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for a certain
 @kind
 class Gold:
     """Score by the answers of the data."""
+    reads_answers = True
     kind: Literal["gold"] = "gold"
 
 
-@kind
-class Votes:
-    """OptPO (arXiv:2512.02882): score by the answer that most completions agree on, without labels."""
-    kind: Literal["votes"] = "votes"
-    right: Chance = 0.6  # p0, chance of a vote for the true answer
-    other: Chance = 0.1  # p1, chance of one for any other answer
-    threshold: AboveOne = 19.0  # Bayes factor of leader to runner-up that decides
-    chunk: Count = 4               # completions added at a time to a prompt that is not decided
-    most: Count = 32               # M, completions of a prompt after which its leader is taken as it is
+Labels = Gold
 
 
-Labels = Gold | Votes
+class Comparison:
+    """An advantage that is a function of a group's rewards; kinds of leaves may say otherwise."""
+    compares = True          # completions of one prompt with each other
+    needs_reference = False  # the loss reads the initial policy
+    by_model = False         # it depends on a model too, so that 0 is not known before the update
 
 
 @kind
-class GroupNorm:
+class GroupNorm(Comparison):
     """GRPO (arXiv:2402.03300): the reward less its group's mean, over the group's standard deviation."""
     kind: Literal["group_norm"] = "group_norm"
     correction: Literal[0, 1] = 1  # of the standard deviation: 1 in the released codes, 0 in the papers
@@ -54,77 +52,32 @@ class GroupNorm:
 
 
 @kind
-class Centred:
+class Centred(Comparison):
     """Dr. GRPO (arXiv:2503.20783): the reward less its group's mean."""
     kind: Literal["centred"] = "centred"
 
 
 @kind
-class LeaveOneOut:
+class LeaveOneOut(Comparison):
     """RLOO (arXiv:2402.14740): the reward less the mean of the others in its group."""
     kind: Literal["leave_one_out"] = "leave_one_out"
 
 
 @kind
-class Shrinkage:
+class Shrinkage(Comparison):
     """The reward less a mean of the others, shrunk towards the other prompts' (arXiv:2511.03710)."""
     kind: Literal["shrinkage"] = "shrinkage"
 
 
 @kind
-class Decoupled:
+class Decoupled(Comparison):
     """GDPO (arXiv:2601.05242): components standardised one by one, then their weighted sum."""
     kind: Literal["decoupled"] = "decoupled"
     correction: Literal[0, 1] = 1  # of both standard deviations, as with group_norm
     eps: Positive = 1e-4           # added to the deviation
 
 
-@kind
-class SoftValue:
-    """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
-    kind: Literal["soft_value"] = "soft_value"
-    beta: Positive = 0.5           # weight of the KL term in the problem that V* solves
-    samples: Count = 8             # of the initial policy per training prompt, before the first step
-    residual: Positive | None = None  # beta of its squared loss (methods/soft_value.py); 1e-3 in the paper
-
-
-@kind
-class Gae:
-    """PPO (arXiv:1707.06347), VAPO (arXiv:2504.05118), T-PPO (arXiv:2506.15050): with a critic."""
-    kind: Literal["gae"] = "gae"
-    lam: ZeroToOne = 0.95          # lambda of the policy's advantage
-    alpha: Positive | None = None  # in place of lam, 1 - 1 / (alpha x length); VAPO has 0.05
-    lam_critic: ZeroToOne = 1.0    # lambda of the critic's target; 1: the reward itself
-    bootstrap: Literal["prev", "true"] = "prev"  # value behind a cut: of the state before (EGAE), or its own
-
-
-@kind
-class Preference:
-    """Pairs of a group by reward: DPO (arXiv:2305.18290), RPO (2405.16436), MADPO (2510.05342)."""
-    kind: Literal["preference"] = "preference"
-    beta: Positive = 0.1           # how far the margin counts: the weight of the KL that is implied
-    pairs: Literal["all", "extremes"] = "all"  # all of different rewards, or only the best with the worst
-    likelihood: PositiveOrZero = 0.0  # eta; beta * eta weighs -log pi of the chosen (RPO)
-    gap: Positive | None = None    # pairs with this difference of rewards weigh 1 (MADPO); null: all do
-    c_max: AboveOne = 2.0  # of the weight of pairs below `gap`
-    c_min: BelowOne = 0.5  # ... and above
-    steepness: Positive = 1.0      # of the way from one to the other
-
-
-@kind
-class GroupPreference:
-    """DGPO (arXiv:2510.08425) for language models: a group weighs less once the policy tells it apart."""
-    kind: Literal["group_preference"] = "group_preference"
-    beta: Positive = 0.1           # how far the log-ratios count
-
-
-Advantage = (GroupNorm | Centred | LeaveOneOut | Shrinkage | Decoupled | SoftValue | Gae
-             | Preference | GroupPreference)
-
-
-def is_preference(advantage: Advantage) -> bool:
-    """Tell whether the loss is a preference loss (methods/preference.py)."""
-    return isinstance(advantage, Preference | GroupPreference)
+Advantage = GroupNorm | Centred | LeaveOneOut | Shrinkage | Decoupled
 
 
 @kind
@@ -184,21 +137,26 @@ class VarianceShare:
 Completions = KeepAll | TopK | Bottom | Bernoulli | Pps | Pods | VarianceShare
 
 
+class Draw:
+    """A way to draw prompts; a kind may say otherwise."""
+    refills = False  # others are drawn in place of the prompts that it skips
+
+
 @kind
-class AllPrompts:
+class AllPrompts(Draw):
     """Roll out every prompt."""
     kind: Literal["none"] = "none"
 
 
 @kind
-class BernoulliPrompts:
+class BernoulliPrompts(Draw):
     """Dynamic Pruning as proved (arXiv:2603.04135): skip small |A| at random, weigh up the kept. Unbiased."""
     kind: Literal["bernoulli"] = "bernoulli"
     drop_prob: DropProb            # of a prompt with a mean |advantage| below the average prompt's
 
 
 @kind
-class LowestRank:
+class LowestRank(Draw):
     """Dynamic Pruning as listed (arXiv:2603.04135): skip prompts of small mean |advantage|. Biased."""
     kind: Literal["rank"] = "rank"
     drop_prob: DropProb            # share of a step
@@ -207,15 +165,16 @@ class LowestRank:
 
 
 @kind
-class Greso:
+class Greso(Draw):
     """GRESO (arXiv:2506.02177): roll out with probability max(p^z, 0.01) after z flat groups. Biased."""
+    refills = True
     kind: Literal["greso"] = "greso"
     explore: Annotated[float, within("[0.05, 0.95]", ", as GRESO bounds it")] = 0.5  # p at first
     target: Chance = 0.25  # share of flat groups that p is steered to
 
 
 @kind
-class ProportionalPrompts:
+class ProportionalPrompts(Draw):
     """Roll out with probability in proportion to the mean |advantage| of the newest group. Unbiased."""
     kind: Literal["pps"] = "pps"
     # of the prompts rolled out before, how many are expected to be again
@@ -223,20 +182,7 @@ class ProportionalPrompts:
     floor: Share = 0.1  # least size of a prompt, over their mean
 
 
-@kind
-class Depo:
-    """DEPO (arXiv:2602.06375): roll out prompts that are estimated neither too hard nor too easy. Biased."""
-    kind: Literal["depo"] = "depo"
-    # by a small network on the prompt's embeddings, or the share of right answers in its newest group
-    estimate: Literal["head", "history"] = "head"
-    low: ZeroToOne = 0.15          # of the share of right answers that is estimated, from here ...
-    high: ZeroToOne = 0.85         # ... up to here a prompt is rolled out
-    warmup_steps: CountOrZero = 100  # first steps: every prompt is rolled out
-    explore: ZeroToOne = 0.0       # chance of a rollout outside; 0 as released: it may never come again
-    lr: Positive = 2e-4            # of the network's AdamW
-
-
-Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPrompts | Depo
+Prompts = AllPrompts | BernoulliPrompts | LowestRank | Greso | ProportionalPrompts
 
 
 @kind

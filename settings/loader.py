@@ -12,12 +12,14 @@ import re
 import reprlib
 import types
 from collections.abc import Callable, Iterable
-from dataclasses import MISSING, dataclass, fields, is_dataclass
-from functools import cache
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, make_dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args, get_origin, get_type_hints
 
 import yaml
+
+import leaves
 
 UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow
@@ -133,20 +135,20 @@ def read_json(path: Path) -> dict[str, Any]:
     return raw
 
 
-def locate(name: str | Path, folder: Path, shipped: Path, whose: str = "") -> Path:
-    """Find a config file in `folder`, or else in `shipped`."""
+def locate(name: str | Path, folder: Path, shipped: tuple[Path, ...], whose: str = "") -> Path:
+    """Find a config file in `folder`, or else in one of the folders of those `shipped`."""
     name = os.path.expanduser(name)
-    path = next((path for path in (folder / name, shipped / name) if os.path.isfile(path)), None)
+    path = next((place / name for place in (folder, *shipped) if os.path.isfile(place / name)), None)
     if path is None:
-        names = sorted(path.name for path in shipped.glob("*.yaml"))
+        names = sorted(path.name for place in shipped for path in place.glob("*.yaml"))
         near = difflib.get_close_matches(Path(name).name, names, n=1)
         advice = f"Did you mean '{near[0]}'?" if near else f"There are: {', '.join(names)}."
-        raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped}. "
+        raise ConfigError(f"config '{name[:200]}'{whose} not found, neither as given nor in {shipped[0]}. "
                           f"{advice}")
     return path
 
 
-def read_layers(path: Path, shipped: Path, above: tuple[Path, ...] = ()) -> dict[Path, Raw]:
+def read_layers(path: Path, shipped: tuple[Path, ...], above: tuple[Path, ...] = ()) -> dict[Path, Raw]:
     """Read a config file and the files that it names as `base:`, one or a list; the lowest layer comes first.
 
     Later bases lie over earlier ones. A file that several bases name is a layer once, at its first place.
@@ -179,9 +181,9 @@ def override(text: str, section: Any) -> Raw:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise ConfigError(f"--set {SHORT.repr(text)} must have the form setting=value")
-    kind = section
+    kind, place = section, ""
     for part in key.split("."):
-        kind = hints(kind).get(part)
+        kind, place = known_hints(kind, place).get(part), f"{place}.{part}".lstrip(".")
     as_written = (kind is str and value) or (kind == str | None and value not in ("", "null"))
     nested = value
     if not as_written or value.startswith('"'):  # yaml in double quotes can hold a new line
@@ -212,6 +214,22 @@ def hints(section: Any) -> dict[str, Any]:
     return types_by_name
 
 
+def known_kinds(section: Any, place: str) -> dict[str, type]:
+    """Map the kinds of the section at a place to their dataclasses, with those that leaves add."""
+    return choices(section) | {name: load() for name, load in leaves.kinds_of(place).items()}
+
+
+def known_hints(section: Any, place: str) -> dict[str, Any]:
+    """Map the settings of the section at a place to their types, with those that leaves add."""
+    own = dict(hints(section))
+    for load in leaves.kinds_of(place).values():
+        own |= hints(load())
+    prefix = f"{place}." if place else ""
+    named = [leaf for leaf, names in leaves.LEAVES.items() if any(name.startswith(prefix) for name in names)]
+    more = dict(leaves.own_sections(named))
+    return own | {name: more[prefix + name] for name in leaves.names_within(place)}
+
+
 def first_kinds(section: Any) -> Raw:
     """Return the bottom layer, which names the first kind of every section that comes in kinds."""
     layer = {}
@@ -223,24 +241,55 @@ def first_kinds(section: Any) -> Raw:
     return layer
 
 
+@cache
+def extended(section: type, more: tuple[tuple[str, Any], ...]) -> type:
+    """Extend a section by the sections and settings that leaves have of their own, by dotted names."""
+    own, within = [], {}
+    for name, inner in more:
+        head, _, rest = name.partition(".")
+        if rest:
+            within.setdefault(head, []).append((rest, inner))
+        elif is_dataclass(inner):
+            own.append((head, inner, field(default_factory=partial(build, inner, {}))))
+        else:
+            own.append((head, inner, None))
+    for head, inner in within.items():
+        wider = extended(hints(section)[head], tuple(inner))
+        required = section.__dataclass_fields__[head].default is MISSING
+        default = field() if required else field(default_factory=partial(build, wider, {}))
+        own.append((head, wider, default))
+    if not own:
+        return section
+
+    def reduce(self: Any) -> tuple:  # a class that is made here cannot be found by its name
+        return make_extended, (section, more, tuple(getattr(self, f.name) for f in fields(self)))
+    return make_dataclass(section.__name__, own, bases=(section,), frozen=True, slots=True,
+                          namespace={"__reduce__": reduce, "__module__": section.__module__})
+
+
+def make_extended(section: type, more: tuple[tuple[str, Any], ...], values: tuple) -> Any:
+    """Make an object of an `extended` section again, from a pickle."""
+    return extended(section, more)(*values)
+
+
 def build(section: Any, raw: Raw, path: str = "") -> Any:
     """Make a frozen dataclass, and those inside it, from nested dicts.
 
     Raises ConfigError, with the full dotted name, for a key that is unknown, missing or of another kind, and
     for a value of a wrong type or out of bounds.
     """
-    kinds, kind = choices(section), ""
+    kinds, more, kind = choices(section), leaves.kinds_of(path[:-1]), ""
     if kinds:
-        kind = convert(raw.get("kind", next(iter(kinds))), Literal[*kinds], path + "kind")
-    option = kinds.get(kind, section)
+        kind = convert(raw.get("kind", next(iter(kinds))), Literal[*kinds, *more], path + "kind")
+    option = more[kind]() if kind in more else kinds.get(kind, section)
     own = hints(option)
     for key, value in raw.items():
         if key in own:
             continue
-        owners = [name for name, other in kinds.items() if key in hints(other)]
-        if owners:
+        owners = [name for name, other in known_kinds(section, path[:-1]).items() if key in hints(other)]
+        if kinds and owners:
             raise ConfigError(misplaced(path + key, value, owners, kind))
-        raise ConfigError(unknown(key, hints(section), path))
+        raise ConfigError(unknown(key, known_hints(section, path[:-1]), path))
     for f in fields(option):
         if f.name not in raw and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"missing key '{path}{f.name}' ({describe(own[f.name])}); it has no default")
@@ -278,7 +327,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         result = fit(value, option, path)
         if result is not NOT_ALLOWED:
             return result
-    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value)}")
+    raise ConfigError(f"{path}={SHORT.repr(value)} must be {describe(kind, value, path)}")
 
 
 def fit(value: Any, kind: Any, path: str) -> Any:
@@ -336,10 +385,10 @@ def fit_items(mapping: dict, inner: tuple[Any, Any], path: str) -> dict[str, Any
     return {str(name): convert(value, kind, f"{path}{name}") for name, value in mapping.items()}
 
 
-def describe(kind: Any, value: Any = None) -> str:
+def describe(kind: Any, value: Any = None, place: str = "") -> str:
     """Say which values a type allows; for a number that is out of bounds only the bounds."""
     if choices(kind):
-        return f"a section with kind, one of {', '.join(choices(kind))}"
+        return f"a section with kind, one of {', '.join([*choices(kind), *leaves.kinds_of(place)])}"
     if is_dataclass(kind):
         return f"a section with {', '.join(f.name for f in fields(kind))}"
     origin, inner = get_origin(kind), get_args(kind)
@@ -355,6 +404,18 @@ def describe(kind: Any, value: Any = None) -> str:
     if origin is list:
         return f"a list, each item {describe(inner[0])}"
     return TYPE_NAMES[kind]
+
+
+def unflatten(flat: Raw) -> types.SimpleNamespace:
+    """Make sections within sections of settings with dotted names, without their types."""
+    whole = types.SimpleNamespace()
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        section = whole
+        for part in sections:
+            section = vars(section).setdefault(part, types.SimpleNamespace())
+        setattr(section, name, value)
+    return whole
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:

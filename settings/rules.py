@@ -10,30 +10,23 @@ from collections.abc import Iterator
 from dataclasses import fields
 from functools import reduce
 from itertools import chain
+from operator import or_
 from string import Formatter
 from typing import Any
 
+import leaves
 from settings.loader import flatten
 
 Rule = tuple[str, bool, str]
 
 # A choice -> the settings that only it uses, and why; without it they must keep their defaults.
 ONLY_WITH = {
-    "model.lora.rank": ["model.lora.alpha", "model.lora.targets", "model.lora.path"],
     "rollout.engine=vllm": ["rollout.tensor_parallel", "rollout.cache_gib", "rollout.sleep",
                             "rollout.quantization"],
     "rollout.until=informative": ["rollout.oversample", "rollout.differ_in"],
     "rollout.until=full": ["pack.budget"],
-    "rollout.window": ["advantage.bootstrap: nothing is cut"],
-    "rollout.max_age": ["rollout.in_flight: no group may be older than its step"],
     "reward.custom_file": ["reward.custom_seconds", "reward.custom_gib", "reward.custom_ended",
                            "reward.custom_workers"],
-    "environment.file": ["environment.turns", "environment.max_context", "environment.format",
-                         "environment.seconds", "environment.gib"],
-    "prune.prompts.estimate=head": ["prune.prompts.lr"],
-    "advantage.gap": ["advantage.c_max", "advantage.c_min", "advantage.steepness"],
-    "advantage.kind=gae": ["critic.lr", "critic.warmup_steps", "critic.epochs", "critic.minibatches",
-                           "critic.pretrain_steps"],
 }
 # A choice -> the name of another setting, the values that this may have then, and why.
 REQUIRES = {
@@ -46,27 +39,12 @@ REQUIRES = {
         ("prune.prompts.kind", "none", "one completion has no |advantage| to remember a prompt by"),
         ("rollout.until", "offered or full", "the rewards of one completion never differ"),
     ],
-    "advantage.residual": [
-        ("loss.trust.kind", "none", "only then is its gradient the squared loss's"),
-        ("loss.normalize", "sum", "only then is its gradient the squared loss's"),
-        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
-    ],
-    "advantage.kind=preference or group_preference": [
-        ("loss.trust.kind", "none", "only then is its gradient the preference loss's"),
-        ("loss.normalize", "sum", "only then is its gradient the preference loss's"),
-        ("prune.completions.kind", "none", "no weight makes up for half of a pair"),
-        ("prune.tokens.kind", "none", "its log-ratio is over all tokens"),
-        ("loss.tis_cap", "null", "it is not a mean over the engine's samples"),
-        ("loss.mask_ratio", "null", "it is not a mean over the engine's samples"),
-    ],
-    "labels.kind=votes": [("rollout.window", "null", "unfinished answers do not vote")],
     "advantage.kind=decoupled": [
         ("rollout.until", "offered", "its scale is computed over one round"),
         ("prune.prompts.kind", "none", "its scale would come from the prompts rolled out only")],
     "advantage.kind=shrinkage": [
         ("rollout.until", "offered", "flat groups have advantages, so none may be replaced"),
         ("prune.prompts.kind", "none", "its baseline would come from the prompts rolled out only")],
-    "advantage.kind=gae": [("prune.tokens.kind", "none", "a critic's advantages need all tokens")],
     "loss.trust.kind=clip_sequence": [("prune.tokens.kind", "none", "its ratio is over all tokens")],
     "prune.completions.compare=kept": [
         ("advantage.kind", "group_norm, centred or leave_one_out", "only these compare a group with itself")],
@@ -79,27 +57,6 @@ REQUIRES = {
     "loss.mask_ratio": [
         ("loss.old_logp", "recompute", "a ratio to the engine holds the correction already"),
         ("prune.tokens.kind", "none", "its mean ratio is over all tokens")],
-    "rollout.drafts=True": [
-        ("rollout.engine", "auto or torch", "vLLM has no pass over several drafts"),
-        ("rollout.window", "null", "drafts are of whole completions"),
-        ("rollout.max_age", "null", "drafts are of completions by one policy"),
-        ("environment.file", "null", "drafts hold no replies"),
-        ("labels.kind", "gold", "votes are not asked for a group at a time"),
-        ("prune.prompts.kind", "none, bernoulli, rank, pps or greso", "DEPO has a history of its own")],
-    "rollout.max_age": [
-        ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
-        ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),
-        ("prune.prompts.kind", "none, bernoulli, pps or rank", "others draw more as a step's groups show"),
-    ],
-    "rollout.window without rollout.max_age": [
-        ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
-        ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
-        ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
-        ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
-        ("loss.normalize", "token, constant or sum", "a step has only a part of a sequence"),
-        ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
-         "a step has parts of sequences"),
-    ],
 }
 
 # As reward/<name>, beside the components.
@@ -118,8 +75,6 @@ def prompt_rules(cfg: Any) -> Iterator[Rule]:
     for name in ("system_prompt", "chat_template", "template"):
         yield f"data.{name}", own is None or getattr(data, name) is None, "null with data.prompt"
     yield "rollout.stop", all(cfg.rollout.stop or [" "]), "texts that are not empty"
-    yield ("rollout.stop", not (cfg.rollout.stop and cfg.rollout.window),
-           "null with rollout.window: a text that lies across two windows would be missed")
 
 
 def has_question_only(text: str) -> bool:
@@ -132,47 +87,22 @@ def has_question_only(text: str) -> bool:
 
 
 def size_rules(cfg: Any) -> Iterator[Rule]:
-    roll, critic = cfg.rollout, cfg.critic
+    roll = cfg.rollout
     G, N, new = roll.group_size, roll.prompts_per_step, roll.max_new_tokens
     longest = cfg.longest
     most = roll.max_rounds * N * G * longest
     parts = f"data.max_prompt_tokens={cfg.data.max_prompt_tokens} + rollout.max_new_tokens={new}"
-    if cfg.environment.file:
+    if longest != cfg.data.max_prompt_tokens + new:
         parts = f"environment.max_context={longest}"
-        least = cfg.data.max_prompt_tokens + max(new, cfg.eval.max_new_tokens)
-        yield ("environment.max_context", (cfg.environment.max_context or 0) >= least,
-               f"at least {least} with environment.file: data.max_prompt_tokens, and rollout.max_new_tokens "
-               "or eval.max_new_tokens, beside the tokens of replies")
     yield ("pack.capacity", cfg.pack.capacity == "auto" or cfg.pack.capacity >= longest,
            f"at least {longest} tokens, one sequence ({parts}), or auto; raise it or lower those")
     yield ("pack.budget", cfg.pack.budget is not None or roll.until != "full", "set with rollout.until=full")
     yield ("pack.budget", cfg.pack.budget is None or 1 <= cfg.pack.budget <= most,
            f"in 1..{most} tokens, all that rollout.max_rounds rounds can give")
-    yield ("rollout.group_size", G >= 2 or cfg.advantage.kind in ("soft_value", "gae"),
+    yield ("rollout.group_size", G >= 2 or not cfg.advantage.compares,
            f"at least 2 with advantage.kind={cfg.advantage.kind}, which compares completions of one prompt")
-    yield ("rollout.window", roll.window is None or 1 <= roll.window <= new,
-           f"in 1..{new} (rollout.max_new_tokens), or null")
-    if roll.max_age is not None:
-        going_on, waits = roll.in_flight > 1, roll.until == "informative"
-        yield ("rollout.max_age", going_on != waits, "null, or beside it either rollout.in_flight above 1 "
-               "(groups go on) or rollout.until=informative (groups that are left over wait)")
-        yield ("rollout.window", (roll.window is not None) == going_on,
-               f"in 1..{new} with rollout.in_flight above 1, tokens after which a step looks for whole "
-               "groups, and null with groups that wait")
-        yield ("rollout.in_flight", roll.in_flight <= roll.max_age + 1,
-               f"at most {roll.max_age + 1}, rollout.max_age and 1: a step trains on prompts_per_step groups")
-        yield ("rollout.in_flight", not going_on or int(roll.in_flight * N) > N,
-               f"1, or enough for one group more than {N} (rollout.prompts_per_step)")
-        yield ("advantage.kind", cfg.advantage.kind != "soft_value",
-               "another kind with rollout.max_age: V* is estimated in one rollout of all prompts")
     yield ("update.minibatches", N % cfg.update.minibatches == 0,
            f"a divisor of {N} (rollout.prompts_per_step): a mini-batch holds whole groups")
-    if cfg.advantage.kind == "gae":
-        yield "critic.lr", critic.lr is not None, "above 0 with advantage.kind=gae"
-        yield ("critic.pretrain_steps", critic.pretrain_steps < cfg.steps,
-               f"in 0..{cfg.steps - 1}, below steps")
-        yield ("advantage.lam", cfg.advantage.alpha is None or cfg.advantage.lam == type(cfg.advantage)().lam,
-               "left out with advantage.alpha")
     yield ("eval.n", cfg.eval.n == 1 or cfg.eval.temperature > 0,
            "1 at eval.temperature=0: greedy answers are all the same")
     yield ("model.checkpoint_blocks", not cfg.model.compile or cfg.model.checkpoint_blocks != "selective",
@@ -191,10 +121,6 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
     if completions.kind == "bottom":
         yield ("prune.completions.drop_prob", drops_any(completions.drop_prob, G),
                f"0 or enough to drop one of {G} (rollout.group_size): the product is rounded down")
-    if prompts.kind == "depo":
-        yield "prune.prompts.high", prompts.low < prompts.high, f"above prune.prompts.low={prompts.low}"
-        yield ("prune.prompts.kind", cfg.reward.accuracy != 0,
-               "another kind unless reward.accuracy has a weight, which tells what is right")
     if prompts.kind == "rank":
         yield ("prune.prompts.drop_prob", drops_any(prompts.drop_prob, N),
                f"0 or enough to skip one of {N} (rollout.prompts_per_step): the product is rounded down")
@@ -212,20 +138,6 @@ def pruning_rules(cfg: Any) -> Iterator[Rule]:
 def drops_any(share: float, count: int) -> bool:
     """Tell whether a share of `count` items, rounded down, is at least one item, or the share is 0."""
     return share == 0 or int(share * count + 1e-9) >= 1
-
-
-def label_rules(cfg: Any) -> Iterator[Rule]:
-    labels, roll = cfg.labels, cfg.rollout
-    if labels.kind == "gold":
-        return
-    yield ("labels.other", labels.other < labels.right,
-           f"below labels.right={labels.right}: votes must be likelier for the true answer than for another")
-    yield ("labels.most", labels.most >= roll.group_size, f"at least {roll.group_size} (rollout.group_size), "
-           "which are sampled of every prompt")
-    yield ("advantage.kind", cfg.advantage.kind != "soft_value",
-           "another kind with labels.kind=votes: V* is estimated from the answers of the data")
-    yield ("labels.kind", cfg.reward.needs_answers,
-           "gold if no component of the reward compares with an answer")
 
 
 def reward_rules(cfg: Any) -> Iterator[Rule]:
@@ -249,8 +161,6 @@ def reward_rules(cfg: Any) -> Iterator[Rule]:
 
 def loss_rules(cfg: Any) -> Iterator[Rule]:
     loss = cfg.loss
-    yield ("loss.likelihood", not (loss.likelihood and cfg.rollout.window and not cfg.rollout.max_age),
-           "0 with rollout.window: a step has only the last window of a correct answer")
     yield "loss.kl_corrected", loss.kl > 0 or not loss.kl_corrected, "false, or left out, unless loss.kl > 0"
     yield ("loss.tis_cap", loss.tis_cap is None or loss.old_logp == "recompute" or loss.trust.kind != "none",
            "null with loss.old_logp=engine and loss.trust.kind=none, which has no ratio to cap")
@@ -270,9 +180,11 @@ def is_chosen(flat: dict[str, Any], choice: str) -> bool:
 
 
 def table_rules(cfg: Any) -> Iterator[Rule]:
-    """Yield the rules of the tables ONLY_WITH and REQUIRES."""
+    """Yield the rules of the tables ONLY_WITH and REQUIRES, and of those that leaves have."""
     flat = flatten(cfg)
-    for choice, entries in ONLY_WITH.items():
+    only_with = reduce(or_, leaves.stated(cfg, "ONLY_WITH"), ONLY_WITH)
+    requires = reduce(or_, leaves.stated(cfg, "REQUIRES"), REQUIRES)
+    for choice, entries in only_with.items():
         for entry in entries if not is_chosen(flat, choice) else ():
             key, _, why = entry.partition(": ")
             if key in flat:
@@ -280,7 +192,7 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
                 default = type(reduce(getattr, sections, cfg)).__dataclass_fields__[name].default
                 shown = "null" if default is None else default
                 yield key, flat[key] == default, f"left out, or {shown}, unless {choice}{why and ': ' + why}"
-    for choice, requirements in REQUIRES.items():
+    for choice, requirements in requires.items():
         chosen = re.split("[= ]", choice)[0]
         for key, allowed, why in requirements if is_chosen(flat, choice) else ():
             yield key, is_chosen(flat, f"{key}={allowed}"), f"{allowed} with {chosen}={flat[chosen]}: {why}"
@@ -288,5 +200,6 @@ def table_rules(cfg: Any) -> Iterator[Rule]:
 
 def all_rules(cfg: Any) -> Iterator[Rule]:
     """Yield every rule for a config.Config."""
-    parts = prompt_rules, size_rules, pruning_rules, label_rules, reward_rules, loss_rules, table_rules
+    own = leaves.stated(cfg, "rules")
+    parts = prompt_rules, size_rules, pruning_rules, *own, reward_rules, loss_rules, table_rules
     return chain.from_iterable(rules(cfg) for rules in parts)

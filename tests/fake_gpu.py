@@ -42,12 +42,12 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent.parent / "bench"))  # behind the root: one of its files has a name of ours
 
+import lora
 import shapes
 from conftest import ROOT, as_batch, make_groups
 
 import config
 import learner
-import lora
 import loss
 import update
 from infra import dist

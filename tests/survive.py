@@ -27,11 +27,11 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+import lora
 import torch
 from tqdm import tqdm
 
 import config
-import lora
 from infra import checkpoint, dist, runfolder
 from learner import make_optimizers
 from model import empty_model

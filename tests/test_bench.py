@@ -11,12 +11,12 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
+import lora
 import pytest
 import torch
 from conftest import ROOT
 
 import config
-import lora
 from advantage import flat_groups
 from config import ConfigError, Lora
 from infra import device as hardware

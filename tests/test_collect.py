@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
+from methods import soft_value
 from test_invariance import on_ranks
 
 import collect
@@ -24,7 +25,6 @@ from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
 from infra.device import resolve_auto
 from infra.signals import Stopped
-from methods import soft_value
 from metrics import Clock
 from prune import adapt_p, prefix_prob
 from records import Batch, Prompt, PromptDraw, Pruned, Rolled, Sample

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, toy_config
+from methods import samplers
 from test_compare import make
 from torch import Tensor
 
@@ -28,7 +29,6 @@ from collect import Selection, choose
 from history import PromptHistory
 from infra import runfolder
 from loss import token_weight
-from methods import samplers
 from prune import COMPLETIONS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
 from settings import kinds, loader

@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 from conftest import TOY, as_rolled, make_groups
+from methods import depo
 from safetensors.torch import load_file
 from torch import nn
 
@@ -13,7 +14,6 @@ import config
 import data
 from config import ConfigError
 from history import PromptHistory
-from methods import depo
 from records import Group, Prompt, Rolled, Sample
 from settings.kinds import Depo
 

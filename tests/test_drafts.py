@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 import torch
 from conftest import ROOT, TOY, attend_alone, load, others_slow, toy_config, weights
+from methods.drafts import DraftHistory
 from test_rollout import spec
 
 import config
@@ -19,7 +20,6 @@ from config import ConfigError
 from infra import runfolder
 from infra.device import resolve_auto
 from leaves.fit import counts
-from methods.drafts import DraftHistory
 from records import Prompt, Request, Sample, Stops
 from rollout import Asked, TorchEngine, Tree
 

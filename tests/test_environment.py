@@ -8,6 +8,10 @@ import pytest
 import survive
 import torch
 from conftest import TOY, toy_config, weights
+from infra.environment import EnvironmentFile, open_environment
+from infra.environment_worker import Reply, Turn, find_calls, reply_to
+from infra.replies import Splicer
+from methods.environment import EnvironmentEngine
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -17,10 +21,6 @@ import replay
 import train
 from config import ConfigError, Environment
 from infra import environment, runfolder
-from infra.environment import EnvironmentFile, open_environment
-from infra.environment_worker import Reply, Turn, find_calls, reply_to
-from infra.replies import Splicer
-from methods.environment import EnvironmentEngine
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
 from verify import workers

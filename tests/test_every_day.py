@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
@@ -20,7 +21,6 @@ from test_invariance import on_ranks
 import config
 import data
 import eval as evaluation
-import lora
 import report
 import train
 from config import ConfigError

@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 
+import lora
 import pytest
 import torch
 import transformers
@@ -11,7 +12,6 @@ from conftest import ask, attend_alone, load, make_groups, nudge, toy_config, wr
 from test_invariance import assert_same, change, gradient, on_ranks
 from test_rollout import spec, trainer_logp
 
-import lora
 from config import ConfigError, Lora
 from infra.device import parameters
 from infra.families import FAMILIES

@@ -9,6 +9,8 @@ import pytest
 import survive
 import torch
 from conftest import ROOT, TOY, attend_alone, gradients, load, toy_config, weights
+from methods import samplers
+from methods.window import Pool, WindowSampler
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -19,8 +21,6 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
 from infra.device import resolve_auto
-from methods import samplers
-from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before

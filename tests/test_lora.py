@@ -5,6 +5,7 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import lora
 import peft
 import pytest
 import torch
@@ -15,7 +16,6 @@ from test_model import KINDS, SMALL, packed_logits, segments
 from test_objectives import learner_on
 
 import learner
-import lora
 import train
 from config import ConfigError, Lora
 from infra import checkpoint, dist

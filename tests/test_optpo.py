@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import ROOT, TOY, make_groups, toy_config, weights
+from methods import optpo
 
 import config
 import data
@@ -17,7 +18,6 @@ from config import ConfigError
 from history import PromptHistory
 from infra import runfolder
 from infra.device import resolve_auto
-from methods import optpo
 from metrics import vote_metrics
 from settings.kinds import Votes
 from verify.grade import first_equal

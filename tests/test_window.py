@@ -5,6 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TOY, as_rolled, ask, load, toy_config
+from methods import critic
+from methods.window import Pool, WindowSampler
 
 import config
 import data
@@ -14,8 +16,6 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
 from infra.device import resolve_auto
-from methods import critic
-from methods.window import Pool, WindowSampler
 from metrics import rollout_metrics
 from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import tokens_before

@@ -5,17 +5,25 @@ window are counted as if they had none: the embedded engine keeps all of their k
 """
 
 from dataclasses import replace
+from typing import Any
 
 import torch
 
-from config import Config, Lora, has_reference
+from config import Config, has_reference
 from infra.device import Parts, block_weights, engine_parts, longest_sampled, parameters, table_weights
 from infra.weights import Shape
 from records import frozen
 from rollout_vllm import PREFILL_TOKENS
-from settings.kinds import Gae
 
 GRAPHS = NCCL = 2**30  # bytes of vLLM's CUDA graphs, and of buffers between ranks: assumed
+
+
+@frozen
+class NoAdapter:
+    """The settings of an adapter in a config without model.lora."""
+
+    rank: None = None
+    path: None = None
 
 
 @frozen
@@ -29,7 +37,7 @@ class Pass:
     recomputed: str = "none"  # model.checkpoint_blocks
     chunk: int = 1024      # model.logp_chunk
     fused: bool = False    # CUDA's kernels: a norm keeps its input alone, and attention pads nothing
-    lora: Lora = Lora()    # with a rank, no weight of the model has a gradient
+    lora: Any = NoAdapter()  # with a rank, no weight of the model has a gradient
     entropy: bool = False  # it is computed beside each log-prob (loss.entropy)
 
 
@@ -60,12 +68,17 @@ def norms(shape: Shape) -> int:
     return sum(name is not None for name in shape.family.norms)
 
 
-def adapted_sizes(shape: Shape, lora: Lora) -> list[tuple[int, int]]:
+def adapter(cfg: Config) -> Any:
+    """Return the settings of a config's adapter."""
+    return getattr(cfg.model, "lora", NoAdapter())
+
+
+def adapted_sizes(shape: Shape, lora: Any) -> list[tuple[int, int]]:
     """List the inputs and outputs of the layers of a block that have an adapter."""
     return linear_sizes(shape)[lora.targets] if lora.rank else []
 
 
-def trained(shape: Shape, lora: Lora) -> int:
+def trained(shape: Shape, lora: Any) -> int:
     """Count the weights that have a gradient and moments."""
     if not lora.rank:
         return parameters(shape)
@@ -187,7 +200,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     engine = idle_parts(cfg, shape, ranks)
     if is_offloaded(cfg):
         return engine
-    lora, learnt = cfg.model.lora, trained(shape, cfg.model.lora)
+    lora, learnt = adapter(cfg), trained(shape, adapter(cfg))
     weights, moments = 4 * learnt, 8 * learnt
     base = initial = critic = 0
     if lora.rank:
@@ -196,7 +209,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
             initial = 4 * learnt
     elif has_reference(cfg):
         initial = weights
-    if isinstance(cfg.advantage, Gae):
+    if cfg.advantage.kind == "gae":
         critic = base + weights + moments
         if lora.rank:
             critic += initial
@@ -210,7 +223,7 @@ def held_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
 
 def gradient_bytes(cfg: Config, shape: Shape, ranks: int) -> int:
     """Count the gradients of one model on one rank."""
-    return 0 if is_offloaded(cfg) else 4 * trained(shape, cfg.model.lora) // ranks
+    return 0 if is_offloaded(cfg) else 4 * trained(shape, adapter(cfg)) // ranks
 
 
 def is_offloaded(cfg: Config) -> bool:
@@ -235,7 +248,7 @@ def update_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     given = Pass(
         shape, tokens, keys, element_size(cfg), how, model.logp_chunk,
         fused=model.attention != "sdpa",
-        lora=model.lora,
+        lora=adapter(cfg),
         entropy=cfg.loss.entropy > 0,
     )
     gradients = {"gradients": gradient_bytes(cfg, shape, ranks)}
@@ -253,7 +266,7 @@ def sampling_parts(cfg: Config, shape: Shape, slots: int) -> Parts:
     sampling, element = cfg.rollout, element_size(cfg)
     spread = sampling.tensor_parallel if sampling.engine == "vllm" else 0
     parts = engine_parts(shape, element, slots, longest_sampled(cfg), spread, sampling.cache_gib)
-    if sampling.drafts:
+    if getattr(sampling, "drafts", None):
         parts["KV cache"] *= 2  # drafts have at most the tokens of the slots that they serve
     if spread:
         widest = 4 * shape.hidden_size + 3 * shape.intermediate_size // spread
@@ -279,7 +292,7 @@ def sync_parts(cfg: Config, shape: Shape, ranks: int) -> Parts:
     spread = cfg.rollout.tensor_parallel
     # A rank casts its own part, and gathers the rest.
     largest = shape.vocab_size * shape.hidden_size * element * (1 + 1 / ranks)
-    for inputs, outputs in adapted_sizes(shape, cfg.model.lora):
+    for inputs, outputs in adapted_sizes(shape, adapter(cfg)):
         merged = inputs * outputs * (element * (1 + 1 / ranks) + 2 * max(4, element) / ranks)
         largest = max(largest, merged)
     return held_parts(cfg, shape, ranks) | {

@@ -14,6 +14,7 @@ from infra.signals import SAVE_MEMORY
 from learner import Learner, checkpoint_roles
 from leaves.fit.counts import held_parts, planned_lengths, sampling_parts, update_bytes
 from leaves.fit.memory import OVERCOUNT, longest_row
+from model import BACKENDS
 from pack import Minibatch, Plan, build_row, layout
 from records import Group, Prompt, Row, Sample
 
@@ -48,8 +49,9 @@ def peak_of_update(cfg: Config, learner: Learner) -> float:
     try:
         (learner.log_probs(learner.policy, row) * 0).sum().backward()
         learner.policy.zero_grad()  # training never holds both gradients
-        if learner.critic:
-            (learner.critic.values(learner, row)[0] * 0).sum().backward()
+        for model, _ in learner.roles.values():
+            attend = BACKENDS[learner.backend](row.segments)
+            (model(row.ids_T, row.position_T, attend, row.predict_C) * 0).sum().backward()
     except torch.OutOfMemoryError as error:
         raise ConfigError(f"out of memory on a full row of {learner.pack.capacity} tokens; "
                           f"{SAVE_MEMORY}") from error

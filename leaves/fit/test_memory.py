@@ -4,13 +4,13 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
+import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
 from test_invariance import on_ranks
 
 import config
-import lora
 from config import ConfigError, Lora
 from infra import device as hardware
 from infra import dist

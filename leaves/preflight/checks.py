@@ -124,7 +124,7 @@ def scale_weights(policy: Decoder, factor: float) -> None:
 
 @torch.no_grad()
 def stir_adapters(policy: Decoder) -> list[tuple[Tensor, Tensor]]:
-    """Give adapters (lora.py), which add nothing at first, something to add; return what was."""
+    """Give adapters (leaves/lora), which add nothing at first, something to add; return what was."""
     before = [(p, p.clone()) for name, p in policy.named_parameters() if name.endswith("lora_B")]
     for p, _ in before:
         p.add_(0.01)

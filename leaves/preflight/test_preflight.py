@@ -4,13 +4,13 @@ import json
 import math
 from dataclasses import replace
 
+import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import data
 import learner
-import lora
 import train
 from config import ConfigError, Lora
 from infra.device import resolve_auto

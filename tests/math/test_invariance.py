@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
+import lora
 import pytest
 import torch
 from conftest import (
@@ -25,11 +26,12 @@ from conftest import (
     toy_config,
     weights,
 )
+from methods import critic
+from methods.critic import value_loss
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
 import data
-import lora
 import model as decoder
 import reward
 import train
@@ -38,8 +40,6 @@ from collect import Sampler
 from history import PromptHistory
 from infra import checks, dist, runfolder
 from infra.device import resolve_auto
-from methods import critic
-from methods.critic import value_loss
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
 from verify import workers

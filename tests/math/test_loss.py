@@ -5,6 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from methods.critic import value_loss
 
 from config import Loss
 from loss import (
@@ -20,7 +21,6 @@ from loss import (
     token_weight,
     total_variation,
 )
-from methods.critic import value_loss
 from prune import keep_all, keep_largest
 from records import LogProbs, PreparedRow, Pruned
 from settings.kinds import BinaryKl, Clamp, Clip, ClipSequence, TotalVariation

@@ -12,6 +12,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, toy_config
+from methods import preference, soft_value
 from torch import Tensor
 
 import data
@@ -21,7 +22,6 @@ from advantage import advantage
 from config import Config
 from infra.device import resolve_auto
 from learner import Learner
-from methods import preference, soft_value
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Sample

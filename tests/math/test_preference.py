@@ -8,6 +8,7 @@ from itertools import product
 import pytest
 import torch
 from conftest import as_batch, as_rewards, make_groups, nudge, toy_config
+from methods import preference
 from test_objectives import gradient_of, learner_on
 
 import config
@@ -16,7 +17,6 @@ from advantage import advantage, group_weight, madpo_weight, mark_pairs, prefere
 from config import ConfigError
 from infra import runfolder
 from learner import has_reference
-from methods import preference
 from prune import keep_all
 from settings.kinds import GroupPreference, Preference
 

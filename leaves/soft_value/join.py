@@ -2,27 +2,45 @@
 (arXiv:2505.20686).
 
 V* of every training prompt is estimated before the first step, from samples of the initial policy; the
-advantage of a completion is r - V*, and the loss is a squared one (`residual`).
+advantage of a completion is r - V*, and the loss is a squared one (`residual_advantage`).
 
 Dimension key:  N prompts,  K samples of the initial policy per prompt,  G completions per prompt,
 C completion tokens of one packed row.
 """
 
 import math
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from tqdm import tqdm
 
 from collect import Sampler
-from config import ConfigError
 from infra import dist, runfolder
 from infra.lines import append, mend_log
-from records import Group, Prompt, Request, Rewards, frozen
-from settings.kinds import SoftValue
+from leaves.soft_value.settings import SoftValue
+from loss import segment_sum
+from records import Group, PreparedRow, Prompt, Request, Rewards, frozen
+from settings.loader import ConfigError
 
 ROUNDS_A_WRITE = 8  # all decoding slots are filled so often between two writes of the table
+
+
+def parts(cfg: Any, run: Any) -> Any:
+    """Give a run's loss the squared error, if advantage.residual asks for it."""
+    if cfg.advantage.residual is None:
+        return run
+    change = partial(residual_advantage, beta=cfg.advantage.residual)
+    return replace(run, learner=replace(run.learner, in_pass=(*run.learner.in_pass, change)))
+
+
+def begin(cfg: Any, run: Any) -> Any:
+    """Estimate V* of all prompts and compare rewards with it."""
+    table = estimate_table(run.sampler, run.task.prompts, cfg.advantage, Path(cfg.out), sampled=run.first > 0)
+    return replace(run, advantage=table.advantage)
 
 
 @frozen
@@ -31,10 +49,21 @@ class SoftValues:
 
     values: dict[str, float]
 
-    def advantage(self, groups: list[Group], rewards: Rewards) -> Tensor:
+    def advantage(self, groups: list[Group], rewards: Rewards, _: SoftValue) -> Tensor:
         """Subtract V* of the prompt from each reward, [N, G]."""
         value_N = torch.tensor([self.values[group.prompt.id] for group in groups], dtype=torch.float64)
         return rewards.total_NG - value_N[:, None]
+
+
+def residual_advantage(logp_C: Tensor, prepared: PreparedRow, adv_C: Tensor, beta: float) -> Tensor:
+    """Write the squared loss (beta log(pi / pi_ref) + V* - r)^2 of a completion as an advantage.
+
+    With f = 1 and loss.normalize=sum, -2 beta (r - V* - beta log(pi / pi_ref)) logp has its gradient; it is
+    all but logp. adv_C is r - V*, and the log-ratio is the sum over the completion.
+    """
+    segment_C = prepared.row.segment_C
+    ratio_S = segment_sum(logp_C - prepared.ref_logp_C, segment_C)
+    return 2 * beta * (adv_C - beta * ratio_S[segment_C])
 
 
 def soft_value(reward_NK: Tensor, beta: float) -> Tensor:

@@ -2,14 +2,14 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from config import Config, ConfigError, Environment
 from infra.custom_reward import describe_end, read_file, report_once
-from infra.environment_worker import Reply, Turn, call_environment, list_schemas, make_reply
 from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
+from leaves.environment.settings import Environment
+from leaves.environment.worker import Reply, Turn, call_environment, list_schemas, make_reply
 from records import Problem, frozen
+from settings.loader import ConfigError
 from verify.workers import WORKERS, Call, Limits, OverLimit
 
 CHARACTERS = 200  # of one token at most, so that a reply with more for each token of the context cannot fit
@@ -84,14 +84,6 @@ class EnvironmentFile:
             for problem in (problems[0], problems[-1]):
                 if self.wait(self.ask("", "", problem.row), problem.id).failures:
                     raise self.error(f"before the run, a call had to be ended (row {problem.id})")
-
-
-def load_tokenizer(folder: Path, cfg: Config) -> tuple[Tokenizer, EnvironmentFile | None]:
-    """Load a model's tokenizer, and the environment if there is one, with the tools that prompts describe."""
-    environment = open_environment(cfg.environment)
-    tools = environment.tools if environment else ()
-    tokenizer = Tokenizer(folder, cfg.data, cfg.rollout.stop or (), tools)
-    return tokenizer, environment and environment.fitted(tokenizer)
 
 
 def open_environment(settings: Environment) -> EnvironmentFile | None:

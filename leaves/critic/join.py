@@ -7,17 +7,16 @@ Dimension key:  N groups per step,  G completions per group,  C completion token
 S completions,  K completions that have ended.
 """
 
+from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-import config
-import lora
-from config import Config
+from advantage import group_norm
 from infra import dist
-from infra.checkpoint import Optimizers
 from infra.weights import read_shape
 from learner import (
     Learner,
@@ -28,13 +27,14 @@ from learner import (
     out_of_memory,
     shard_empty,
 )
-from methods.gae import adaptive_lambda, gae
+from leaves.critic.gae import adaptive_lambda, gae
+from leaves.critic.settings import Critic, Gae
 from metrics import Clock
 from model import BACKENDS, Attend, Decoder, at_least_float32
 from pack import Minibatch
-from records import Batch, Group, Metrics, Rolled, Row, frozen, lengths, pending
+from records import Batch, Group, Metrics, PreparedRow, Rewards, Rolled, Row, frozen, lengths, pending
 from reward import reward_range
-from settings.kinds import Gae, Optim
+from settings.kinds import Optim
 
 
 class ValueModel(nn.Module):
@@ -61,56 +61,85 @@ class CriticLearner:
     """The value model in training, and its settings."""
 
     model: ValueModel            # sharded over the ranks
-    optimizers: Optimizers
-    settings: config.Critic
+    optimizers: Sequence[torch.optim.Optimizer]
+    settings: Critic
     advantage: Gae
     optim: Optim                 # as the policy's, with a rate of its own, constant after a warm-up
 
     def values(self, learner: Learner, row: Row) -> tuple[Tensor, Tensor]:
         """Compute values of the states before completion tokens, [C], and behind each completion, [S]."""
-        place = torch.cat([row.predict_C, row.last_S])
+        last_S = row.segments.start_2S[0, 1:].long() - 1
         attend = BACKENDS[learner.backend](row.segments)
-        value = self.model(row.ids_T, row.position_T, attend, place)
-        return value.split([len(row.predict_C), len(row.length_S)])
+        value = self.model(row.ids_T, row.position_T, attend, torch.cat([row.predict_C, last_S]))
+        return value.split([len(row.predict_C), len(last_S)])
 
 
-def with_critic(learner: Learner, cfg: Config, source: Path) -> Learner:
+def parts(cfg: Any, run: Any) -> Any:
     """Load a critic on the model's backbone, spread over the ranks, and set it beside the policy."""
+    if cfg.advantage.kind != "gae":
+        return run
+    learner, source = run.learner, run.task.source
     low, high = reward_range(cfg.reward.weights)
     wide = torch.promote_types(learner.dtype, torch.float32)
     with torch.device("meta"):
         backbone = Decoder(replace(read_shape(source), tied=True))  # tied: without a language head of its own
         model = ValueModel(backbone, low, high).to(wide)
     dist.shard(model.value, (), learner.device, wide, cfg.optim.offload)  # not rounded as the backbone is
+    run.weights.adapt(backbone, learner.dtype)
     shard_empty(model, backbone, cfg.model, cfg.optim.offload, learner.device, learner.dtype)
-    lora.load_with_adapters(backbone, cfg, source)
+    run.weights.fill(backbone, source)
     for p in model.value.parameters():
         nn.init.zeros_(p)
     settings = cfg.critic
     optim = replace(cfg.optim, lr=settings.lr, warmup_steps=settings.warmup_steps, schedule="constant")
     critic = CriticLearner(model, make_optimizers(model, optim), settings, cfg.advantage, optim)
-    return replace(learner, critic=critic, first=settings.pretrain_steps)
+    learner = replace(
+        learner,
+        first=settings.pretrain_steps,
+        roles=learner.roles | {"critic": (model, critic.optimizers)},
+        before_update=(*learner.before_update, partial(set_advantages, critic)))
+    return replace(run, learner=learner, advantage=compare_for_pruning,
+                   after_update=(*run.after_update, partial(fit_values, critic)),
+                   warnings=(*run.warnings, partial(warn_too_short, cfg.advantage.alpha)))
+
+
+def compare_for_pruning(groups: list[Group], rewards: Rewards, settings: Gae) -> Tensor:
+    """Compute the advantages that pruning reads, [N, G]; the loss takes the critic's of every token."""
+    return group_norm(rewards.total_NG, correction=1, eps=1e-4)
+
+
+def rewards_of(minibatch: Minibatch, row: Row) -> Tensor:
+    """Return the reward of each completion of a row, [S]; 0 if it goes on."""
+    n_S, g_S = torch.tensor(row.members).T
+    return minibatch.reward_NG[n_S, g_S].to(row.weight_C)
 
 
 @torch.no_grad()
-def advantages(learner: Learner, row: Row) -> Tensor:
-    """Compute `gae` of a row by the critic's values before its update, [C]."""
-    settings = learner.critic.advantage
-    value_C, after_S = learner.critic.values(learner, row)
+def set_advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, prepared: list[PreparedRow],
+                   ) -> list[PreparedRow]:
+    """Put `gae` by the critic's values before its update into a mini-batch's rows."""
+    return [replace(given, adv_C=advantages(critic, learner, minibatch, given.row)) for given in prepared]
+
+
+def advantages(critic: CriticLearner, learner: Learner, minibatch: Minibatch, row: Row) -> Tensor:
+    """Compute `gae` of a row by the critic's values, [C]."""
+    settings = critic.advantage
+    value_C, after_S = critic.values(learner, row)
     last_S = row.segment_C.bincount().cumsum(0) - 1  # place of each completion's last token
     cut_S = value_C[last_S] if settings.bootstrap == "prev" else after_S
-    end_S = torch.where(row.pending_S, cut_S, row.reward_S.to(cut_S))
-    if settings.alpha is None:
-        lam_S = torch.full_like(end_S, settings.lam)
-    else:
-        lam_S = adaptive_lambda(row.length_S.to(end_S), settings.alpha)
+    samples = [minibatch.groups[n].samples[g] for n, g in row.members]
+    pending_S = torch.tensor([sample.pending for sample in samples], device=value_C.device)
+    end_S = torch.where(pending_S, cut_S, rewards_of(minibatch, row).to(cut_S))
+    lam_S = torch.full_like(end_S, settings.lam)
+    if settings.alpha is not None:
+        length_S = torch.tensor([sample.own for sample in samples])
+        lam_S = adaptive_lambda(length_S.to(end_S), settings.alpha)
     return gae(value_C, end_S, row.segment_C, lam_S)
 
 
-def warn_too_short(batch: Batch, learner: Learner) -> str:
-    """Warn if advantage.alpha gives most responses a lambda of 0; return an empty text if it does not."""
-    alpha = learner.critic and learner.critic.advantage.alpha
-    if not alpha:
+def warn_too_short(alpha: float | None, step: int, batch: Batch) -> str:
+    """Warn in the first step if advantage.alpha gives most responses a lambda of 0; else return ""."""
+    if step > 1 or not alpha:
         return ""
     lengths = [s.own for group in batch.groups for s in group.samples]
     lam_S = adaptive_lambda(torch.tensor(lengths, dtype=torch.float64), alpha)
@@ -122,14 +151,13 @@ def warn_too_short(batch: Batch, learner: Learner) -> str:
         "short for it, and see hardly further than the next value; 1 to 1.5 suit them")
 
 
-def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
+def fit_values(critic: CriticLearner, learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Metrics:
     """Take all optimizer steps of the critic on one rollout: half the mean squared error over tokens.
 
     Takes no step if no completion has ended. The explained variance, 1 - Var(R - V) / Var(R) over tokens,
     uses the values before a mini-batch was learnt from, and the rewards, also if the target is another.
     Raises NotFinite.
     """
-    critic = learner.critic
     sums = dict.fromkeys(SUMS, 0.0)
     norms = []
     rate = learning_rate(step, critic.optim, learner.steps)
@@ -138,41 +166,33 @@ def fit_values(learner: Learner, rolled: Rolled, step: int, clock: Clock) -> Met
         return NotFinite(f"critic's {what}", step=step + 1, records=rolled)
 
     with clock.phase("pack"):
-        minibatches = split_minibatches(learner, rolled, step)
-        batches = [learner.rows(minibatch) for minibatch in minibatches]
+        minibatches = split_minibatches(critic, learner, rolled, step)
+        batches = [[(row, rewards_of(minibatch, row)) for row in learner.rows(minibatch)]
+                   for minibatch in minibatches]
     with clock.phase("score"):
-        targets = [[critic_target(learner, row) for row in rows] for rows in batches]
+        targets = [[critic_target(critic, learner, row, reward_S) for row, reward_S in pairs]
+                   for pairs in batches]
     with clock.phase("critic"):
         for epoch in range(critic.settings.epochs):
-            for rows, row_targets in zip(batches, targets, strict=True):
+            for pairs, row_targets in zip(batches, targets, strict=True):
                 try:
-                    for row, target_C in zip(rows, row_targets, strict=True):
-                        loss, value_C = add_value_gradient(learner, row, target_C)
+                    for (row, reward_S), target_C in zip(pairs, row_targets, strict=True):
+                        loss, value_C = add_value_gradient(critic, learner, row, target_C)
                         sums["loss"] += loss
                         if epoch == 0 and row.counts:
-                            add_errors(sums, row, value_C)
+                            add_errors(sums, reward_S[row.segment_C].double(), value_C)
                 except torch.OutOfMemoryError as error:
-                    raise out_of_memory(rows, learner.sequence, error) from None
-                norms.append(optimizer_step(
-                    critic.model,
-                    critic.optimizers,
-                    rate,
-                    critic.optim.clip_norm,
-                    sums["loss"],
-                    not_finite,
-                ))
+                    raise out_of_memory([row for row, _ in pairs], learner.sequence, error) from None
+                norms.append(optimizer_step(critic.model, critic.optimizers, rate, critic.optim.clip_norm,
+                                            sums["loss"], not_finite))
     return {"critic/lr": rate} | value_metrics(sums, norms)
 
 
-def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
+def split_minibatches(critic: CriticLearner, learner: Learner, rolled: Rolled, step: int) -> list[Minibatch]:
     """Split the ended completions with a reward by a seeded draw. A token weighs as much as its prompt, over
     the sum of all: prompts that are kept make up for the skipped ones as they do for the policy.
     """
-    groups = []
-    for group in rolled.groups:
-        # Tokens of earlier steps count too.
-        samples = [s if s.pending else replace(s, start=0) for s in group.samples]
-        groups.append(Group(group.prompt, tuple(samples)))
+    groups = [Group(group.prompt, tuple(sample.whole for sample in group.samples)) for group in rolled.groups]
     reward_NG = rolled.rewards.total_NG
     G = reward_NG.shape[1]
     ended_NG = ~pending(groups, G) & ~reward_NG.isnan()
@@ -184,7 +204,7 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
     generator = torch.Generator().manual_seed(seed)
     shuffled_K = ended_K[torch.randperm(len(ended_K), generator=generator)]
     minibatches = []
-    for members_K in shuffled_K.tensor_split(learner.critic.settings.minibatches):
+    for members_K in shuffled_K.tensor_split(critic.settings.minibatches):
         if len(members_K):
             keep_NG = torch.zeros_like(ended_NG)
             keep_NG.view(-1)[members_K] = True
@@ -196,13 +216,13 @@ def split_minibatches(learner: Learner, rolled: Rolled, step: int) -> list[Minib
 
 
 @torch.no_grad()
-def critic_target(learner: Learner, row: Row) -> Tensor:
+def critic_target(critic: CriticLearner, learner: Learner, row: Row, reward_S: Tensor) -> Tensor:
     """Compute the lambda-return of each token, [C]: the reward at advantage.lam_critic=1 (Monte Carlo)."""
-    lam = learner.critic.advantage.lam_critic
+    lam = critic.advantage.lam_critic
     if lam == 1:
-        return row.reward_S[row.segment_C]
-    value_C, _ = learner.critic.values(learner, row)
-    reward_S = row.reward_S.to(value_C)
+        return reward_S[row.segment_C]
+    value_C, _ = critic.values(learner, row)
+    reward_S = reward_S.to(value_C)
     lam_S = torch.full_like(reward_S, lam)
     return value_C + gae(value_C, reward_S, row.segment_C, lam_S)
 
@@ -212,9 +232,10 @@ def value_loss(value_C: Tensor, target_C: Tensor, weight_C: Tensor) -> Tensor:
     return (weight_C * (value_C - target_C).square()).sum() / 2
 
 
-def add_value_gradient(learner: Learner, row: Row, target_C: Tensor) -> tuple[Tensor, Tensor]:
+def add_value_gradient(critic: CriticLearner, learner: Learner, row: Row, target_C: Tensor,
+                       ) -> tuple[Tensor, Tensor]:
     """Add a row's gradient to the critic's; returns its loss and its values, [C]."""
-    value_C, _ = learner.critic.values(learner, row)
+    value_C, _ = critic.values(learner, row)
     loss = value_loss(value_C, target_C, row.weight_C)
     loss.backward()
     return loss.detach(), value_C.detach()
@@ -225,9 +246,8 @@ def add_value_gradient(learner: Learner, row: Row, target_C: Tensor) -> tuple[Te
 SUMS = ("loss", "tokens", "reward", "reward_squared", "error", "error_squared")
 
 
-def add_errors(sums: dict[str, Tensor | float], row: Row, value_C: Tensor) -> None:
+def add_errors(sums: dict[str, Tensor | float], reward_C: Tensor, value_C: Tensor) -> None:
     """Add a row's tokens, rewards and errors to the sums."""
-    reward_C = row.reward_S[row.segment_C].double()
     error_C = reward_C - value_C.double()
     sums["tokens"] += len(reward_C)
     sums["reward"] += reward_C.sum()

@@ -20,19 +20,17 @@ import json
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from config import Config, ConfigError, Lora
 from infra import dist
 from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
-from infra.digests import hash_files
-from infra.tokenizer import Tokenizer
+from infra.models import Weights, hash_weights
 from infra.weights import (
-    export,
     find_mismatches,
     hf_name,
     load_weights,
@@ -41,10 +39,11 @@ from infra.weights import (
     replace_folder,
     require_own_files,
     shapes_of,
-    weight_files,
 )
-from model import Decoder, Projection, empty_model, load_model
-from settings.loader import read_json
+from leaves.lora.settings import Lora
+from model import Decoder, Projection, empty_model
+from records import frozen
+from settings.loader import ConfigError, read_json
 from settings.paths import find_path
 
 ATTENTION_LAYERS = [f"self_attn.{name}_proj" for name in "qkvo"]
@@ -111,15 +110,56 @@ class Adapted(Projection):
             yield "bias", self.bias
 
 
+@frozen
+class Adapters(Weights):
+    """Adapters beside the layers of all models of a run, on frozen weights."""
+
+    cfg: Any
+
+    def adapt(self, model: Decoder, dtype: torch.dtype) -> None:
+        adapt(model, self.cfg.model.lora, dtype)
+
+    def fill(self, model: Decoder, source: Path) -> None:
+        load_with_adapters(model, self.cfg, source)
+
+    def initial(self, policy: Decoder) -> "InitialPolicy":
+        return InitialPolicy(policy)
+
+    def identify(self, source: Path) -> dict[str, str]:
+        path = self.cfg.model.lora.path
+        own = {"model.lora.path": hash_weights([Path(path) / WEIGHTS])} if path else {}
+        return Weights.identify(self, source) | own
+
+    def policy(self, path: str, folder: Path, dtype: torch.dtype) -> Decoder:
+        """Load a policy in at least float32 on its run's base: it is rounded after it has been merged."""
+        own, wide = self.cfg.model.lora, torch.promote_types(dtype, torch.float32)
+        require_same_inputs(path, read_extra(path)["inputs"], Weights.identify(self, folder))
+        model = empty_model(folder, wide)
+        adapt(model, Lora(own.rank, own.alpha, own.targets), wide)
+        load_weights(model.to_empty(device="cpu"), folder)
+        trained_in = getattr(torch, self.cfg.model.dtype)
+        with torch.no_grad():
+            for _, p in named_weights(model):
+                p.copy_(p.to(trained_in))
+        return load_policy_into(path, model)
+
+    def export(self, model: Decoder, source: Path, folder: Path, texts: dict[str, str]) -> None:
+        """Write the weights with the adapters merged into them and, beside them, the adapters alone."""
+        Weights.export(self, model, source, folder, texts)
+        export_adapter(model, self.cfg.model.path, folder.with_name(f"{folder.name}_adapter"))
+
+
+def weights(cfg: Any, plain: Weights) -> Weights:
+    """Give the models of a run adapters."""
+    return plain if cfg.model.lora.rank is None else Adapters(cfg)
+
+
 def find_adapters(model: nn.Module) -> dict[str, Adapted]:
     return {name: layer for name, layer in model.named_modules() if isinstance(layer, Adapted)}
 
 
 def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
-    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers; without a
-    rank do nothing."""
-    if settings.rank is None:
-        return
+    """Freeze an empty decoder, in `dtype`, and put adapters of at least float32 beside its layers."""
     model.to(dtype).requires_grad_(False)
     wide = torch.promote_types(dtype, torch.float32)
     for block in model.layers:
@@ -129,7 +169,7 @@ def adapt(model: Decoder, settings: Lora, dtype: torch.dtype) -> None:
                 block.set_submodule(name, Adapted(layers[name], settings, wide))
 
 
-def load_with_adapters(model: Decoder, cfg: Config, source: Path) -> None:
+def load_with_adapters(model: Decoder, cfg: Any, source: Path) -> None:
     """Load the weights of a folder, and give adapters their first values.
 
     Raises ConfigError as `read_adapter`.
@@ -219,13 +259,6 @@ def read_adapter(model: Decoder, settings: Lora) -> dict[str, Tensor]:
     return stored
 
 
-def export_both(model: Decoder, source: Path, cfg: Config, tokenizer: Tokenizer) -> None:
-    """Write the trained model to hf/, with the texts of its tokenizer, and an adapter to hf_adapter/ as well.
-    Collective."""
-    export(model, source, Path(cfg.out) / "hf", tokenizer.exported(cfg.data.system_prompt))
-    export_adapter(model, cfg.model.path, Path(cfg.out) / "hf_adapter")
-
-
 def export_adapter(model: Decoder, base: str, folder: Path) -> None:
     """Write the adapter of a model, if it has one, as PEFT does, for PeftModel.from_pretrained. Collective;
     rank 0 writes."""
@@ -252,41 +285,3 @@ def export_adapter(model: Decoder, base: str, folder: Path) -> None:
         (fresh / CONFIG).write_text(json.dumps(said, indent=1) + "\n")
         save_file(tensors, fresh / WEIGHTS, metadata={"format": "pt"})
         shutil.copymode(fresh / CONFIG, fresh / WEIGHTS)  # safetensors lets only the owner read it
-
-
-# ---- the weights that a run begins with, or that an adapter belongs to
-
-def hash_weights(files: list[Path]) -> str:
-    """Identify weights by their files; each rank reads its own, since machines may have others. No hash is
-    kept on disk: it could be older than its file."""
-    return f"weights of sha256 {hash_files(files)[:16]}"
-
-
-def identify_weights(settings: Lora, source: Path) -> dict[str, str]:
-    """Identify the weights that a run begins with: the model's, and the adapter's if it reads one."""
-    hashes = {"model.path (weights)": hash_weights(weight_files(source))}
-    if settings.path:
-        hashes["model.lora.path"] = hash_weights([Path(settings.path) / WEIGHTS])
-    return hashes
-
-
-def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
-    """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective.
-
-    A policy with an adapter is loaded in at least float32 on its run's base: it is rounded after it has been
-    merged. Raises ConfigError.
-    """
-    saved = read_extra(path)
-    if not saved or saved["config"]["model.lora.rank"] is None:
-        return load_policy_into(path, load_model(folder, dtype, torch.device("cpu")))
-    flat = saved["config"]
-    settings = Lora(flat["model.lora.rank"], flat["model.lora.alpha"], flat["model.lora.targets"])
-    require_same_inputs(path, saved["inputs"], identify_weights(settings, folder))
-    wide = torch.promote_types(dtype, torch.float32)
-    model = empty_model(folder, wide)
-    adapt(model, settings, wide)
-    load_weights(model.to_empty(device="cpu"), folder)
-    trained_in = getattr(torch, flat["model.dtype"])
-    for _, p in named_weights(model):
-        p.copy_(p.to(trained_in))
-    return load_policy_into(path, model)

@@ -19,11 +19,12 @@ import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Any
 
 from collect import Sampler
 from infra import dist
-from records import Group, PromptDraw, Rewards, Sample, frozen
-from settings.kinds import Votes
+from leaves.votes.settings import Votes
+from records import Batch, Group, Metrics, PromptDraw, Rewards, Rolled, Sample, frozen
 from verify.extract import extract, until_end
 from verify.grade import first_equal
 from verify.statistics import reduce_spelling
@@ -77,6 +78,42 @@ class Vote:
 
 
 @frozen
+class VotedGroup(Group):
+    """A group of a prompt whose completions have voted."""
+
+    vote: Vote
+
+
+VOTES = {  # field of a Vote -> its metric
+    "completions": "votes/completions",
+    "lead": "votes/lead",
+    "label_right": "votes/label_accuracy",
+    "accuracy": "votes/accuracy",
+}
+
+
+def vote_metrics(rolled: Rolled, batch: Batch) -> Metrics:
+    """Compute means over the groups of a step, and the tokens of all completions that voted, which were all
+    sampled."""
+    votes = [group.vote for group in rolled.groups]
+    if not votes:
+        return {}
+    metrics = {"rollout/tokens": sum(vote.tokens for vote in votes)}
+    for name, key in VOTES.items():
+        values = [getattr(vote, name) for vote in votes]
+        known = [value for value in values if value is not None]
+        if known:
+            metrics[key] = sum(known) / len(known)
+    return metrics
+
+
+def parts(cfg: Any, run: Any) -> Any:
+    """Give a run a sampler whose completions vote."""
+    return replace(run, sampler=VotingSampler(run.sampler, cfg.labels),
+                   measures=(*run.measures, vote_metrics))
+
+
+@frozen
 class VotingSampler:
     """Sample until a prompt's answers agree, and score by the answer that they agree on."""
 
@@ -110,7 +147,7 @@ class VotingSampler:
         # Each rank compares the labels of its `local_slice` with the data's.
         counted = list(zip(groups, ballots, samples, strict=True))
         votes = dist.gather([sum_up_votes(*given) for given in dist.local_slice(counted)])
-        return [replace(group, prompt=replace(group.prompt, answer=vote.label or ""), vote=vote)
+        return [VotedGroup(replace(group.prompt, answer=vote.label or ""), group.samples, vote)
                 for group, vote in zip(groups, votes, strict=True)]
 
     def vote(self, samples: list[list[Sample]]) -> list[Ballot]:

@@ -16,7 +16,9 @@ Dimension key:  K prompts of the data,  M of them in one step,  D features,  H h
 import math
 import sys
 from copy import deepcopy
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import safe_open
@@ -35,6 +37,11 @@ RANKING_WEIGHT = 3.0      # weight of the third loss; the release then divides i
 RANKED_GAP = 0.05   # prompts with targets further apart are ranked
 MARGIN = 0.5       # their logits should lie at least so far apart
 CONFIDENCE_FLOOR = 1e-4   # confidences lie within it and 1 - it
+
+
+def parts(cfg: Any, run: Any) -> Any:
+    """Give a run a history that filters prompts."""
+    return replace(run, history=FilteredHistory(run.history, run.task.source))
 
 
 def mean_embeddings(source: Path, prompts: list[Prompt]) -> Tensor:

@@ -1,0 +1,290 @@
+"""Sample completions over several steps: groups that go on (windows.in_flight), groups that wait
+(rollout.until=informative with windows.max_age), and T-PPO's successive batching (windows.tokens,
+arXiv:2506.15050).
+
+Groups that go on: in_flight x N groups are under way. All unfinished completions advance by windows.tokens
+tokens at a time until N groups are whole, and these are trained on, the oldest first. The others keep their
+tokens, each with the log-prob of the policy that drew it, and go on in the next step, under the weights that
+the engine has then. A group of age max_age holds the step up until it is whole. Time is counted in tokens, so
+which groups are whole depends neither on the number of ranks nor on the speed of the machine. Every group is
+trained on once. It is off-policy and outside the proof of unbiased pruning: short groups come first, and a
+ratio for each token (loss.tis_cap, loss.old_logp) does not correct for the tokens before it.
+
+T-PPO: a step has one window and trains on its tokens at once. Every completion is then a group of its own,
+and new prompts take the places of completions that have ended; fewer places than a group needs may stay
+empty.
+
+`Pool` replaces the history of prompts, `WindowSampler` the sampler; the loop is the same. pack.window is
+something else: the sequences that packing chooses from.
+"""
+
+from dataclasses import fields, replace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from collect import Sampler, rank_informative
+from config import Rollout
+from history import PromptHistory, sample_seed
+from infra.dist import seed_for
+from leaves.windows.settings import Windows
+from records import Batch, Group, Metrics, PromptDraw, Request, Rewards, Rolled, Sample, frozen
+
+
+@frozen
+class Piece:
+    """A completion, and how much of it is of earlier steps. It stands for the sample: what it does not know
+    itself, it asks of it."""
+
+    sample: Sample
+    start: int = 0         # tokens sampled in earlier steps, which were trained on there (T-PPO)
+    old: int = 0           # tokens sampled in earlier steps, by older policies, and not trained on there
+    pending: bool = False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.sample, name)
+
+    def places_from(self, first: int) -> np.ndarray:
+        places = np.arange(self.sample.length)[self.sample.scored]
+        return places[places >= first]
+
+    @property
+    def scored(self) -> np.ndarray:
+        return self.places_from(self.start)
+
+    @property
+    def trained(self) -> int:
+        return len(self.scored)
+
+    @property
+    def fresh_from(self) -> int:
+        return self.start + self.old
+
+    @property
+    def fresh(self) -> int:
+        return len(self.places_from(self.fresh_from))
+
+    @property
+    def whole(self) -> "Piece":
+        return self if self.pending else replace(self, start=0)
+
+    def first(self, count: int) -> "Piece":
+        before = len(self.places_from(0)) - self.trained
+        return replace(self, sample=self.sample.first(before + count))
+
+
+@frozen
+class Turn(PromptDraw):
+    """A prompt's turn in a step, which may have begun in an earlier one."""
+
+    copy: int = 0          # which of the prompt's completions, if each is a group of its own (T-PPO)
+    age: int = 0           # steps since it was drawn
+
+    @property
+    def noted(self) -> dict:
+        return {name: value for name, value in (("copy", self.copy), ("age", self.age)) if value}
+
+
+@frozen
+class OpenGroup(Group):
+    """A group that may go on."""
+
+    offered: bool = True
+
+
+Begun = tuple[Turn, tuple[Piece, ...]]  # a group that goes on or waits
+
+
+def parts(cfg: Any, run: Any) -> Any:
+    """Give a run a pool of groups, and a sampler that goes on with them."""
+    if not (cfg.windows.tokens or cfg.windows.max_age):
+        return run
+    pool = Pool(run.history, cfg.rollout, cfg.windows, getattr(run.engine, "sample_class", Sample))
+    return replace(run, history=pool, sampler=WindowSampler(run.sampler, pool),
+                   measures=(*run.measures, age_metrics))
+
+
+def age_metrics(rolled: Rolled, batch: Batch) -> Metrics:
+    """Compute the ages of the groups trained on, and their share of tokens by older policies; nothing if none
+    is older than the step."""
+    ages = [draw.age for draw in batch.draws]
+    if not any(ages):
+        return {}
+    samples = [s for group in batch.groups for s in group.samples]
+    return {
+        "age/mean": sum(ages) / len(ages),
+        "age/most": max(ages),
+        "age/old_tokens": sum(s.trained - s.fresh for s in samples) / sum(s.trained for s in samples),
+    }
+
+
+class Pool(PromptHistory):
+    """The history of prompts, and the groups that were begun in earlier steps and not trained on yet."""
+
+    def __init__(self, history: PromptHistory, sampling: Rollout, settings: Windows, sample_class: type):
+        super().__init__(history.prompts, history.pruning, history.seed, history.middle)
+        self.adapts = sampling.until == "informative"
+        self.sampling, self.settings, self.sample_class = sampling, settings, sample_class
+        self.one_by_one = settings.max_age is None  # T-PPO: a completion is a group of its own
+        self.begun: list[Begun] = []
+
+    def draw(self, count: int) -> list[Turn]:
+        """Take the turns of all groups that were begun, then new prompts while there is room."""
+        copies = self.sampling.group_size if self.one_by_one else 1
+        room = int(self.settings.in_flight * count) * copies - len(self.begun)
+        new = []
+        for draw in super().draw(max(0, room) // copies):
+            new += [take_turn(draw, copy) for copy in range(copies)]
+        going_on = [draw for draw, _ in self.begun]
+        return interleave(going_on, new)
+
+    def recall(self, lines: list[dict]) -> list[Turn]:
+        return [take_turn(draw, line.get("copy", 0), line.get("age", 0))
+                for draw, line in zip(super().recall(lines), lines, strict=True)]
+
+    def record(self, rolled: Rolled) -> None:
+        """Keep the groups that go on. The others are remembered if prune.prompts needs them."""
+        self.begun = []
+        for draw, group in zip(rolled.kept, rolled.groups, strict=True):
+            if group.samples[0].pending:
+                self.keep(draw, group)
+        super().record(rolled)
+
+    def adapt(self, rolled: Rolled) -> None:
+        """Keep the informative groups that a step has left over, as many as max_age steps can train on."""
+        if not self.adapts:
+            return
+        N = self.sampling.prompts_per_step
+        for i, n in enumerate(rank_informative(rolled)[N:]):
+            draw = rolled.kept[n]
+            if draw.age + 1 + i // N <= self.settings.max_age:
+                self.keep(draw, rolled.groups[n])
+
+    def keep(self, draw: Turn, group: Group) -> None:
+        self.begun.append((replace(draw, age=draw.age + 1), group.samples))
+
+    def state(self) -> dict:
+        pool = []
+        for draw, pieces in self.begun:
+            kept = []
+            for sample in (piece.sample for piece in pieces):
+                ids = torch.frombuffer(sample.ids, dtype=torch.int32)
+                logp = torch.frombuffer(sample.logp, dtype=torch.float64)
+                others = [getattr(sample, f.name) for f in fields(sample)[3:]]  # of an environment's
+                kept.append((ids, logp, sample.finished, *others))
+            turn = draw.epoch, draw.prob, draw.weight, draw.number, draw.copy, draw.age
+            pool.append((*turn, kept))
+        return super().state() | {"pool": pool}
+
+    def restore(self, state: dict) -> None:
+        super().restore(state)
+        self.begun = []
+        for *turn, kept in state["pool"]:
+            draw = Turn(self.prompts[turn[3]], *turn)
+            samples = [self.sample_class(ids.tolist(), logp.tolist(), *others) for ids, logp, *others in kept]
+            self.begun.append((draw, tuple(map(Piece, samples))))
+
+
+@frozen
+class WindowSampler:
+    """Sample windows of every completion until a step has enough, and score what goes on no more."""
+
+    sampler: Sampler
+    pool: Pool
+
+    def rollout(self, draws: list[Turn]) -> list[Group]:
+        """Go on with the groups of the pool, and begin one for each new draw that is kept."""
+        begun = {turn_key(draw): samples for draw, samples in self.pool.begun}
+        width = 1 if self.pool.one_by_one else self.pool.sampling.group_size
+        kept = [draw for draw in draws if draw.kept]
+        groups = []
+        for draw in kept:
+            so_far = begun.get(turn_key(draw), ())
+            groups.append([self.carry(sample) for sample in so_far] or [None] * width)
+        skipped = len(draws) - len(kept)
+        leaving = None
+        while leaving is None:
+            self.advance(kept, groups)
+            leaving = self.find_leaving(kept, groups, skipped)
+        rolled = []
+        one_window = self.pool.settings.in_flight == 1  # is a step, which trains on its tokens at once
+        for n, draw in enumerate(kept):
+            pieces = [replace(piece, pending=n not in leaving) for piece in groups[n]]
+            rolled.append(OpenGroup(draw.prompt, tuple(pieces), one_window or n in leaving))
+        return rolled
+
+    def carry(self, piece: Piece) -> Piece:
+        """Mark the tokens of a completion as those of earlier steps."""
+        if self.pool.one_by_one:
+            return replace(piece, start=piece.length, pending=False)
+        return replace(piece, old=piece.length, pending=False)
+
+    def advance(self, draws: list[Turn], groups: list[list[Piece | None]]) -> None:
+        """Sample the next window of every completion that is not whole, in place."""
+        limit, window = self.pool.sampling.max_new_tokens, self.pool.settings.tokens
+        places, requests = [], []
+        for n, draw in enumerate(draws):
+            for g, piece in enumerate(groups[n]):
+                room = limit - (piece.own if piece else 0)
+                if not (piece and piece.is_whole(limit)):
+                    places.append((n, g))
+                    seed = sample_seed(self.sampler.seed, draw.epoch, draw.prompt.id, draw.copy + g)
+                    if piece:  # engines always start at the beginning of a seed's stream
+                        seed = seed_for(seed, piece.length)
+                    so_far = piece and piece.sample
+                    requests.append(Request(draw.prompt, seed, min(window or room, room), so_far))
+        samples = self.sampler.complete(requests)
+        for (n, g), sample in zip(places, samples, strict=True):
+            piece = groups[n][g]
+            groups[n][g] = replace(piece, sample=piece.sample.joined(sample)) if piece else Piece(sample)
+
+    def find_leaving(self, draws: list[Turn], groups: list[list[Piece]], skipped: int) -> list[int] | None:
+        """Find the groups that leave the pool; None if the step needs another window.
+
+        Prompts that are skipped count among the N that the step is offered.
+        """
+        settings, sampling = self.pool.settings, self.pool.sampling
+        whole = [n for n, pieces in enumerate(groups)
+                 if all(piece.is_whole(sampling.max_new_tokens) for piece in pieces)]
+        if settings.in_flight == 1:  # one window is a step
+            return whole
+        whole.sort(key=lambda n: -draws[n].age)
+        due = {n for n, draw in enumerate(draws) if draw.age >= settings.max_age}
+        needed = max(sampling.prompts_per_step - skipped, len(due))
+        if len(whole) < needed or not due <= set(whole):
+            return None
+        return whole[:needed]
+
+    def score(self, groups: list[Group]) -> Rewards:
+        """Score the groups that go on no more. In every component the others have 0 in T-PPO, which trains on
+        them too, or else nan, no reward; and 0 tokens."""
+        places = [n for n, group in enumerate(groups) if not group.samples[0].pending]
+        rewards = self.sampler.score([groups[n] for n in places])
+        places_N = torch.tensor(places, dtype=torch.long)
+        width = len(groups[0].samples) if groups else self.pool.sampling.group_size
+
+        def among_all(value_NG: Tensor, missing: float) -> Tensor:
+            missing_NG = value_NG.new_full((len(groups), width), missing)
+            return missing_NG.index_copy(0, places_N, value_NG.view(-1, width))
+
+        missing = 0.0 if self.pool.one_by_one else torch.nan
+        components = {name: among_all(value_NG, missing) for name, value_NG in rewards.components.items()}
+        return replace(rewards, components=components, tokens_NG=among_all(rewards.tokens_NG, 0))
+
+
+def take_turn(draw: PromptDraw, copy: int = 0, age: int = 0) -> Turn:
+    return Turn(draw.prompt, draw.epoch, draw.prob, draw.weight, draw.number, copy, age)
+
+
+def turn_key(draw: Turn) -> tuple[int, str, int]:
+    """Identify a group over the steps that it takes."""
+    return draw.epoch, draw.prompt.id, draw.copy
+
+
+def interleave(going_on: list, new: list) -> list:
+    """Merge both lists, each in its order and spread evenly, so that every rank gets long prefixes and new
+    prompts alike."""
+    placed = [((i + 0.5) / len(items), item) for items in (going_on, new) for i, item in enumerate(items)]
+    return [item for _, item in sorted(placed, key=lambda pair: pair[0])]

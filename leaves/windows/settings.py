@@ -1,0 +1,68 @@
+"""Settings of windows: completions that are sampled over several steps."""
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+from settings.loader import Count, at_least, frozen
+from settings.rules import Rule
+
+
+@frozen
+class Windows:
+    """Completions that go on in the next step (T-PPO, arXiv:2506.15050), and groups that go on or wait."""
+    # New tokens of a completion at a time; null: all. A step is one window and trains on it (T-PPO), or with
+    # in_flight as many as it takes until N groups are whole.
+    tokens: int | None = None
+    # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
+    # the proof of unbiased pruning
+    in_flight: Annotated[float, at_least(1)] = 1.0
+    # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
+    # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
+    max_age: Count | None = None
+
+
+CHOICES = {"windows": Windows}
+HOOKS = ("parts",)
+ONLY_WITH = {"windows.max_age": ["windows.in_flight: no group may be older than its step"]}
+REQUIRES = {
+    "windows.max_age": [
+        ("labels.kind", "gold", "completions are added until their votes agree, all by one policy"),
+        ("rollout.until", "offered or informative", "survivors that fill a budget cannot be counted before"),
+        ("prune.prompts.kind", "none, bernoulli, pps or rank", "others draw more as a step's groups show"),
+    ],
+    "windows.tokens without windows.max_age": [
+        ("advantage.kind", "gae", "completions of one prompt end in different steps and are not compared"),
+        ("prune.completions.kind", "none", "an unfinished completion has no |advantage| yet to be pruned by"),
+        ("prune.prompts.kind", "none", "a prompt's group is never in one step, so none is remembered"),
+        ("rollout.until", "offered", "no group of a round is whole, so none can be chosen or counted"),
+        ("loss.normalize", "token, constant or sum", "a step has only a part of a sequence"),
+        ("loss.trust.kind", "clip, clamp, total_variation, binary_kl or none",
+         "a step has parts of sequences"),
+    ],
+}
+
+
+def rules(cfg: Any) -> Iterator[Rule]:
+    """Yield the rules that no table states."""
+    roll, own = cfg.rollout, cfg.windows
+    N, new = roll.prompts_per_step, roll.max_new_tokens
+    yield ("rollout.stop", not (roll.stop and own.tokens),
+           "null with windows.tokens: a text that lies across two windows would be missed")
+    yield ("loss.likelihood", not (cfg.loss.likelihood and own.tokens and not own.max_age),
+           "0 with windows.tokens: a step has only the last window of a correct answer")
+    yield ("windows.tokens", own.tokens is None or 1 <= own.tokens <= new,
+           f"in 1..{new} (rollout.max_new_tokens), or null")
+    if own.max_age is None:
+        return
+    going_on, waits = own.in_flight > 1, roll.until == "informative"
+    yield ("windows.max_age", going_on != waits, "null, or beside it either windows.in_flight above 1 "
+           "(groups go on) or rollout.until=informative (groups that are left over wait)")
+    yield ("windows.tokens", (own.tokens is not None) == going_on,
+           f"in 1..{new} with windows.in_flight above 1, tokens after which a step looks for whole "
+           "groups, and null with groups that wait")
+    yield ("windows.in_flight", own.in_flight <= own.max_age + 1,
+           f"at most {own.max_age + 1}, windows.max_age and 1: a step trains on prompts_per_step groups")
+    yield ("windows.in_flight", not going_on or int(own.in_flight * N) > N,
+           f"1, or enough for one group more than {N} (rollout.prompts_per_step)")
+    yield ("advantage.kind", cfg.advantage.kind != "soft_value",
+           "another kind with windows.max_age: V* is estimated in one rollout of all prompts")
