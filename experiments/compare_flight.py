@@ -15,8 +15,8 @@ from tqdm import tqdm
 
 RATE = "1e-4"
 STAGE = 27  # steps of GRPO that a stage has the prompts of
-TWO = ("rollout.in_flight=2", "rollout.max_age=3", "rollout.window=8")
-FOUR = ("rollout.in_flight=4", "rollout.max_age=8", "rollout.window=8")
+TWO = ("windows.in_flight=2", "windows.max_age=3", "windows.tokens=8")
+FOUR = ("windows.in_flight=4", "windows.max_age=8", "windows.tokens=8")
 CAPPED = ("loss.tis_cap=2",)                            # min(pi_old / pi that drew it, 2), and the clip
 ENGINE = ("loss.old_logp=engine", "loss.tis_cap=2")     # the clip's ratio is to the policy that drew it
 STAGES = (

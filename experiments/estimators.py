@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from enumeration import MAX_LEN, Problem, Steps, all_steps, lengths_of, reward_of
-from methods.soft_value import soft_value
 from torch import Tensor
 
 from advantage import advantage
+from leaves.soft_value.join import soft_value
 from loss import TRUST, engine_weight, segment_sum, token_weight
 from prune import (
     COMPLETIONS,
@@ -46,7 +46,7 @@ class Estimator(NamedTuple):
 
 ADVANTAGES = {
     "reward": None,
-    "soft_value": kinds.SoftValue(),
+    "soft_value": SoftValue(),
     "leave_one_out": kinds.LeaveOneOut(),
     "shrinkage": kinds.Shrinkage(),
     "centred": kinds.Centred(),

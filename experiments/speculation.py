@@ -28,7 +28,7 @@ from advantage import advantage
 from collect import Sampler, Selection, choose
 from learner import Learner
 from leaves.preflight.checks import pack_in_order
-from methods.drafts import DraftHistory
+from leaves.drafts.join import DraftHistory
 from metrics import Clock
 from records import Group, PromptDraw, Rolled
 from update import update

@@ -42,7 +42,6 @@ from torch.utils.weak import WeakIdKeyDictionary, WeakIdRef
 sys.path.insert(0, str(Path(__file__).parent.parent))
 sys.path.append(str(Path(__file__).parent.parent / "bench"))  # behind the root: one of its files has a name of ours
 
-import lora
 import shapes
 from conftest import ROOT, as_batch, make_groups
 
@@ -53,6 +52,7 @@ import update
 from infra import dist
 from infra.weights import named_weights
 from leaves.fit import counts
+from leaves.lora import join as lora
 from metrics import Clock, PassSums
 from model import Block, ChunkedLogProb, Decoder
 from prune import keep_all

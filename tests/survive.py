@@ -27,13 +27,13 @@ from typing import IO
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-import lora
 import torch
 from tqdm import tqdm
 
 import config
 from infra import checkpoint, dist, runfolder
 from learner import make_optimizers
+from leaves.lora import join as lora
 from model import empty_model
 
 ROOT = Path(__file__).parent.parent

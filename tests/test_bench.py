@@ -11,16 +11,17 @@ from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
-import lora
 import pytest
 import torch
 from conftest import ROOT
 
 import config
 from advantage import flat_groups
-from config import ConfigError, Lora
+from config import ConfigError
 from infra import device as hardware
 from leaves.fit.test_memory import small
+from leaves.lora import join as lora
+from leaves.lora.settings import Lora
 from model import Decoder
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: one of its files has a name of ours

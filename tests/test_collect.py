@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import TOY, as_rolled, load, make_groups, toy_config, weights
-from methods import soft_value
 from test_invariance import on_ranks
 
 import collect
@@ -25,6 +24,7 @@ from infra import checkpoint, dist, runfolder
 from infra.checkpoint import Checkpoints, tensors
 from infra.device import resolve_auto
 from infra.signals import Stopped
+from leaves.soft_value import join as soft_value
 from metrics import Clock
 from prune import adapt_p, prefix_prob
 from records import Batch, Prompt, PromptDraw, Pruned, Rolled, Sample

@@ -88,8 +88,8 @@ def test_a_value_of_a_wrong_type_or_out_of_bounds_is_answered_with_all_that_is_a
 
 NAMED = {
     "BERNOULLI": "prune.completions={kind: bernoulli, drop_prob: 0.5}", "PPS": "prune.completions={kind: pps, keep: 2}",
-    "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & rollout.window=4",
-    "FLIGHT": "rollout.in_flight=3 & rollout.max_age=2 & rollout.window=4",
+    "THINNED": "prune.prompts={kind: bernoulli, drop_prob: 0.5}", "WINDOW": "GAE & critic.lr=1 & windows.tokens=4",
+    "FLIGHT": "windows.in_flight=3 & windows.max_age=2 & windows.tokens=4",
     "RANKED": "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}", "GAE": "advantage.kind=gae",
     "ONE": "advantage.kind=soft_value & rollout.group_size=1", "DECOUPLED": "advantage.kind=decoupled",
     "RESIDUAL": "advantage={kind: soft_value, residual: 1e-3}", "INFORMATIVE": "rollout.until=informative",
@@ -181,33 +181,33 @@ NAMED = {
     ("GAE & critic.lr=0", "critic.lr=0 must be above 0, or null"),
     ("GAE & critic={lr: 1, pretrain_steps: 3}", "critic.pretrain_steps=3 must be in 0..2, below"),
     ("advantage={kind: gae, alpha: 1, lam: 0.9} & critic.lr=1", "advantage.lam=0.9 must be left out with advantage"),
-    ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless rollout.window: nothing"),
-    ("GAE & critic.lr=1 & rollout.window=9", "rollout.window=9 must be in 1..8 (rollout.max_new"),
-    ("rollout.window=4", "advantage.kind=group_norm must be gae with rollout.window=4: completions of one"),
+    ("GAE & advantage.bootstrap=true & critic.lr=1", "=true must be left out, or prev, unless windows.tokens: nothing"),
+    ("GAE & critic.lr=1 & windows.tokens=9", "windows.tokens=9 must be in 1..8 (rollout.max_new"),
+    ("windows.tokens=4", "advantage.kind=group_norm must be gae with windows.tokens=4: completions of one"),
     ("WINDOW", "loss.normalize=sequence must be token, constant or sum"),
     ("WINDOW & loss={normalize: token, likelihood: 0.1}",
-     "loss.likelihood=0.1 must be 0 with rollout.window: a step has"),
+     "loss.likelihood=0.1 must be 0 with windows.tokens: a step has"),
     ("WINDOW & loss={trust: {kind: clip_sequence}, normalize: token}",
      "must be clip, clamp, total_variation, binary_kl or none"),
-    ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with rollout.window=4: an unfinished"),
-    ("WINDOW & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with rollout.window=4: a prompt's"),
-    ("WINDOW & rollout.until=informative", "rollout.until=informative must be offered with rollout.window"),
-    ("rollout.in_flight=0.5", "rollout.in_flight=0.5 must be at least 1"),
-    ("rollout.in_flight=2", "rollout.in_flight=2.0 must be left out, or 1.0, unless rollout.max_age: no group may"),
-    ("rollout.max_age=0", "rollout.max_age=0 must be at least 1"),
-    ("rollout.max_age=1", "rollout.max_age=1 must be null, or beside it either rollout.in_flight above 1"),
-    ("INFORMATIVE & rollout.max_age=1 & rollout.in_flight=2", "rollout.max_age=1 must be null, or beside it either"),
-    ("rollout.max_age=1 & rollout.in_flight=2", "rollout.window=None must be in 1..8 with rollout.in_flight above 1"),
-    ("INFORMATIVE & rollout.max_age=1 & rollout.window=4", "rollout.window=4 must be in 1..8 with rollout.in_flight"),
-    ("FLIGHT & rollout.max_age=1", "rollout.in_flight=3.0 must be at most 2, rollout.max_age and 1: a step trains"),
-    ("FLIGHT & rollout.in_flight=1.1", "rollout.in_flight=1.1 must be 1, or enough for one group more than 6"),
+    ("WINDOW & prune.completions={kind: topk, keep: 2}", "=topk must be none with windows.tokens=4: an unfinished"),
+    ("WINDOW & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with windows.tokens=4: a prompt's"),
+    ("WINDOW & rollout.until=informative", "rollout.until=informative must be offered with windows.tokens"),
+    ("windows.in_flight=0.5", "windows.in_flight=0.5 must be at least 1"),
+    ("windows.in_flight=2", "windows.in_flight=2.0 must be left out, or 1.0, unless windows.max_age: no group may"),
+    ("windows.max_age=0", "windows.max_age=0 must be at least 1"),
+    ("windows.max_age=1", "windows.max_age=1 must be null, or beside it either windows.in_flight above 1"),
+    ("INFORMATIVE & windows.max_age=1 & windows.in_flight=2", "windows.max_age=1 must be null, or beside it either"),
+    ("windows.max_age=1 & windows.in_flight=2", "windows.tokens=None must be in 1..8 with windows.in_flight above 1"),
+    ("INFORMATIVE & windows.max_age=1 & windows.tokens=4", "windows.tokens=4 must be in 1..8 with windows.in_flight"),
+    ("FLIGHT & windows.max_age=1", "windows.in_flight=3.0 must be at most 2, windows.max_age and 1: a step trains"),
+    ("FLIGHT & windows.in_flight=1.1", "windows.in_flight=1.1 must be 1, or enough for one group more than 6"),
     ("FLIGHT & rollout.until=full & pack.budget=9", "rollout.until=full must be offered or informative with rollout."),
-    ("FLIGHT & labels.kind=votes", "rollout.window=4 must be null with labels.kind=votes: unfinished answers do not"),
-    ("INFORMATIVE & rollout.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with rollout.max_age=1"),
+    ("FLIGHT & labels.kind=votes", "windows.tokens=4 must be null with labels.kind=votes: unfinished answers do not"),
+    ("INFORMATIVE & windows.max_age=1 & labels.kind=votes", "labels.kind=votes must be gold with windows.max_age=1"),
     ("FLIGHT & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none, bernoulli, pps or rank with"),
     ("FLIGHT & prune.prompts.kind=depo", "prune.prompts.kind=depo must be none, bernoulli, pps or rank with"),
-    ("FLIGHT & advantage.kind=soft_value", "advantage.kind=soft_value must be another kind with rollout.max_age: V*"),
-    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with rollout.window: a text that lies across"),
+    ("FLIGHT & advantage.kind=soft_value", "advantage.kind=soft_value must be another kind with windows.max_age: V*"),
+    ("FLIGHT & rollout.stop=[x]", "rollout.stop=['x'] must be null with windows.tokens: a text that lies across"),
     ("ONE & INFORMATIVE", "rollout.until=informative must be offered or full with rollout.group_size=1: the rewards"),
     ("ONE & prune.prompts.kind=greso", "prune.prompts.kind=greso must be none with rollout.group_size=1"),
     ("ONE & BERNOULLI", "prune.completions.kind=bernoulli must be none with rollout.group_size=1: there is nothing"),
@@ -400,11 +400,11 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
         null = {"null"} if type(None) in words[key] else set()
         assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
     assert {entry.partition(":")[0] for used in rules.ONLY_WITH.values() for entry in used} <= words.keys()
-    critic = {f"critic.{field.name}" for field in fields(config.Critic)}
+    critic = {f"critic.{field.name}" for field in fields(Critic)}
     assert set(rules.ONLY_WITH["advantage.kind=gae"]) == critic
     assert rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
     assert not rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
-    assert rules.is_chosen({"rollout.window": 4}, "rollout.window") and not rules.is_chosen({}, "rollout.window")
+    assert rules.is_chosen({"windows.tokens": 4}, "windows.tokens") and not rules.is_chosen({}, "windows.tokens")
     assert rules.is_chosen({"loss.tis_cap": None}, "loss.tis_cap=null")
     assert not rules.is_chosen({"loss.tis_cap": 2.0}, "loss.tis_cap=null")
 

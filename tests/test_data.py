@@ -12,12 +12,12 @@ import pytest
 import torch
 import transformers
 from conftest import ROOT, TOY, as_rewards, verdict, write_tiny
-from methods.window import Pool
 
 import config
 import data
 from config import ConfigError
 from history import PromptHistory, epoch_order
+from leaves.windows.join import Pool
 from records import Problem, Prompt, PromptDraw, Rolled, Sample
 from settings.kinds import AllPrompts, BernoulliPrompts, Greso, LowestRank, Prompts
 from verify.grade import name_unreadable

@@ -11,8 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import TOY
-from infra.replies import Splicer
-from methods.environment import EnvironmentEngine
 from test_environment import Inline
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Rust
@@ -21,6 +19,8 @@ from transformers import AutoTokenizer
 import config
 import data
 from config import ConfigError
+from leaves.environment.join import EnvironmentEngine
+from leaves.environment.replies import Splicer
 from records import Prompt, Request, Sample
 
 CHATML = """{%- for message in messages %}

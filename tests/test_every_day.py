@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, load, nudge, toy_config, weights, write_tiny
@@ -27,6 +26,7 @@ from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export, find_model
+from leaves.lora import join as lora
 from settings import paths
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]

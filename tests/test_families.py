@@ -3,7 +3,6 @@
 import json
 from dataclasses import replace
 
-import lora
 import pytest
 import torch
 import transformers
@@ -12,11 +11,13 @@ from conftest import ask, attend_alone, load, make_groups, nudge, toy_config, wr
 from test_invariance import assert_same, change, gradient, on_ranks
 from test_rollout import spec, trainer_logp
 
-from config import ConfigError, Lora
+from config import ConfigError
 from infra.device import parameters
 from infra.families import FAMILIES
 from infra.weights import export, read_shape
 from leaves.fit import counts
+from leaves.lora import join as lora
+from leaves.lora.settings import Lora
 from model import Decoder
 from rollout import TorchEngine
 

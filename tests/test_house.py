@@ -175,7 +175,7 @@ def test_the_command_for_settings_describes_every_setting_and_every_kind(command
     assert set(re.findall(r"^# ([\w.]+)", capsys.readouterr().out, re.MULTILINE)) == {"prune.completions.kind"}
 
 
-@pytest.mark.parametrize(("section", "meant"), [("rollot", "rollout"), ("rollout.window", "rollout"), ("steps", "run")])
+@pytest.mark.parametrize(("section", "meant"), [("rollot", "rollout"), ("windows.tokens", "rollout"), ("steps", "run")])
 def test_a_section_of_settings_that_there_is_not_names_the_one_that_was_meant(section, meant, command, capsys):
     assert command(train, "--settings", section) == 2
     assert capsys.readouterr().err == (

@@ -310,7 +310,7 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
 def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
     with pytest.raises(ConfigError, match=message):
         config.load("cppo_toy.yaml", overrides)
-    with pytest.raises(ConfigError, match="rollout.stop=.* must be null with rollout.window"):
+    with pytest.raises(ConfigError, match="rollout.stop=.* must be null with windows.tokens"):
         config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
 
 

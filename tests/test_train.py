@@ -77,7 +77,7 @@ RESUMED = {
     "rank": ["data.limit=6", "prune.prompts={kind: rank, drop_prob: 0.5, max_skips: 2}"],
     "greso": ["data.limit=6", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # A critic, a pool of completions that go on, and pretraining; a table of V*.
-    "tppo": ["critic.pretrain_steps=3", "rollout.window=12", "update.minibatches=2", "critic.epochs=2",
+    "tppo": ["critic.pretrain_steps=3", "windows.tokens=12", "update.minibatches=2", "critic.epochs=2",
              "optim.warmup_steps=3"],
     "apo": ["data.limit=8", "update.minibatches=2"],
     "lora": ["model.lora.rank=2", "optim.lr=1e-3", "loss.kl=0.1", "update.epochs=2", "rollout.prompts_per_step=2"],
@@ -251,7 +251,7 @@ GSM8K = [
 
 SMALLER = {"vapo_math": ["critic.pretrain_steps=1"], "dapo_math": ["reward.overlong_tokens=8"],
            "depo_math": ["reward.overlong_tokens=8"],
-           "dppo_listed_math": ["pack.budget=3000"], "tppo_math": ["critic.pretrain_steps=1", "rollout.window=10"]}
+           "dppo_listed_math": ["pack.budget=3000"], "tppo_math": ["critic.pretrain_steps=1", "windows.tokens=10"]}
 
 
 @pytest.mark.slow
@@ -274,7 +274,7 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     assert (tmp_path / "run" / "checkpoints" / "latest").read_text() == "step_000002"
     assert (tmp_path / "run" / "hf" / "model.safetensors").is_file()
     step = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/kl" in line][-1]
-    if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered" and not cfg.rollout.window:
+    if cfg.prune.completions.kind in ("none", "topk") and cfg.rollout.until == "offered" and not cfg.windows.tokens:
         assert step["prune/kept"] == count * getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
     assert step["train/kl"] >= 0
     assert "eval/others/accuracy" in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]

@@ -227,7 +227,7 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
 def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
     settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
-                "rollout.window=10", f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
+                "windows.tokens=10", f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
     done = run(*TORCHRUN, "train.py", "--config", "tppo_toy.yaml", *(w for s in settings for w in ("--set", s)))
     assert done.returncode == 0, done.stderr
     lines = steps_of(tmp_path / "run")
@@ -239,7 +239,7 @@ def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
 def test_groups_go_on_with_vllm_on_two_ranks_and_do_so_again_when_repeated(tmp_path):
     """With weights that stand still, tokens of earlier steps have the log-probs of now."""
     settings = ["rollout.engine=vllm", "steps=4", "rollout.prompts_per_step=4", "rollout.group_size=8", "data.limit=64",
-                "data.eval=null", "rollout.max_age=2", "optim.lr=1e-12", "optim.warmup_steps=0"]
+                "data.eval=null", "windows.max_age=2", "optim.lr=1e-12", "optim.warmup_steps=0"]
     decided = []
     for name in ("run", "again"):
         chosen = [word for s in (*settings, f"out={tmp_path / name}") for word in ("--set", s)]

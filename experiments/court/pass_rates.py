@@ -15,7 +15,7 @@ from records import Rewards, Rolled
 PLAIN = {
     "prune.prompts.kind": "none",
     "rollout.until": "offered",
-    "rollout.window": None,
+    "windows.tokens": None,
     "rollout.stop": None,
     "labels.kind": "gold",
     "update.minibatches": 1,

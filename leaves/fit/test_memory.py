@@ -4,14 +4,13 @@ import sys
 from dataclasses import replace
 from types import SimpleNamespace
 
-import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, toy_config
 from test_invariance import on_ranks
 
 import config
-from config import ConfigError, Lora
+from config import ConfigError
 from infra import device as hardware
 from infra import dist
 from infra.device import Machine, resolve_auto
@@ -19,6 +18,8 @@ from infra.weights import read_shape
 from leaves.fit import counts, fit, memory
 from leaves.fit.counts import Pass
 from leaves.fit.memory import choose_settings
+from leaves.lora import join as lora
+from leaves.lora.settings import Lora
 from model import BLOCK_CALLS, Decoder
 from records import EngineSpec
 

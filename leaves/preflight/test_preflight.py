@@ -4,7 +4,6 @@ import json
 import math
 from dataclasses import replace
 
-import lora
 import pytest
 import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
@@ -12,9 +11,11 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 import data
 import learner
 import train
-from config import ConfigError, Lora
+from config import ConfigError
 from infra.device import resolve_auto
 from learner import Learner
+from leaves.lora import join as lora
+from leaves.lora.settings import Lora
 from leaves.preflight import checks as preflight
 from records import Group, Problem, Prompt, Sample, Segments
 from rollout import TorchEngine

@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import as_batch, as_rewards, gradients, make_groups, nudge, toy_config
-from methods import preference
 from test_objectives import learner_on
 from torch import Tensor
 
 import update
 from advantage import group_norm
 from collect import Selection, choose
+from leaves.preferences import join as preference
 from metrics import PassSums
 from prune import (
     COMPLETIONS,

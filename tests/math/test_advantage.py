@@ -7,10 +7,10 @@ from statistics import mean, variance
 import pytest
 import torch
 from conftest import as_rewards
-from methods.gae import adaptive_lambda, gae
-from methods.soft_value import soft_value
 
 from advantage import ESTIMATORS, advantage, centred, decoupled, group_norm, leave_one_out, shrinkage
+from leaves.critic.gae import adaptive_lambda, gae
+from leaves.soft_value.join import soft_value
 from records import Rewards
 from settings.kinds import Centred
 

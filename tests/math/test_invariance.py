@@ -11,7 +11,6 @@ from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
-import lora
 import pytest
 import torch
 from conftest import (
@@ -26,8 +25,6 @@ from conftest import (
     toy_config,
     weights,
 )
-from methods import critic
-from methods.critic import value_loss
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -40,6 +37,9 @@ from collect import Sampler
 from history import PromptHistory
 from infra import checks, dist, runfolder
 from infra.device import resolve_auto
+from leaves.critic import join as critic
+from leaves.critic.join import value_loss
+from leaves.lora import join as lora
 from prune import COMPLETIONS, Candidates
 from settings import loader as settings
 from verify import workers
@@ -93,7 +93,7 @@ def gradient(cfg: config.Config, groups: list, adv_NG: torch.Tensor) -> tuple[fl
     learner = learner_on(Path(cfg.model.path), cfg)
     if learner.critic:
         nudge(learner.critic.model, 0.1)
-    if cfg.rollout.window:
+    if cfg.windows.tokens:
         groups = windowed(groups)
     candidates = Candidates(adv_NG, groups, cfg.loss.normalize, cfg.loss.kl == 0, seed=0)
     pruned = COMPLETIONS[cfg.prune.completions.kind](candidates, cfg.prune.completions)
@@ -279,7 +279,7 @@ PRUNED = {
              "prune.tokens={kind: prefix, whole: 0.5}"],
     "greso": ["data.limit=5", "prune.prompts.kind=greso", "rollout.until=informative", "rollout.max_rounds=2"],
     # 3 ranks share out a pool; lambda-returns, so that the critic's targets depend on values too.
-    "tppo": ["rollout.window=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
+    "tppo": ["windows.tokens=12", "advantage.lam_critic=0.9", "critic.pretrain_steps=1", "critic.minibatches=2",
              "optim.warmup_steps=4", "data.limit=64"],
     # On 3 ranks one has no row of an A.
     "lora": ["steps=2", "data.limit=8", "loss.denominator=all", "model.lora.rank=2",

@@ -5,9 +5,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from methods.critic import value_loss
 
 from config import Loss
+from leaves.critic.join import value_loss
 from loss import (
     binary_kl,
     clamp,

@@ -12,7 +12,6 @@ from functools import partial
 import pytest
 import torch
 from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, toy_config
-from methods import preference, soft_value
 from torch import Tensor
 
 import data
@@ -22,6 +21,8 @@ from advantage import advantage
 from config import Config
 from infra.device import resolve_auto
 from learner import Learner
+from leaves.preferences import join as preference
+from leaves.preferences import soft_value
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Sample
@@ -300,7 +301,7 @@ class Case:
         self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
-        self.groups = windowed(groups) if cfg.rollout.window else groups
+        self.groups = windowed(groups) if cfg.windows.tokens else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
         parts = {"accuracy": CORRECT_NG * ~pending_NG, "overlong": SHORT_NG * ~pending_NG}
         rewards = as_rewards(parts, cfg.reward.weights)

@@ -10,13 +10,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import as_rolled, gradients, make_groups, mask_backend, nudge, others_slow
-from methods import critic
 from test_invariance import Gradient, on_ranks
 from test_objectives import CORRECT_NG, OBJECTIVES, Case, gradient_of, learner_on
 
 import learner
 import model as decoder
 from config import Pack
+from leaves.critic import join as critic
 from pack import Minibatch, Plan
 from records import Pruned
 

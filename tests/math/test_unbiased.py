@@ -10,8 +10,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow, toy_config
-from methods import critic
-from methods.soft_value import SoftValues, soft_value
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
 from torch import Tensor
 
@@ -20,6 +18,8 @@ from advantage import ESTIMATORS, advantage, group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
+from leaves.critic import join as critic
+from leaves.soft_value.join import SoftValues, soft_value
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds

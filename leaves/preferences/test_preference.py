@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from conftest import as_batch, as_rewards, make_groups, nudge, toy_config
-from methods import preference
 from test_objectives import gradient_of, learner_on
 
 import config
@@ -17,8 +16,9 @@ from advantage import advantage, group_weight, madpo_weight, mark_pairs, prefere
 from config import ConfigError
 from infra import runfolder
 from learner import has_reference
+from leaves.preferences import join as preference
+from leaves.preferences.settings import GroupPreference, Preference
 from prune import keep_all
-from settings.kinds import GroupPreference, Preference
 
 NAN = math.nan
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)

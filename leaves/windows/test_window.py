@@ -5,8 +5,6 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import TOY, as_rolled, ask, load, toy_config
-from methods import critic
-from methods.window import Pool, WindowSampler
 
 import config
 import data
@@ -16,11 +14,13 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
 from infra.device import resolve_auto
+from leaves.critic import join as critic
+from leaves.windows.join import Pool, WindowSampler
 from metrics import rollout_metrics
 from records import EngineSpec, Group, Prompt, PromptDraw, Rolled, Sample
 from rollout import tokens_before
 
-ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "rollout.window=10", "critic.pretrain_steps=0"]
+ALONE = ["rollout.group_size=1", "rollout.prompts_per_step=8", "windows.tokens=10", "critic.pretrain_steps=0"]
 
 
 def windowed(out, *settings: str) -> config.Config:
@@ -97,7 +97,7 @@ def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
 @pytest.mark.parametrize("window", [1, 3, 48])
 def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     """Greedy, with one policy. Those done are replaced by new prompts, in order, and nobody is lost."""
-    cfg = windowed(tmp_path / "run", f"rollout.window={window}")
+    cfg = windowed(tmp_path / "run", f"windows.tokens={window}")
     cfg = replace(cfg, rollout=replace(cfg.rollout, temperature=0.0))
     task = train.load_task(cfg)
     _, engine = train.load_models(resolve_auto(cfg, task.source), task)
@@ -122,7 +122,7 @@ def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
 
 def test_a_completion_that_reaches_its_limit_is_done_and_scored(tmp_path):
     """20 tokens in windows of 8: 8, 8 and 4. Its groups stay ragged: new prompts fill only whole groups' places."""
-    cfg = windowed(tmp_path / "run", "rollout.window=8", "rollout.max_new_tokens=20", "rollout.group_size=3",
+    cfg = windowed(tmp_path / "run", "windows.tokens=8", "rollout.max_new_tokens=20", "rollout.group_size=3",
                    "rollout.prompts_per_step=2", "reward.overlong=1", "reward.overlong_tokens=10")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(40)]
 

@@ -10,7 +10,6 @@ from functools import cache
 import pytest
 import torch
 from conftest import ROOT, TOY, attend_alone, load, others_slow, toy_config, weights
-from methods.drafts import DraftHistory
 from test_rollout import spec
 
 import config
@@ -19,6 +18,7 @@ import train
 from config import ConfigError
 from infra import runfolder
 from infra.device import resolve_auto
+from leaves.drafts.join import DraftHistory
 from leaves.fit import counts
 from records import Prompt, Request, Sample, Stops
 from rollout import Asked, TorchEngine, Tree
@@ -184,12 +184,12 @@ def test_a_run_with_drafts_is_the_run_without_and_goes_on_as_itself(settings, tm
 
 @pytest.mark.parametrize("setting, message", [
     ("rollout.engine=vllm", "rollout.engine=vllm must be auto or torch with rollout.drafts=True: vLLM"),
-    ("rollout.window=8", "rollout.window=8 must be null"),
+    ("windows.tokens=8", "windows.tokens=8 must be null"),
     ("labels={kind: votes, most: 16}", "labels.kind=votes must be gold"),
     ("prune.prompts={kind: depo}", "prune.prompts.kind=depo must be none, bernoulli"),
 ])
 def test_settings_that_do_not_go_with_drafts(setting, message, tmp_path):
-    more = ["rollout.in_flight=2", "rollout.max_age=1"] * ("window" in setting)
+    more = ["windows.in_flight=2", "windows.max_age=1"] * ("window" in setting)
     with pytest.raises(ConfigError, match=message):
         toy_config(tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", setting, *more)
 

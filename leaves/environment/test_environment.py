@@ -8,10 +8,6 @@ import pytest
 import survive
 import torch
 from conftest import TOY, toy_config, weights
-from infra.environment import EnvironmentFile, open_environment
-from infra.environment_worker import Reply, Turn, find_calls, reply_to
-from infra.replies import Splicer
-from methods.environment import EnvironmentEngine
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -19,8 +15,13 @@ import data
 import eval as evaluation
 import replay
 import train
-from config import ConfigError, Environment
+from config import ConfigError
 from infra import environment, runfolder
+from leaves.environment.file import EnvironmentFile, open_environment
+from leaves.environment.join import EnvironmentEngine
+from leaves.environment.replies import Splicer
+from leaves.environment.settings import Environment
+from leaves.environment.worker import Reply, Turn, find_calls, reply_to
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
 from verify import workers
@@ -210,7 +211,7 @@ def test_a_stop_and_more_in_one_token_is_shown_to_the_environment_as_it_is():
 
 def test_ranks_that_share_an_engine_sample_equally_many_turns(monkeypatch):
     most = iter([2, 2, 1, 0])
-    monkeypatch.setattr("methods.environment.dist.max_over_ranks", lambda count: next(most))
+    monkeypatch.setattr("leaves.environment.join.dist.max_over_ranks", lambda count: next(most))
     engine = Scripted({"q": [[CLOSING]]})
     through = EnvironmentEngine(engine, TOKENIZER, Inline(lambda text, row: None), lock_step=True)
     through.generate([Request(Prompt("q", (5,), "1"), 1, 9)], 1.0)
@@ -374,8 +375,8 @@ def test_a_tool_that_is_ended_is_an_error_that_the_model_reads(tmp_path):
     (["environment.file=FILE"], "environment.max_context=None must be at least 192 with environment.file"),
     (["environment.file=FILE", "environment.max_context=191"], "environment.max_context=191 must be at least 192"),
     (["environment.file=FILE", "environment.max_context=4000"], "pack.capacity=1024 must be at least 4000 tokens"),
-    (["environment.file=FILE", "environment.max_context=300", "rollout.stop=['=']", "rollout.window=8",
-      "rollout.in_flight=2", "rollout.max_age=2"], "rollout.stop=.* must be null with rollout.window"),
+    (["environment.file=FILE", "environment.max_context=300", "rollout.stop=['=']", "windows.tokens=8",
+      "windows.in_flight=2", "windows.max_age=2"], "rollout.stop=.* must be null with windows.tokens"),
     (["environment.file=nowhere.py", "environment.max_context=300"], "nowhere.py")])
 def test_settings_that_do_not_go_together(settings, message, tmp_path):
     (tmp_path / "mine.py").write_text(SUMS)
@@ -487,8 +488,8 @@ def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_it
 def test_arrays_of_a_pool_keep_replies(tmp_path):
     """Groups that go on over steps, with an environment that answers messages."""
     (tmp_path / "mine.py").write_text("def reply(text, row):\n    return None if text.count('again') else 'again'\n")
-    settings = [f"environment.file={tmp_path}/mine.py", "environment.max_context=200", "rollout.window=4",
-                "rollout.in_flight=2", "rollout.max_age=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
+    settings = [f"environment.file={tmp_path}/mine.py", "environment.max_context=200", "windows.tokens=4",
+                "windows.in_flight=2", "windows.max_age=2", "rollout.prompts_per_step=2", "rollout.group_size=4",
                 "data.eval=null", "checkpoint.every=1", "data.limit=16"]
     cfg = toy_config(tmp_path / "whole", *settings, "checkpoint.keep=all", "steps=4", name="flight_toy.yaml")
     whole = trained_unchecked(cfg)

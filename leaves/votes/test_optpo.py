@@ -8,7 +8,6 @@ from itertools import product
 import pytest
 import torch
 from conftest import ROOT, TOY, make_groups, toy_config, weights
-from methods import optpo
 
 import config
 import data
@@ -18,8 +17,9 @@ from config import ConfigError
 from history import PromptHistory
 from infra import runfolder
 from infra.device import resolve_auto
+from leaves.votes import join as optpo
+from leaves.votes.settings import Votes
 from metrics import vote_metrics
-from settings.kinds import Votes
 from verify.grade import first_equal
 
 
@@ -189,8 +189,8 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
     (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
     (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold if no component"),
     (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another kind with labels"),
-    (["rollout.window=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.normalize=token"],
-     "rollout.window=8 must be null"),
+    (["windows.tokens=8", "advantage.kind=gae", "critic.lr=1e-4", "loss.normalize=token"],
+     "windows.tokens=8 must be null"),
     (["labels.kind=gold", "labels.most=8"], "labels.most belongs to votes; this is gold"),
 ])
 def test_what_votes_cannot_go_with_is_refused(changes, said):

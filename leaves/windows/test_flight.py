@@ -10,7 +10,6 @@ import survive
 import torch
 from conftest import ROOT, TOY, attend_alone, gradients, load, toy_config, weights
 from methods import samplers
-from methods.window import Pool, WindowSampler
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -21,11 +20,12 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
 from infra.device import resolve_auto
+from leaves.windows.join import Pool, WindowSampler
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
 
-FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8"]
+FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "windows.in_flight=2", "windows.max_age=2", "windows.tokens=8"]
 THINNED = ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "data.limit=10", "steps=10"]
 
 
@@ -58,7 +58,7 @@ class Scripted:
 def scripted(lengths: list[int], *settings: str) -> tuple[WindowSampler, Pool, config.Config]:
     """Groups of one completion with these lengths, in the order in which they are drawn."""
     cfg = toy_config(ROOT / "runs" / "unused" / "run", "rollout.group_size=1", "rollout.prompts_per_step=2",
-                     "rollout.max_new_tokens=20", "rollout.window=4", "rollout.in_flight=2", "rollout.max_age=2",
+                     "rollout.max_new_tokens=20", "windows.tokens=4", "windows.in_flight=2", "windows.max_age=2",
                      "advantage.kind=gae", "critic.lr=1", *settings, name="flight_toy.yaml")
     prompts = [Prompt(f"q{n}", (n + 3,), "1") for n in range(len(lengths))]
     pool = Pool(PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5), cfg.rollout)
@@ -106,7 +106,7 @@ def test_a_step_trains_on_the_first_that_are_whole_and_waits_for_the_oldest():
 
 
 def test_a_step_trains_on_more_than_n_if_so_many_are_due():
-    sampler, pool, cfg = scripted([9, 9, 9, 9, 1, 1, 1, 1, 2, 2], "rollout.in_flight=2.5", "rollout.max_age=2")
+    sampler, pool, cfg = scripted([9, 9, 9, 9, 1, 1, 1, 1, 2, 2], "windows.in_flight=2.5", "windows.max_age=2")
     assert len(one_step(sampler, pool, cfg)[1]) == 2
     ages = [[age for _, age, _ in one_step(sampler, pool, cfg)[1]] for _ in range(2)]
     assert max(max(of_step) for of_step in ages) <= 2
@@ -147,8 +147,8 @@ def name_of(draw) -> tuple[int, str]:
 
 @pytest.mark.parametrize("settings", [
     pytest.param([], marks=pytest.mark.slow),
-    pytest.param(["rollout.in_flight=1.5", "rollout.max_age=1"], marks=pytest.mark.slow),
-    pytest.param(["rollout.in_flight=4", "rollout.max_age=3", "steps=9"], marks=pytest.mark.slow), THINNED])
+    pytest.param(["windows.in_flight=1.5", "windows.max_age=1"], marks=pytest.mark.slow),
+    pytest.param(["windows.in_flight=4", "windows.max_age=3", "steps=9"], marks=pytest.mark.slow), THINNED])
 def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settings, watched, tmp_path):
     cfg = in_flight(tmp_path / "run", *settings)
     train.train(cfg)
@@ -158,11 +158,11 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
     assert begun == trained + under_way and set(begun.values()) == {1} and under_way
     N = cfg.rollout.prompts_per_step
     ages = [draw.age for batch in watched["batch"] for draw in batch.draws]
-    assert 0 < max(ages) <= cfg.rollout.max_age
+    assert 0 < max(ages) <= cfg.windows.max_age
     for batch in watched["batch"]:
         assert all(s.finished or s.length == cfg.rollout.max_new_tokens for g in batch.groups for s in g.samples)
         oldest = max(draw.age for draw in batch.draws)
-        assert batch.offered == N or (batch.offered > N and oldest == cfg.rollout.max_age)
+        assert batch.offered == N or (batch.offered > N and oldest == cfg.windows.max_age)
     skipped = [sum(not draw.kept for draw in new) for new in watched["new"]]
     assert any(skipped) == (settings == THINNED)
     for batch, missing in zip(watched["batch"], skipped, strict=True):
@@ -203,7 +203,7 @@ def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_p
         loss, watched, tmp_path):
     """-1/(N G) sum_i 1/|o_i| sum_t f_t A_i grad log pi, with the ratio of every token to the policy that drew it: the
     weights of that step, run over the completion alone."""
-    cfg = in_flight(tmp_path / "run", *loss, "rollout.in_flight=1.75", "steps=4")
+    cfg = in_flight(tmp_path / "run", *loss, "windows.in_flight=1.75", "steps=4")
     train.train(cfg)
     step = max(step for step, batch in enumerate(watched["batch"]) if len({draw.age for draw in batch.draws}) > 1)
     batch, policy = watched["batch"][step], load(TOY, torch.float64)
@@ -279,7 +279,7 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
 
 @pytest.mark.parametrize("settings", [
     ["steps=3"], pytest.param(THINNED, marks=pytest.mark.slow),
-    pytest.param(["rollout.in_flight=4", "rollout.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"],
+    pytest.param(["windows.in_flight=4", "windows.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"],
                  marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_ranks_do_not_matter(ranks, settings, tmp_path):
@@ -319,7 +319,7 @@ def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(nam
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_kill_9_in_mid_pool_and_the_run_is_the_same_byte_for_byte(ranks, tmp_path):
     """tests/survive.py, with groups that go on and prompts that are skipped."""
-    more = ["rollout.in_flight=2", "rollout.max_age=2", "rollout.window=8", "loss.tis_cap=2"]
+    more = ["windows.in_flight=2", "windows.max_age=2", "windows.tokens=8", "loss.tis_cap=2"]
     survive.finish(tmp_path / "whole", ranks, 6, more)
     for seconds in (0.1, 1.0, 0.4):
         process = survive.start(tmp_path / "cut", ranks, 6, more)
@@ -333,7 +333,7 @@ def test_kill_9_in_mid_pool_and_the_run_is_the_same_byte_for_byte(ranks, tmp_pat
 
 def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
     plain, other = (toy_config(tmp_path / str(i), "data.eval=null", *more, name="grpo_toy.yaml")
-                    for i, more in enumerate([[], ["rollout.in_flight=1"]]))
+                    for i, more in enumerate([[], ["windows.in_flight=1"]]))
     assert replace(plain, out="") == replace(other, out="")
     sampler = samplers.choose_sampler(plain, TOY, PromptHistory([], plain.prune.prompts, 0, 0.5), "sampler")[1]
     assert sampler == "sampler"

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from conftest import TOY, as_rolled, make_groups
-from methods import depo
 from safetensors.torch import load_file
 from torch import nn
 
@@ -14,8 +13,9 @@ import config
 import data
 from config import ConfigError
 from history import PromptHistory
+from leaves.depo import join as depo
+from leaves.depo.settings import Depo
 from records import Group, Prompt, Rolled, Sample
-from settings.kinds import Depo
 
 
 def prompts_of(count: int) -> list[Prompt]:

@@ -5,13 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_groups, nudge, toy_config
-from methods import critic
 
 import data
 import train
 from infra import dist, runfolder
 from infra.device import resolve_auto
 from learner import Learner
+from leaves.critic import join as critic
 from metrics import Clock
 from prune import keep_all
 from records import PromptDraw, Rolled, Row

@@ -5,7 +5,6 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
-import lora
 import peft
 import pytest
 import torch
@@ -17,9 +16,11 @@ from test_objectives import learner_on
 
 import learner
 import train
-from config import ConfigError, Lora
+from config import ConfigError
 from infra import checkpoint, dist
 from infra.weights import export, load_weights
+from leaves.lora import join as lora
+from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from pack import Minibatch
 
