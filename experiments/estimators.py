@@ -17,6 +17,7 @@ from torch import Tensor
 
 from advantage import advantage
 from leaves.soft_value.join import soft_value
+from leaves.soft_value.settings import SoftValue
 from loss import TRUST, engine_weight, segment_sum, token_weight
 from prune import (
     COMPLETIONS,

@@ -10,7 +10,7 @@ The file defines at least one of these names (docs/fork.md has a whole one):
                  settings -> records.Pruned}
     TRUST        {dataclass of a kind of `loss.trust`: function of records.LogProbs and these settings -> [C]}
     weigh(rows, logp, entropy, loss) -> [C] of each row    in place of loss.weigh; entropies with ENTROPY=True
-    wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as methods/samplers.py does
+    wrap(cfg, history, sampler) -> history, sampler    to replace one or both, as a leaf may
 
 A kind's dataclass is one as in settings/kinds.py, with a name that no other kind has, and the config must
 choose it. `weigh` needs loss.old_logp=recompute, the default. Without --config the config is the yaml file
@@ -23,7 +23,7 @@ import importlib.util
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, replace
 from operator import attrgetter
 from pathlib import Path
 from types import ModuleType
@@ -32,10 +32,9 @@ from typing import Any, get_type_hints
 COURT = Path(__file__).parent / "court"
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from methods import samplers  # noqa: E402
-
 import config  # noqa: E402
 import learner  # noqa: E402
+import leaves  # noqa: E402
 import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
@@ -83,9 +82,20 @@ def plug_in(method: ModuleType) -> None:
         loss.has_token_weights = learner.has_token_weights = lambda settings: True
     if getattr(method, "ENTROPY", False):
         learner.load_sharded = with_entropies(learner.load_sharded)
-    wrap, choose = getattr(method, "wrap", None), samplers.choose_sampler
-    if wrap:
-        samplers.choose_sampler = lambda cfg, *given: wrap(cfg, *choose(cfg, *given))
+    if hasattr(method, "wrap"):
+        leaves.through = with_wrapper(method.wrap, leaves.through)
+
+
+def with_wrapper(wrap: Callable, through: Callable) -> Callable:
+    """Let a method replace the history and the sampler of a run after all leaves have."""
+    def passed(hook: str, cfg: config.Config, thing: Any) -> Any:
+        thing = through(hook, cfg, thing)
+        if hook == "parts":
+            history, sampler = wrap(cfg, thing.history, thing.sampler)
+            thing = replace(thing, history=history, sampler=sampler)
+        return thing
+
+    return passed
 
 
 def with_entropies(load: Callable[..., Decoder]) -> Callable[..., Decoder]:

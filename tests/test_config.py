@@ -401,7 +401,7 @@ def test_the_tables_of_rules_name_real_settings_and_their_values():
         assert {word for word in re.split(", | or ", values) if word} <= {*words[key]} | null, choice
     assert {entry.partition(":")[0] for used in rules.ONLY_WITH.values() for entry in used} <= words.keys()
     critic = {f"critic.{field.name}" for field in fields(Critic)}
-    assert set(rules.ONLY_WITH["advantage.kind=gae"]) == critic
+    assert set(CRITIC_ONLY_WITH["advantage.kind=gae"]) == critic
     assert rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip")
     assert not rules.is_chosen({"loss.trust.kind": "clip"}, "loss.trust.kind=clamp or clip_sequence")
     assert rules.is_chosen({"windows.tokens": 4}, "windows.tokens") and not rules.is_chosen({}, "windows.tokens")

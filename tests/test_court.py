@@ -14,12 +14,12 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, toy_config
-from methods import samplers
 from test_compare import make
 from torch import Tensor
 
 import config
 import learner
+import leaves
 import loss
 import pack
 import train
@@ -58,7 +58,7 @@ PLUGGED = (
     (config.Config, "advantage", ESTIMATORS), (config.Prune, "completions", COMPLETIONS),
     (config.Loss, "trust", loss.TRUST))
 HOOKS = (
-    (samplers, "choose_sampler"), (update, "weigh"), (loss, "has_token_weights"), (learner, "has_token_weights"),
+    (leaves, "through"), (update, "weigh"), (loss, "has_token_weights"), (learner, "has_token_weights"),
     (learner, "load_sharded"))
 
 
