@@ -27,8 +27,8 @@ import train
 from advantage import advantage
 from collect import Sampler, Selection, choose
 from learner import Learner
-from leaves.preflight.checks import pack_in_order
 from leaves.drafts.join import DraftHistory
+from leaves.preflight.checks import pack_in_order
 from metrics import Clock
 from records import Group, PromptDraw, Rolled
 from update import update

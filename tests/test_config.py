@@ -13,6 +13,8 @@ from conftest import ROOT
 import config
 import train
 from config import ConfigError, load
+from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
+from leaves.critic.settings import Critic
 from leaves.page.show import resolved
 from settings import kinds, rules
 from settings import loader as settings

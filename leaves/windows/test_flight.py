@@ -9,6 +9,7 @@ import pytest
 import survive
 import torch
 from conftest import ROOT, TOY, attend_alone, gradients, load, toy_config, weights
+from methods import samplers
 from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
@@ -20,7 +21,6 @@ from history import PromptHistory
 from infra import dist, runfolder
 from infra.device import resolve_auto
 from leaves.windows.join import Pool, WindowSampler
-from methods import samplers
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
