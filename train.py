@@ -32,11 +32,11 @@ import config
 import data
 import lora
 from advantage import advantage
-from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
+from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import checkpoint, checks, custom_reward, dist, runfolder
+from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.device import (
     find_device,
@@ -58,6 +58,7 @@ from methods.environment import with_environment
 from metrics import Clock, list_decisions, rollout_metrics, sample_lines
 from model import Decoder
 from records import Batch, Metrics, Rolled, frozen
+from reward import own_rewards
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from update import update
@@ -253,7 +254,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: data.Tokenizer, environme
     if graded and gold:
         golds = {p.id: p.answer for p in problems}
         name_unreadable(settings.train, golds, cfg.reward.needs_answers)
-    custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    if own := own_rewards(cfg.reward):
+        own.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     if environment:
         environment.try_rows(problems, *(s.problems for s in sets))
     prompts = data.to_prompts(
@@ -296,7 +298,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
     """Log a step: metrics, warnings about its rewards, decisions, and some groups as text."""
     machine = clock.metrics() | run.checkpoints.metrics() | memory_metrics(run.learner.device, run.engine)
     run.log.step(step, measured | machine | rollout_metrics(rolled, batch))
-    run.log.warn(step, custom_reward.describe_missing(rolled.rewards, run.cfg.reward))
+    run.log.warn(step, describe_missing(rolled.rewards, run.cfg.reward))
     if step == 1:
         run.log.warn(step, critic.warn_too_short(batch, run.learner))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))

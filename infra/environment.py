@@ -5,10 +5,10 @@ from dataclasses import replace
 from pathlib import Path
 
 from config import Config, ConfigError, Environment
-from infra.custom_reward import describe_end, read_file, report_once
 from infra.environment_worker import Reply, Turn, call_environment, list_schemas, make_reply
-from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
+from infra.user_files import describe_end, read_file, report_once
+from infra.user_worker import Source
 from records import Problem, frozen
 from verify.workers import WORKERS, Call, Limits, OverLimit
 

@@ -13,7 +13,6 @@ from conftest import ROOT
 import config
 import train
 from config import ConfigError, load
-from leaves.page.show import resolved
 from settings import kinds, rules
 from settings import loader as settings
 
@@ -452,6 +451,7 @@ def differing(section, path: str = "") -> set[str]:
 
 @pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
 def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path):
+    resolved = pytest.importorskip("leaves.page.show").resolved
     (tmp_path / "mine.py").write_text("")
     cfg = load(f"{name}.yaml", [
         "data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7", "rollout.stop=['\n\n', '#']",
@@ -472,6 +472,7 @@ def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(na
 
 
 def test_the_command_shows_a_config_and_runs_nothing(tmp_path, monkeypatch, command, capsys):
+    resolved = pytest.importorskip("leaves.page.show").resolved
     monkeypatch.chdir(tmp_path)
     assert command(train, "--config", "grpo_toy.yaml", "--show", "--set", "steps=7") == 0
     assert capsys.readouterr() == (resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n", "")
