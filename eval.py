@@ -35,7 +35,7 @@ import config
 import verify
 from config import Config, ConfigError, Data, Environment, Reward
 from data import Tokenizer, load_problems, to_prompts
-from infra import custom_reward, dist
+from infra import dist
 from infra.checkpoint import original_model, policy_files
 from infra.device import choose_backend, find_device, fit_engine, rounds_products
 from infra.digests import hash_files, sha256
@@ -45,12 +45,13 @@ from infra.results import Results, Store, list_models, read_result, require_plac
 from infra.rows import all_have_answers
 from infra.runfolder import Texts, changed_files, print_progress
 from infra.signals import exit_status
+from infra.user_files import read_file
 from infra.weights import check_positions, find_model, read_shape
 from lora import load_policy
 from methods.environment import with_environment
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
-from reward import list_components, reward_range, score
+from reward import list_components, own_rewards, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
@@ -285,14 +286,15 @@ def reward_head(reward: Reward) -> dict | None:
     """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
-    own = custom_reward.read_source(reward)
+    own = own_rewards(reward)
+    source = own and own.read_source(reward)
     return reward.weights | {"overlong_tokens": reward.overlong_tokens,
-                             "custom_file": own and hash_files(own.files)}
+                             "custom_file": source and hash_files(source.files)}
 
 
 def environment_head(environment: Environment) -> dict:
     """Identify an environment by the hash of its file and its limits."""
-    own = custom_reward.read_file(environment.file, "environment.file")
+    own = read_file(environment.file, "environment.file")
     return asdict(environment) | {"file": hash_files(own.files)}
 
 
@@ -365,7 +367,8 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
 
 def files_of(reward: Reward, tokenizer: Tokenizer, environment: EnvironmentFile | None) -> Texts:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
-    sources = {"reward.custom_file": custom_reward.read_source(reward),
+    own = own_rewards(reward)
+    sources = {"reward.custom_file": own and own.read_source(reward),
                "environment.file": environment and environment.source}
     files = {setting: source and source.text for setting, source in sources.items()}
     for source in filter(None, sources.values()):
@@ -423,7 +426,8 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     folder = find_model(original_model(cfg.model.path))
     tokenizer, environment = load_tokenizer(folder, cfg)
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
-    custom_reward.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
+    if own := own_rewards(cfg.reward):
+        own.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     if environment:
         environment.try_rows(*(s.problems for s in sets))
     name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer, environment))
