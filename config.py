@@ -63,8 +63,8 @@ class Data:
     train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
     eval: str | None               # one or several of the same, separated by commas; null: train without
     dir: str | None = None         # folder that holds the named sets; null: from the hub
-    # our name -> another name of the file's column (reward_model.ground_truth: one inside a column);
-    # null: none. Named sets have their own.
+    # Winnow's name: your column's name; a dot reaches into a nested column (reward_model.ground_truth).
+    # Named sets ignore it.
     columns: dict[Column, str | None] | None = None
     system_prompt: str | None = None  # put before every question; null: the chat template's own
     chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
@@ -73,7 +73,7 @@ class Data:
     prompt: str | None = None      # in place of any template: "Question: {question}\nAnswer:"
     max_prompt_tokens: Count = 512  # a longer prompt is an error, never cut
     drop_longer: bool = False      # longer training prompts are left out, and their number is printed
-    limit: Count | None = None     # train on the first so many problems; null: on all
+    limit: Count | None = None     # train on the first N problems; null: on all
 
 
 @frozen
@@ -91,17 +91,17 @@ class Rollout:
     differ_in: Literal["reward", "accuracy"] = "reward"
     # informative: prompts of a round over prompts_per_step; GRESO has 1.5, DAPO 3
     oversample: Annotated[float, at_least(1, ", and left out unless rollout.until=informative")] = 1.5
-    # New tokens of a completion at a time; null: all. A step is one window and trains on it (T-PPO), or with
-    # in_flight as many as it takes until N groups are whole.
+    # New tokens of a completion in a window; null: no windows. A step is one window and trains on it (T-PPO);
+    # with in_flight, windows repeat until N groups are complete.
     window: int | None = None
     # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
     # the proof of unbiased pruning
     in_flight: Annotated[float, at_least(1)] = 1.0
-    # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
-    # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
+    # How many steps older a group may be than the step that trains on it; null: none. With in_flight, a group
+    # of this age holds the step up. With until=informative, surplus groups wait for the next steps.
     max_age: Count | None = None
-    # torch: a prompt's completions of the last epoch are read in one pass; what a new one has in common with
-    # them needs no decoding step (methods/drafts.py). Completions stay the same
+    # torch: a prompt's completions of the last epoch are read in one pass; tokens that a new one shares with
+    # them need no decoding step (leaves/drafts). Completions stay the same
     drafts: bool = False
     engine: Literal["auto", "torch", "vllm"] = "auto"  # torch: the embedded one; auto: vllm on CUDA if there
     # divides the logits here and in every training pass
@@ -232,7 +232,7 @@ class Update:
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
-    limit: Count | None = None     # evaluate on the first so many problems of each set; null: on all
+    limit: Count | None = None     # evaluate on the first N problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
     top_p: Share = 1.0  # from the likeliest tokens of this probability
