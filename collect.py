@@ -14,10 +14,10 @@ from advantage import advantage, flat_groups
 from config import Config, ConfigError, Prune, Reward, Rollout, has_reference
 from data import Tokenizer
 from history import sample_seed
-from infra import custom_reward, dist
+from infra import dist
 from prune import COMPLETIONS, Candidates, draw_cuts, keep_all, next_round_size, rewards_of_kept
 from records import Batch, Group, PromptDraw, Request, Rewards, Rolled, Sample, frozen
-from reward import LENGTH_COMPONENTS, list_components, reward_range, score
+from reward import LENGTH_COMPONENTS, list_components, own_rewards, reward_range, score
 from rollout import Engine
 from settings import kinds
 
@@ -71,8 +71,8 @@ class Sampler:
         tokens = [sample.own for sample, _ in answered]
         tokens_NG = torch.tensor(tokens, dtype=torch.int64).view(-1, G)
         rewards = Rewards(components, self.reward.components, tokens_NG, self.sampling.differ_in)
-        if self.reward.custom_file:
-            custom_reward.require_lives(rewards, self.reward)
+        if own := own_rewards(self.reward):
+            own.require_lives(rewards, self.reward)
         return rewards
 
 
@@ -168,6 +168,17 @@ def missing_tokens(batch: Batch, budget: int) -> int:
         group = batch.groups[n]
         budget -= len(group.prompt.ids) + group.samples[g].length
     return max(0, budget)
+
+
+def describe_missing(rewards: Rewards, cfg: Reward) -> str:
+    """Say which of the user's functions are None for every completion of a step; empty if none is."""
+    count = rewards.total_NG.numel()
+    if not count:
+        return ""
+    if rewards.total_NG.isnan().all():
+        return f"none of {count} completions has a reward: every component is None, so none is trained on"
+    absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
+    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
 
 
 def shortage(rolled: Rolled, batch: Batch, selection: Selection) -> str:

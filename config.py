@@ -56,8 +56,8 @@ class Data:
     train: str                     # .jsonl, .csv, .parquet, a named set or user/set:config:split on the hub
     eval: str | None               # one or several of the same, separated by commas; null: train without
     dir: str | None = None         # folder that holds the named sets; null: from the hub
-    # our name -> another name of the file's column (reward_model.ground_truth: one inside a column);
-    # null: none. Named sets have their own.
+    # Winnow's name: your column's name; a dot reaches into a nested column (reward_model.ground_truth).
+    # Named sets ignore it.
     columns: dict[Column, str | None] | None = None
     system_prompt: str | None = None  # put before every question; null: the chat template's own
     chat_template: str | None = None  # a jinja file in place of the model's own; base models have none
@@ -66,7 +66,7 @@ class Data:
     prompt: str | None = None      # in place of any template: "Question: {question}\nAnswer:"
     max_prompt_tokens: Count = 512  # a longer prompt is an error, never cut
     drop_longer: bool = False      # longer training prompts are left out, and their number is printed
-    limit: Count | None = None     # train on the first so many problems; null: on all
+    limit: Count | None = None     # train on the first N problems; null: on all
 
 
 @frozen
@@ -190,7 +190,7 @@ class Update:
 class Eval:
     max_new_tokens: Count          # tokens after which an answer is cut
     every: Annotated[int, at_least(0, " (0: only before and after)")] = 0  # steps between evaluations
-    limit: Count | None = None     # evaluate on the first so many problems of each set; null: on all
+    limit: Count | None = None     # evaluate on the first N problems of each set; null: on all
     n: Count = 1                   # answers to each problem: accuracy is their mean (avg@n)
     temperature: PositiveOrZero = 0.0  # 0: greedy
     top_p: Share = 1.0  # from the likeliest tokens of this probability

@@ -36,7 +36,7 @@ import leaves
 import verify
 from config import Config, ConfigError, Data, Reward
 from data import Task, load_problems, to_prompts
-from infra import custom_reward, dist
+from infra import dist
 from infra.checkpoint import original_model, policy_files
 from infra.device import choose_backend, find_device, fit_engine, rounds_products
 from infra.digests import hash_files, sha256
@@ -50,7 +50,7 @@ from infra.tokenizer import Tokenizer
 from infra.weights import check_positions, find_model, read_shape
 from page.evaluations import comparison_table, count_right, mean_reward, results_table, suite_lines
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
-from reward import list_components, reward_range, score
+from reward import list_components, own_rewards, reward_range, score
 from rollout import Engine, start_engine
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
@@ -285,9 +285,10 @@ def reward_head(reward: Reward) -> dict | None:
     """Identify the reward that answers are scored with; None if only accuracy is measured."""
     if reward.accuracy:
         return None
-    own = custom_reward.read_source(reward)
+    own = own_rewards(reward)
+    source = own and own.read_source(reward)
     return reward.weights | {"overlong_tokens": reward.overlong_tokens,
-                             "custom_file": own and hash_files(own.files)}
+                             "custom_file": source and hash_files(source.files)}
 
 
 def identify_set(held_out: EvalSet) -> dict:
@@ -359,7 +360,8 @@ def load_sets(data: Data, tokenizer: Tokenizer, reward: Reward) -> list[EvalSet]
 
 def files_of(reward: Reward, tokenizer: Tokenizer) -> Texts:
     """Return the texts of the user's files that a run depends on, as they were read (runfolder.COPIES)."""
-    source = custom_reward.read_source(reward)
+    own = own_rewards(reward)
+    source = own and own.read_source(reward)
     files = {"reward.custom_file": source and source.text} | dict(source.helpers if source else {})
     return files | tokenizer.own_files
 
@@ -414,7 +416,8 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     folder = find_model(original_model(cfg.model.path))
     tokenizer = leaves.through("tokenizer", cfg, Tokenizer(folder, cfg.data, cfg.rollout.stop or ()))
     sets = [s.first(cfg.eval.limit) for s in load_sets(cfg.data, tokenizer, cfg.reward)]
-    custom_reward.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
+    if own := own_rewards(cfg.reward):
+        own.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
     name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]

@@ -4,20 +4,20 @@
 
 The command grades labelled completions, {"gold", "completion", "correct"} per line, and prints how often the
 verifier is right. A component is a function of a `Completion` and an entry in COMPONENTS; the user's own are
-called by infra/custom_reward.py. A component that is nan for a completion adds nothing to its reward.
+called by leaves/own_rewards. A component that is nan for a completion adds nothing to its reward.
 """
 
 import math
 import re
 import sys
 import time
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from config import NEED_ANSWER, Reward
-from infra import custom_reward
 from infra.terminal import new_parser
 from records import Problem, Prompt, frozen
-from verify.cases import check_golds, count_outcomes, read_cases
 from verify.errors import VerifyError
 from verify.extract import NUMBER, last_boxed, last_tag, until_end
 from verify.grade import VERIFY_SECONDS, grade
@@ -106,6 +106,11 @@ LENGTH_COMPONENTS = ("overlong",)
 REPORTED_RATES = ("unparsed", "timed_out", "disagree")  # rates that every step logs beside the components
 
 
+def own_rewards(cfg: Reward) -> ModuleType | None:
+    """Import what calls the user's own functions; None if none of them counts."""
+    return import_module("leaves.own_rewards.calls") if cfg.functions else None
+
+
 def list_components(cfg: Reward, graded: bool = True) -> list[str]:
     """Name the values that `score` computes for every completion: components that have a weight, if only 0,
     and notes.
@@ -133,12 +138,11 @@ def score(
     """
     texts = [until_end(text) for text, _, _ in completions]
     # The user's functions and the verifier work in other processes: all calls start before one is awaited.
-    own = None
-    calls = [None] * len(completions)
-    if cfg.custom_file:
-        own = custom_reward.RewardFile.of(cfg)
+    own, calls = own_rewards(cfg), [None] * len(completions)
+    if own:
+        file = own.RewardFile.of(cfg)
         for i, (_, problem, tokens) in enumerate(completions):
-            calls[i] = custom_reward.start_call(own, problem, texts[i], tokens)
+            calls[i] = own.start_call(file, problem, texts[i], tokens)
     grades = [{} for _ in completions]
     if graded:
         grades = grade([(problem.answer, text if problem.answer else "") for text, problem, _ in completions])
@@ -152,7 +156,7 @@ def score(
         values["timed_out"] = verdict == "timed_out"
         values["disagree"] = number(c.gold) is not None and judged.get("last_number") != c.right
         if own:
-            values |= custom_reward.read_values(own, cfg, call, problem.id, values["timed_out"])
+            values |= own.read_values(file, cfg, call, problem.id, values["timed_out"])
         if not c.gold:  # components that compare with an answer say nothing here
             values |= dict.fromkeys((*NEED_ANSWER, "unparsed"), math.nan)
         rows.append([float(values[name]) for name in names])
@@ -170,6 +174,8 @@ def reward_range(weights: dict[str, float]) -> tuple[float, float]:
 
 
 def main() -> int:
+    from verify.cases import check_golds, count_outcomes, read_cases  # of this command alone
+
     parser = new_parser(__doc__)
     parser.add_argument("--cases", type=Path, required=True, help="labelled completions, in JSON lines")
     try:

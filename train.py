@@ -35,11 +35,11 @@ import config
 import data
 import leaves
 from advantage import advantage
-from collect import Sampler, Selection, choose, lacks, reward_midpoint, shortage
+from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
 from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
 from history import PromptHistory
-from infra import checkpoint, checks, custom_reward, dist, runfolder
+from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.device import (
     find_device,
@@ -60,6 +60,7 @@ from learner import Learner, NotFinite, build_learner, checkpoint_roles
 from metrics import Clock, list_decisions, rollout_metrics, sample_lines
 from model import Decoder
 from records import Batch, Group, Metrics, Rewards, Rolled, frozen
+from reward import own_rewards
 from rollout import Engine, start_engine
 from settings import kinds
 from settings.paths import user_path
@@ -255,7 +256,8 @@ def load_prompts(cfg: Config, source: Path, tokenizer: Tokenizer, sets: list[Eva
     if graded and gold:
         golds = {p.id: p.answer for p in problems}
         name_unreadable(settings.train, golds, cfg.reward.needs_answers)
-    custom_reward.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
+    if own := own_rewards(cfg.reward):
+        own.try_functions(cfg.reward, problems, *(s.problems for s in sets if s.reward))
     prompts = data.to_prompts(
         problems,
         tokenizer,
@@ -298,7 +300,7 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
     for measure in parts.measures:
         measured |= measure(rolled, batch)
     run.log.step(step, measured)
-    run.log.warn(step, custom_reward.describe_missing(rolled.rewards, parts.cfg.reward))
+    run.log.warn(step, describe_missing(rolled.rewards, parts.cfg.reward))
     for warning in parts.warnings:
         run.log.warn(step, warning(step, batch))
     run.log.write("decisions.jsonl", {"step": step} | list_decisions(rolled, batch))

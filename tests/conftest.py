@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable
 from dataclasses import MISSING, dataclass, fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
@@ -32,6 +33,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs of the test
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"
+# They measure by what leaves/fit counts, and go with it.
+collect_ignore = [] if find_spec("leaves.fit") else ["test_bench.py", "test_fake_gpu.py", "test_vllm_arguments.py"]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
          "num_key_value_heads": 2}
 

@@ -15,7 +15,6 @@ import train
 from config import ConfigError, load
 from leaves.critic.settings import ONLY_WITH as CRITIC_ONLY_WITH
 from leaves.critic.settings import Critic
-from leaves.page.show import resolved
 from settings import kinds, rules
 from settings import loader as settings
 
@@ -454,6 +453,7 @@ def differing(section, path: str = "") -> set[str]:
 
 @pytest.mark.parametrize("name", ["grpo_toy", "cppo_toy", "vapo_math", "apo_gsm8k"])
 def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(name, tmp_path):
+    resolved = pytest.importorskip("leaves.page.show").resolved
     (tmp_path / "mine.py").write_text("")
     cfg = load(f"{name}.yaml", [
         "data.system_prompt=one\n  two: '\"", "rollout.temperature=0.7", "rollout.stop=['\n\n', '#']",
@@ -474,6 +474,7 @@ def test_a_shown_config_loads_as_the_same_and_says_what_is_not_at_its_default(na
 
 
 def test_the_command_shows_a_config_and_runs_nothing(tmp_path, monkeypatch, command, capsys):
+    resolved = pytest.importorskip("leaves.page.show").resolved
     monkeypatch.chdir(tmp_path)
     assert command(train, "--config", "grpo_toy.yaml", "--show", "--set", "steps=7") == 0
     assert capsys.readouterr() == (resolved(load("grpo_toy.yaml", ["steps=7"])) + "\n", "")

@@ -20,13 +20,11 @@ from test_report import write_run
 import config
 import data
 import eval as evaluation
-import report
 from config import ConfigError
 from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
-from leaves.page import charts, pruning
 from model import load_model
 from records import Problem
 
@@ -218,6 +216,7 @@ PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4", "responses": [
 @pytest.fixture(scope="module")
 def logged(tmp_path_factory) -> Path:
     """A run folder with a line or two in each of its logs."""
+    report = pytest.importorskip("report")
     folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
     lines.rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
                                                   "completions": [COMPLETION]}])
@@ -250,6 +249,8 @@ def logged(tmp_path_factory) -> Path:
     ("decisions.jsonl", ("prompts", 0, "right"), [1, "a"], " holds a value that no run writes"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
+    charts, pruning = (pytest.importorskip(f"leaves.page.{name}") for name in ("charts", "pruning"))
+    report = pytest.importorskip("report")
     for module in (charts, pruning):
         monkeypatch.setattr(module, "draw_svg", lambda plot, integer_x=True: "")  # most of the time of a page
     folder = shutil.copytree(logged, tmp_path / "run")

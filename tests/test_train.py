@@ -24,8 +24,6 @@ import train
 from config import ConfigError
 from infra import dist, runfolder
 from learner import learning_rate
-from leaves.fit import memory
-from leaves.page.summary import summary
 from model import BACKENDS
 from records import Segments
 from update import split_prompts
@@ -105,6 +103,7 @@ def test_a_resumed_run_is_the_same_run_bit_for_bit(name, tmp_path, monkeypatch):
 
 def test_what_was_left_to_auto_is_printed_written_down_saved_and_taken_again(tmp_path, monkeypatch, capsys):
     """On a machine whose memory had room for 3 slots, and where blocks had to be recomputed; then on this one."""
+    memory = pytest.importorskip("leaves.fit.memory")
     cfg = toy_config(tmp_path / "run", "checkpoint.every=1", "model.dtype=auto", *SHORT)
     with monkeypatch.context() as patch:
         patch.setattr(memory, "slots_that_fit", lambda *given: 3)
@@ -165,6 +164,7 @@ def finished(tmp_path_factory) -> tuple[Path, torch.nn.Module]:
 
 
 def test_the_run_folder_tells_what_ran(finished):
+    summary = pytest.importorskip("leaves.page.summary").summary
     place, _ = finished
     folder = place / "run"
     assert config.load(folder / "config.yaml") == config.load(place / "test.yaml")

@@ -19,7 +19,6 @@ from config import ConfigError
 from infra import runfolder
 from infra.device import resolve_auto
 from leaves.drafts.join import DraftHistory
-from leaves.fit import counts
 from records import Prompt, Request, Sample, Stops
 from rollout import Asked, TorchEngine, Tree
 
@@ -195,6 +194,7 @@ def test_settings_that_do_not_go_with_drafts(setting, message, tmp_path):
 
 
 def test_auto_takes_the_engine_that_has_drafts_and_counts_their_keys(tmp_path):
+    counts = pytest.importorskip("leaves.fit.counts")
     cfg = run_config(tmp_path / "run", "model.dtype=float32", "rollout.drafts=true", "device=cpu")
     with_drafts = resolve_auto(cfg, TOY)
     assert with_drafts.rollout.engine == "torch"

@@ -3,9 +3,9 @@
 from collections.abc import Sequence
 from dataclasses import replace
 
-from infra.custom_reward import describe_end, read_file, report_once
-from infra.reward_worker import Source
 from infra.tokenizer import Tokenizer
+from infra.user_files import describe_end, read_file, report_once
+from infra.user_worker import Source
 from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, call_environment, list_schemas, make_reply
 from records import Problem, frozen

@@ -13,9 +13,9 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
+from infra.user_files import read_file
 
 from infra import dist
-from infra.custom_reward import read_file
 from infra.digests import hash_files
 from infra.stored import once_a_node
 from infra.tokenizer import Tokenizer

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from infra.reward_worker import Source, WrongFile, on_one_line, run_guarded
+from infra.user_worker import Source, WrongFile, on_one_line, run_guarded
 
 TAGGED_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 BARE_CALL = re.compile(r'\{\s*"name"\s*:.*', re.DOTALL)

@@ -13,9 +13,11 @@ from conftest import ROOT, TOY, as_rewards, toy_config
 import config
 import eval as evaluation
 import train
+from collect import describe_missing
 from config import ConfigError, Reward
 from data import load_problems
-from infra import custom_reward, reward_worker, runfolder
+from infra import runfolder, user_files, user_worker
+from leaves.own_rewards import calls, worker
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
 from verify import workers
@@ -48,7 +50,7 @@ def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
     scope: dict = {}
     exec(f"def reward({parameters}):\n    global seen\n    seen = {seen}\n    return 0.5", scope)
     values = ("good", "42", 3, ROW)
-    assert reward_worker.call_one(scope, "reward", values) == 0.5
+    assert worker.call_one(scope, "reward", values) == 0.5
     known = {"text": "good", "gold": "42", "tokens": 3, "row": ROW}
     assert scope["seen"] == eval(seen, known | {"given": known, "other": 5, "t": "good", "g": "42", "n": 3,
                                                 "answer": "good"})
@@ -61,7 +63,7 @@ def test_a_function_gets_what_its_parameters_ask_for(parameters, seen):
 def test_what_counts_as_a_number(body, value):
     scope: dict = {}
     exec(f"def reward(text):\n    return {body}", scope)
-    assert reward_worker.call_one(scope, "reward", ("", "", 1, {})) == value
+    assert worker.call_one(scope, "reward", ("", "", 1, {})) == value
 
 
 def test_functions_of_one_file_are_components_with_weights_and_none_adds_nothing(tmp_path):
@@ -116,7 +118,7 @@ def test_two_files_may_have_helpers_of_one_name(tmp_path, monkeypatch):
         (tmp_path / folder).mkdir()
         file_of(tmp_path / folder, f"WORTH = {worth}", "helper.py")
         path = file_of(tmp_path / folder, "import helper\ndef reward(text):\n    return helper.WORTH\n")
-        scope = reward_worker.load_once(custom_reward.read_file(str(path), "reward.custom_file"))
+        scope = user_worker.load_once(user_files.read_file(str(path), "reward.custom_file"))
         assert scope["reward"]("a") == worth
 
 
@@ -172,7 +174,7 @@ def test_a_call_that_is_slow_is_told_apart_from_one_that_dies(tmp_path, capfd):
                              "    if 'big' in text: bytearray(10**13)\n    return 1")
     cfg = own(path, custom_seconds=0.2, custom_workers=1)
     results = parts(cfg, "slow", "kill", "big", "good", "slow 2")
-    limits = custom_reward.RewardFile.of(cfg).limits
+    limits = calls.RewardFile.of(cfg).limits
     pool = workers.workers(limits)
     assert pool is workers.workers(replace(limits, seconds=9.0)) is not workers.workers(replace(limits, workers=2))
     assert [(p["custom"], p["timed_out"], p["died"]) for p in results] == [
@@ -194,14 +196,14 @@ def test_a_step_of_which_every_process_dies_is_an_error(tmp_path):
 
 def test_a_step_that_some_process_outlives_is_none_and_one_reward_is_enough():
     some = {"custom": torch.tensor([[0.0, torch.nan]]), "died": torch.tensor([[1.0, 0.0]])}
-    custom_reward.require_lives(as_rewards(some, {"custom": 1.0}), own("x.py"))
-    assert custom_reward.describe_missing(as_rewards(some, {"custom": 1.0}), own("x.py")) == ""
+    calls.require_lives(as_rewards(some, {"custom": 1.0}), own("x.py"))
+    assert describe_missing(as_rewards(some, {"custom": 1.0}), own("x.py")) == ""
     none = {"custom": torch.full((1, 2), torch.nan), "died": torch.zeros(1, 2)}
-    said = custom_reward.describe_missing(as_rewards(none, {"custom": 1.0}), own("x.py"))
+    said = describe_missing(as_rewards(none, {"custom": 1.0}), own("x.py"))
     assert said.startswith("none of 2 completions has a reward: every component is None")
     one = as_rewards(none | {"accuracy": torch.zeros(1, 2)}, {"custom": 1.0, "accuracy": 1.0})
-    assert custom_reward.describe_missing(one, own("x.py")) == "custom: None for all of 2 completions"
-    assert custom_reward.describe_missing(one, Reward()) == ""
+    assert describe_missing(one, own("x.py")) == "custom: None for all of 2 completions"
+    assert describe_missing(one, Reward()) == ""
 
 
 def test_a_resume_asks_for_the_file_that_the_run_began_with(tmp_path):
@@ -278,10 +280,10 @@ def test_what_a_call_that_is_ended_is_worth_is_the_users_to_say(tmp_path, capfd)
 def test_a_change_while_a_run_is_under_way_is_not_seen(tmp_path):
     path = file_of(tmp_path, "def reward(text):\n    return 0.25")
     cfg = own(path)
-    custom_reward.try_functions(cfg, [PROBLEM])
+    calls.try_functions(cfg, [PROBLEM])
     file_of(tmp_path, "def reward(text):\n    return 0.5")
     assert parts(cfg, "new")[0]["custom"] == 0.25
-    custom_reward.try_functions(cfg, [PROBLEM])
+    calls.try_functions(cfg, [PROBLEM])
     assert parts(cfg, "new")[0]["custom"] == 0.5
 
 
@@ -364,7 +366,7 @@ def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monk
     if message is not None:
         problems = load_problems(cfg.data.train, training=True)[:2]
         with pytest.raises(ConfigError, match=f"^reward.custom_file={path}: [^\n]*{message}"):
-            custom_reward.try_functions(cfg.reward, problems)
+            calls.try_functions(cfg.reward, problems)
         return
     train.train(cfg)
     line, = (x for x in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "rollout/tokens" in x)

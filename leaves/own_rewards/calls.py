@@ -5,19 +5,17 @@ gets the first of them in this order. It returns a number in [-1, 1], or None fo
 judge. Only numbers and texts travel back, so no exception and no result can end the trainer.
 """
 
-import ast
-import contextlib
 import functools
 import math
-import sys
 from collections.abc import Sequence
 from dataclasses import field
-from pathlib import Path
 
 from config import ConfigError, Reward
-from infra.reward_worker import Source, call_functions
+from infra.user_files import describe_end, read_file, report_once
+from infra.user_worker import Source
+from leaves.own_rewards.worker import call_functions
 from records import Problem, Prompt, Rewards, frozen
-from verify.workers import MEMORY, PATIENCE, TIME, WORKERS, Call, Limits, OverLimit
+from verify.workers import TIME, WORKERS, Call, Limits, OverLimit
 
 
 @frozen
@@ -51,41 +49,6 @@ class RewardFile:
 def read_source(cfg: Reward) -> Source | None:
     """Read the user's file; None if none of its functions counts. Raises ConfigError."""
     return read_file(cfg.custom_file, "reward.custom_file") if cfg.functions else None
-
-
-@functools.cache
-def read_file(path: str, setting: str) -> Source:
-    """Read a user's file, and the modules and packages beside it that it imports, and those that they import.
-
-    It is read once: later changes during a run are not seen.
-    """
-    text = read_text(path, setting)
-    folder, helpers = Path(path).resolve().parent, {}
-    unread = [text]
-    while unread:
-        imports: list[str] = []
-        with contextlib.suppress(SyntaxError, ValueError, RecursionError):  # loading the file reports it
-            for node in ast.walk(ast.parse(unread.pop())):
-                if isinstance(node, ast.Import | ast.ImportFrom):
-                    imports += [getattr(node, "module", None) or "", *(alias.name for alias in node.names)]
-        for name in {name.partition(".")[0] for name in imports} - {""}:
-            package = [*(folder / name).glob("**/*.py")] if (folder / name / "__init__.py").is_file() else []
-            for file in filter(Path.is_file, [folder / f"{name}.py", *sorted(package)]):
-                key = str(file.relative_to(folder))
-                if key not in helpers:
-                    helpers[key] = read_text(str(file), setting)
-                    unread.append(helpers[key])
-    return Source(path, text, tuple(helpers.items()))
-
-
-def read_text(path: str, setting: str) -> str:
-    try:
-        return Path(path).read_text()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"{setting}={path} cannot be read: {error}") from None
-
-
-REPORTED: set[tuple[str, str]] = set()  # files and reasons that `report_once` has reported
 
 
 @frozen
@@ -147,25 +110,6 @@ def await_call(own: RewardFile, call: Call, row_id: str) -> list[float]:
     return [math.nan if value is None else value for value in values]
 
 
-def report_once(file: str, limits: Limits, reason: str, row_id: str, then: str) -> None:
-    """Say on stderr that a call was ended, the first time for each file and reason."""
-    if (file, reason) not in REPORTED:
-        REPORTED.add((file, reason))
-        how = describe_end(limits, reason)
-        print(f"{file}: a call {how} (row {row_id}); {then}", file=sys.stderr, flush=True)
-
-
-def describe_end(limits: Limits, reason: str) -> str:
-    """Say how a call was ended, and which setting allows it more."""
-    if reason == TIME:
-        return (
-            f"took more than {limits.seconds:g} s of computing or {PATIENCE} times that by the clock "
-            f"({limits.settings[0]}), and was ended")
-    if reason == MEMORY:
-        return f"asked for more than {limits.size / 2**30:g} GiB of memory ({limits.settings[1]})"
-    return f"ended its process by {reason}"
-
-
 def require_lives(rewards: Rewards, cfg: Reward) -> None:
     """Raise ConfigError if the process of every completion of a step or of a round has died."""
     count = rewards.total_NG.numel()
@@ -173,17 +117,6 @@ def require_lives(rewards: Rewards, cfg: Reward) -> None:
         raise RewardFile.of(cfg).error(
             f"the process of each of {count} completions died or ran out of memory (reward.custom_gib): "
             "there is no reward to learn from")
-
-
-def describe_missing(rewards: Rewards, cfg: Reward) -> str:
-    """Say which functions are None for every completion of a step; empty if none is."""
-    count = rewards.total_NG.numel()
-    if not count:
-        return ""
-    if rewards.total_NG.isnan().all():
-        return f"none of {count} completions has a reward: every component is None, so none is trained on"
-    absent = [name for name in cfg.functions if rewards.components[name].isnan().all()]
-    return f"{', '.join(absent)}: None for all of {count} completions" if absent else ""
 
 
 def try_functions(cfg: Reward, *sets: Sequence[Problem]) -> None:

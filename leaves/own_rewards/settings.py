@@ -1,0 +1,4 @@
+"""The settings of the user's own reward functions are among those of `reward`."""
+
+CHOICES = {}
+HOOKS = ()
