@@ -403,8 +403,9 @@ def inputs_of(model: Path, prompts: list[Prompt], sets: dict[str, list[Prompt]])
 
 def describe_code() -> dict[str, str]:
     """Identify the files of our own code, and the libraries that compute."""
-    folders = [REPOSITORY, *(path.parent for path in REPOSITORY.glob("*/__init__.py"))]
-    files = sorted(path for folder in folders for path in folder.glob("*.py"))
+    inits = (REPOSITORY.glob(f"{folder}/__init__.py") for folder in ("*", "leaves/*"))
+    folders = [REPOSITORY, *(path.parent for paths in inits for path in paths)]
+    files = sorted(path for folder in folders for path in folder.glob("*.py") if path.name[:5] != "test_")
     code = {f"code of {path.relative_to(REPOSITORY)}": hash_file(path) for path in files}
     return code | {f"version of {name}": version for name, version in versions().items()}
 
