@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import field
 from pathlib import Path
 
-from config import ConfigError
 from infra.rows import (
     NAMED_SETS,
     READERS,
@@ -28,7 +27,7 @@ from infra.rows import (
 from infra.tokenizer import Tokenizer
 from infra.trial import SECONDS, try_first
 from records import Problem, Prompt, frozen
-from settings.loader import SHORT
+from settings.loader import SHORT, ConfigError
 from verify.extract import extract, last_boxed
 
 # Marks of rows that nobody should train on, and why.

@@ -31,7 +31,6 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from config import ConfigError
 from infra import dist
 from infra.digests import (
     LIST,
@@ -50,7 +49,7 @@ from infra.results import differences
 from infra.runfolder import Resume, versions
 from infra.signals import Stopped
 from records import Metrics, Prompt
-from settings.loader import SHORT
+from settings.loader import SHORT, ConfigError
 from settings.paths import REPOSITORY, user_path
 
 Optimizers = Sequence[torch.optim.Optimizer]

@@ -12,9 +12,9 @@ from typing import Annotated, Any, Literal
 
 import torch
 
-from config import ConfigError
 from settings.loader import (
     SHORT,
+    ConfigError,
     Count,
     CountOrZero,
     Positive,

@@ -6,8 +6,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from config import ConfigError
-from settings.loader import SHORT
+from settings.loader import SHORT, ConfigError
 
 DAMAGED = "the file was damaged; bring it back, or do without it"
 

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import nn
@@ -12,13 +14,24 @@ from infra.digests import hash_files
 from infra.weights import export, load_weights, weight_files
 from model import Decoder, load_model
 from records import frozen
-from settings.loader import unflatten
 
 
 def hash_weights(files: list[Path]) -> str:
     """Identify weights by their files; each rank reads its own, since machines may have others. No hash is
     kept on disk: it could be older than its file."""
     return f"weights of sha256 {hash_files(files)[:16]}"
+
+
+def unflatten(flat: dict[str, Any]) -> SimpleNamespace:
+    """Make sections within sections of settings with dotted names, without their types."""
+    whole = SimpleNamespace()
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        section = whole
+        for part in sections:
+            section = vars(section).setdefault(part, SimpleNamespace())
+        setattr(section, name, value)
+    return whole
 
 
 @frozen

@@ -11,10 +11,9 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
-from config import ConfigError
 from infra import dist
 from infra.lines import DAMAGED, append, blame_file, mend_log
-from settings.loader import SHORT, parse_json
+from settings.loader import SHORT, ConfigError, parse_json
 from settings.paths import matching, short_names
 
 Results = dict[str, dict]  # the summary of each set, or the result of each model

@@ -13,9 +13,8 @@ from decimal import Decimal
 from hashlib import sha256
 from pathlib import Path
 
-from config import ConfigError
 from records import Problem
-from settings.loader import in_short, parse_json
+from settings.loader import ConfigError, in_short, parse_json
 from settings.paths import REPOSITORY, find_path
 
 # name -> (problems, file in data.dir, hub data set, its configuration, split)

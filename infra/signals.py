@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-from config import ConfigError
 from infra import dist
 from infra.terminal import Plain
+from settings.loader import ConfigError
 from verify.errors import VerifyError
 
 SAVE_MEMORY = ("for the update lower pack.capacity or model.logp_chunk, set model.checkpoint_blocks=all or "

@@ -10,8 +10,8 @@ from typing import IO, Any
 
 import numpy as np
 
-from config import ConfigError
 from infra import dist
+from settings.loader import ConfigError
 from verify.errors import VerifyError
 
 

@@ -12,7 +12,7 @@ from contextlib import redirect_stderr
 from typing import IO, Any
 
 import config
-from config import ConfigError
+from settings.loader import ConfigError
 from settings.paths import user_path
 
 CONTROL = re.compile(r"[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]|(?<!^)\r(?!$)")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from threading import Event
 from typing import Any
 
-from config import ConfigError
+from settings.loader import ConfigError
 from verify.workers import PATIENCE, prepare_worker, set_alarm
 
 SECONDS, GIB = 15, 4  # of computing, and of memory beside what the program has

@@ -6,8 +6,8 @@ import functools
 import sys
 from pathlib import Path
 
-from config import ConfigError
 from infra.user_worker import Source
+from settings.loader import ConfigError
 from verify.workers import MEMORY, PATIENCE, TIME, Limits
 
 REPORTED: set[tuple[str, str]] = set()  # files and reasons that `report_once` has reported

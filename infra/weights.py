@@ -15,13 +15,12 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from config import ConfigError
 from infra import dist
 from infra.digests import LIST, find_changed, find_missing, format_list, list_files, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from records import frozen
-from settings.loader import build, in_short, read_json
+from settings.loader import ConfigError, build, in_short, read_json
 from settings.paths import find_path
 
 WEIGHT_FILES = ("model.safetensors.index.json", "model.safetensors")

@@ -85,11 +85,12 @@ def own_sections(leaves: list[str]) -> tuple[tuple[str, Any], ...]:
                  if "=" not in choice)
 
 
-def names_within(section: str) -> list[str]:
-    """List the names within a section that are sections and settings of leaves."""
-    own = (choice for choices in LEAVES.values() for choice in choices if "=" not in choice)
-    places = (choice.rpartition(".") for choice in own)
-    return [name for place, _, name in places if place == section]
+def types_within(section: str) -> dict[str, Any]:
+    """Map the names within a section that are sections and settings of leaves to their types."""
+    own = ((leaf, *choice.rpartition(".")) for leaf, choices in LEAVES.items() for choice in choices
+           if "=" not in choice)
+    return {name: settings_of(leaf).CHOICES[f"{place}{dot}{name}"] for leaf, place, dot, name in own
+            if place == section}
 
 
 def stated(cfg: Any, name: str) -> list[Any]:

@@ -214,20 +214,12 @@ def hints(section: Any) -> dict[str, Any]:
     return types_by_name
 
 
-def known_kinds(section: Any, place: str) -> dict[str, type]:
-    """Map the kinds of the section at a place to their dataclasses, with those that leaves add."""
-    return choices(section) | {name: load() for name, load in leaves.kinds_of(place).items()}
-
-
 def known_hints(section: Any, place: str) -> dict[str, Any]:
     """Map the settings of the section at a place to their types, with those that leaves add."""
     own = dict(hints(section))
     for load in leaves.kinds_of(place).values():
         own |= hints(load())
-    prefix = f"{place}." if place else ""
-    named = [leaf for leaf, names in leaves.LEAVES.items() if any(name.startswith(prefix) for name in names)]
-    more = dict(leaves.own_sections(named))
-    return own | {name: more[prefix + name] for name in leaves.names_within(place)}
+    return own | leaves.types_within(place)
 
 
 def first_kinds(section: Any) -> Raw:
@@ -278,18 +270,19 @@ def build(section: Any, raw: Raw, path: str = "") -> Any:
     Raises ConfigError, with the full dotted name, for a key that is unknown, missing or of another kind, and
     for a value of a wrong type or out of bounds.
     """
-    kinds, more, kind = choices(section), leaves.kinds_of(path[:-1]), ""
-    if kinds:
-        kind = convert(raw.get("kind", next(iter(kinds))), Literal[*kinds, *more], path + "kind")
-    option = more[kind]() if kind in more else kinds.get(kind, section)
+    place, option, kind = path[:-1], section, ""
+    loads = {name: (lambda own=own: own) for name, own in choices(section).items()} | leaves.kinds_of(place)
+    if choices(section):
+        kind = convert(raw.get("kind", next(iter(loads))), Literal[*loads], path + "kind")
+        option = loads[kind]()
     own = hints(option)
     for key, value in raw.items():
         if key in own:
             continue
-        owners = [name for name, other in known_kinds(section, path[:-1]).items() if key in hints(other)]
-        if kinds and owners:
+        owners = [name for name, load in loads.items() if key in hints(load())]
+        if owners:
             raise ConfigError(misplaced(path + key, value, owners, kind))
-        raise ConfigError(unknown(key, known_hints(section, path[:-1]), path))
+        raise ConfigError(unknown(key, known_hints(section, place), path))
     for f in fields(option):
         if f.name not in raw and f.default is MISSING and f.default_factory is MISSING:
             raise ConfigError(f"missing key '{path}{f.name}' ({describe(own[f.name])}); it has no default")
@@ -307,7 +300,8 @@ def misplaced(key: str, value: Any, owners: list[str], kind: str) -> str:
 
 # Settings that had another name -> the name now.
 RENAMED = {"loss.per": "loss.normalize", "loss.count": "loss.denominator",
-           "log.wandb": "log.to=[wandb], and its project log.project"}
+           "log.wandb": "log.to=[wandb], and its project log.project", "rollout.window": "windows.tokens",
+           "rollout.in_flight": "windows.in_flight", "rollout.max_age": "windows.max_age"}
 
 
 def unknown(key: str, valid: Iterable[str], path: str) -> str:
@@ -404,18 +398,6 @@ def describe(kind: Any, value: Any = None, place: str = "") -> str:
     if origin is list:
         return f"a list, each item {describe(inner[0])}"
     return TYPE_NAMES[kind]
-
-
-def unflatten(flat: Raw) -> types.SimpleNamespace:
-    """Make sections within sections of settings with dotted names, without their types."""
-    whole = types.SimpleNamespace()
-    for key, value in flat.items():
-        *sections, name = key.split(".")
-        section = whole
-        for part in sections:
-            section = vars(section).setdefault(part, types.SimpleNamespace())
-        setattr(section, name, value)
-    return whole
 
 
 def flatten(cfg: Any, path: str = "") -> dict[str, Any]:

@@ -11,11 +11,11 @@ from torch import nn
 
 import config
 import data
-from config import ConfigError
 from history import PromptHistory
 from leaves.depo import join as depo
 from leaves.depo.settings import Depo
 from records import Group, Prompt, Rolled, Sample
+from settings.loader import ConfigError
 
 
 def prompts_of(count: int) -> list[Prompt]:

@@ -15,12 +15,12 @@ from test_rollout import spec
 import config
 import rollout
 import train
-from config import ConfigError
 from infra import runfolder
 from infra.device import resolve_auto
 from leaves.drafts.join import DraftHistory
 from records import Prompt, Request, Sample, Stops
 from rollout import Asked, TorchEngine, Tree
+from settings.loader import ConfigError
 
 PROMPTS = [Prompt(str(i), tuple(random.Random(i).choices(range(3, 400), k=1 + 4 * i)), "") for i in range(5)]
 FLAT = 3.0  # a temperature at which many tokens are likely

@@ -13,12 +13,12 @@ from itertools import chain, pairwise
 from typing import Any
 
 import numpy as np
-from infra.user_files import read_file
 
 from infra import dist
 from infra.digests import hash_files
 from infra.stored import once_a_node
 from infra.tokenizer import Tokenizer
+from infra.user_files import read_file
 from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.replies import Splicer
 from model import Decoder

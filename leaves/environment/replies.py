@@ -8,9 +8,8 @@ as templates do that drop the thoughts of earlier answers or move the system pro
 
 from collections.abc import Sequence
 
-from config import ConfigError
 from infra.tokenizer import Tokenizer
-from settings.loader import SHORT
+from settings.loader import SHORT, ConfigError
 
 QUESTION = {"role": "user", "content": "?"}
 BEFORE = ([], [{"role": "system", "content": "rule"}], [QUESTION, {"role": "assistant", "content": "yes"}])

@@ -15,7 +15,6 @@ import data
 import eval as evaluation
 import replay
 import train
-from config import ConfigError
 from infra import environment, runfolder
 from leaves.environment.file import EnvironmentFile, open_environment
 from leaves.environment.join import EnvironmentEngine
@@ -24,6 +23,7 @@ from leaves.environment.settings import Environment
 from leaves.environment.worker import Reply, Turn, find_calls, reply_to
 from records import Problem, Prompt, Request, Sample
 from rollout import tokens_before
+from settings.loader import ConfigError
 from verify import workers
 
 SUMS = """import re

@@ -8,11 +8,11 @@ from conftest import toy_config
 from test_objectives import learner_on
 
 import train
-from config import ConfigError
 from infra import checks
 from infra.device import resolve_auto
 from learner import Learner
 from leaves.fit import counts, measured, memory
+from settings.loader import ConfigError
 
 
 def test_a_row_that_does_not_fit_is_seen(tmp_path, monkeypatch):

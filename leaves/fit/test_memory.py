@@ -10,7 +10,6 @@ from conftest import ROOT, TOY, toy_config
 from test_invariance import on_ranks
 
 import config
-from config import ConfigError
 from infra import device as hardware
 from infra import dist
 from infra.device import Machine, resolve_auto
@@ -22,6 +21,7 @@ from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import BLOCK_CALLS, Decoder
 from records import EngineSpec
+from settings.loader import ConfigError
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 

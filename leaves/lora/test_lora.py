@@ -16,13 +16,13 @@ from test_objectives import learner_on
 
 import learner
 import train
-from config import ConfigError
 from infra import checkpoint, dist
 from infra.weights import export, load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from pack import Minibatch
+from settings.loader import ConfigError
 
 NAMED = {"attention": ["q_proj", "k_proj", "v_proj", "o_proj"], "mlp": ["gate_proj", "up_proj", "down_proj"]}
 NAMED["all"] = ALL = NAMED["attention"] + NAMED["mlp"]

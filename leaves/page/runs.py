@@ -14,13 +14,12 @@ from typing import Any
 
 import numpy as np
 
-from config import ConfigError
 from infra import runfolder
 from infra.lines import is_evaluation, read_log, read_metrics
 from leaves.page.show import as_yaml
 from leaves.page.summary import Score
 from records import frozen
-from settings.loader import read
+from settings.loader import ConfigError, read
 
 # kind of cost -> the metric of each step to add up; None counts the steps.
 COSTS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens",

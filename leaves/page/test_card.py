@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM
 import config
 import report
 import train
-from config import ConfigError
 from infra import runfolder
 from leaves.page import card
+from settings.loader import ConfigError
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,13 @@ from conftest import toy_config
 
 import config
 import report
-from config import ConfigError
 from infra import runfolder
 from leaves.page import charts
 from leaves.page.compare import make_tables
 from leaves.page.pruning import kept_by_difficulty, kept_weights
 from leaves.page.runs import group_runs, read_run
 from leaves.page.summary import scores_of
+from settings.loader import ConfigError
 
 KINDS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
 STUDENT = {3: 4.303}

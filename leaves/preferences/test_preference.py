@@ -13,12 +13,12 @@ from test_objectives import gradient_of, learner_on
 import config
 import train
 from advantage import advantage, group_weight, madpo_weight, mark_pairs, preference_advantage
-from config import ConfigError
 from infra import runfolder
 from learner import has_reference
 from leaves.preferences import join as preference
 from leaves.preferences.settings import GroupPreference, Preference
 from prune import keep_all
+from settings.loader import ConfigError
 
 NAN = math.nan
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 1.0, 1.0], [0.0, 0.0, 1.0, 0.0]], dtype=torch.float64)

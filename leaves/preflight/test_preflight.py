@@ -11,7 +11,6 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 import data
 import learner
 import train
-from config import ConfigError
 from infra.device import resolve_auto
 from learner import Learner
 from leaves.lora import join as lora
@@ -19,6 +18,7 @@ from leaves.lora.settings import Lora
 from leaves.preflight import checks as preflight
 from records import Group, Problem, Prompt, Sample, Segments
 from rollout import TorchEngine
+from settings.loader import ConfigError
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
          "distinct samples", "ends of an answer", "chat template opens the answer", "whole prompts are sampled from",

@@ -17,9 +17,9 @@ from wandb.proto import wandb_internal_pb2
 
 import config
 import train
-from config import ConfigError
 from infra import runfolder
 from leaves.trackers import join, trackers
+from settings.loader import ConfigError
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8", "log.to=[wandb]"]
 BLOCK = 32768

@@ -13,13 +13,13 @@ import config
 import data
 import train
 from collect import Sampler
-from config import ConfigError
 from history import PromptHistory
 from infra import runfolder
 from infra.device import resolve_auto
 from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
 from metrics import vote_metrics
+from settings.loader import ConfigError
 from verify.grade import first_equal
 
 
