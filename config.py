@@ -247,6 +247,11 @@ def has_reference(cfg: Config) -> bool:
     return bool(cfg.loss.kl or cfg.advantage.needs_reference)
 
 
+def shipped() -> list[Path]:
+    """List the config files of Winnow and its leaves, without those that only others name as their base."""
+    return sorted((path for folder in CONFIGS for path in folder.glob("*.yaml")), key=lambda path: path.name)
+
+
 def load(name: str | Path, overrides: list[str] = ()) -> Config:
     """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
     path = settings.locate(name, Path(), CONFIGS)

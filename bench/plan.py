@@ -27,7 +27,7 @@ PARTS = {
     "sampling": ("what tokens are drawn from", "activations of prompts"),
     "graphs, NCCL": ("CUDA graphs, and NCCL",),
 }
-PUBLISHED = sorted(path.name for path in config.CONFIGS.glob("*.yaml")
+PUBLISHED = sorted(path.name for path in config.shipped()
                    if not path.name.endswith(("_toy.yaml", "_hard.yaml")))
 
 

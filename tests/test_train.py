@@ -255,7 +255,7 @@ SMALLER = {"vapo_math": ["critic.pretrain_steps=1"], "dapo_math": ["reward.overl
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in config.CONFIGS.glob("*.yaml")
+@pytest.mark.parametrize("name", sorted(path.stem for path in config.shipped()
                                         if not path.stem.endswith(("_toy", "_hard"))))
 def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     """Every setting as shipped but the sizes: two steps, evaluation, checkpoint, export."""

@@ -33,7 +33,7 @@ sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have 
 import shapes  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
-PUBLISHED = sorted(p.name for p in config.CONFIGS.glob("*.yaml") if not p.name.endswith(("_toy.yaml", "_hard.yaml")))
+PUBLISHED = sorted(p.name for p in config.shipped() if not p.name.endswith(("_toy.yaml", "_hard.yaml")))
 
 
 class Recorder:

@@ -331,7 +331,7 @@ def test_a_checkpoint_from_before_the_setting_goes_on_with_the_rows_it_had():
     assert (again.rollout.sleep, again.pack) == ("always", slept.pack)
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in config.CONFIGS.glob("*.yaml")
+@pytest.mark.parametrize("name", sorted(p.name for p in config.shipped()
                                         if not p.name.endswith(("_toy.yaml", "_hard.yaml"))))
 def test_no_published_config_plans_more_than_95_percent_of_a_card(name):
     """Prompts' activations, CUDA graphs and NCCL included, in each phase and both ways of sleeping."""
@@ -506,7 +506,7 @@ def head_line(name: str) -> str:
     return f"# fits: {size} GB GPUs (train.py --fit): {'; '.join(said)}."
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in config.CONFIGS.glob("*.yaml")
+@pytest.mark.parametrize("name", sorted(p.name for p in config.shipped()
                                         if not p.name.endswith(("_toy.yaml", "_hard.yaml"))))
 def test_a_published_config_says_in_its_head_what_it_fits(name):
     assert head_line(name) in (config.CONFIGS / name).read_text().splitlines(), head_line(name)
