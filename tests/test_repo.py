@@ -231,7 +231,7 @@ def test_what_a_page_names_exists(page):
             assert re.search(rf"^ *(?:def|class) {name}\b", target.read_text(), re.MULTILINE), (name, link)
     for name in re.findall(r"`(?:python )?(?!runs/)([\w/]+\.py)`", text):
         beside = (ROOT / name).is_file() or (folder / name).is_file()
-        assert beside or name in {path.name for path in FILES.values()}, name
+        assert beside or name in {path.name for path in FILES.values()} | {*runfolder.COPIES.values()}, name
     for name in re.findall(r"`(\w+_(?:toy|math|gsm8k|\*))`", text):
         assert list((ROOT / "configs").glob(f"{name}.yaml")), name
 

@@ -8,7 +8,7 @@ from leaves.preflight.checks import compare_with_transformers, run_checks
 
 
 def before_run(cfg: Config, ready: Ready) -> Ready:
-    checks = run_checks(ready.cfg, ready.learner, ready.engine, ready.task)
+    checks = (*run_checks(ready.cfg, ready.learner, ready.engine, ready.task), *ready.checks)
     if ready.shown:
-        checks += compare_with_transformers(ready.cfg, ready.task)
-    return replace(ready, checks=(*checks, *ready.checks))
+        checks += tuple(compare_with_transformers(ready.cfg, ready.task))
+    return replace(ready, checks=checks)
