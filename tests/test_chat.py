@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TOY, toy_config
-from test_environment import with_sums
 
 import chat
 import train
 from config import ConfigError
+from leaves.environment.test_environment import with_sums
 from records import Prompt, Request
 
 ROWS = [json.loads(line) for line in (ROOT / "toy" / "test.jsonl").read_text().splitlines()[:2]]

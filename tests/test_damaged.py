@@ -15,7 +15,6 @@ import torch
 from conftest import ROOT, TOY
 from safetensors.torch import load_file, save_file
 from test_eval import written
-from test_report import write_run
 
 import config
 import data
@@ -25,6 +24,7 @@ from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
+from leaves.page.test_report import write_run
 from model import load_model
 from records import Problem
 

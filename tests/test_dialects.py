@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 from conftest import TOY
-from test_environment import Inline
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Rust
 from transformers import AutoTokenizer
@@ -21,6 +20,7 @@ import data
 from config import ConfigError
 from leaves.environment.join import EnvironmentEngine
 from leaves.environment.replies import Splicer
+from leaves.environment.test_environment import Inline
 from records import Prompt, Request, Sample
 
 CHATML = """{%- for message in messages %}

@@ -11,7 +11,6 @@ import pytest
 import torch
 from conftest import ROOT, as_batch, make_groups, toy_config, weights
 from shortage import LESS, short_of_memory
-from test_critic import fit, rolled_out
 from test_objectives import learner_on
 from test_train import SHORT, main, without_times
 
@@ -20,6 +19,7 @@ import train
 import update
 from config import ConfigError
 from infra import checkpoint, dist
+from leaves.critic.test_critic import fit, rolled_out
 from metrics import Clock
 from prune import keep_all
 

@@ -14,12 +14,12 @@ import pytest
 import torch
 import vllm_async
 from conftest import PRECISION, ask, make_groups, write_tiny
-from test_environment import Inline
 from test_rollout import spec, trainer_logp
 
 import data
 from infra import dist
 from leaves.environment.join import EnvironmentEngine
+from leaves.environment.test_environment import Inline
 from model import Decoder, empty_model, load_model, sdpa_padded
 from records import Sample, Segments
 from rollout_vllm import VLLMEngine

@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import PRECISION, ROOT, write_tiny
-from test_environment import with_sums
 
 from infra import runfolder
+from leaves.environment.test_environment import with_sums
 
 pytestmark = pytest.mark.vllm
 

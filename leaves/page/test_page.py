@@ -13,10 +13,10 @@ from pathlib import Path
 
 import pytest
 from conftest import ROOT, TOY
-from test_environment import with_sums
 
 import report
 from infra import runfolder
+from leaves.environment.test_environment import with_sums
 from leaves.page.test_report import write_run
 
 webdriver = pytest.importorskip("selenium.webdriver")

@@ -22,7 +22,7 @@ from config import Config
 from infra.device import resolve_auto
 from learner import Learner
 from leaves.preferences import join as preference
-from leaves.preferences import soft_value
+from leaves.soft_value import join as soft_value
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Sample
