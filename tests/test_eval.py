@@ -285,7 +285,7 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     found = cfg.data.eval, cfg.eval.n, cfg.eval.temperature, cfg.eval.top_p, cfg.eval.max_new_tokens
     assert found == expected[:5] and expected[5] in cfg.data.system_prompt
     assert cfg.reward.accuracy and cfg.data.max_prompt_tokens >= 512 and cfg.eval.limit == 7
-    names = {path.stem for path in (config.CONFIGS / "eval").glob("*.yaml")}
+    names = {path.stem for path in (config.CONFIGS[0] / "eval").glob("*.yaml")}
     suites = {"suite_competitions", "suite_school", "suite_sums"}
     assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"} | suites
 
