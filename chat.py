@@ -136,12 +136,12 @@ def held_out(cfg: Config, tokenizer: Tokenizer) -> Iterator[Problem]:
     return itertools.cycle(problem for one in sets for problem in one.problems)
 
 
-def open_config(target: str, name: str | None, overrides: list[str]) -> Config:
+def open_config(target: str, names: list[str] | None, overrides: list[str]) -> Config:
     """Read the config of a run folder, or the default one for a model. Raises ConfigError."""
     run = user_path(target)
     if (run / "config.yaml").is_file():
-        name, target = name or str(run / "config.yaml"), str(newest_policy(run))
-    cfg = config.load(name or "eval/default.yaml", overrides)
+        names, target = names or [str(run / "config.yaml")], str(newest_policy(run))
+    cfg = config.load(names or "eval/default.yaml", overrides)
     return config.with_value(cfg, "model.path", target)
 
 

@@ -247,19 +247,18 @@ def has_reference(cfg: Config) -> bool:
     return bool(cfg.loss.kl or cfg.advantage.needs_reference)
 
 
-def shipped() -> list[Path]:
-    """List the config files of Winnow and its leaves, without those that only others name as their base."""
-    return sorted((path for folder in CONFIGS for path in folder.glob("*.yaml")), key=lambda path: path.name)
+def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
+    """Read configs by path, or by their names in configs/, and apply "a.b=c" overrides. Raises ConfigError.
 
-
-def load(name: str | Path, overrides: list[str] = ()) -> Config:
-    """Read a config by path, or by its name in configs/, and apply "a.b=c" overrides. Raises ConfigError."""
-    path = settings.locate(name, Path(), CONFIGS)
+    Of several configs each one, with its bases, lies over those before it.
+    """
+    given = names if isinstance(names, list) else [names]
+    paths = [settings.locate(name, Path(), CONFIGS) for name in given]
+    files = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).values()]
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
-    files = settings.read_layers(path, CONFIGS).values()
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
     section = settings.extended(Config, leaves.own_sections(leaves.chosen(raw)))
-    cfg = settings.build(section, {"out": f"runs/{path.stem}"} | raw)
+    cfg = settings.build(section, {"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
     own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
     for key in ("reward.custom_file", "data.chat_template", *own):
         file = flatten(cfg)[key]

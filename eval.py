@@ -419,7 +419,9 @@ def evaluate_model(cfg: Config, args: argparse.Namespace, out: Path | None, engi
     if own := own_rewards(cfg.reward):
         own.try_functions(cfg.reward, *(s.problems for s in sets if s.reward))
     leaves.through("task", cfg, Task(folder, tokenizer, sets=sets))
-    name_changed_files(user_path(args.config).parent, files_of(cfg.reward, tokenizer))
+    texts = files_of(cfg.reward, tokenizer)
+    for name in args.config:
+        name_changed_files(user_path(name).parent, texts)
     lengths = [len(prompt.ids) for s in sets for prompt in s.prompts]
     longest = cfg.own_longest or max(lengths) + cfg.eval.max_new_tokens
     check_positions(folder, longest, "the prompts and eval.max_new_tokens (or environment.max_context)")
@@ -473,7 +475,7 @@ def suite_config(args: argparse.Namespace) -> str:
 
 def evaluate_models(args: argparse.Namespace) -> None:
     """Evaluate every model of the command line and print its table."""
-    args.config = suite_config(args) if args.suite else args.config or "eval/default.yaml"
+    args.config = [suite_config(args)] if args.suite else args.config or ["eval/default.yaml"]
     cfg = config.load(args.config, args.set)
     if args.data is not None:
         cfg = config.with_value(cfg, "data.eval", args.data)

@@ -1,7 +1,7 @@
 """Train a reasoning model with group-based reinforcement learning.
 
-    [torchrun --nproc_per_node N] train.py --config NAME.yaml [--set a.b=c ...] [--resume [auto]]
-        [--check | --fit | --show]
+    [torchrun --nproc_per_node N] train.py --config NAME.yaml [MORE.yaml ...] [--set a.b=c ...]
+        [--resume [auto]] [--check | --fit | --show]
     train.py --settings [SECTION]
 
 The loop in `train` is the algorithm: draw prompts, sample groups, score them, compare within groups, prune,
@@ -63,7 +63,6 @@ from records import Batch, Group, Metrics, Rewards, Rolled, frozen
 from reward import own_rewards
 from rollout import Engine, start_engine
 from settings import kinds
-from settings.paths import user_path
 from update import update
 from verify.grade import name_unreadable
 
@@ -330,7 +329,7 @@ def run_command(args: argparse.Namespace) -> int | None:
 
         return report(cfg, args)
     if not any(text.startswith("out=") for text in args.set):
-        cfg = runfolder.own_folder(cfg, user_path(args.config))
+        cfg = runfolder.own_folder(cfg, args.config)
     if args.check:
         task = load_task(cfg)
         decided = resolve_auto(cfg, task.source)

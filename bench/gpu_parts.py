@@ -118,7 +118,7 @@ class Bench:
         shown = [f"{key} {cell(value)}" for key, value in figures.items() if value is not None]
         print(f"  {way}: {', '.join(shown)}", flush=True)
 
-    def settings(self, *changes: str, name: str = "grpo_gsm8k.yaml") -> config.Config:
+    def settings(self, *changes: str, name: str | list[str] = "grpo_gsm8k.yaml") -> config.Config:
         """Load a shipped config with a model of the shape, and decide what it leaves to auto."""
         size = self.sizes
         planned = 5 * size.longest // 2  # memory counts on completions of a quarter, here the mean of a batch
@@ -434,7 +434,7 @@ def step(bench: Bench) -> None:
     cfgs = [bench.settings(f"rollout.engine={bench.engine}", f"rollout.group_size={G}",
                            f"rollout.prompts_per_step={size.groups}", f"rollout.slots={size.groups * G}",
                            f"rollout.max_new_tokens={size.new}", "data.max_prompt_tokens=128", name=name)
-            for name in ("grpo_toy.yaml", "cppo_toy.yaml", "pps_toy.yaml", "lora_toy.yaml")]
+            for name in ("grpo_toy.yaml", "cppo_toy.yaml", ["pps_gsm8k.yaml", "toy.yaml"], "lora_toy.yaml")]
     task = train.load_task(cfgs[0])
     task.tokenizer.eos_ids = frozenset()
     learner, engine = train.load_models(cfgs[0], task)

@@ -58,7 +58,8 @@ ARMS = {
     "grpo": ("Winnow GRPO 16/16", "grpo_toy.yaml", []),
     "cppo4": ("Winnow CPPO 4/16", "cppo_toy.yaml", ["prune.completions.keep=4"]),
     "cppo2": ("Winnow CPPO 2/16", "cppo_toy.yaml", ["prune.completions.keep=2"]),
-    "pps4": ("Winnow PPS 4/16", "pps_toy.yaml", ["prune.completions.keep=4"]),
+    "pps4": ("Winnow PPS 4/16", "grpo_toy.yaml",
+             ["prune.completions={kind: pps, keep: 4, scope: batch, by_cost: true}"]),
 }
 REGIMES = ["fixed", "natural", "flat", "10M"]
 RESERVATIONS = """Three reservations:

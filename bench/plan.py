@@ -27,8 +27,8 @@ PARTS = {
     "sampling": ("what tokens are drawn from", "activations of prompts"),
     "graphs, NCCL": ("CUDA graphs, and NCCL",),
 }
-PUBLISHED = sorted(path.name for path in config.shipped()
-                   if not path.name.endswith(("_toy.yaml", "_hard.yaml")))
+PUBLISHED = sorted(path.name for folder in config.CONFIGS for path in folder.glob("*.yaml")
+                   if not path.name.endswith(("toy.yaml", "_hard.yaml")))
 
 
 def planned(name: str, where: str, gpus: int) -> dict | None:

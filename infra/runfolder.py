@@ -35,6 +35,7 @@ import leaves
 from config import Config, ConfigError
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
 from records import Metrics
+from settings.paths import user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
@@ -95,18 +96,23 @@ def require_free_folder(cfg: Config, resume: Resume) -> Path:
     return folder
 
 
-def own_folder(cfg: Config, path: Path) -> Config:
-    """Let the run of a folder's own config.yaml, at `path`, go on in that folder, if it has been moved.
+def own_folder(cfg: Config, names: list[str]) -> Config:
+    """Let the run of a folder's own config.yaml, one of `names`, go on in that folder, if it has been moved.
 
     Raises ConfigError for a copy: both folders are there, and it does not say which one is meant.
     """
-    here, out = path.parent, Path(cfg.out)
-    if not path.name.startswith("config") or not (here / "env.json").is_file():
+    paths = [user_path(name) for name in names]
+    own = [path for path in paths if path.name.startswith("config") and (path.parent / "env.json").is_file()]
+    if not own:
         return cfg
+    upto = names[:paths.index(own[-1]) + 1]
+    if upto != names and config.load(upto).out != cfg.out:  # a later one sets `out`
+        return cfg
+    here, out = own[-1].parent, Path(cfg.out)
     if out.exists():
         if here.samefile(out):
             return cfg
-        raise ConfigError(f"{path} lies in the run folder {here}, says out={out}, and both are there, as "
+        raise ConfigError(f"{own[-1]} lies in the run folder {here}, says out={out}, and both are there, as "
                           f"after a copy; set one: --set out={here}, or --set out={out}")
     return config.replace(cfg, out=str(here))
 

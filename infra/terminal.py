@@ -28,11 +28,16 @@ def add_settings(parser: argparse.ArgumentParser, help: str = "change one settin
     parser.add_argument("--set", action="append", default=[], metavar="a.b=c", help=help)
 
 
+def add_config(parser: argparse.ArgumentParser, note: str) -> None:
+    parser.add_argument("--config", nargs="+", action="extend", metavar="NAME.yaml",
+        help=f"a yaml file, or the name of one in configs/; of several the later ones win. {note}")
+
+
 def of_train(text: str | None) -> argparse.Namespace:
     """Read the command line of train.py, whose docstring is `text`."""
     parser = new_parser(text)
     add = parser.add_argument
-    add("--config", help="a yaml file, or the name of one in configs/")
+    add_config(parser, "toy.yaml last: at toy size. `out` is runs/NAME or runs/NAME1_NAME2 unless set")
     add_settings(parser)
     add("--settings", nargs="?", const="", metavar="SECTION",
         help="describe the settings of a section, or all settings, and stop")
@@ -59,8 +64,7 @@ def of_eval(text: str | None) -> argparse.Namespace:
         help="Hugging Face folders, checkpoints, patterns of these, or a hub name")
     add("--data", help="sets separated by commas (data.eval)")
     add("--data-dir", help="folder with the files of named sets (data.dir)")
-    add("--config", help="a yaml file, or the name of one in configs/: the config of a run, or eval/*.yaml; "
-        "without it eval/default.yaml")
+    add_config(parser, "The config of a run, or eval/*.yaml; without it eval/default.yaml")
     add("--suite", help="frozen sets, prompts and sampling: configs/eval/suite_NAME.yaml")
     add_settings(parser)
     add("--k", type=counts, help="of pass@k and majority@k, separated by commas (1,2,4,...,eval.n)")
@@ -103,7 +107,7 @@ def of_chat(text: str | None) -> argparse.Namespace:
     parser = new_parser(text)
     add = parser.add_argument
     add("target", help="a run folder, a Hugging Face folder, a checkpoint or a hub name")
-    add("--config", help="a yaml file, or the name of one in configs/; else the run's own")
+    add_config(parser, "Without it the run's own")
     add_settings(parser)
     return parser.parse_args()
 

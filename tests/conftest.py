@@ -33,6 +33,8 @@ signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the runs of the test
 
 ROOT = Path(__file__).parent.parent
 TOY = ROOT / "toy" / "model"
+SHIPPED = sorted(path.name for folder in config.CONFIGS for path in folder.glob("*.yaml") if path.name != "toy.yaml")
+PUBLISHED = [name for name in SHIPPED if not name.endswith(("_toy.yaml", "_hard.yaml"))]
 # They measure by what leaves/fit counts, and go with it.
 collect_ignore = [] if find_spec("leaves.fit") else ["test_bench.py", "test_fake_gpu.py", "test_vllm_arguments.py"]
 SHAPE = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -174,17 +176,19 @@ def nudge(model: torch.nn.Module, size: float) -> None:
 
 
 def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> config.Config:
-    """A shipped toy config at the size of a test: two steps in float64 on 4 groups of 8 from 256 problems, evaluated on
-    6."""
+    """A shipped config, or several ("ppo_gsm8k.yaml toy.yaml"), at the size of a test: two steps in float64 on 4 groups
+    of 8 from 256 problems, evaluated on 6."""
     first, few = out.parent / "first.jsonl", out.parent / "few.jsonl"
     few.parent.mkdir(parents=True, exist_ok=True)
     for file, source, count in ((first, "train", 256), (few, "test", 6)):
         with (ROOT / "toy" / f"{source}.jsonl").open() as lines:
             file.write_text("".join(itertools.islice(lines, count)))
-    return config.load(name, [
+    of_critic = name.split()[0] in ("ppo_gsm8k.yaml", "tppo_toy.yaml", "vapo_toy.yaml")
+    return config.load(name.split(), [
         f"model.path={TOY}", f"out={out}", f"data.train={first}", f"data.eval={few}",
         "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
-        "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", *overrides])
+        "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", "update.minibatches=1",
+        *["critic.minibatches=1", "critic.warmup_steps=0"] * of_critic, *overrides])
 
 
 def needed(section: type) -> dict:

@@ -65,8 +65,8 @@ def test_the_gpu_bench_does_every_part_and_says_when_there_is_no_device(tmp_path
     shares = [row["share"] for way, row in rows["profile"].items() if way.startswith("`")]
     assert len(shares) == gpu_parts.TOP and shares == sorted(shares, reverse=True) and 0.5 < sum(shares) <= 1
     steps = rows["step"]
-    assert list(steps) == ["grpo_toy", "cppo_toy", "pps_toy", "lora_toy"]
-    assert steps["grpo_toy"]["kept"] == 4 * steps["cppo_toy"]["kept"] == 4 * steps["pps_toy"]["kept"]
+    assert list(steps) == ["grpo_toy", "cppo_toy", "pps_gsm8k_toy", "lora_toy"]
+    assert steps["grpo_toy"]["kept"] == 4 * steps["cppo_toy"]["kept"] == 4 * steps["pps_gsm8k_toy"]["kept"]
     phases = [f"{name} s" for name in ("rollout", "reward", "update", "sync", "step")]
     assert min(row[phase] for row in steps.values() for phase in phases) > 0
     assert min(rows["rollout"]["sleep and sync"]["sync s"]) > 0

@@ -309,7 +309,7 @@ def test_a_table_of_soft_values_is_built_once_and_goes_on_where_it_was_cut_off(t
     that has trained since asks nobody again."""
     monkeypatch.setattr(soft_value, "ROUNDS_A_WRITE", 1)
     cfg = toy_config(tmp_path / "run", "advantage.samples=4", "rollout.slots=8", "advantage.beta=0.25",
-                     name="apo_toy.yaml")
+                     name="apo_gsm8k.yaml toy.yaml")
     prompts = prompts_of("eihiie")
     script = Script(prompts)
     sampler = Sampler(script, TOKENIZER, cfg.rollout, cfg.reward, cfg.seed)
@@ -341,7 +341,7 @@ def test_a_run_with_soft_values_trains_on_what_its_table_leaves(tmp_path):
     """The advantages that are logged are rewards less V* of the file, and a resumed run reads the same file."""
     cfg = toy_config(tmp_path / "run", "data.limit=4", "advantage.samples=2", "steps=2", "rollout.group_size=1",
                      "checkpoint.every=1", "checkpoint.keep=2", "update.minibatches=1", "data.eval=null",
-                     name="apo_toy.yaml")
+                     name="apo_gsm8k.yaml toy.yaml")
     whole = weights(train.train(cfg))
     lines = {line["id"]: torch.tensor([line["rewards"]], dtype=torch.float64)
              for line in runfolder.read_log(tmp_path / "run" / "soft_values.jsonl")}

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Annotated, Literal, get_args
 
 import pytest
-from conftest import ROOT
+from conftest import PUBLISHED, ROOT, SHIPPED
 
 import config
 import train
@@ -285,6 +285,17 @@ def test_of_a_list_of_bases_the_later_lies_above_and_a_shared_base_is_a_layer_on
     assert (cfg.steps, cfg.seed, cfg.out) == (1, 2, "right")
 
 
+def test_of_several_configs_each_lies_with_its_bases_over_those_before_it(good):
+    write(good.parent, low="base: good.yaml\nseed: 1\n", high="steps: 5\nseed: 2\n", named="out: mine\n")
+    low, high, named = (good.parent / f"{name}.yaml" for name in ("low", "high", "named"))
+    cfg = load([low, high], ["steps=7"])
+    assert (cfg.steps, cfg.seed, cfg.out) == (7, 2, "runs/low_high")
+    assert load([high, low]).steps == 3 and load([high, low, high]).steps == 5
+    assert load([low, named, high]).out == "mine"
+    with pytest.raises(ConfigError, match="config 'hihg.yaml' not found, neither as given nor in"):
+        load([low, "hihg.yaml"])
+
+
 def test_a_base_stands_beside_its_file_or_among_the_shipped_configs(good, tmp_path, monkeypatch):
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
@@ -380,10 +391,28 @@ def test_numbers_of_yaml_1_1_are_texts_in_a_file(good):
     assert error_of(good.parent / "wrong.yaml", []) == "steps='010' must be a whole number, at least 1"
 
 
-@pytest.mark.parametrize("path", config.shipped(), ids=lambda path: path.stem)
-def test_every_shipped_config_survives_the_round_trip(path, tmp_path):
-    write(tmp_path, dumped=config.dump(load(path)))
-    assert load(tmp_path / "dumped.yaml") == load(path)
+@pytest.mark.parametrize("name", SHIPPED)
+def test_every_shipped_config_survives_the_round_trip(name, tmp_path):
+    write(tmp_path, dumped=config.dump(load(name)))
+    assert load(tmp_path / "dumped.yaml") == load(name)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_config_loads_at_toy_size_and_keeps_its_kinds(name):
+    """Five have sizes that do not fit: their toy configs lie over both files."""
+    of, _, _ = name.rpartition("_")
+    if of in ("dapo", "depo", "dppo_listed", "tppo", "vapo"):
+        files = [path.name for path in settings.read_layers(
+            settings.locate(f"{of}_toy.yaml", Path(), config.CONFIGS), config.CONFIGS)]
+        assert name in files and files[-2:] == ["toy.yaml", f"{of}_toy.yaml"]
+        cfg = load(f"{of}_toy.yaml")
+    else:
+        cfg = load([name, "toy.yaml"])
+        assert cfg.out == f"runs/{Path(name).stem}_toy"
+    published, small = config.flatten(load(name)), config.flatten(cfg)
+    assert {key for key in published if key.endswith("kind")} == {key for key in small if key.endswith("kind")}
+    assert all(small[key] == value for key, value in published.items() if key.endswith("kind"))
+    assert small["model.path"] == "toy/model" and small["data.limit"] == 160
 
 
 def test_the_tables_of_rules_name_real_settings_and_their_values():

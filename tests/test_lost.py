@@ -183,7 +183,12 @@ def test_a_copy_that_does_not_say_which_run_it_is_changes_neither(original, tmp_
 def test_a_run_that_was_moved_goes_on_in_itself(run, command):
     moved, link = run.with_name("moved"), run.with_name("link")
     run.rename(moved)
-    assert command(train, "--config", moved / "config.yaml", "--resume", "--set", "steps=5") == 0
+    more = moved.with_name("more.yaml")
+    for text, out in (("out: other", "other"), ("steps: 5", str(moved))):
+        more.write_text(text)
+        names = [str(moved / "config.yaml"), str(more)]
+        assert runfolder.own_folder(config.load(names), names).out == out
+    assert command(train, "--config", moved / "config.yaml", more, "--resume") == 0
     assert steps(moved) == [1, 2, 3, 4, 5] and not run.exists()
     link.symlink_to(moved)
     assert command(train, "--config", link / "config.yaml", "--resume", "--set", "steps=6") == 0

@@ -45,7 +45,8 @@ def test_an_update_out_of_memory_names_rank_row_and_a_capacity_below_it(row, whe
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_so_does_the_critics(where, tiny, tmp_path):
-    learner = learner_on(tiny, toy_config(tmp_path / "run", "pack.capacity=176", "critic.lr=1e-2", name="ppo_toy.yaml"))
+    learner = learner_on(tiny, toy_config(tmp_path / "run", "pack.capacity=176", "critic.lr=1e-2",
+                                          name="ppo_gsm8k.yaml toy.yaml"))
     said = "out of memory in an update .* --resume auto and "
     with short_of_memory({0}, where), pytest.raises(ConfigError, match=said):
         fit(learner, rolled_out())

@@ -28,16 +28,17 @@ RUNS = {
     "cppo": ("cppo_toy.yaml", []),
     "dppo": ("dppo_toy.yaml", ["seed=2", "data.limit=5", "prune.prompts.drop_prob=0.6", "update.minibatches=2",
                                "update.epochs=2"]),
-    "lora": ("pps_toy.yaml", ["model.lora.rank=2", "loss.kl=0.1", "prune.completions.keep=2"]),
-    "rounds": ("greso_toy.yaml", ["rollout.max_rounds=3", "rollout.oversample=1", "rollout.group_size=4",
+    "lora": ("pps_gsm8k.yaml toy.yaml", ["model.lora.rank=2", "loss.kl=0.1", "prune.completions.keep=2"]),
+    "rounds": ("greso_math.yaml toy.yaml", ["rollout.max_rounds=3", "rollout.oversample=1", "rollout.group_size=4",
                                   "prune.completions={kind: topk, keep: 3}", "loss.denominator=kept"]),
-    "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1"]),
+    "critic": ("vapo_toy.yaml", ["critic.pretrain_steps=1", "update.minibatches=2", "critic.minibatches=2"]),
     "window": ("tppo_toy.yaml", ["windows.tokens=12", "critic.pretrain_steps=1"]),
     "flight": ("flight_toy.yaml", ["seed=3", "windows.max_age=2", "optim.lr=1e-3", "data.limit=32"]),
-    "surplus": ("surplus_toy.yaml", ["rollout.prompts_per_step=2", "rollout.oversample=4", "data.limit=32"]),
+    "surplus": ("surplus_toy.yaml", ["rollout.prompts_per_step=2", "rollout.oversample=4", "data.limit=32",
+                                     "update.minibatches=2"]),
     "drafts": ("drafts_toy.yaml", ["data.limit=5"]),
-    "pairs": ("odpo_toy.yaml", ["optim.lr=1e-3"]),
-    "table": ("apo_toy.yaml", ["data.limit=16"]),
+    "pairs": ("odpo_gsm8k.yaml toy.yaml", ["optim.lr=1e-3"]),
+    "table": ("apo_gsm8k.yaml toy.yaml", ["data.limit=16"]),
 }
 FAST = ("cppo", "flight")
 

@@ -1,6 +1,7 @@
 """The repository keeps its own promises: imports, settings, messages, configs, metrics, pages."""
 
 import ast
+import itertools
 import re
 import shlex
 from contextlib import suppress
@@ -74,7 +75,8 @@ def test_messages_name_only_real_settings():
     assert {name for name in named - known - partial - attributes if not name.startswith(of_weights)} == set()
 
 
-CONFIGS = [path for path in sorted((ROOT / "configs").rglob("*.yaml")) if path.parent.name != "base"]
+CONFIGS = [path for folder in config.CONFIGS for path in sorted(folder.rglob("*.yaml"))
+           if path.parent.name != "base" and path.name != "toy.yaml"]
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda p: p.stem)
@@ -97,7 +99,7 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
     train.train(toy_config(tmp_path / "with_critic", none, few, "critic.pretrain_steps=0", "critic.minibatches=1",
                            "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
     train.train(toy_config(tmp_path / "with_pairs", none, "steps=1", "labels={kind: votes, most: 12}",
-                           name="odpo_toy.yaml"))
+                           name="odpo_gsm8k.yaml toy.yaml"))
     train.train(toy_config(tmp_path / "going_on", none, name="flight_toy.yaml"))
     train.train(toy_config(tmp_path / "replied", none, few, "steps=1", name="calculator_toy.yaml"))
     runs = ("run", "with_critic", "with_pairs", "going_on", "replied")
@@ -130,9 +132,10 @@ def check_command(command: str) -> None:
         assert set(words[1:]) <= targets, command
     for script in (word for word in words if word.endswith(".py") and not word.startswith("runs/")):  # a user's
         assert (ROOT / script).is_file(), command
-    if "--config" in words and not words[words.index("--config") + 1].startswith("runs/"):
-        sets = [words[i + 1] for i, word in enumerate(words) if word == "--set"]
-        config.load(words[words.index("--config") + 1], sets)
+    after = words[words.index("--config") + 1:] if "--config" in words else []
+    names = list(itertools.takewhile(lambda word: not word.startswith("-"), after))
+    if names and not names[0].startswith("runs/"):
+        config.load(names, [words[i + 1] for i, word in enumerate(words) if word == "--set"])
 
 
 def test_the_commands_of_the_pages_exist():
@@ -233,7 +236,7 @@ def test_what_a_page_names_exists(page):
         beside = (ROOT / name).is_file() or (folder / name).is_file()
         assert beside or name in {path.name for path in FILES.values()} | {*runfolder.COPIES.values()}, name
     for name in re.findall(r"`(\w+_(?:toy|math|gsm8k|\*))`", text):
-        assert list((ROOT / "configs").glob(f"{name}.yaml")), name
+        assert [path for folder in config.CONFIGS for path in folder.glob(f"{name}.yaml")], name
 
 
 

@@ -16,7 +16,7 @@ from time import sleep
 import pytest
 import torch
 import transformers
-from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
+from conftest import PUBLISHED, ROOT, TOY, load, others_slow, toy_config, weights, write_tiny
 
 import config
 import loss
@@ -249,14 +249,13 @@ GSM8K = [
 ]
 
 
-SMALLER = {"vapo_math": ["critic.pretrain_steps=1"], "dapo_math": ["reward.overlong_tokens=8"],
-           "depo_math": ["reward.overlong_tokens=8"],
-           "dppo_listed_math": ["pack.budget=3000"], "tppo_math": ["critic.pretrain_steps=1", "windows.tokens=10"]}
+SMALLER = {"vapo_math.yaml": ["critic.pretrain_steps=1"], "dapo_math.yaml": ["reward.overlong_tokens=8"],
+           "depo_math.yaml": ["reward.overlong_tokens=8"], "dppo_listed_math.yaml": ["pack.budget=3000"],
+           "tppo_math.yaml": ["critic.pretrain_steps=1", "windows.tokens=10"]}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(path.stem for path in config.shipped()
-                                        if not path.stem.endswith(("_toy", "_hard"))))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     """Every setting as shipped but the sizes: two steps, evaluation, checkpoint, export."""
     rows = GSM8K if "gsm8k" in name else [
@@ -264,8 +263,8 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
     data, held_out = tmp_path / "rows.jsonl", tmp_path / "others.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     held_out.write_text(json.dumps({"question": "Compute $5^2$.", "answer": "25"}) + "\n")
-    count = max(4, config.load(f"{name}.yaml").update.minibatches)
-    cfg = config.load(f"{name}.yaml", [
+    count = max(4, config.load(name).update.minibatches)
+    cfg = config.load(name, [
         f"model.path={TOY}", f"out={tmp_path / 'run'}", f"data.train={data}", f"data.eval={held_out}", "steps=2",
         "data.max_prompt_tokens=1024", "rollout.max_new_tokens=24", "eval.max_new_tokens=24",
         f"rollout.prompts_per_step={count}", "pack.capacity=4096", "rollout.engine=torch", "rollout.tensor_parallel=1",
@@ -278,6 +277,21 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
         assert step["prune/kept"] == count * getattr(cfg.prune.completions, "keep", cfg.rollout.group_size)
     assert step["train/kl"] >= 0
     assert "eval/others/accuracy" in runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
+
+
+@pytest.mark.parametrize("name", others_slow(PUBLISHED, "cppo_gsm8k.yaml", "prompt_pps_gsm8k.yaml"))
+def test_the_published_configs_train_at_toy_size(name, tmp_path):
+    """As `--config NAME.yaml toy.yaml` does; five need more than that, which their own toy config says."""
+    names = [f"{name.removesuffix('_math.yaml')}_toy.yaml"] if name in SMALLER else [name, "toy.yaml"]
+    few = [f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "eval.limit=2"]
+    sizes = config.load(names)
+    if sizes.update.minibatches > 4:
+        few[2] = f"rollout.prompts_per_step={sizes.update.minibatches}"
+    few += ["critic.pretrain_steps=1"] * (sizes.critic.pretrain_steps > 0)
+    train.train(config.load(names, few))
+    steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/grad_norm" in line]
+    assert steps and all(math.isfinite(line["train/grad_norm"]) for line in steps)
+    assert any(line["train/tokens"] > 0 for line in steps)
 
 
 @pytest.fixture(scope="module")

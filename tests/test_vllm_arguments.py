@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, ask, toy_config
+from conftest import PUBLISHED, ROOT, TOY, ask, toy_config
 
 import config
 import eval as evaluation
@@ -33,7 +33,6 @@ sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have 
 import shapes  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
-PUBLISHED = sorted(p.name for p in config.shipped() if not p.name.endswith(("_toy.yaml", "_hard.yaml")))
 
 
 class Recorder:

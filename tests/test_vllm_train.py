@@ -227,7 +227,8 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
 def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
     """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
     settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
-                "windows.tokens=10", f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
+                "windows.tokens=10", "update.minibatches=1", "critic.minibatches=1",
+                f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
     done = run(*TORCHRUN, "train.py", "--config", "tppo_toy.yaml", *(w for s in settings for w in ("--set", s)))
     assert done.returncode == 0, done.stderr
     lines = steps_of(tmp_path / "run")

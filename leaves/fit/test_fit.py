@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TOY
+from conftest import ROOT, SHIPPED, TOY
 from test_train import main
 
 import config
@@ -169,7 +169,7 @@ def test_a_rank_may_fill_so_much_of_what_is_free():
 def test_the_shapes_of_all_published_configs_are_shipped(monkeypatch):
     """So that --fit needs no network; a size that the benches know too is the same there."""
     monkeypatch.setattr(fit, "try_to_load_from_cache", cache_without_models)
-    paths = {config.load(path.name).model.path for path in config.shipped()}
+    paths = {config.load(name).model.path for name in SHIPPED}
     shipped = {path for path in paths if "/" in path and not path.startswith("toy/")}
     assert shipped == set(json.loads(fit.SHAPES.read_text())) and len(shipped) == 10
     for path in shipped:

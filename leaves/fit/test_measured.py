@@ -75,7 +75,7 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
 
 
 def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", name="ppo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", name="ppo_gsm8k.yaml toy.yaml")
     trainer = learner_on(tiny, cfg)
     assert measured.peak_of_update(cfg, trainer) > 0
     for model in (trainer.policy, trainer.critic.model):

@@ -2,11 +2,12 @@
 
 import sys
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TOY, toy_config
+from conftest import PUBLISHED, ROOT, TOY, toy_config
 from test_invariance import on_ranks
 
 import config
@@ -21,7 +22,7 @@ from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import BLOCK_CALLS, Decoder
 from records import EngineSpec
-from settings.loader import ConfigError
+from settings.loader import ConfigError, locate
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
@@ -103,7 +104,7 @@ def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(t
     for name, settings, ranks, expected in (
             ("grpo_toy", [], 1, base + 12 * adapter), ("grpo_toy", ["loss.kl=0.1"], 2, (base + 12 * adapter) // 2),
             ("grpo_toy", [f"model.lora.path={tmp_path}"], 1, base + 16 * adapter),
-            ("ppo_toy", [], 1, 2 * (base + 12 * adapter))):
+            ("ppo_gsm8k", [], 1, 2 * (base + 12 * adapter))):
         cfg = config.load(f"{name}.yaml", ["device=cpu", "model.dtype=bfloat16", "model.lora.rank=3", *settings])
         assert sum(counts.held_parts(cfg, small(), ranks).values()) == expected
         assert counts.gradient_bytes(cfg, small(), ranks) == 4 * adapter // ranks
@@ -120,7 +121,7 @@ def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the
     shape, per = small(), hardware.parameters(small())
     for name, settings, ranks, expected in (
             ("grpo_toy", [], 1, 12), ("grpo_toy", [], 4, 3), ("grpo_toy", ["loss.kl=0.1"], 1, 16),
-            ("ppo_toy", [], 1, 24), ("apo_toy", ["advantage.residual=1e-3"], 2, 8)):
+            ("ppo_gsm8k", [], 1, 24), ("apo_gsm8k", ["advantage.residual=1e-3"], 2, 8)):
         cfg = config.load(f"{name}.yaml", ["device=cpu", "optim.offload=true", *settings])
         assert sum(counts.held_parts(cfg, shape, ranks).values()) == expected * per
         assert sum(counts.held_parts(replace(cfg, device="cuda"), shape, ranks).values()) == 0  # offloaded
@@ -331,8 +332,7 @@ def test_a_checkpoint_from_before_the_setting_goes_on_with_the_rows_it_had():
     assert (again.rollout.sleep, again.pack) == ("always", slept.pack)
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in config.shipped()
-                                        if not p.name.endswith(("_toy.yaml", "_hard.yaml"))))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_no_published_config_plans_more_than_95_percent_of_a_card(name):
     """Prompts' activations, CUDA graphs and NCCL included, in each phase and both ways of sleeping."""
     cfg, seen = config.load(name), 0
@@ -506,10 +506,9 @@ def head_line(name: str) -> str:
     return f"# fits: {size} GB GPUs (train.py --fit): {'; '.join(said)}."
 
 
-@pytest.mark.parametrize("name", sorted(p.name for p in config.shipped()
-                                        if not p.name.endswith(("_toy.yaml", "_hard.yaml"))))
+@pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_says_in_its_head_what_it_fits(name):
-    assert head_line(name) in (config.CONFIGS / name).read_text().splitlines(), head_line(name)
+    assert head_line(name) in locate(name, Path(), config.CONFIGS).read_text().splitlines(), head_line(name)
 
 
 class Driver:

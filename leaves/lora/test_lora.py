@@ -177,7 +177,8 @@ def test_first_values_are_those_of_a_linear_layer_by_seed_and_name(tiny, tmp_pat
 def test_what_is_trained_is_float32_and_small_and_all_else_frozen_in_halves(targets, tiny, tmp_path):
     """The policy's adapters, and those of a critic with its whole head; saved are they and their moments alone."""
     made = learner_on(tiny, toy_config(tmp_path / "run", f"model.path={tiny}", "model.dtype=bfloat16",
-                                       "model.lora.rank=2", f"model.lora.targets={targets}", name="ppo_toy.yaml"))
+                                       "model.lora.rank=2", f"model.lora.targets={targets}",
+                                       name="ppo_gsm8k.yaml toy.yaml"))
     named = {f"layers.{i}.{name}.lora_{factor}" for i in range(2) for name in lora.TARGETS[targets] for factor in "AB"
              if "gate_up" not in name}
     heads = {"value.weight", "value.bias"}

@@ -117,7 +117,7 @@ def test_dgpo_with_weights_of_one_is_grpo_without_the_deviation(tiny, tmp_path, 
 
 def test_margins_are_of_the_policy_before_each_optimizer_step(tmp_path):
     """At the first of a run the policy is the reference, so every margin is 0; later ones are what was learnt."""
-    cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "update.epochs=2", "steps=1", "optim.lr=1e-3", name="odpo_gsm8k.yaml toy.yaml")
     asked = []
     compare = preference.compare_pairs
     try:
@@ -156,10 +156,11 @@ def test_metrics_are_left_out_where_there_are_no_pairs():
 ])
 def test_what_a_preference_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
-        config.load("odpo_toy.yaml", changes)
+        config.load(["odpo_gsm8k.yaml", "toy.yaml"], changes)
 
 
 def test_a_preference_has_a_reference_and_room_for_it():
-    kinds = {name: config.load(f"{name}_toy.yaml") for name in ("odpo", "rpo", "madpo", "dgpo", "grpo")}
+    kinds = {name: config.load(f"{name}_gsm8k.yaml") for name in ("odpo", "rpo", "madpo", "dgpo")}
+    kinds["grpo"] = config.load("grpo_toy.yaml")
     assert {name: has_reference(cfg) for name, cfg in kinds.items()} == dict.fromkeys(kinds, True) | {"grpo": False}
     assert isinstance(kinds["dgpo"].advantage, GroupPreference) and kinds["madpo"].advantage.gap == 2

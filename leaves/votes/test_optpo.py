@@ -91,7 +91,7 @@ def test_votes_are_summed_up_and_the_labels_of_the_data_only_compared():
 def sampled(tmp_path_factory):
     """Eight prompts of the toy as OptPO samples them, and in groups as large as it may go."""
     cfg = toy_config(tmp_path_factory.mktemp("sampled") / "run", "labels.most=16", "labels.chunk=3",
-                     "rollout.group_size=5", name="optpo_toy.yaml")
+                     "rollout.group_size=5", name="optpo_gsm8k.yaml toy.yaml")
     tokenizer = data.Tokenizer(TOY)
     prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
     learner, engine = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
@@ -123,16 +123,16 @@ def test_sampling_stops_where_brute_force_does(sampled):
 
 
 def test_the_tokens_of_all_who_vote_are_counted(tmp_path):
-    train.train(toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml"))
+    train.train(toy_config(tmp_path / "run", "steps=1", name="optpo_gsm8k.yaml toy.yaml"))
     line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
     assert line["votes/completions"] > 8 and line["rollout/tokens"] > 1.05 * line["rollout/length"] * 8 * 4
 
 
 def test_a_model_may_learn_from_what_it_is_evaluated_on(tmp_path):
     """Test-time training: with labels that would be an error."""
-    cfg = toy_config(tmp_path / "run", "steps=1", name="optpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", name="optpo_gsm8k.yaml toy.yaml")
     same = [f"data.train={cfg.data.eval}", "labels.most=8"]
-    assert len(train.load_task(toy_config(tmp_path / "run", *same, name="optpo_toy.yaml")).prompts) == 6
+    assert len(train.load_task(toy_config(tmp_path / "run", *same, name="optpo_gsm8k.yaml toy.yaml")).prompts) == 6
     with pytest.raises(ConfigError, match="data.train holds no problem that data.eval does not hold too"):
         train.load_task(toy_config(tmp_path / "run", same[0], name="grpo_toy.yaml"))
 
@@ -159,7 +159,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
     policies, logs = {}, {}
     for name in ("right", "wrong", "none"):
         cfg = toy_config(tmp_path / name, f"data.train={tmp_path / name}.jsonl", "steps=3", "labels.most=12",
-                         name="optpo_toy.yaml")
+                         name="optpo_gsm8k.yaml toy.yaml")
         policies[name] = weights(train.train(cfg))
         lines = runfolder.read_log(tmp_path / name / "metrics.jsonl")
         logs[name] = [line for line in lines if "votes/lead" in line]
@@ -176,7 +176,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
 def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch):
     """Nobody's completions mark one: there is no label, so no gradient, and the run goes on."""
     monkeypatch.setattr(optpo, "extract", lambda text: None)
-    cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", f"reward={reward}", name="optpo_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", "labels.most=8", f"reward={reward}", name="optpo_gsm8k.yaml toy.yaml")
     policy = train.train(cfg)
     line, = (line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "votes/lead" in line)
     assert line["rollout/unscored"] == 32 and line["prune/kept"] == 0 and line["votes/completions"] == 8
@@ -185,7 +185,7 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
 
 @pytest.mark.parametrize(("changes", "said"), [
     (["labels.other=0.7"], r"labels.other=0.7 must be below labels.right=0.6"),
-    (["labels.most=4"], r"labels.most=4 must be at least 8 \(rollout.group_size\)"),
+    (["labels.most=4"], r"labels.most=4 must be at least 16 \(rollout.group_size\)"),
     (["labels.threshold=1"], "labels.threshold=1(.0)? must be above 1"),
     (["reward={accuracy: 0, format: 1}"], "labels.kind=votes must be gold if no component"),
     (["advantage.kind=soft_value"], "advantage.kind=soft_value must be another kind with labels"),
@@ -195,4 +195,4 @@ def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch)
 ])
 def test_what_votes_cannot_go_with_is_refused(changes, said):
     with pytest.raises(ConfigError, match=said):
-        config.load("optpo_toy.yaml", changes)
+        config.load(["optpo_gsm8k.yaml", "toy.yaml"], changes)

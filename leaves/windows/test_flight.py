@@ -297,7 +297,8 @@ def test_ranks_do_not_matter(ranks, settings, tmp_path):
 
 @pytest.mark.parametrize(("name", "settings"), [
     ("flight_toy.yaml", [*FLIGHT, *THINNED]),
-    pytest.param("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4"],
+    pytest.param("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4",
+                                      "update.minibatches=2"],
                  marks=pytest.mark.slow)])
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
@@ -343,7 +344,7 @@ def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
 
 def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(watched, tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=4", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=3",
-                     "data.eval=null", name="surplus_toy.yaml")
+                     "update.minibatches=2", "data.eval=null", name="surplus_toy.yaml")
     train.train(cfg)
     trained = Counter(name_of(draw) for batch in watched["batch"] for draw in batch.draws)
     assert set(trained.values()) == {1}

@@ -79,5 +79,5 @@ def test_only_advantages_of_a_group_alone_can_be_those_of_a_part_of_it(kind):
     settings = [f"advantage={{kind: {kind}}}", *(["critic.lr=1e-4"] if kind == "gae" else [])]
     with pytest.raises(ConfigError, match="advantage.kind=.* must be group_norm, centred or leave_one_out with "
                                           "prune.completions.compare=kept: only these compare a group with itself"):
-        config.load("pods_toy.yaml", settings)
-    assert config.load("pods_toy.yaml", [*settings, "prune.completions.compare=all"])
+        config.load(["pods_gsm8k.yaml", "toy.yaml"], settings)
+    assert config.load(["pods_gsm8k.yaml", "toy.yaml"], [*settings, "prune.completions.compare=all"])

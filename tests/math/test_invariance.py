@@ -25,6 +25,7 @@ from conftest import (
     toy_config,
     weights,
 )
+from test_objectives import OBJECTIVES as TEXTBOOK
 from test_objectives import gradient_of, learner_on, windowed
 
 import config
@@ -57,10 +58,11 @@ Gradient = dict[str, torch.Tensor]
 
 
 def objective(name: str, out, *settings: str) -> config.Config:
-    """A toy config of an objective at a test's size; its completions in windows are those of test_objectives."""
+    """The config of an objective at a test's size; its completions in windows are those of test_objectives."""
     pretrained = ["critic.pretrain_steps=0"] if name in ("vapo", "tppo") else []
-    more = {"divppo": ["loss.trust.divergence=1e-3"], "apo": ["data.limit=16", "loss.entropy=0.1"]}.get(name, [])
-    return toy_config(out, *pretrained, *more, *settings, name=f"{name}_toy.yaml")
+    more = {"divppo": ["loss.trust.divergence=1e-3"], "gspo": ["loss.trust.low=0.01", "loss.trust.high=0.02"],
+            "apo": ["data.limit=16", "loss.entropy=0.1"]}
+    return toy_config(out, *pretrained, *more.get(name, []), *settings, name=TEXTBOOK[name][1])
 
 
 def change(cfg: config.Config, *overrides: str) -> config.Config:
@@ -296,8 +298,9 @@ PRUNED["tppo-lora"] = [*PRUNED["tppo"], "model.lora.rank=2", "optim.lr=1e-3", "c
 
 def pruned_config(name: str, out, *settings: str) -> config.Config:
     own = name.split("-")[0]
-    base = own if own in ("tppo", "madpo", "dgpo", "depo", "optpo") else "cppo"
-    return toy_config(out, *settings, *PRUNED[name], name=f"{base}_toy.yaml")
+    others = {"dgpo": "dgpo_gsm8k.yaml toy.yaml", "optpo": "optpo_gsm8k.yaml toy.yaml"}
+    base = own if own in ("tppo", "madpo", "depo") else "cppo"
+    return toy_config(out, *settings, *PRUNED[name], name=others.get(own, f"{base}_toy.yaml"))
 
 
 def read_decisions(folder: Path) -> str:

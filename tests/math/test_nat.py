@@ -178,11 +178,11 @@ def test_what_the_seed_draws_has_these_probabilities_whoever_is_kept(tmp_path):
 ])
 def test_what_needs_whole_completions_is_an_error(settings, why):
     with pytest.raises(ConfigError, match=f"prune.tokens.kind=prefix must be {why}"):
-        config.load("nat_toy.yaml", settings)
+        config.load(["nat_gsm8k.yaml", "toy.yaml"], settings)
 
 
 def test_a_run_trains_on_the_tokens_that_its_decisions_name(tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="nat_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=1", "data.eval=null", name="nat_gsm8k.yaml toy.yaml")
     train(cfg)
     decided = runfolder.read_log(tmp_path / "run" / "decisions.jsonl")
     steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/tokens" in line]

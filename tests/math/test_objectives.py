@@ -229,27 +229,33 @@ def dgpo(answers, cfg):
 
 
 GRADED = ["reward.overlong=1", "reward.overlong_tokens=16"]
-# name -> (textbook loss, toy config, changes to it)
+# name -> (textbook loss, configs, changes to them)
 OBJECTIVES = {
-    "grpo": (grpo, "grpo_toy", []), "dapo": (dapo, "dapo_toy", []), "drgrpo": (drgrpo, "drgrpo_toy", []),
-    "gspo": (gspo, "gspo_toy", []), "cispo": (cispo, "cispo_toy", []),
-    "divppo": (divppo, "divppo_toy", ["loss.trust.divergence=1e-3"]),
-    "divppo-kl": (divppo, "divppo_toy", ["loss.trust.kind=binary_kl", "loss.trust.divergence=1e-5"]),
-    "ipo": (ipo, "ipo_toy", ["loss.trust.divergence=1e-3"]),
-    "gdpo": (gdpo, "gdpo_toy", []), "ppo": (ppo, "ppo_toy", []), "vapo": (vapo, "vapo_toy", []),
-    "tppo": (tppo, "tppo_toy", []), "tppo-true": (tppo, "tppo_toy", ["advantage.bootstrap=true"]),
-    "apo": (apo, "apo_toy", []),
-    "kl": (with_kl, "grpo_toy", ["loss.kl=0.5"]),
-    "kl-corrected": (with_kl, "grpo_toy", ["loss.kl=0.5", "loss.kl_corrected=true"]),
-    "entropy": (with_entropy, "grpo_toy", ["loss.entropy=0.1"]),
-    "weights": (with_weights, "grpo_toy", ["loss.tis_cap=1.05", "loss.mask_ratio=1.03", "loss.kl=0.5",
-                                           "loss.entropy=0.1", "loss.likelihood=0.2"]),
-    "reinforce": (reinforce, "grpo_toy", ["advantage.kind=centred", "loss.trust.kind=none", "loss.normalize=sum"]),
-    "odpo": (by_pairs, "odpo_toy", []), "odpo-graded": (by_pairs, "odpo_toy", GRADED),
-    "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_toy", [*GRADED, "advantage.pairs=extremes"]),
-    "rpo": (by_pairs, "rpo_toy", []), "madpo": (by_pairs, "madpo_toy", []),
-    "dgpo": (dgpo, "dgpo_toy", GRADED),
-    "rloo": (rloo, "grpo_toy", ["advantage.kind=leave_one_out"]),
+    "grpo": (grpo, "grpo_toy.yaml", []), "dapo": (dapo, "dapo_toy.yaml", ["advantage.eps=1e-4"]),
+    "drgrpo": (drgrpo, "drgrpo_math.yaml toy.yaml", []),
+    "gspo": (gspo, "gspo_math.yaml toy.yaml", ["loss.trust.low=0.01", "loss.trust.high=0.02"]),
+    "cispo": (cispo, "cispo_math.yaml toy.yaml", []),
+    "divppo": (divppo, "divppo_math.yaml toy.yaml", ["loss.trust.divergence=1e-3"]),
+    "divppo-kl": (divppo, "divppo_math.yaml toy.yaml", ["loss.trust.kind=binary_kl", "loss.trust.divergence=1e-5"]),
+    "ipo": (ipo, "ipo_math.yaml toy.yaml", ["loss.trust.divergence=1e-3"]),
+    "gdpo": (gdpo, "gdpo_toy.yaml", []), "ppo": (ppo, "ppo_gsm8k.yaml toy.yaml", []),
+    "vapo": (vapo, "vapo_toy.yaml", []),
+    "tppo": (tppo, "tppo_toy.yaml", []), "tppo-true": (tppo, "tppo_toy.yaml", ["advantage.bootstrap=true"]),
+    "apo": (apo, "apo_gsm8k.yaml toy.yaml", []),
+    "kl": (with_kl, "grpo_toy.yaml", ["loss.kl=0.5"]),
+    "kl-corrected": (with_kl, "grpo_toy.yaml", ["loss.kl=0.5", "loss.kl_corrected=true"]),
+    "entropy": (with_entropy, "grpo_toy.yaml", ["loss.entropy=0.1"]),
+    "weights": (with_weights, "grpo_toy.yaml", ["loss.tis_cap=1.05", "loss.mask_ratio=1.03", "loss.kl=0.5",
+                                                "loss.entropy=0.1", "loss.likelihood=0.2"]),
+    "reinforce": (reinforce, "grpo_toy.yaml", ["advantage.kind=centred", "loss.trust.kind=none",
+                                               "loss.normalize=sum"]),
+    "odpo": (by_pairs, "odpo_gsm8k.yaml toy.yaml", []),
+    "odpo-graded": (by_pairs, "odpo_gsm8k.yaml toy.yaml", GRADED),
+    "odpo-extremes": (partial(by_pairs, extremes=True), "odpo_gsm8k.yaml toy.yaml",
+                      [*GRADED, "advantage.pairs=extremes"]),
+    "rpo": (by_pairs, "rpo_gsm8k.yaml toy.yaml", []), "madpo": (by_pairs, "madpo_toy.yaml", []),
+    "dgpo": (dgpo, "dgpo_gsm8k.yaml toy.yaml", GRADED),
+    "rloo": (rloo, "grpo_toy.yaml", ["advantage.kind=leave_one_out"]),
 }
 
 
@@ -292,9 +298,9 @@ class Case:
     """A learner in the middle of an update by one objective, and the completions that it is on."""
 
     def __init__(self, name: str, folder, out, *more: str, lengths=LENGTHS, prompts=PROMPTS):
-        self.textbook, toy, changes = OBJECTIVES[name]
+        self.textbook, configs, changes = OBJECTIVES[name]
         self.cfg = cfg = toy_config(out, f"model.path={folder}", f"rollout.group_size={G}",
-                                    "rollout.prompts_per_step=2", "steps=50", *changes, *more, name=f"{toy}.yaml")
+                                    "rollout.prompts_per_step=2", "steps=50", *changes, *more, name=configs)
         self.learner = learner_on(folder, cfg)
         if self.learner.critic:
             nudge(self.learner.critic.model, 0.3)
@@ -303,7 +309,8 @@ class Case:
         groups = self.with_engine(make_groups(lengths, prompts))
         self.groups = windowed(groups) if cfg.windows.tokens else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
-        parts = {"accuracy": CORRECT_NG * ~pending_NG, "overlong": SHORT_NG * ~pending_NG}
+        parts = {"accuracy": CORRECT_NG * ~pending_NG, "wrong": (1 - CORRECT_NG) * ~pending_NG,
+                 "overlong": SHORT_NG * ~pending_NG}
         rewards = as_rewards(parts, cfg.reward.weights)
         self.reward_NG = rewards.total_NG
         table = soft_value.SoftValues(VALUES) if cfg.advantage.kind == "soft_value" else None

@@ -100,4 +100,4 @@ def test_what_the_seed_draws_has_these_probabilities_and_weights():
     (["rollout.until=informative"], "rollout.until=informative must be offered or full with prune.prompts.kind=pps")])
 def test_what_would_make_it_biased_is_an_error(settings, why):
     with pytest.raises(ConfigError, match=why):
-        config.load("prompt_pps_toy.yaml", settings)
+        config.load(["prompt_pps_gsm8k.yaml", "toy.yaml"], ["prune.completions.kind=none", *settings])
