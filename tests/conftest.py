@@ -19,10 +19,13 @@ from torch.overrides import TorchFunctionMode
 
 import config
 import data
+import leaves
 import model as decoder
 import train
 from infra import checks, dist, tokenizer
 from infra import weights as weights_on_disk
+from infra.device import resolve_auto
+from infra.models import Weights
 from infra.weights import save_weights
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import loader
@@ -189,6 +192,16 @@ def toy_config(out: Path, *overrides: str, name: str = "cppo_toy.yaml") -> confi
         "data.limit=256", "model.dtype=float64", "steps=2", "rollout.group_size=8", "rollout.prompts_per_step=4",
         "rollout.max_new_tokens=48", "pack.capacity=1024", "optim.warmup_steps=0", "update.minibatches=1",
         *["critic.minibatches=1", "critic.warmup_steps=0"] * of_critic, *overrides])
+
+
+def parts_of(cfg: config.Config, folder: Path = TOY, prompts: Iterable[Prompt] = ()) -> train.Parts:
+    """What a run by this config is made of, on the model in the folder, before its first step."""
+    task = data.Task(folder, data.Tokenizer(folder), prompts=list(prompts))
+    given = leaves.through("weights", cfg, Weights())
+    learner, engine = train.load_models(resolve_auto(cfg, folder), task, given)
+    sampler = train.Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed)
+    history = train.PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
+    return leaves.through("parts", cfg, train.Parts(cfg, task, given, learner, engine, sampler, history, first=0))
 
 
 def needed(section: type) -> dict:

@@ -214,3 +214,10 @@ def test_short_responses_are_warned_of(tiny, tmp_path):
         warning = critic.warn_too_short(batch, learner)
         assert ("advantage.alpha=0.05 gives 3 of 4 responses" in warning) == told
     assert critic.warn_too_short(batch, replace(learner, critic=None)) == ""
+
+
+def test_the_value_loss_is_half_the_weighted_squared_error():
+    value_C = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
+    loss = critic.value_loss(value_C, torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.5, 0.5, 0.25]))
+    assert loss.item() == 0.5 * (0.5 * 1 + 0.25 * 9)
+    assert torch.autograd.grad(loss, value_C)[0].tolist() == [0.5, 0, 0.75]

@@ -9,14 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, gradients, make_groups, nudge, toy_config
-from test_objectives import learner_on
+from conftest import as_batch, as_rewards, gradients, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
 import update
 from advantage import group_norm
 from collect import Selection, choose
-from leaves.preferences import join as preference
 from metrics import PassSums
 from prune import (
     COMPLETIONS,
@@ -30,7 +28,6 @@ from prune import (
     thin,
 )
 from records import Batch, PromptDraw, Pruned, Rewards, Rolled
-from settings import kinds
 
 LENGTHS = [[3, 9, 5, 2], [4, 1, 7, 8]]
 REWARD_NG = torch.tensor([[1.0, 0.0, 0.0, 0.0], [1.0, 0.0, 1.5, 1.0]], dtype=torch.float64)
@@ -45,11 +42,12 @@ class Step:
     def __init__(self, folder, out, *settings: str):
         self.cfg = toy_config(out, f"model.path={folder}", "prune.completions.kind=none", "loss.kl=0.2",
                               "loss.denominator=all", *settings)
-        self.learner = learner_on(folder, self.cfg)
+        self.parts = parts_of(self.cfg, folder)
+        self.learner = self.parts.learner
         self.groups = make_groups(LENGTHS, [5, 3])
         nudge(self.learner.policy, 0.03)
-        if self.learner.critic:
-            nudge(self.learner.critic.model, 0.3)
+        for model, _ in self.learner.roles.values():
+            nudge(model, 0.3)
 
     def gradient(self, pruned: Pruned, adv_NG: Tensor = ADV_NG) -> Tensor:
         return self.gradient_of(as_batch(self.groups, adv_NG, pruned), [0, 1])
@@ -60,11 +58,11 @@ class Step:
         learner.policy.zero_grad()
         weighed = update.minibatch(learner, batch, places)
         prepared = update.prepare_rows(learner, learner.rows(weighed), extra_pass=False)
-        if kinds.is_preference(learner.advantage):
-            prepared, _ = preference.compare_pairs(learner, weighed, prepared)
-        for scored in prepared:
-            scored = replace(scored, old_logp_C=scored.ref_logp_C)
-            sums.add(*update.add_gradient(learner, scored, unmoved=False), first_pass=True)
+        for change in learner.before_update:
+            prepared = change(learner, weighed, prepared)
+        prepared = [replace(scored, old_logp_C=scored.ref_logp_C) for scored in prepared]
+        for passed in update.add_gradients(learner, weighed, prepared, unmoved=False):
+            sums.add(*passed, first_pass=True)
         stopped = sums.metrics(1)["train/clipped"]
         assert batch.pruned.keep_NG.sum() < 8 or 0 < stopped < 1 or self.cfg.loss.trust.kind == "none"
         return torch.cat([grad.flatten() for grad in gradients(learner.policy).values()])

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from config import Loss
-from leaves.critic.join import value_loss
 from loss import (
     binary_kl,
     clamp,
@@ -16,7 +15,6 @@ from loss import (
     engine_weight,
     k3,
     likelihood_weight,
-    residual_advantage,
     row_loss,
     token_weight,
     total_variation,
@@ -203,22 +201,3 @@ def test_binary_kl_stops_no_token_for_its_rounding():
     assert ((logp_C.exp() == 1) & (old_C.exp() < 1)).any()
     same = LogProbs(logp_C, old_C, torch.ones_like(old_C), torch.zeros(len(old_C), dtype=torch.long))
     assert (binary_kl(same, BinaryKl(divergence=0.05)) > 0).all()
-
-
-def test_the_residual_has_the_gradient_of_the_squared_loss():
-    old_C = torch.tensor([-1.0, -2.0, -0.5, -3.0], dtype=torch.float64)
-    logp_C = torch.tensor([-0.7, -2.2, -0.4, -3.5], dtype=torch.float64, requires_grad=True)
-    segment_C, adv_S, beta = torch.tensor([0, 0, 1, 1]), torch.tensor([0.3, -0.8], dtype=torch.float64), 0.1
-    gap_C = logp_C - old_C
-    squared = sum((beta * part.sum() - A) ** 2 for part, A in zip(gap_C.split(2), adv_S, strict=True))
-    expected, = torch.autograd.grad(squared, logp_C)
-    adv_C = residual_advantage(logp_C, old_C, adv_S[segment_C], segment_C, beta)
-    ours, = torch.autograd.grad(-(adv_C * logp_C).sum(), logp_C)
-    torch.testing.assert_close(ours, expected)
-
-
-def test_the_value_loss_is_half_the_weighted_squared_error():
-    value_C = torch.tensor([1.0, 2.0, 4.0], requires_grad=True)
-    loss = value_loss(value_C, torch.tensor([0.0, 2.0, 1.0]), torch.tensor([0.5, 0.5, 0.25]))
-    assert loss.item() == 0.5 * (0.5 * 1 + 0.25 * 9)
-    assert torch.autograd.grad(loss, value_C)[0].tolist() == [0.5, 0, 0.75]

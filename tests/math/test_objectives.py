@@ -11,22 +11,16 @@ from functools import partial
 
 import pytest
 import torch
-from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, toy_config
+from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
-import data
-import train
 import update
-from advantage import advantage
 from config import Config
-from infra.device import resolve_auto
 from learner import Learner
-from leaves.preferences import join as preference
-from leaves.soft_value import join as soft_value
 from metrics import PassSums
 from prune import keep_all
-from records import Batch, Group, Sample
-from settings import kinds
+from records import Batch, Group, Rewards, Sample
+from train import Parts
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1], 4
 CORRECT_NG = torch.tensor([[1.0, 0.0, 0.0, 1.0], [1.0, 1.0, 0.0, 1.0]], dtype=torch.float64)
@@ -261,20 +255,35 @@ OBJECTIVES = {
 
 def windowed(groups: list[Group]) -> list[Group]:
     """Some completions begun in earlier steps, some that go on."""
-    def cut(sample: Sample, g: int) -> Sample:
-        return replace(sample, start=sample.length // 2 if g % 2 else 0, pending=g > 1, finished=g < 2)
+    from leaves.windows.join import Piece
+
+    def cut(sample: Sample, g: int) -> Piece:
+        return Piece(replace(sample, finished=g < 2), start=sample.length // 2 if g % 2 else 0, pending=g > 1)
 
     return [Group(group.prompt, tuple(cut(s, g) for g, s in enumerate(group.samples))) for group in groups]
 
 
 def own_places(sample: Sample) -> list[int]:
     """Where the policy's tokens are: everywhere but in replies (test_replies.py)."""
-    return [t for t in range(sample.length) if not any(start <= t < to for start, to in sample.replies)]
+    return [t for start, to in sample.turns[::2] for t in range(start, to)]
 
 
 def learner_on(folder, cfg: Config) -> Learner:
     """What an update by this config works with, on the model in the folder."""
-    return train.load_models(resolve_auto(cfg, folder), data.Task(folder, data.Tokenizer(folder), [], [], []))[0]
+    return parts_of(cfg, folder).learner
+
+
+def compare(parts: Parts, groups: list[Group], rewards: Rewards) -> Tensor:
+    """Advantages as a run has them; V* is not estimated, but VALUES."""
+    if parts.cfg.advantage.kind == "soft_value":
+        from leaves.soft_value.join import SoftValues
+        parts = replace(parts, advantage=SoftValues(VALUES).advantage)
+    return parts.advantage(groups, rewards, parts.cfg.advantage)
+
+
+def critic_of(learner: Learner):
+    """The critic beside a policy (leaves/critic)."""
+    return learner.before_update[0].args[0]
 
 
 def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str, Tensor], dict[str, float]]:
@@ -285,12 +294,12 @@ def gradient_of(learner: Learner, batch: Batch, moved: float) -> tuple[dict[str,
     places = list(range(batch.offered))
     weighed = update.minibatch(learner, batch, places)
     scored = update.prepare_rows(learner, learner.rows(weighed), extra_pass=moved > 0)
+    for change in learner.before_update:
+        scored = change(learner, weighed, scored)
     nudge(learner.policy, moved)
-    if kinds.is_preference(learner.advantage):
-        scored, _ = preference.compare_pairs(learner, weighed, scored)
     sums = PassSums(learner.pack, learner.policy.quadratic)
-    for row in scored:
-        sums.add(*update.add_gradient(learner, row, unmoved=moved == 0), first_pass=True)
+    for passed in update.add_gradients(learner, weighed, scored, unmoved=moved == 0):
+        sums.add(*passed, first_pass=True)
     return gradients(learner.policy), sums.metrics(updates=1)
 
 
@@ -301,22 +310,22 @@ class Case:
         self.textbook, configs, changes = OBJECTIVES[name]
         self.cfg = cfg = toy_config(out, f"model.path={folder}", f"rollout.group_size={G}",
                                     "rollout.prompts_per_step=2", "steps=50", *changes, *more, name=configs)
-        self.learner = learner_on(folder, cfg)
-        if self.learner.critic:
-            nudge(self.learner.critic.model, 0.3)
+        parts = parts_of(cfg, folder)
+        self.learner = parts.learner
+        for model, _ in self.learner.roles.values():
+            nudge(model, 0.3)
         self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
         self.groups = windowed(groups) if cfg.windows.tokens else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
-        parts = {"accuracy": CORRECT_NG * ~pending_NG, "wrong": (1 - CORRECT_NG) * ~pending_NG,
-                 "overlong": SHORT_NG * ~pending_NG}
-        rewards = as_rewards(parts, cfg.reward.weights)
+        components = {"accuracy": CORRECT_NG * ~pending_NG, "wrong": (1 - CORRECT_NG) * ~pending_NG,
+                      "overlong": SHORT_NG * ~pending_NG}
+        rewards = as_rewards(components, cfg.reward.weights)
         self.reward_NG = rewards.total_NG
-        table = soft_value.SoftValues(VALUES) if cfg.advantage.kind == "soft_value" else None
-        adv_NG = table.advantage(groups, rewards) if table else advantage(rewards, cfg.advantage)
+        adv_NG = compare(parts, groups, rewards)
         self.batch = replace(as_batch(self.groups, adv_NG, keep_all(adv_NG)), reward_NG=self.reward_NG,
-                             correct_NG=parts["accuracy"] == 1)
+                             correct_NG=components["accuracy"] == 1)
 
     def with_engine(self, groups: list[Group]) -> list[Group]:
         """The groups with log-probs that an engine near the policy before the update would give."""
@@ -345,12 +354,12 @@ class Case:
 
     def values(self, group: Group, sample: Sample) -> Tensor:
         """Before each token and behind the last; nothing without a critic."""
-        if self.learner.critic is None:
+        if "critic" not in self.learner.roles:
             return torch.zeros(sample.length + 1)
         ids, first = torch.tensor([*group.prompt.ids, *sample.ids]), len(group.prompt.ids)
         place = torch.arange(first - 1, len(ids))
         with torch.no_grad():
-            return self.learner.critic.model(ids, torch.arange(len(ids)), attend_alone, place)
+            return self.learner.roles["critic"][0](ids, torch.arange(len(ids)), attend_alone, place)
 
     def by_formula(self, moved: float = 0.03) -> dict[str, Tensor]:
         with torch.no_grad():
@@ -366,7 +375,7 @@ class Case:
                     torch.tensor(s.logp.tolist(), dtype=torch.float64)[own],
                     self.alone(self.ref, group, s)[own], self.entropies(self.now, group, s)[own],
                     value_T[own], value_T[-1], float(self.reward_NG[n, g]),
-                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), sum(t < s.start for t in own), s.pending,
+                    self.reward_NG[n], bool(self.batch.correct_NG[n, g]), len(own) - s.trained, s.pending,
                     n, g))
         self.textbook(answers, self.cfg).backward()
         return gradients(self.now)

@@ -11,12 +11,13 @@ import pytest
 import torch
 from conftest import as_rolled, gradients, make_groups, mask_backend, nudge, others_slow
 from test_invariance import Gradient, on_ranks
-from test_objectives import CORRECT_NG, OBJECTIVES, Case, gradient_of, learner_on
+from test_objectives import CORRECT_NG, OBJECTIVES, Case, critic_of, gradient_of, learner_on
 
 import learner
 import model as decoder
 from config import Pack
 from leaves.critic import join as critic
+from leaves.windows.join import Piece
 from pack import Minibatch, Plan
 from records import Pruned
 
@@ -111,14 +112,14 @@ def critics_gradient(folder, out, lam: float, pack: Pack) -> Gradient:
     """Of the critic's loss on completions that have ended, all but one."""
     case = Case("vapo", folder, out, f"advantage.lam_critic={lam}", "critic.minibatches=1", **SHAPE)
     trained = replace(case.learner, pack=pack)
-    last = case.groups[1].samples[2]
-    pending = replace(case.groups[1], samples=(*case.groups[1].samples[:2], replace(last, finished=False, pending=True),
-                                               case.groups[1].samples[3]))
-    minibatch, = critic.split_minibatches(trained, as_rolled([case.groups[0], pending], CORRECT_NG), step=0)
+    of_critic, samples = critic_of(trained), list(case.groups[1].samples)
+    samples[2] = Piece(replace(samples[2], finished=False), pending=True)
+    groups = [case.groups[0], replace(case.groups[1], samples=tuple(samples))]
+    minibatch, = critic.split_minibatches(of_critic, trained, as_rolled(groups, CORRECT_NG), step=0)
     for row in trained.rows(minibatch):
-        value_C, _ = trained.critic.values(trained, row)
-        critic.value_loss(value_C, critic.critic_target(trained, row), row.weight_C).backward()
-    return gradients(trained.critic.model)
+        target_C = critic.critic_target(of_critic, trained, row, critic.rewards_of(minibatch, row))
+        critic.add_value_gradient(of_critic, trained, row, target_C)
+    return gradients(of_critic.model)
 
 
 @pytest.mark.parametrize("lam", [1, 0.9])

@@ -11,15 +11,17 @@ import pytest
 import torch
 from conftest import as_batch, as_rewards, as_rolled, make_groups, needed, others_slow, toy_config
 from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_both, distance, mean_of, outcomes
+from test_objectives import compare, critic_of
 from torch import Tensor
 
+import leaves
 import update
-from advantage import ESTIMATORS, advantage, group_norm
+from advantage import ESTIMATORS, group_norm
 from collect import Selection, choose
 from config import ConfigError
 from history import PromptHistory
 from leaves.critic import join as critic
-from leaves.soft_value.join import SoftValues, soft_value
+from leaves.soft_value.join import soft_value
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
 from settings import kinds
@@ -94,18 +96,20 @@ class Padded(Step):
                        Group(b.prompt, (y.samples[0], *b.samples, y.samples[1]))]
 
 
-KINDS = [*ESTIMATORS, "soft_value"]  # whose table of values stands for a function
+OF_LEAVES = leaves.kinds_of("advantage")
+KINDS = [*ESTIMATORS, *OF_LEAVES]
 MORE = {"gae": ["critic.lr=1e-4"], "preference": ["advantage.likelihood=0.3"]}
 
 
 def is_paired(kind: str) -> bool:
-    return issubclass(choices(kinds.Advantage)[kind], kinds.Preference | kinds.GroupPreference)
+    return kind.endswith("preference")
 
 
 def by_kind(kind: str) -> list[str]:
     """Settings that compare completions by this kind."""
     alone = ["loss.trust.kind=none", "loss.normalize=sum"] if is_paired(kind) else []
-    return [f"advantage={needed(choices(kinds.Advantage)[kind])}", *alone, *MORE.get(kind, [])]
+    section = OF_LEAVES[kind]() if kind in OF_LEAVES else choices(kinds.Advantage)[kind]
+    return [f"advantage={needed(section)}", *alone, *MORE.get(kind, [])]
 
 
 def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True, True)) -> tuple[Rewards, Tensor]:
@@ -115,10 +119,7 @@ def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True
     components = {"first": reward_NG[list(rolled_out)], "second": second_NG[list(rolled_out)]}
     components["third"] = torch.ones_like(components["first"])
     rewards = as_rewards(components, {"first": 1.0, "second": 2.0, "third": 0.0})
-    if step.cfg.advantage.kind == "soft_value":
-        groups = list(itertools.compress(step.groups, rolled_out))
-        return rewards, SoftValues({"q0": 0.25, "q1": 0.5}).advantage(groups, rewards)
-    return rewards, advantage(rewards, step.cfg.advantage)
+    return rewards, compare(step.parts, list(itertools.compress(step.groups, rolled_out)), rewards)
 
 
 @pytest.mark.parametrize(("kind", "normalize"), [*((kind, "sequence") for kind in KINDS),
@@ -203,7 +204,7 @@ def test_the_soft_value_is_that_of_the_samples_with_a_reward():
 def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
     step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
     rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
-    times_NG = sum(part.keep_NG.int() for part in critic.split_minibatches(step.learner, rolled, 0))
+    times_NG = sum(part.keep_NG.int() for part in critic.split_minibatches(critic_of(step.learner), step.learner, rolled, 0))
     assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
 
 
