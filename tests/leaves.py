@@ -1,0 +1,105 @@
+"""Let leaves fall off a copy of Winnow: their folders, their lines in the table, and the configs that choose them.
+
+    python tests/leaves.py                    # every leaf alone, and all together
+    python tests/leaves.py --random 3 --all   # three drawn at random, and all together
+    python tests/leaves.py votes --tests tests/test_loop.py
+
+Without them the programs must be imported, `ruff` must find nothing, the tests given must pass, and two steps of
+grpo, cppo and dppo must be the same bit for bit, in metrics.jsonl and decisions.jsonl.
+"""
+
+import argparse
+import json
+import random
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT))
+
+import config  # noqa: E402
+import leaves  # noqa: E402
+
+SMALL = ["steps=2", "data.limit=8", "data.eval=null", "rollout.group_size=8", "rollout.prompts_per_step=4",
+         "rollout.max_new_tokens=40", "pack.capacity=1024", "optim.warmup_steps=0"]
+PROGRAM = """import config, train
+for name in ("grpo", "cppo", "dppo"):
+    train.train(config.load(f"{name}_toy.yaml", [f"out={name}", *%r]))
+"""
+
+
+def copy_without(gone: list[str], folder: Path) -> None:
+    """Copy the files that git tracks, without some leaves."""
+    listed = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True)
+    dropped = configs_of(gone)
+    for name in listed.stdout.split("\n"):
+        path = Path(name)
+        if (ROOT / path).is_file() and path.parts[:1] + path.parts[1:2] not in [("leaves", leaf) for leaf in gone]:
+            if ROOT / path not in dropped:
+                (folder / path).parent.mkdir(parents=True, exist_ok=True)
+                shutil.copy(ROOT / path, folder / path)
+    table = folder / "leaves" / "__init__.py"
+    text = table.read_text()
+    for leaf in gone:
+        text, lines = re.subn(rf'\n    "{leaf}": .*', "", text)
+        assert lines == 1, leaf
+    table.write_text(text)
+
+
+def configs_of(gone: list[str]) -> set[Path]:
+    """List the configs, of other leaves too, that choose one of these."""
+    paths = {path for folder in config.CONFIGS for path in folder.glob("*.yaml") if path.stem != "toy"}
+    return {path for path in paths
+            if any(leaves.LEAVES[leaf] and leaf in gone for leaf in leaves.chosen(config.load(path)))}
+
+
+def run(folder: Path, *command: str) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)[:200]} in {folder}:\n{done.stdout[-3000:]}{done.stderr[-3000:]}")
+
+
+def lines_of_runs(folder: Path) -> list[dict]:
+    """Train, and return the lines of all runs without their times."""
+    (folder / "three_runs.py").write_text(PROGRAM % SMALL)
+    run(folder, sys.executable, "three_runs.py")
+    lines = []
+    for name in ("grpo", "cppo", "dppo"):
+        for file in ("metrics.jsonl", "decisions.jsonl"):
+            lines += map(json.loads, (folder / name / file).read_text().splitlines())
+    return [{key: value for key, value in line.items() if not key.startswith(("time/", "memory/"))} for line in lines]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("leaf", nargs="*", help="the leaves to let fall off together")
+    parser.add_argument("--random", type=int, help="so many leaves, one at a time")
+    parser.add_argument("--all", action="store_true", help="all together")
+    parser.add_argument("--tests", nargs="*", default=[], help="tests that must pass without them")
+    args = parser.parse_args()
+    names = list(leaves.LEAVES)
+    alone = random.sample(names, args.random) if args.random else [] if args.all else names
+    cases = [args.leaf] if args.leaf else [*([name] for name in alone), names]
+    with tempfile.TemporaryDirectory() as temporary:
+        expected = None
+        for number, gone in enumerate([[], *cases]):
+            folder = Path(temporary) / str(number)
+            copy_without(gone, folder)
+            run(folder, sys.executable, "-c", "import train, eval, replay, chat, report, learner, reward")
+            run(folder, sys.executable, "-m", "ruff", "check", "--no-cache", ".")
+            lines = lines_of_runs(folder)
+            expected = expected or lines
+            if lines != expected:
+                sys.exit(f"without {', '.join(gone)} the runs are others")
+            if gone and args.tests:
+                run(folder, sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *args.tests)
+            print(f"without {', '.join(gone) or 'nothing'}: the same", flush=True)
+            shutil.rmtree(folder)
+
+
+if __name__ == "__main__":
+    main()
