@@ -43,7 +43,7 @@ LEAVES = {
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show
     "trackers": [],    # log.to: Weights & Biases, TensorBoard
-    "own_rewards": ["reward.custom_file"],  # functions of the user's own
+    "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
 }
 
 
