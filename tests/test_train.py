@@ -283,12 +283,10 @@ def test_the_published_configs_run_on_rows_in_their_layout(name, tmp_path):
 def test_the_published_configs_train_at_toy_size(name, tmp_path):
     """As `--config NAME.yaml toy.yaml` does; five need more than that, which their own toy config says."""
     names = [f"{name.removesuffix('_math.yaml')}_toy.yaml"] if name in SMALLER else [name, "toy.yaml"]
-    few = [f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "eval.limit=2"]
-    sizes = config.load(names)
-    if sizes.update.minibatches > 4:
-        few[2] = f"rollout.prompts_per_step={sizes.update.minibatches}"
-    few += ["critic.pretrain_steps=1"] * (sizes.critic.pretrain_steps > 0)
-    train.train(config.load(names, few))
+    sizes = config.flatten(config.load(names))
+    few = [f"rollout.prompts_per_step={max(4, sizes['update.minibatches'])}", "steps=2", "eval.limit=2",
+           *["critic.pretrain_steps=1"] * (sizes.get("critic.pretrain_steps", 0) > 0)]
+    train.train(config.load(names, [f"out={tmp_path / 'run'}", *few]))
     steps = [line for line in runfolder.read_log(tmp_path / "run" / "metrics.jsonl") if "train/grad_norm" in line]
     assert steps and all(math.isfinite(line["train/grad_norm"]) for line in steps)
     assert any(line["train/tokens"] > 0 for line in steps)
