@@ -54,7 +54,7 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 
 @pytest.mark.parametrize(("launcher", "settings", "steps"), [
-    pytest.param([sys.executable], [], 15, id="1 rank"),
+    pytest.param([sys.executable], [], 15, id="1 rank", marks=pytest.mark.slow),
     pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep", marks=pytest.mark.slow),
     pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
     pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank", marks=pytest.mark.slow),
