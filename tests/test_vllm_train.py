@@ -92,22 +92,6 @@ def test_the_preflight_passes():
     assert right.returncode == 0 and "FAIL" not in right.stdout, right.stdout + right.stderr
 
 
-@pytest.mark.skipif(PRECISION.device == "cuda", reason="only vLLM's CPU build packs the head")
-def test_the_preflight_sees_a_head_that_stays_old():
-    """vLLM's CPU build as it is shipped packs the tied head once and for all."""
-    checks = run(*after("""
-import_vllm = rollout_vllm.import_vllm
-def as_shipped(device):
-    import vllm.model_executor.layers.utils as layers
-    packed = layers.dispatch_cpu_unquantized_gemm
-    found = import_vllm(device)
-    layers.dispatch_cpu_unquantized_gemm = packed
-    return found
-rollout_vllm.import_vllm = as_shipped
-"""), "--check")
-    assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
-
-
 LATE = """
 from model import Decoder
 sync = rollout_vllm.VLLMEngine.sync
@@ -203,15 +187,6 @@ rollout_vllm.VLLMEngine.generate = failing
     steps = steps_of(tmp_path / "cut")
     assert len(steps) == len(whole) == 4 and all(map(is_in_step, steps))
     assert steps == whole or not PRECISION.exact
-
-
-@pytest.mark.skipif(PRECISION.device == "cuda", reason="there weights of 8 bits can be sampled with")
-def test_weights_of_8_bits_on_a_cpu_are_one_line_with_the_remedy(tmp_path):
-    done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.quantization=fp8"))
-    assert done.returncode == 2
-    error = done.stderr.splitlines()[-1]
-    assert error.startswith("error: rollout.engine=vllm cannot start"), done.stderr
-    assert not (tmp_path / "run").exists()
 
 
 def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import survive
 import torch
 from conftest import TOY, toy_config, weights
 from test_invariance import on_ranks, step_metrics, trained_unchecked
@@ -405,8 +404,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
-                                  for name in VARIANTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     few = ["steps=2", "eval.limit=2"] if name == "cppo" else ["steps=3", "eval.limit=8"]
     settings = with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name])
@@ -463,19 +462,6 @@ def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, 
     assert result["head"]["environment"]["max_context"] == 200 and len(result["head"]["environment"]["file"]) == 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_in_the_midst_of_a_turn_and_the_run_is_the_same_byte_for_byte(ranks, tmp_path):
-    more = with_sums(tmp_path)
-    survive.finish(tmp_path / "whole", ranks, 4, more)
-    for seconds in (0.1, 0.7, 0.3):
-        process = survive.start(tmp_path / "cut", ranks, 4, more)
-        survive.interrupt(process, tmp_path / "cut", "any", survive.signal.SIGKILL, "all", seconds)
-        process.wait()
-    survive.finish(tmp_path / "cut", ranks, 4, more)
-    assert survive.record(tmp_path / "cut") == survive.record(tmp_path / "whole")
-
-
 def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     raises = "    if text and row['id'].endswith('7'): raise ValueError('seven')\n"
     source = SUMS.replace("    found =", f"{raises}    found =")
@@ -485,6 +471,7 @@ def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_it
         trained_unchecked(toy_config(tmp_path / "run", *settings))
 
 
+@pytest.mark.slow
 def test_arrays_of_a_pool_keep_replies(tmp_path):
     """Groups that go on over steps, with an environment that answers messages."""
     (tmp_path / "mine.py").write_text("def reply(text, row):\n    return None if text.count('again') else 'again'\n")
