@@ -37,7 +37,6 @@ SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py te
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
 	$(VENV)/python tests/survive.py --kills 2 --signals
-	$(VENV)/python tests/flips.py --checkpoint 40 --log 10 --export 30 --latest 30
 	$(VENV)/python tests/fuzz.py --mutants 200
 
 test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 16,000 damaged files
@@ -47,7 +46,6 @@ test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70
 	$(VENV)/python tests/survive.py --kills 10 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/survive.py --kills 5 --config calculator_toy.yaml
 	$(VENV)/python tests/survive.py --kills 5 --config flight_toy.yaml
-	$(VENV)/python tests/flips.py
 	$(VENV)/python tests/fuzz.py --mutants 10000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.

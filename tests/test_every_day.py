@@ -25,7 +25,6 @@ from infra import runfolder
 from infra.checkpoint import Checkpoints
 from infra.weights import export, find_model
 from leaves.lora import join as lora
-from settings import paths
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]
 
@@ -321,20 +320,6 @@ def test_shipped_configs_work_from_any_folder(tmp_path, monkeypatch):
     assert [problem.question for problem in train.load_task(cfg).problems] == ["q"]
     with pytest.raises(ConfigError, match="data file toy/nothing.jsonl not found"):
         data.load_problems("toy/nothing.jsonl")
-
-
-def test_patterns_name_what_they_match_and_nothing_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("b/hf", "a/hf", "a/checkpoints", "[x]"):
-        Path("runs", name).mkdir(parents=True)
-    assert paths.matching("runs/*/hf", "--model") == [Path("runs/a/hf"), Path("runs/b/hf")]
-    assert paths.matching("Qwen/Qwen2.5", "--model") == [Path("Qwen/Qwen2.5")]  # a hub name
-    assert paths.matching("runs/[x]", "RUN_DIR") == [Path("runs/[x]")]  # there as it is written
-    with pytest.raises(ConfigError, match=r"RUN_DIR runs/\*/hg matches nothing in "):
-        paths.matching("runs/*/hg", "RUN_DIR")
-    for given, names in ((["runs/a/hf", "runs/b/hf"], ["a", "b"]), (["r/a/1", "r/b/2"], ["a_1", "b_2"]),
-                         (["/r/a", "/r/b/hf"], ["r_a", "r_b_hf"])):
-        assert paths.short_names(list(map(Path, given))) == names
 
 
 def test_a_pattern_of_runs_makes_one_page_and_says_what_is_no_run(tmp_path, monkeypatch, command, capsys):

@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -127,15 +126,6 @@ def test_csv(tmp_path):
         data.load_problems(str(path))
 
 
-def test_a_set_of_the_hub_with_its_columns(monkeypatch):
-    rows = [{"prompt": "q", "label": 1, "solution": "no box"}, {"prompt": "r", "label": 2, "solution": None}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: rows)
-    columns = {"question": "prompt", "answer": "label"}
-    assert [p.answer for p in data.load_problems("user/set:default:train", columns=columns)] == ["1", "2"]
-    unanswered = data.load_problems("user/set:default:train", columns=columns | {"answer": None}, answers=False)
-    assert [p.answer for p in unanswered] == ["", ""]
-
-
 def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
     rows = [{"question": "q"}, {"question": "r", "answer": "1"}, {"question": "s", "answer": {"x": 1}}]
     path = str(write(tmp_path / "own.jsonl", *rows[:2]))
@@ -203,11 +193,6 @@ def test_template_arguments_reach_the_template_as_in_transformers(arguments, tmp
                                           **arguments or {})
         assert ours.render(question, None) == text
         assert text.endswith("</think>\n\n") == (arguments == {"enable_thinking": False})
-
-
-def test_a_new_line_can_be_given_on_the_command_line():
-    cfg = config.load("grpo_toy.yaml", [r'data.prompt="Q: {question}\nA:"', 'rollout.stop=["\\n\\n"]'])
-    assert cfg.data.prompt == "Q: {question}\nA:" and cfg.rollout.stop == ["\n\n"]
 
 
 def test_a_template_that_cannot_be_read_is_one_error(tmp_path):
@@ -284,16 +269,6 @@ def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
         config.load("cppo_toy.yaml", overrides)
     with pytest.raises(ConfigError, match="rollout.stop=.* must be null with windows.tokens"):
         config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
-
-
-def test_mappings_and_lists_are_laid_over_one_another_and_written_back(tmp_path):
-    base = write(tmp_path / "base.yaml", "base: cppo_toy.yaml", "data: {columns: {question: prompt, answer: label}}",
-                 'rollout: {stop: ["\\n\\n", "Q:"]}')
-    cfg = config.load(base, ["data.columns.answer=null", "data.template.enable_thinking=false"])
-    assert cfg.data.columns == {"question": "prompt", "answer": None} and cfg.rollout.stop == ["\n\n", "Q:"]
-    assert cfg.data.template == {"enable_thinking": False}
-    (tmp_path / "again.yaml").write_text(config.dump(cfg))
-    assert config.load(tmp_path / "again.yaml") == cfg
 
 
 # ---- stop texts

@@ -199,19 +199,6 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
 
 
 @two_ranks
-def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
-    """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
-    settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
-                "windows.tokens=10", "update.minibatches=1", "critic.minibatches=1",
-                f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
-    done = run(*TORCHRUN, "train.py", "--config", "tppo_toy.yaml", *(w for s in settings for w in ("--set", s)))
-    assert done.returncode == 0, done.stderr
-    lines = steps_of(tmp_path / "run")
-    assert len(lines) == 5 and sum(line["rollout/pending"] for line in lines) > 0
-    assert all(map(is_in_step, lines))
-
-
-@two_ranks
 def test_groups_go_on_with_vllm_on_two_ranks_and_do_so_again_when_repeated(tmp_path):
     """With weights that stand still, tokens of earlier steps have the log-probs of now."""
     settings = ["rollout.engine=vllm", "steps=4", "rollout.prompts_per_step=4", "rollout.group_size=8", "data.limit=64",
@@ -282,36 +269,3 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     assert theirs == ours if PRECISION.exact else sum(equal) > 0.8 * len(equal)
     heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
-
-
-@two_ranks
-@pytest.mark.slow
-def test_the_bench_of_a_gpus_first_minutes_answers_its_questions(tmp_path):
-    """On a CPU with its own sizes, which say that it runs: vLLM on two ranks, over both, and its seconds."""
-    parts = ["vllm_ranks", "vllm_tensor_parallel", "vllm_custom_all_reduce", "vllm_rollout"]
-    done = run(sys.executable, "bench/gpu.py", "--shapes", "1M", "--parts", ",".join(parts), "--out",
-               tmp_path / "results.jsonl")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    for part in parts[:3]:
-        passed = [row["passed"] for row in rows if row["part"] == part and "passed" in row]
-        assert len(passed) >= 11 and all(passed)
-    assert [row["ended"] for row in rows if "ended" in row] == ["well"]
-    of_engine = {row["way"]: row for row in rows if row["part"] == "vllm_rollout"}
-    sync = of_engine["sleep and sync"]
-    for name in ("sleep s", "wake weights s", "reload s", "wake cache s", "sync s"):
-        assert len(sync[name]) == 2 and min(sync[name]) >= 0
-    assert min(sync["sync s"]) >= min(sync["reload s"]) > 0
-    measured = [row["ms a token"] for way, row in of_engine.items() if way.endswith(" sequences")]
-    assert len(measured) == 3 and min(map(min, measured)) > 0
-
-
-@pytest.mark.slow
-def test_the_bench_of_engines_has_vllm_as_winnow_runs_it_and_as_it_is_installed():
-    small = ("--rounds", "1", "--shapes", "1M", "--slots", "32")
-    done = run(sys.executable, "bench/step.py", "--parts", "rollout", *small)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rollout"]
-    rates = {(row["engine"], row["lengths"]): row["tokens/s"] for row in rows}
-    assert {engine for engine, _ in rates} == {"torch", "vllm", "vllm as installed"} and len(rates) == 6
-    assert all(rate > 0 for measured in rates.values() for rate in measured)

@@ -151,15 +151,6 @@ def test_wrong_settings_are_named(custom, message, tmp_path):
         toy_config(tmp_path / "run", f"reward.custom_file={path}", *f"reward.custom={custom}".split("\n"))
 
 
-def test_weights_of_functions_are_merged_and_written_down(tmp_path):
-    path = file_of(tmp_path, "")
-    cfg = toy_config(tmp_path / "run", f"reward.custom_file={path}", "reward.custom={a: 1, b: 0.5}",
-                     "reward.custom.b=2")
-    assert cfg.reward.weights == {"accuracy": 1, "a": 1, "b": 2} and cfg.reward.functions == {"a": "a", "b": "b"}
-    (tmp_path / "again.yaml").write_text(config.dump(cfg))
-    assert config.load(tmp_path / "again.yaml") == replace(cfg)
-
-
 # ---- calls that are ended, and a file that changes
 
 def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
