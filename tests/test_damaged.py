@@ -204,6 +204,7 @@ PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4", "responses": [
 def logged(tmp_path_factory) -> Path:
     """A run folder with a line or two in each of its logs."""
     report = pytest.importorskip("report")
+    write_run = pytest.importorskip("leaves.page.test_report").write_run
     folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
     lines.rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
                                                   "completions": [COMPLETION]}])

@@ -13,9 +13,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
 from conftest import toy_config
+from tqdm import tqdm
 
 import config
 import train
@@ -97,16 +99,16 @@ def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatc
     (None, {"state": "finished"}), (KeyboardInterrupt(), {"state": "stopped"}),
     (ConfigError("no room\nleft"), {"state": "failed", "error": "ConfigError: no room"}),
     (SystemExit(3), {"state": "failed", "error": "SystemExit: 3"})], ids=str)
-def test_a_run_writes_down_how_it_ends_and_tells_wandb(error, state, tmp_path):
+def test_a_run_writes_down_how_it_ends_and_tells_its_watchers(error, state, tmp_path):
     """One that was stopped keeps others out until its process has ended: it may be writing a checkpoint."""
-    log, codes = runfolder.RunLog(tmp_path), []
-    log.tracker = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+    log, told = runfolder.RunLog(tmp_path), []
+    log.watchers.append(SimpleNamespace(finish=told.append))
     log.lock()
     with pytest.raises(type(error)) if error else nullcontext(), log.running(toy_config(tmp_path / "run")):
         assert runfolder.state_of(tmp_path) == {"state": "running"}
         if error:
             raise error
-    assert runfolder.read_log(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
+    assert runfolder.read_log(tmp_path / "state.json") == [state] == told
     assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
     log.unlock()
     assert runfolder.state_of(tmp_path) == state
@@ -166,6 +168,7 @@ def test_a_terminal_gets_a_bar_and_no_lines(tmp_path, monkeypatch):
     """Through a pseudo-terminal, since tqdm and `print_progress` ask the stream itself."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
+    monkeypatch.setattr(tqdm, "_instances", WeakSet())  # bars of other tests would take the first line
     with os.fdopen(theirs, "w") as terminal:
         monkeypatch.setattr(sys, "stderr", terminal)
         for _ in runfolder.RunLog(tmp_path).steps(0, 2):
