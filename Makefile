@@ -28,10 +28,11 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
-# What CI runs of the slow tests: forks, checkpoints, stops, memory, the court's methods, and two killed runs. The others
-# of the court take four minutes of CPU.
+# What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
+# runs. The others of the court take four minutes of CPU.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
+	tests/test_every_day.py tests/test_flight.py tests/test_toy.py leaves/fit/test_memory.py \
+	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
@@ -39,7 +40,7 @@ test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as 
 	$(VENV)/python tests/survive.py --kills 2 --signals
 	$(VENV)/python tests/fuzz.py --mutants 200
 
-test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 16,000 damaged files
+test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 10,000 damaged files
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
 	$(VENV)/python tests/fork.py
 	$(VENV)/python tests/survive.py --kills 20 --signals
