@@ -31,7 +31,7 @@ test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the
 # What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
 # runs. The others of the court take four minutes of CPU.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py tests/test_flight.py tests/test_toy.py leaves/fit/test_memory.py \
+	tests/test_every_day.py leaves/windows/test_flight.py tests/test_toy.py leaves/fit/test_memory.py \
 	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
 
@@ -73,7 +73,7 @@ test-peers: .venv/peers ## the gradients of TRL's GRPOTrainer, objective by obje
 	$(VENV)/python -m pytest -m peers tests/test_peers.py
 
 test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
-	$(VENV)/python -m pytest -m page tests/test_page.py
+	$(VENV)/python -m pytest -m page leaves/page/test_page.py
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
 	$(VENV)/ruff check .
