@@ -24,7 +24,6 @@ from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
-from leaves.page.test_report import write_run
 from model import load_model
 from records import Problem
 
