@@ -28,26 +28,25 @@ FORK := tests/math/test_kinds.py tests/math/test_advantage.py tests/math/test_pr
 test-fork: .venv/dev ## both recipes of docs/fork.md applied to a copy, then the tests that a new kind can turn red
 	$(VENV)/python tests/fork.py $(FORK)
 
-# What CI runs of the slow tests: forks, checkpoints, stops, memory, the court's methods, and two killed runs. The others
-# of the court take four minutes of CPU.
+# What CI runs of the slow tests: forks, checkpoints, stops, memory, groups in flight, the court's methods, and two killed
+# runs. The others of the court take four minutes of CPU.
 SLOW := tests/test_recipes.py tests/test_notebook.py tests/test_checkpoint.py tests/test_stop.py tests/test_out_of_memory.py \
-	tests/test_every_day.py tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
+	tests/test_every_day.py leaves/windows/test_flight.py tests/test_toy.py leaves/fit/test_memory.py \
+	tests/test_court.py --deselect tests/test_court.py::test_two_ranks_draw_and_decide_as_one \
 	--deselect tests/test_court.py::test_the_method_of_the_page_comes_to_a_verdict_and_a_changed_one_begins_anew
 
 test-slow: .venv/dev ## runs that are stopped, killed or out of memory go on as the same runs; recipes train
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m slow $(SLOW)
 	$(VENV)/python tests/survive.py --kills 2 --signals
-	$(VENV)/python tests/flips.py --checkpoint 40 --log 10 --export 30 --latest 30
 	$(VENV)/python tests/fuzz.py --mutants 200
 
-test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 16,000 damaged files
+test-long: .venv/dev ## the long forms: all slow tests, a fork's whole suite, 70 kills, 10,000 damaged files
 	$(VENV)/python -m pytest -n 2 --dist worksteal -m "slow and not vllm"
 	$(VENV)/python tests/fork.py
 	$(VENV)/python tests/survive.py --kills 20 --signals
 	$(VENV)/python tests/survive.py --kills 10 --ranks 2 --set model.lora.rank=4
 	$(VENV)/python tests/survive.py --kills 5 --config calculator_toy.yaml
 	$(VENV)/python tests/survive.py --kills 5 --config flight_toy.yaml
-	$(VENV)/python tests/flips.py
 	$(VENV)/python tests/fuzz.py --mutants 10000
 
 # The tests of vLLM by the Python given: one engine per process, so one process per model. CI takes the short form.
@@ -74,7 +73,7 @@ test-peers: .venv/peers ## the gradients of TRL's GRPOTrainer, objective by obje
 	$(VENV)/python -m pytest -m peers tests/test_peers.py
 
 test-page: .venv/dev ## the report in a real browser (Debian: apt-get install chromium chromium-driver)
-	$(VENV)/python -m pytest -m page tests/test_page.py
+	$(VENV)/python -m pytest -m page leaves/page/test_page.py
 
 lint: .venv/dev      ## ruff, and the budgets of the house (tests/test_house.py), which a fork may break
 	$(VENV)/ruff check .

@@ -204,8 +204,6 @@ class Checkpoint:
 
 @frozen
 class Log:
-    to: list[Literal["wandb", "tensorboard"]] | None = None  # trackers that get the metrics too
-    project: str = "winnow"        # the run's project on wandb
     groups: CountOrZero = 2        # groups of each step that are kept as text in samples.jsonl
 
 

@@ -68,12 +68,13 @@ def step_config(folder: Path, step: int, changes: list[str]) -> Config:
             path, until = earlier, last
     if not path.is_file():
         raise ConfigError(f"{folder} is not a run folder: it has no config.yaml")
-    changes = [*changes, "log.to=null"]
+    changes = list(changes)
     # The user's own files may have changed since the run began: read the copies made then.
     for setting, name in COPIES.items():
         if (folder / name).is_file():
             changes.append(f"{setting}={json.dumps(str(folder / name))}")
-    return config.load(path, changes)
+    cfg = config.load(path, changes)
+    return config.with_value(cfg, "log.to", None) if "trackers" in leaves.chosen(cfg) else cfg
 
 
 def require_pruning_alone(own: Config, given: Config) -> None:

@@ -8,7 +8,7 @@ completions in turns. math-verify runs in this process with its own time-outs, a
 and reads the completion itself. The hostile texts are random pieces of mathematics and constructed ones;
 none may end this process, or take it longer than the time-out allows. The batch is of formulas that would
 take hours each, graded at once, as those of a step are. How right the verifier is on labelled
-cases says `python reward.py --cases FILE.jsonl`; how much memory it takes in the long run, tests/soak.py.
+cases says `python reward.py --cases FILE.jsonl`.
 """
 
 import logging

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import torch
 
-from config import Lora
 from infra import dist
 from infra.device import choose_backend, parameters
 from infra.weights import Shape, read_shape
 from leaves.fit import counts
+from leaves.lora.settings import Lora
 from model import Decoder, empty_model
 from records import EngineSpec, Prompt, Request, Segments
 

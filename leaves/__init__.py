@@ -42,8 +42,8 @@ LEAVES = {
     "fit": [],         # choices by memory, which is measured before a run; --fit
     "preflight": [],   # checks before a run; --check
     "page": [],        # the summary of a run, reports, --show
-    "trackers": [],    # log.to: Weights & Biases, TensorBoard
-    "own_rewards": ["reward.custom_file"],  # functions of the user's own
+    "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard
+    "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
 }
 
 

@@ -338,12 +338,6 @@ def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_p
         assert tokenizer(exported).eos_ids == {0, 2} and "Add." in tokenizer(exported).render("1?", None)
 
 
-def test_an_adapter_names_its_base_by_a_path_that_holds_anywhere(tmp_path):
-    train.train(toy_config(tmp_path / "run", "model.lora.rank=2", "steps=1"))
-    said = json.loads((tmp_path / "run" / "hf_adapter" / "adapter_config.json").read_text())
-    assert Path(said["base_model_name_or_path"]) == TOY.resolve()
-
-
 # ---- data
 
 def problems_of(folder: Path, *rows: dict) -> list[Problem]:

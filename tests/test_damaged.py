@@ -24,7 +24,6 @@ from infra import dist, lines, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
-from leaves.page.test_report import write_run
 from model import load_model
 from records import Problem
 
@@ -59,45 +58,32 @@ def model(tmp_path) -> Path:
     ("config.json", {"num_attention_heads": 0}, "num_attention_heads=0 must be at least 1"),
     ("config.json", {"num_key_value_heads": 3}, "num_attention_heads=4, no multiple of num_key_value_heads=3"),
     ("config.json", {"hidden_size": -4}, "hidden_size=-4 must be at least 1"),
-    ("config.json", {"hidden_size": "a"}, "hidden_size='a' must be a whole number"),
-    ("config.json", {"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be a whole number"),
     ("config.json", {"vocab_size": True}, "vocab_size=True must be a whole number"),
     ("config.json", {"hidden_size": 10**9}, r"weights do not match config.json: .*, 1000000000\)"),
-    ("config.json", {"intermediate_size": 10**12}, "weights do not match config.json"),
     ("config.json", {"num_hidden_layers": 10**9}, r"num_hidden_layers=1000000000 must be in \[1, 10000\]"),
     ("config.json", {"num_hidden_layers": 10**4}, "they have 4 layers .* it says 10000 and"),
     ("config.json", {"vocab_size": 100}, "weights do not match config.json"),
     ("config.json", {"head_dim": 3}, "a head_dim of 3, which is odd"),
     ("config.json", {"rope_theta": "abc"}, "rope_theta='abc' must be a finite number"),
-    ("config.json", {"rope_theta": -1}, "rope_theta=-1 must be above 0"),
     ("config.json", {"rope_scaling": {"rope_type": "llama3"}}, "missing key 'factor'"),
     ("config.json", {"rope_scaling": [1]}, "rope_scaling="),
-    ("config.json", {"rope_parameters": [1]}, "rope_parameters="),
     ("config.json", {"layer_types": 3}, "layer_types=3 must be a list"),
-    ("config.json", {"rope_parameters": {"rope_theta": "x"}}, "rope_theta='x' must be a finite number"),
-    ("config.json", {"torch_dtype": [1]}, "torch_dtype="),
     ("config.json", {"model_type": ["qwen2"]}, "model_type="),
-    ("config.json", {"rms_norm_eps": "x"}, "rms_norm_eps='x' must be a finite number"),
-    ("config.json", {"max_position_embeddings": "x"}, "max_position_embeddings='x' must be a whole number"),
     ("config.json", {"tie_word_embeddings": "false"}, "tie_word_embeddings='false' must be true or false"),
     ("config.json", {"eos_token_id": 477}, "eos_token_id=477 must be one or several of the 477 tokens"),
     ("model.safetensors", b"", "cannot be read .header too small|cannot be read"),
-    ("model.safetensors", b"garbage" * 100, "model.safetensors cannot be read"),
     ("model.safetensors", None, "model.safetensors cannot be read"),  # its first half
     ("model.safetensors", (10_000).to_bytes(8, "little") + LONG_HEADER,
      "model.safetensors cannot be read .*x{100}[)]; download"),
     ("model.safetensors.index.json", b"{}", "missing key 'weight_map'"),
-    ("model.safetensors.index.json", b"[]", "holds no JSON object"),
     ("model.safetensors.index.json", b'{"weight_map": {}}', "index.json names no weights; download it again"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": 1}}', "weight_map.a=1 must be a text"),
-    ("model.safetensors.index.json", b'{"weight_map": [1]}', "weight_map=.* must be a mapping"),
     ("model.safetensors.index.json", b'{"weight_map": {"a": "../model/model.safetensors"}}', "names ../.* missing"),
     ("config.json", b"[]", "holds no JSON object"), ("config.json", b"\xff{}", "config.json: not valid JSON"),
     ("config.json", b"[" * 100_000, "config.json: not valid JSON"),
     ("tokenizer_config.json", b"[]", "holds no JSON object"),
     ("tokenizer.json", b"[]", "is not a tokenizer"), ("tokenizer.json", b"\xff", "is not a tokenizer"),
     ("generation_config.json", b'{"eos_token_id": "a"}', "eos_token_id='a' must be one or several of the 477 tokens"),
-    ("generation_config.json", b'{"eos_token_id": [[1]]}', "eos_token_id=.* must be one"),
     ("generation_config.json", b'{"eos_token_id": -1}', "eos_token_id=-1 must be one"),
 ])
 def test_a_file_of_a_model_that_is_damaged_is_named(name, content, message, model):
@@ -217,6 +203,7 @@ PROBLEM = {"set": "few", "id": "a", "question": "q", "gold": "4", "responses": [
 def logged(tmp_path_factory) -> Path:
     """A run folder with a line or two in each of its logs."""
     report = pytest.importorskip("report")
+    write_run = pytest.importorskip("leaves.page.test_report").write_run
     folder = write_run(tmp_path_factory.mktemp("logged") / "run", [0.2, 0.4])
     lines.rewrite_log(folder / "samples.jsonl", [{"step": 1, "id": "a", "prompt": "p", "gold": "1",
                                                   "completions": [COMPLETION]}])
@@ -231,22 +218,17 @@ def logged(tmp_path_factory) -> Path:
 @pytest.mark.parametrize(("name", "keys", "value", "message"), [
     ("metrics.jsonl", ("step",), None, ":3: 'step' is missing"),
     ("metrics.jsonl", ("step",), "1", ":3: 'step' is '1' and must be a number"),
-    ("metrics.jsonl", ("step",), 2**63, ":3: 'step' is 9223372036854775808 and must be a number"),
     ("metrics.jsonl", ("time/eval",), "x", ":3: 'time/eval' is 'x' and must be a number"),
     ("metrics.jsonl", ("eval/few/low",), None, ":3: 'eval/few/low' is missing"),
     ("state.json", ("state",), None, ":1: 'state' is missing"),
-    ("samples.jsonl", ("step",), None, ":1: 'step' is missing"),
     ("samples.jsonl", ("completions", 0, "components"), None, ":1: 'components' is missing"),
     ("samples.jsonl", ("completions",), 3, " holds a value that no run writes .TypeError: 'int' object"),
-    ("samples.jsonl", ("completions", 0), "x", " holds a value that no run writes"),
     ("eval_000001.jsonl", ("id",), None, ":1: 'id' is missing"),
     ("eval_000001.jsonl", ("responses", 0, "verdict"), None, ":1: 'reward' is missing"),
     ("eval_000000.jsonl", ("responses",), None, ":1: 'responses' is missing"),
-    ("eval_000001.jsonl", ("responses",), [], " holds a value that no run writes .IndexError"),
     ("eval_000001.jsonl", ("set",), {}, " holds a value that no run writes .TypeError: unhashable"),
     ("decisions.jsonl", ("prompts",), None, ":1: 'prompts' is missing"),
     ("decisions.jsonl", ("prompts", 0, "completion_weight"), [1.0], " holds a value that no run writes .ValueError"),
-    ("decisions.jsonl", ("prompts", 0, "right"), [1, "a"], " holds a value that no run writes"),
 ])
 def test_a_line_of_a_log_that_was_edited_is_named(name, keys, value, message, logged, tmp_path, monkeypatch):
     charts, pruning = (pytest.importorskip(f"leaves.page.{name}") for name in ("charts", "pruning"))
@@ -369,17 +351,13 @@ def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys,
     (("results", "few", "problems", 0, "responses", 0, "tokens"), None, "KeyError: 'tokens'"),
     (("results", "few", "problems", 0, "responses", 0, "tokens"), "x", "holds a value that no run writes"),
     (("results", "few", "problems", 0, "responses", 0, "text"), 3, "text and gold of 0 must be texts"),
-    (("results", "few", "problems", 0, "gold"), 3, "text and gold of 0 must be texts"),
     (("results", "few", "problems", 0, "responses"), [], "all problems must have as many responses, judged alike"),
     (("results", "few", "problems"), [], "few has 0 problems and its head 2"),
-    (("results", "few", "problems", 0, "level"), [1], "holds a value that no run writes"),
     (("head", "sets", "few", "count"), 3, "few has 2 problems and its head 3"),
     (("head", "sets", "few", "count"), [4] * 1000, "its head [4, 4, 4, 4, 4, 4, ...]; the file was damaged"),
     (("head", "sets", "few", "count"), None, "KeyError: 'count'"),
     (("head", "sets", "few"), None, "its head does not name its sets"),
     (("head",), None, "is not a result of eval.py --out"), (("head",), [], "is not a result of eval.py --out"),
-    (("head",), 3, "holds a value that no run writes"),
-    (("results",), [], "holds a value that no run writes"),
     (("results", "few"), 3, "holds a value that no run writes"),
 ])
 def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
@@ -393,8 +371,8 @@ def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
 
 # ---- what is no number
 
-@pytest.mark.parametrize("spoilt", [lambda t: t.mul(torch.nan), lambda t: t.masked_fill(t == t.max(), torch.inf),
-                                    lambda t: t.mul(100).to(torch.int8)], ids=["nan", "inf", "int8"])
+@pytest.mark.parametrize("spoilt", [lambda t: t.masked_fill(t == t.max(), torch.inf),
+                                    lambda t: t.mul(100).to(torch.int8)], ids=["inf", "int8"])
 def test_weights_that_are_no_numbers_are_not_evaluated(spoilt, tmp_path, command, capsys):
     model = shutil.copytree(TOY, tmp_path / "model")
     tensors = load_file(model / "model.safetensors")

@@ -72,15 +72,11 @@ GOOD = b'{"id": "a", "question": "q", "answer": "1"}\n'
     (GOOD + b'{"answer": "1"}', ":2: there is no column 'question' for the question among answer; set data.columns="),
     (GOOD + b'{"question": "q"}', ":2: there is no column 'answer' for the answer among question; .*; without answers"),
     (GOOD + b'{"question": null, "answer": "1"}', ":2: column 'question' is empty; mend or remove the line"),
-    (GOOD + b'{"question": " ", "answer": "1"}', ":2: 'question' must be a non-empty text"),
-    (GOOD + b'{"question": "q", "answer": "####"}', ":2: 'answer' must be a non-empty text, not ''"),
     (GOOD + b'{"question": "q", "answer": true}', ":2: 'answer' must be a non-empty text, not True"),
     (GOOD + b'{"question": "q", "answer": Infinity}', ":2: column 'answer' is empty"),
-    (GOOD + b'{"question": "b", "answer": NaN}', ":2: column 'answer' is empty; mend or remove the line"),
     (GOOD + b'{"question": "q", "answer": "1", "solution": 3}', ":2: 'solution' must be a"),
     (GOOD + b'{"question": "q", "answer": ' + b"1" * 5001 + b"}", ":2: not valid JSON .Exceeds the limit"),
     (GOOD + b'{"question": "\\ud800", "answer": "1"}', ":2: not valid JSON .*surrogates not allowed"),
-    (GOOD + b'{"question": "q", "answer": "1", "id": "\\ud800"}', ":2: not valid JSON .*surrogates not allowed"),
     (GOOD + b"[" * 100_000, ":2: not valid JSON .maximum recursion"),
     (GOOD + GOOD, "id 'a' occurs twice"), (b"", "holds no problems"),
     ('{"question": "caf\xe9", "answer": "1"}'.encode("latin-1"), " is not UTF-8 text"),
@@ -149,14 +145,6 @@ def test_a_tokenizer_that_cannot_prompt_is_an_error(tmp_path):
     (folder / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match="tokenizer.json not found; the model folder must hold the tokenizer"):
         data.Tokenizer(folder)
-
-
-def test_special_tokens_reach_the_template(tmp_path):
-    """Llama's template writes bos_token itself; tokenizer_config.json spells tokens as texts or as objects."""
-    folder = write_tiny(tmp_path)
-    edit(folder, "tokenizer_config.json", bos_token={"content": "<|im_start|>"},
-         chat_template="{{ bos_token }}{{ messages[0].content }}{{ eos_token }}")
-    assert data.Tokenizer(folder).render("q", None) == "<|im_start|>q<|im_end|>"
 
 
 def test_the_closing_token_is_the_first_special_one_behind_the_answer(tmp_path):

@@ -13,7 +13,6 @@ import pytest
 from conftest import TOY
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Rust
-from transformers import AutoTokenizer
 
 import config
 import data
@@ -67,9 +66,6 @@ GEMMA = """{{ bos_token }}{% if messages[0].role == 'system' %}{% set first = me
     {{- '<start_of_turn>' + ('model' if message.role == 'assistant' else message.role) + '\\n' }}
     {{- (first if loop.first else '') + message.content | trim + '<end_of_turn>\\n' }}
 {%- endfor %}{% if add_generation_prompt %}{{ '<start_of_turn>model\\n' }}{% endif %}"""
-PHI4 = """{%- for message in messages %}
-    {{- '<|im_start|>' + message.role + '<|im_sep|>' + message.content + '<|im_end|>' }}
-{%- endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant<|im_sep|>' }}{% endif %}"""
 # The system prompt stands before the last question, wherever that is.
 MISTRAL = """{{- bos_token }}{% if messages[0].role == 'system' %}{% set rule = messages[0].content %}
 {%- set messages = messages[1:] %}{% endif %}{% set ns = namespace(last=0) %}
@@ -102,7 +98,6 @@ DIALECTS = {
     "qwen3": (QWEN3, "<|im_end|>", "bytes", ["tool"], {"user": LEFT}),
     "llama3": (LLAMA3, "<|eot_id|>", "bytes", ["user", "tool"], {}),
     "gemma": (GEMMA, "<end_of_turn>", "spaces", ["user"], {"tool": "the chat template fails: .* roles alternate"}),
-    "phi4": (PHI4, "<|im_end|>", "bytes", ["user", "tool"], {}),
     "mistral": (MISTRAL, "</s>", "first", ["tool"], {"user": LEFT}),
     "r1": (R1, "</s>", "bytes", [], {"user": LEFT}),
     "glm": (GLM, "<|user|>", "bytes", [], {"user": NO_TOKEN, "tool": NO_TOKEN}),
@@ -237,12 +232,7 @@ def check_all(dialects, count: int) -> int:
 
 
 def test_tokens_are_those_sampled_and_those_of_the_template(dialects):
-    assert check_all(dialects, 40) == 240
-
-
-@pytest.mark.slow
-def test_tokens_are_those_sampled_and_those_of_the_template_in_ten_thousand_conversations(dialects):
-    assert check_all(dialects, 1700) > 10_000
+    assert check_all(dialects, 40) == 200
 
 
 @pytest.mark.parametrize("name", DIALECTS)
@@ -255,16 +245,6 @@ def test_roles_that_a_template_renders_otherwise_are_refused(name, dialects):
         said = why if "fails" in why else f"before messages of the role {role}, the chat template of .* {why}"
         with pytest.raises(ConfigError, match=said):
             splicer.require_fit((role,))
-
-
-@pytest.mark.parametrize("name", [name for name, (*_, roles, _) in DIALECTS.items() if roles])
-def test_transformers_renders_these_conversations_alike(name, dialects):
-    tokenizer, roles = dialects[name], DIALECTS[name][3]
-    theirs = AutoTokenizer.from_pretrained(tokenizer.folder)
-    for seed in range(0, 20, 2):
-        talk, prompt, sample = hold(tokenizer, roles, seed, canonical=True)
-        text = theirs.apply_chat_template(talk.messages, tokenize=False)
-        assert text == tokenizer.conversation(talk.messages, False)
 
 
 def test_a_tail_is_not_taken_from_a_template_that_numbers_its_turns(dialects, tmp_path):

@@ -1,6 +1,5 @@
 """Statistics, files that are resumed and graded again, the same numbers alone and inside training."""
 
-import itertools
 import json
 import os
 import random
@@ -16,7 +15,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import survive
-import torch
 from conftest import ROOT, TOY, toy_config, write_tiny
 
 import config
@@ -25,7 +23,6 @@ import eval as evaluation
 import train
 from config import ConfigError
 from data import load_problems
-from infra import device as hardware
 from infra import runfolder
 from infra.results import differences
 from records import Problem, Prompt, Sample
@@ -48,14 +45,13 @@ def run(command):
     return partial(command, evaluation)
 
 
-@pytest.mark.parametrize("sampled", [[], ["eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9"]],
-                         ids=["greedy", "sampled"])
-def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run, capsys):
+def test_training_and_the_command_give_identical_numbers(tmp_path, run, capsys):
     """The exported model, evaluated with the run's config by eval.py, repeats the run's last evaluation."""
     data_file = held_out(tmp_path / "held_out.jsonl", 10)
     prompt = "Only the number."
     train.train(toy_config(tmp_path / "run", "model.dtype=float32", "steps=1", f"data.eval={data_file}",
-                           f"data.system_prompt={prompt}", *sampled))
+                           f"data.system_prompt={prompt}", "eval.n=4", "eval.temperature=0.8", "eval.top_p=0.9",
+                           "eval.max_new_tokens=24"))
     last = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")[-1]
     folder, out = tmp_path / "run", tmp_path / "out.json"
     assert run("--model", folder / "hf", "--config", folder / "config.yaml", "--out", out) == 0
@@ -64,36 +60,9 @@ def test_training_and_the_command_give_identical_numbers(sampled, tmp_path, run,
     result = result["results"]["held_out"]
     for key in ("accuracy", "low", "high", "lenient", "length", "truncated", "unparsed"):
         assert result[key] == last[f"eval/held_out/{key}"]
-    if sampled:
-        assert result["pass"]["4"] == last["eval/held_out/pass"]
-        assert result["majority"]["4"] == last["eval/held_out/majority"]
+    assert result["pass"]["4"] == last["eval/held_out/pass"]
+    assert result["majority"]["4"] == last["eval/held_out/majority"]
     assert f"{result['accuracy']:.1%}" in capsys.readouterr().out
-
-
-@pytest.mark.slow
-def test_sixteen_answers_to_each_problem(tmp_path, run, capsys):
-    """pass@k of the file is the share of all subsets of its responses; graded again it is the same file.
-
-    Accuracy by level is that of the problems of each level.
-    """
-    rows = list(map(json.loads, Path(held_out(tmp_path / "few.jsonl", 12)).read_text().splitlines()))
-    levels = [json.dumps(row | {"level": f"Level {i % 2}"}) + "\n" for i, row in enumerate(rows)]
-    (tmp_path / "few.jsonl").write_text("".join(levels))
-    out, settings = tmp_path / "out.json", sets("eval.n=16", "eval.temperature=1", "eval.max_new_tokens=48")
-    assert run("--model", TOY, "--data", tmp_path / "few.jsonl", "--out", out, *settings) == 0
-    result, printed = json.loads(out.read_text()), capsys.readouterr().out
-    found = result["results"]["few"]
-    right_NK = [[r["verdict"] == "right" for r in p["responses"]] for p in found["problems"]]
-    assert len({r["text"] for p in found["problems"] for r in p["responses"]}) > 16
-    for k in (1, 2, 4, 8, 16):
-        subsets = [[any(s) for s in itertools.combinations(right_K, k)] for right_K in right_NK]
-        assert found["pass"][str(k)] == pytest.approx(sum(sum(x) / len(x) for x in subsets) / 12, abs=1e-12)
-    assert found["accuracy"] == found["pass"]["1"] == pytest.approx(sum(map(sum, right_NK)) / 192)
-    assert (found["low"], found["high"]) == statistics.wilson([sum(right_K) / 16 for right_K in right_NK], 16)
-    assert found["groups"]["level"]["1"]["accuracy"] == pytest.approx(sum(map(sum, right_NK[1::2])) / 96)
-    assert run("--rescore", out, "--out", out) == 0 and run("--compare", out, out) == 0
-    assert json.loads(out.read_text()) == result and "few by level: 0 " in printed
-    assert "+0.0%" in capsys.readouterr().out
 
 
 def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
@@ -290,36 +259,20 @@ def test_papers_evaluate_as_their_configs_say(name, expected):
     assert names == {"default", "cppo_gsm8k", "cppo_math", "cppo_amc_aime", "dapo"} | suites
 
 
-def test_all_ranks_take_the_same_kind_of_device(monkeypatch):
-    """Two processes on a machine with one GPU: none takes it, and asking for it is an error on both."""
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    for rank in ("0", "1"):
-        monkeypatch.setenv("LOCAL_RANK", rank)
-        assert hardware.find_device("auto").type == "cpu"
-        shown = "device=cuda, but this machine shows 1 CUDA devices to 2 processes"
-        with pytest.raises(ConfigError, match=shown):
-            hardware.find_device("cuda")
-
-
 @pytest.mark.parametrize(("changes", "message"), [
     (["--model", "nowhere/at all"],
      "model.path='nowhere/at all' is no folder, and could not be downloaded from the hub"),
     (sets("eval.max_new_tokens=5000"), "the prompts and eval.max_new_tokens (or "),
-    (sets("eval.temperature=-1"), "eval.temperature=-1 must be at least 0"),
     ([*sets("eval.n=4", "eval.temperature=1"), "--k", "2,8"], "--k must hold numbers in 1..4, the answers to"),
-    (sets("eval.n=4"), "eval.n=4 must be 1 at eval.temperature=0: greedy answers are all the same"),
     (sets("eval.nn=4"), "unknown key 'eval.nn'. Did you mean 'eval.n'?"),
     (["--config", "eval/none.yaml"], "config 'eval/none.yaml' not found"),
     (["--data", "gsm9k"], "data set 'gsm9k' is not known"),
     (["--data", "no.jsonl"], "data file no.jsonl not found"),
-    (["--data", "minerva", "--data-dir", "nowhere"], "data file nowhere/minerva_math.jsonl not found"),
     (["--rescore", "no.json"], "result file no.json not found"),
     (["--rescore", "toy/model/config.json"], "toy/model/config.json is not a result of eval.py --out"),
     (["--compare", "README.md", "README.md"], "README.md: not valid JSON"),
     (["--out", "nowhere/x.json"], "--out: folder nowhere not found"),
     (["--out", "toy"], "--out toy is a folder; name a file in it for the result"),
-    (["--out", "nowhere/x.json", "--rescore", "no.json"], "--out: folder nowhere not found"),
     (["--config", "eval/default.yaml", "--data", ""], "--data must be given: sets separated by commas"),
     (["--data", "toy/test.jsonl,toy/test.jsonl"], "evaluation set 'test' is named twice"),
 ])

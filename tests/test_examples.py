@@ -6,7 +6,7 @@ import re
 import runpy
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, others_slow
 
 import config
 import train
@@ -59,7 +59,7 @@ def test_either_of_two_rewards_may_be_none():
     assert both["right"]("#### 3", {"result": None}) is None
 
 
-@pytest.mark.parametrize("name", EXAMPLES)
+@pytest.mark.parametrize("name", others_slow(EXAMPLES, "two_rewards"))
 def test_an_example_trains_for_two_steps(name, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)  # its paths are relative to it
     train.train(config.load(f"examples/{name}.yaml", [

@@ -64,26 +64,6 @@ def test_logits_equal_transformers_and_survive_the_export(kind, tied, shards, tm
         torch.testing.assert_close(packed_logits(whole, segments()), expected, rtol=0, atol=1e-4)
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama"])
-def test_both_layouts_of_config_json_and_a_large_norm_eps(kind, tmp_path):
-    """Published Qwen2.5 and Llama 3 have rope_theta and rope_scaling at the top level; transformers 5 moved them."""
-    make, scaling = KINDS[kind][0], LLAMA3_ROPE if kind == "llama" else {"rope_type": "default"}
-    torch.manual_seed(0)
-    rope = {"rope_theta": 500.0, **scaling}
-    settings = SMALL | {"head_dim": 8, "rms_norm_eps": 0.5, "rope_parameters": rope}
-    theirs = transformers.AutoModelForCausalLM.from_config(make(**settings)).eval()
-    for name, parameter in theirs.named_parameters():
-        torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
-    theirs.save_pretrained(tmp_path)
-    new = json.loads((tmp_path / "config.json").read_text())
-    old = {key: value for key, value in new.items() if key != "rope_parameters"} | {"rope_theta": 500.0}
-    for layout in (new, old | ({"rope_scaling": scaling} if kind == "llama" else {})):
-        (tmp_path / "config.json").write_text(json.dumps(layout))
-        with torch.no_grad():
-            expected = torch.cat([theirs(torch.tensor([s])).logits[0] for s in segments()])
-        torch.testing.assert_close(packed_logits(load(tmp_path), segments()), expected, rtol=0, atol=1e-4)
-
-
 def test_an_export_keeps_every_file_and_the_dtype(tmp_path):
     source = write_tiny(tmp_path / "a", torch_dtype="bfloat16")
     (source / "chat_template.jinja").write_text("{{ messages }}")
@@ -303,8 +283,6 @@ def test_recomputed_blocks_have_the_same_gradient_and_selective_ones_no_product_
     assert counted["none"][1] < counted["selective"][1]
 
 
-
-
 @pytest.mark.slow
 def test_compiled_passes_equal_eager_ones_for_rows_of_many_lengths_in_few_compilations(tmp_path):
     """20 lengths of rows, with gradients, and one pass without. By inductor, so it needs a C++ compiler."""
@@ -376,24 +354,11 @@ def test_a_model_that_is_not_computed_exactly_is_refused(change, message, tmp_pa
         load(folder)
 
 
-def test_a_config_that_is_cut_or_lacks_a_key_is_named(tmp_path):
+def test_a_config_that_lacks_a_key_or_is_missing_is_named(tmp_path):
     folder = write_tiny(tmp_path)
     raw = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "rms_norm_eps"}))
     with pytest.raises(ConfigError, match="config.json: missing key 'rms_norm_eps' .*download it again"):
-        load(folder)
-    (folder / "config.json").write_text('{"model_type": ')
-    with pytest.raises(ConfigError, match="config.json: not valid JSON .*; download it again"):
-        load(folder)
-
-
-def test_missing_weights_are_named(tmp_path):
-    folder = write_tiny(tmp_path)
-    (folder / "model.safetensors").unlink()
-    with pytest.raises(ConfigError, match="has no model.safetensors.index.json or model.safetensors"):
-        load(folder)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": {"a": "model-00001.safetensors"}}))
-    with pytest.raises(ConfigError, match=r"names model-00001.safetensors, which is missing"):
         load(folder)
     with pytest.raises(ConfigError, match="config.json not found"):
         load(tmp_path / "nowhere")

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT, as_batch, make_groups, toy_config, weights
+from conftest import ROOT, as_batch, make_groups, toy_config
 from shortage import LESS, short_of_memory
 from test_objectives import learner_on
 from test_train import SHORT, main, without_times
@@ -67,22 +67,6 @@ def test_a_run_out_of_memory_ends_with_status_2_and_a_whole_checkpoint(tmp_path,
     assert capsys.readouterr().err.splitlines()[-1].startswith("error: out of memory in an update")
     path, saved = checkpoint.find(tmp_path / "run" / "checkpoints")
     assert path.name == "step_000001" and saved["config"]["pack.capacity"] == 1024
-
-
-@pytest.mark.slow
-def test_rows_left_to_auto_give_the_parameters_of_rows_set_by_hand(tmp_path):
-    """Two whole steps of two epochs of two mini-batches in float64, with a KL."""
-    found = {}
-    for capacity in ("auto", "176", "300"):
-        cfg = toy_config(tmp_path / capacity, "loss.kl=0.1", "update.epochs=2", "update.minibatches=2", *ALL,
-                         f"pack.capacity={capacity}", *SHORT)
-        found[capacity] = weights(train.train(cfg))
-    rows = {name: [line["pack/rows"] for line in without_times(tmp_path / name) if "pack/rows" in line]
-            for name in found}
-    assert rows["auto"] == [2, 2] and min(rows["176"]) > 2
-    for name, p in found["auto"].items():
-        for other in ("176", "300"):
-            torch.testing.assert_close(found[other][name], p, rtol=0, atol=1e-10, msg=name)
 
 
 DRILL = """

@@ -5,7 +5,6 @@ import re
 import sys
 from pathlib import Path
 
-import datasets
 import numpy as np
 import pyarrow
 import pyarrow.parquet
@@ -25,7 +24,6 @@ import train
 from config import ConfigError, Data
 from infra import dist, runfolder
 from infra.rows import all_have_answers
-from infra.weights import export
 from page import evaluations
 from records import Problem
 from rollout import TorchEngine
@@ -97,11 +95,9 @@ def test_messages_of_a_parquet_file_have_no_empty_keys(tmp_path):
 
 
 @pytest.mark.parametrize(("question", "message"), [
-    ([{"role": "user"}], r"few.jsonl:1: a message must be an object with 'role', one of system, user, assistant"),
     ([{"role": "bot", "content": "x"}], r"a message must be an object with 'role'.*not \{'role': 'bot'"),
     ([{"role": "user", "content": [{"type": "text"}]}], r"and 'content', a text"),
     (["hello"], r"a message must be an object"),
-    (SHOTS[:1], r"the last message, or that before the assistant's, must be the user's, which is to be answered, not"),
     ("[{'role': 'user', 'content': 'x'}]", r"looks like a list of messages, but is not valid JSON"),
     ([], r"'question' must be a non-empty text, not \[\]"),
 ])
@@ -128,15 +124,6 @@ def test_csv(tmp_path):
     path.write_bytes("question,answer\ncaf\xe9,1\n".encode("latin-1"))
     with pytest.raises(ConfigError, match="own.csv is not UTF-8 text"):
         data.load_problems(str(path))
-
-
-def test_a_set_of_the_hub_with_its_columns(monkeypatch):
-    rows = [{"prompt": "q", "label": 1, "solution": "no box"}, {"prompt": "r", "label": 2, "solution": None}]
-    monkeypatch.setattr(datasets, "load_dataset", lambda *names, **split: rows)
-    columns = {"question": "prompt", "answer": "label"}
-    assert [p.answer for p in data.load_problems("user/set:default:train", columns=columns)] == ["1", "2"]
-    unanswered = data.load_problems("user/set:default:train", columns=columns | {"answer": None}, answers=False)
-    assert [p.answer for p in unanswered] == ["", ""]
 
 
 def test_answers_are_asked_for_where_the_reward_reads_them(tmp_path, capsys):
@@ -208,28 +195,6 @@ def test_template_arguments_reach_the_template_as_in_transformers(arguments, tmp
         assert text.endswith("</think>\n\n") == (arguments == {"enable_thinking": False})
 
 
-def test_the_trained_model_has_the_template_that_it_was_trained_with(tmp_path):
-    folder = base_model(tmp_path / "model")
-    (tmp_path / "qwen3.jinja").write_text(QWEN3)
-    read = data.Tokenizer(folder, asking(chat_template=str(tmp_path / "qwen3.jinja")))
-    export(load(folder), folder, tmp_path / "hf", read.exported(None))
-    theirs = transformers.AutoTokenizer.from_pretrained(tmp_path / "hf")
-    assert theirs.chat_template == data.Tokenizer(tmp_path / "hf").source == QWEN3
-
-
-def test_a_new_line_can_be_given_on_the_command_line():
-    cfg = config.load("grpo_toy.yaml", [r'data.prompt="Q: {question}\nA:"', 'rollout.stop=["\\n\\n"]'])
-    assert cfg.data.prompt == "Q: {question}\nA:" and cfg.rollout.stop == ["\n\n"]
-
-
-@pytest.mark.parametrize("source", ["{{ messages[0].content + 1 }}", "{{ 1 / 0 }}", "{{ range(10 ** 9) | list }}"])
-def test_a_template_that_fails_is_one_error(source, tmp_path):
-    (tmp_path / "own.jinja").write_text(source)
-    tokenizer = data.Tokenizer(TOY, asking(chat_template=str(tmp_path / "own.jinja")))
-    with pytest.raises(ConfigError, match="the chat template fails: (Type|ZeroDivision|Overflow)Error: "):
-        tokenizer.render("q", None)
-
-
 def test_a_template_that_cannot_be_read_is_one_error(tmp_path):
     (tmp_path / "own.jinja").write_bytes(b"\xff\xfe")
     for name in ("own.jinja", "none.jinja"):
@@ -292,17 +257,11 @@ def test_a_plain_prompt_gets_what_the_tokenizer_adds_by_itself(tmp_path):
     (["data.prompt=Q:"], r"data.prompt=Q: must be a text with \{question\} and nothing else in braces"),
     (["data.prompt={question} {x}"], "nothing else in braces; a brace of the text itself is doubled"),
     (["data.prompt={question} \\boxed{}"], "nothing else in braces"),
-    (["data.prompt={question", ], "nothing else in braces"),
     (["data.prompt={question:{x}}"], "nothing else in braces"),
-    (["data.prompt={question!r}"], "nothing else in braces"),
     ([r"data.prompt=Q: {question}\nA:"], "must be in double quotes if it has a new line, and after --set in"),
     (["data.prompt={question}", "data.system_prompt=S"], "data.system_prompt=S must be null with data.prompt"),
     (["data.prompt={question}", "data.template.x=1"], "data.template=.* must be null with data.prompt"),
     (["data.columns.questoin=x"], r"unknown key 'data.columns.questoin'. Did you mean 'data.columns.question'\?"),
-    (["data.columns.question=1"], "data.columns.question=1 must be a text, or null"),
-    (["data.columns=x"], "data.columns='x' must be a mapping {question, answer, id, .*}, or null"),
-    (["rollout.stop=[1]"], r"rollout.stop\[0\]=1 must be a text"),
-    (["rollout.stop=x"], "rollout.stop='x' must be a list, each item a text, or null"),
     (['rollout.stop=[""]'], "must be texts that are not empty"),
 ])
 def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
@@ -310,16 +269,6 @@ def test_settings_of_own_data_and_models_that_cannot_be(overrides, message):
         config.load("cppo_toy.yaml", overrides)
     with pytest.raises(ConfigError, match="rollout.stop=.* must be null with windows.tokens"):
         config.load("tppo_toy.yaml", ['rollout.stop=["x"]'])
-
-
-def test_mappings_and_lists_are_laid_over_one_another_and_written_back(tmp_path):
-    base = write(tmp_path / "base.yaml", "base: cppo_toy.yaml", "data: {columns: {question: prompt, answer: label}}",
-                 'rollout: {stop: ["\\n\\n", "Q:"]}')
-    cfg = config.load(base, ["data.columns.answer=null", "data.template.enable_thinking=false"])
-    assert cfg.data.columns == {"question": "prompt", "answer": None} and cfg.rollout.stop == ["\n\n", "Q:"]
-    assert cfg.data.template == {"enable_thinking": False}
-    (tmp_path / "again.yaml").write_text(config.dump(cfg))
-    assert config.load(tmp_path / "again.yaml") == cfg
 
 
 # ---- stop texts
@@ -487,6 +436,8 @@ def test_a_base_model_trains_and_evaluates_on_questions_without_answers(tmp_path
     assert "held_out: reward, at the budget that every run reached" in tables.replace("\\_", "_")
     assert "accuracy" not in tables and "Held-out reward: held_out" in page and "no gold answer" in page
     assert "by the mean reward of the group" in page and bounds in page
+    report.write_report([run], tmp_path / "level", level=0.01)  # of a reward, where nothing has an accuracy
+    assert "cost to reach a reward of 0.010" in (tmp_path / "level" / "report.md").read_text()
 
 
 def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, capsys):
@@ -505,11 +456,3 @@ def test_accuracy_stays_beside_the_reward_where_there_are_answers(tmp_path, caps
     assert "a reward of 50" not in tables  # the level is of accuracies
     with pytest.raises(ConfigError, match="--level 120 must be above 0 and at most 100"):
         report.write_report([tmp_path / "run"], tmp_path / "page", level=120)
-
-
-def test_a_level_is_a_reward_where_nothing_has_an_accuracy(tmp_path):
-    report = pytest.importorskip("report")
-    cfg = own_task(tmp_path)
-    train.train(cfg)
-    report.write_report([Path(cfg.out)], tmp_path / "page", level=0.01)
-    assert "cost to reach a reward of 0.010" in (tmp_path / "page" / "report.md").read_text()

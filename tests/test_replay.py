@@ -3,15 +3,13 @@
 import math
 import re
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import ROOT, toy_config
+from conftest import others_slow, toy_config
 from test_invariance import on_ranks, trained_unchecked
 
 import config
@@ -22,7 +20,8 @@ from config import ConfigError
 from infra import dist, runfolder
 from records import Pruned
 
-KEPT = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "data.limit=8", "eval.limit=2"]
+KEPT = ["steps=3", "checkpoint.every=1", "checkpoint.keep=all", "data.limit=8", "eval.limit=2",
+        "rollout.max_new_tokens=32"]
 # One of each thing that a step is made by: what has to be there before it, and which passes its gradient takes.
 RUNS = {
     "cppo": ("cppo_toy.yaml", []),
@@ -40,7 +39,6 @@ RUNS = {
     "pairs": ("odpo_gsm8k.yaml toy.yaml", ["optim.lr=1e-3"]),
     "table": ("apo_gsm8k.yaml toy.yaml", ["data.limit=16"]),
 }
-FAST = ("cppo", "flight")
 
 
 def run_config(name: str, out: Path, *settings: str) -> config.Config:
@@ -84,7 +82,7 @@ def contents(folder: Path) -> dict[Path, tuple[int, bytes]]:
     return {path: (path.stat().st_mtime_ns, path.read_bytes()) for path in folder.rglob("*") if path.is_file()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in FAST else pytest.mark.slow) for name in RUNS])
+@pytest.mark.parametrize("name", others_slow(RUNS, "cppo"))
 def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, run_of, capsys):
     """First and last step, of rows that are cut, drawn, skipped, in rounds, with adapters, critics and pools."""
     folder = run_of(name)
@@ -113,23 +111,21 @@ def test_a_step_done_again_has_the_gradient_that_was_logged_bit_for_bit(name, ru
 def test_what_another_pruning_would_have_done_is_what_it_does(run_of, tmp_path, capsys):
     """The first step of a run with that pruning: the same rollouts, so its logged norm is the one told here. And of
     the full batch."""
-    settings = {"pps": ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.denominator=all"],
-                "none": ["prune.completions.kind=none", "loss.denominator=all"]}
-    for name, changes in settings.items():
-        other = tmp_path / name
-        train.train(run_config("cppo", other, "steps=1", *changes))
-        text = shown(capsys, run_of("cppo"), 1, *changes)
-        line, = (line for line in runfolder.read_log(other / "metrics.jsonl") if "train/grad_norm" in line)
-        kept, tokens, norm, *_ = row(text, "--set")
-        assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
-        assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])
-        decided, = runfolder.read_log(other / "decisions.jsonl")
-        heaviest = max(w for p in decided["prompts"] for w in p.get("completion_weight", [0]))
-        assert f"{heaviest:.3g}" in text
+    changes = ["prune.completions={kind: pps, keep: 2, scope: batch}", "loss.denominator=all"]
+    train.train(run_config("cppo", tmp_path / "other", "steps=1", *changes))
+    text = shown(capsys, run_of("cppo"), 1, *changes)
+    line, = (line for line in runfolder.read_log(tmp_path / "other" / "metrics.jsonl") if "train/grad_norm" in line)
+    kept, tokens, norm, *_ = row(text, "--set")
+    assert norm == pytest.approx(line["train/grad_norm"], rel=1e-4)
+    assert (kept, tokens) == (line["prune/kept"], line["train/tokens"])
+    decided, = runfolder.read_log(tmp_path / "other" / "decisions.jsonl")
+    heaviest = max(w for p in decided["prompts"] for w in p.get("completion_weight", [0]))
+    assert f"{heaviest:.3g}" in text
+    text = shown(capsys, run_of("cppo"), 1, "prune.completions.kind=none", "loss.denominator=all")
     assert row(text, "--set")[2:] == row(text, "full batch")[2:] and row(text, "--set")[3:] == [1, 0]
 
 
-@pytest.mark.parametrize("name", ["cppo", pytest.param("dppo", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", others_slow(["cppo", "dppo"], "cppo"))
 def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, capsys):
     """Its figures are the mean over them."""
     seen, compare_gradients = [], replay.compare_gradients
@@ -144,12 +140,6 @@ def test_each_draw_is_one_pass_of_the_training_step(name, run_of, monkeypatch, c
     assert list(map(float, printed)) == pytest.approx(torch.stack(seen[-5:]).mean(dim=0).tolist(), rel=1e-3)
 
 
-def test_without_draws_a_mean_of_them_is_not_told(run_of, capsys):
-    assert "mean of" not in shown(capsys, run_of("cppo"), 2, draws=3)  # topk leaves nothing to chance
-    drawn = ["prune.completions={kind: pps, keep: 2}", "loss.denominator=all"]
-    assert "mean of 3 draws" in shown(capsys, run_of("cppo"), 2, *drawn, draws=3)
-
-
 def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():
     own, full = torch.randn(2, 3_000_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     dist.init("cpu")
@@ -160,6 +150,7 @@ def test_a_gradient_is_compared_by_norm_cosine_and_squared_error():
     assert replay.compare_gradients(full, full).tolist()[1:] == [pytest.approx(1), 0]
 
 
+@pytest.mark.slow
 def test_the_expected_error_of_independent_draws_is_known(run_of):
     """Bernoulli's squared error is the sum of (1/p - 1) |g_i|^2 over the full batch's squared norm: the mean over all
     outcomes of a group, each by its probability. The gradient of a draw is the sum of w_i g_i over its completions."""
@@ -265,6 +256,7 @@ def test_a_run_that_went_on_with_other_settings_has_the_step_its_own(tmp_path):
     assert limits == [11, 11, 12, 12, 13]
 
 
+@pytest.mark.slow
 def test_the_users_own_reward_is_the_one_that_the_run_began_with(tmp_path, capsys):
     reward = tmp_path / "own.py"
     reward.write_text("def reward(text):\n    return len(text) % 7 / 7\n")
@@ -272,16 +264,6 @@ def test_the_users_own_reward_is_the_one_that_the_run_began_with(tmp_path, capsy
                            f"reward.custom_file={reward}"))
     reward.write_text("def reward(text):\n    return 0.5\n")
     assert "the same bit for bit" in shown(capsys, tmp_path / "run", 1)
-
-
-@pytest.mark.slow
-def test_the_command_says_what_it_says(run_of):
-    done = subprocess.run([sys.executable, "replay.py", str(run_of("cppo")), "--step", "3", "--draws", "0"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 0 and "the same bit for bit" in done.stdout, done.stderr
-    done = subprocess.run([sys.executable, "replay.py", str(run_of("cppo")), "--step", "9"], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
 
 
 def replayed(folder: Path) -> str:

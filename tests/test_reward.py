@@ -3,11 +3,8 @@
 import itertools
 import json
 import math
-import subprocess
-import sys
 
 import pytest
-from conftest import ROOT
 
 import reward
 from config import Reward
@@ -107,28 +104,21 @@ def test_notes_tell_what_could_not_be_graded(text, gold, notes, monkeypatch):
     assert tuple(parts[name] for name in reward.REPORTED_RATES) == notes
 
 
-def cases(path, *rows):
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = [sys.executable, "reward.py", "--cases", str(path)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-
-
-def test_the_command_counts_by_category(tmp_path):
+def test_the_command_counts_by_category(tmp_path, command, capsys):
     row = {"gold": "1", "completion": "#### 1", "correct": True, "category": "easy"}
-    done = cases(tmp_path / "c.jsonl", row, row | {"completion": "#### 2"},
-                 row | {"correct": False, "category": "odd"},
-                 row | {"completion": "", "correct": False, "category": "odd"})
-    assert done.returncode == 0, done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
+    rows = [row, row | {"completion": "#### 2"}, row | {"correct": False, "category": "odd"},
+            row | {"completion": "", "correct": False, "category": "odd"}]
+    (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert command(reward, "--cases", tmp_path / "c.jsonl") == 0
+    printed = capsys.readouterr().out
+    lines = [line.split() for line in printed.splitlines()]
     assert ["easy", "2", "50.0%", "0", "1"] in lines and ["odd", "2", "50.0%", "1", "0"] in lines
     assert ["total", "4", "50.0%", "1", "1"] in lines
-    assert "false negative: easy: gold '1', answer '2', judged wrong" in done.stdout
-
-
-def test_a_bad_case_ends_the_command_in_one_line(tmp_path):
-    done = cases(tmp_path / "c.jsonl", [])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"error: {tmp_path / 'c.jsonl'}:1: a case needs 'gold', a str\n"
+    assert "false negative: easy: gold '1', answer '2', judged wrong" in printed
+    (tmp_path / "c.jsonl").write_text("[]\n")
+    assert command(reward, "--cases", tmp_path / "c.jsonl") == 2
+    said = capsys.readouterr()
+    assert (said.out, said.err) == ("", f"error: {tmp_path / 'c.jsonl'}:1: a case needs 'gold', a str\n")
 
 
 def test_no_weight_is_nan():

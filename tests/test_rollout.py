@@ -81,7 +81,7 @@ def copies_of(lengths, counts) -> list[tuple[int, ...]]:
     return [prompt for prompt, count in zip(prompts(lengths), counts, strict=True) for _ in range(count)]
 
 
-@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.parametrize("heads", [2, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(("slots", "lengths", "counts"), [
     (32, (9, 9, 9, 9), (8, 8, 8, 8)),             # whole groups side by side, until samples end
     (5, (7, 3, 1, 12), (8, 8, 8, 8)),             # refilled one by one: a group's last beside the next one's first

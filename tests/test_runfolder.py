@@ -7,52 +7,53 @@ import fcntl
 import os
 import pty
 import re
-import subprocess
 import sys
 import termios
-from contextlib import nullcontext
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, suppress
 from types import SimpleNamespace
+from weakref import WeakSet
 
 import pytest
-from conftest import ROOT, toy_config
+from conftest import toy_config
+from tqdm import tqdm
 
 import config
 import train
 from config import ConfigError
 from infra import runfolder
 
-HOLDER = """
-import os, sys, time
-from pathlib import Path
-from infra import runfolder
 
-log = runfolder.RunLog(Path(sys.argv[1]))
-log.lock()
-if os.fork():  # the parent holds the lock, and its child lives on
-    time.sleep(0.2)
-    print(os.getpid(), flush=True)
-time.sleep(60)
-"""
-
-
-def hold(folder) -> subprocess.Popen:
-    """Start a process that has locked the folder and then forked a worker."""
-    command = [sys.executable, "-c", HOLDER, str(folder)]
-    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    assert process.stdout.readline() == f"{process.pid}\n"
-    return process
+@contextmanager
+def held(folder) -> Iterator[int]:
+    """A process that has locked the folder and then forked a worker; both end here at the latest."""
+    ours, theirs = os.pipe()
+    if (pid := os.fork()) == 0:
+        os.setsid()
+        log = runfolder.RunLog(folder)
+        log.lock()
+        if os.fork():  # the parent holds the lock, and its child lives on
+            os.write(theirs, b"locked")
+        time.sleep(60)
+        os._exit(0)
+    assert os.read(ours, 6) == b"locked"
+    try:
+        yield pid
+    finally:
+        with suppress(ProcessLookupError):
+            os.killpg(pid, 9)
+        os.close(ours)
+        os.close(theirs)
 
 
 def test_a_lock_names_its_holder_and_ends_with_it_though_its_workers_live(tmp_path):
-    process = hold(tmp_path)
-    try:
-        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {process.pid} on .*; wait"):
+    with held(tmp_path) as pid:
+        with pytest.raises(ConfigError, match=f"{tmp_path} is in use by process {pid} on .*; wait"):
             runfolder.RunLog(tmp_path).lock()
-        process.kill()
-        process.wait()
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
         runfolder.RunLog(tmp_path).lock()
-    finally:
-        os.killpg(process.pid, 9)  # the worker
 
 
 def test_one_process_may_lock_a_folder_again(tmp_path):
@@ -98,16 +99,16 @@ def test_a_run_may_begin_while_somebody_looks_at_its_folder(tmp_path, monkeypatc
     (None, {"state": "finished"}), (KeyboardInterrupt(), {"state": "stopped"}),
     (ConfigError("no room\nleft"), {"state": "failed", "error": "ConfigError: no room"}),
     (SystemExit(3), {"state": "failed", "error": "SystemExit: 3"})], ids=str)
-def test_a_run_writes_down_how_it_ends_and_tells_wandb(error, state, tmp_path):
+def test_a_run_writes_down_how_it_ends_and_tells_its_watchers(error, state, tmp_path):
     """One that was stopped keeps others out until its process has ended: it may be writing a checkpoint."""
-    log, codes = runfolder.RunLog(tmp_path), []
-    log.tracker = SimpleNamespace(finish=lambda exit_code: codes.append(exit_code))
+    log, told = runfolder.RunLog(tmp_path), []
+    log.watchers.append(SimpleNamespace(finish=told.append))
     log.lock()
     with pytest.raises(type(error)) if error else nullcontext(), log.running(toy_config(tmp_path / "run")):
         assert runfolder.state_of(tmp_path) == {"state": "running"}
         if error:
             raise error
-    assert runfolder.read_log(tmp_path / "state.json") == [state] and codes == [int("error" in state)]
+    assert runfolder.read_log(tmp_path / "state.json") == [state] == told
     assert runfolder.is_locked(tmp_path) == isinstance(error, KeyboardInterrupt)
     log.unlock()
     assert runfolder.state_of(tmp_path) == state
@@ -163,17 +164,14 @@ def test_a_log_file_gets_one_plain_line_per_step(tmp_path, capfd):
     assert f" eval.py --config {tmp_path}/run/config.yaml --model {tmp_path}/run/hf\n" in out
 
 
-def test_a_terminal_gets_a_bar_and_no_lines():
+def test_a_terminal_gets_a_bar_and_no_lines(tmp_path, monkeypatch):
     """Through a pseudo-terminal, since tqdm and `print_progress` ask the stream itself."""
-    code = """
-from infra.runfolder import RunLog, print_progress
-from pathlib import Path
-for step in RunLog(Path(".")).steps(0, 2):
-    print_progress("a line")
-"""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 80))
-    subprocess.run([sys.executable, "-c", code], cwd=ROOT, stderr=theirs, check=True)
-    os.close(theirs)
+    monkeypatch.setattr(tqdm, "_instances", WeakSet())  # bars of other tests would take the first line
+    with os.fdopen(theirs, "w") as terminal:
+        monkeypatch.setattr(sys, "stderr", terminal)
+        for _ in runfolder.RunLog(tmp_path).steps(0, 2):
+            runfolder.print_progress("a line")
     shown = os.read(ours, 10_000).decode()
     assert "training: 100%" in shown and "\r" in shown and "a line" not in shown

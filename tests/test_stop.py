@@ -1,19 +1,23 @@
 """Runs that are asked to stop by a signal, whatever they are doing."""
 
+import os
 import signal
+import subprocess
+import sys
 from contextlib import contextmanager
 from dataclasses import replace
 from unittest.mock import patch
 
 import pytest
 import torch
-from conftest import toy_config, weights
+from conftest import ROOT, toy_config, weights
 from test_invariance import on_ranks
 from test_train import RESUMED, SHORT, without_times
 
 import config
 import rollout
 import train
+from config import ConfigError
 from infra import checks, dist, runfolder, signals
 from infra.signals import Stopped
 
@@ -110,6 +114,7 @@ def test_a_signal_to_one_rank_stops_all_at_the_same_place(what, tmp_path):
     assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
 
 
+@pytest.mark.slow
 def test_before_the_first_step_is_done_there_is_nothing_to_save(tmp_path):
     cfg = toy_config(tmp_path / "run", "steps=2", *SHORT)
     assert stopped_in(cfg, "evaluation", 1, rank=0) == (True, 0)
@@ -136,6 +141,46 @@ def test_what_is_sampled_in_lock_step_comes_to_its_end():
 
 
 # ---- signals
+
+PAUSING = """
+import os, signal, sys, train
+log_step = train.runfolder.RunLog.step
+def pausing(log, step, *given):
+    log_step(log, step, *given)
+    if step == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+train.runfolder.RunLog.step = pausing
+train.checks.before_run = lambda cfg, ready: ready
+sys.exit(train.main())
+"""
+
+
+@pytest.mark.slow
+def test_a_run_keeps_others_out_a_signal_ends_its_step_and_the_resumed_run_is_the_same(tmp_path):
+    """A process of its own, which pauses in its first step: there it holds the folder, and gets the signal."""
+    whole = toy_config(tmp_path / "whole", *SHORT)
+    cut = replace(whole, out=str(tmp_path / "cut"))
+    (tmp_path / "cut.yaml").write_text(config.dump(cut))
+    expected = train.train(whole)
+    process = subprocess.Popen([sys.executable, "-c", PAUSING, "--config", str(tmp_path / "cut.yaml")], cwd=ROOT,
+                               stderr=subprocess.PIPE, text=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1]), process.stderr.read()
+    with pytest.raises(ConfigError, match=f"is in use by process {process.pid} on"):
+        train.train(cut, resume="always")
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "running"}
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGCONT)
+    rest = process.stderr.read()
+    assert process.wait() == 130 and "a step that trains is finished; a" in rest, rest
+    assert (tmp_path / "cut" / "checkpoints" / "latest").read_text() == "step_000001"
+    assert without_times(tmp_path / "cut")[-1]["step"] == 1
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "stopped"}
+    resumed = train.train(cut, resume="always")
+    one, other = weights(expected), weights(resumed)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert without_times(tmp_path / "cut") == without_times(tmp_path / "whole")
+    assert runfolder.state_of(tmp_path / "cut") == {"state": "finished"}
+
 
 def test_a_signal_that_is_ignored_stays_so():
     """nohup ignores SIGHUP, so that a run goes on when its terminal is closed."""

@@ -11,16 +11,16 @@ import pytest
 import secret_sums
 import talk
 from conftest import ROOT, TOY, others_slow
-from problems import problem, splits, write
+from problems import write
 from test_invariance import trained_unchecked
 
 import config
 import data
 from infra.weights import read_shape
 from model import load_model
-from verify.grade import grade
 
 
+@pytest.mark.slow
 def test_the_shipped_problems_are_those_of_the_generators(tmp_path):
     write(tmp_path)
     hard.write(tmp_path)
@@ -33,26 +33,6 @@ def test_the_shipped_problems_are_those_of_the_generators(tmp_path):
         assert len(data.load_problems(str(ROOT / "toy" / name), None, False, columns, False)) == count
 
 
-@pytest.mark.parametrize("made", [splits, hard.splits], ids=["toy", "hard"])
-def test_train_and_test_share_neither_arithmetic_nor_text(made):
-    train, test = made()
-    assert not train.keys() & test.keys()
-    assert not {line["question"] for line in train.values()} & {line["question"] for line in test.values()}
-
-
-@pytest.mark.parametrize("made", [splits, hard.splits], ids=["toy", "hard"])
-def test_every_solution_is_right_and_scores_as_correct(made):
-    """The numbers of the question lead to the answer, and every line of the solution is true arithmetic."""
-    for numbers, line in made()[1].items():
-        assert [abs(n) for n in numbers] == [int(n) for n in re.findall(r"\d+", line["question"])]
-        assert sum(numbers) == int(line["answer"])
-        worked = re.findall(r"(\d+) ?([+-]) ?(\d+) ?= ?(\d+)", line["solution"])
-        assert len(worked) == len(numbers) - 1
-        for left, sign, right, total in worked:
-            assert int(left) + int(sign + right) == int(total)
-        assert grade([(line["answer"], line["solution"])])[0]["verdict"] == "right"
-
-
 @pytest.mark.parametrize("folder", [TOY, TOY.with_name("hard_model"), TOY.with_name("talk_model")],
                          ids=["toy", "hard", "talk"])
 def test_the_shipped_models_are_small_and_take_4096_positions(folder):
@@ -63,34 +43,6 @@ def test_the_shipped_models_are_small_and_take_4096_positions(folder):
     import torch
     parameters = sum(p.numel() for p in load_model(folder, torch.float32, torch.device("cpu")).parameters())
     assert 0.5e6 < parameters < 1.5e6
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_problems_have_two_or_three_steps_below_100(seed):
-    import random
-    rng = random.Random(seed)
-    for _ in range(200):
-        _, (start, *steps) = problem(rng)
-        totals = [start + sum(steps[:i]) for i in range(len(steps) + 1)]
-        assert len(steps) in (2, 3) and all(1 <= total <= 99 for total in totals)
-
-
-def test_hard_problems_have_as_many_steps_as_their_level_and_answers_that_differ_in_length():
-    made, lengths = hard.splits()[0], {}
-    tokenizer = data.Tokenizer(TOY.with_name("hard_model"))
-    for numbers, line in made.items():
-        assert len(numbers) - 1 == line["level"]
-        assert all(1 <= sum(numbers[:i + 1]) <= 99 for i in range(len(numbers)))
-        lengths.setdefault(line["level"], []).append(len(tokenizer.encode([line["solution"]])[0]))
-    assert {level: len(of_level) for level, of_level in lengths.items()} == dict.fromkeys(range(1, 7), 80)
-    assert sum(lengths[6]) > 3.5 * sum(lengths[1])
-    assert max(lengths[6]) < config.load("grpo_hard.yaml").rollout.max_new_tokens
-
-
-def test_pre_training_of_the_hard_model_has_seen_no_shipped_problem_above_level_1():
-    seen = {numbers for _, numbers in hard.pretraining()}
-    for made in hard.splits():
-        assert {line["level"] for numbers, line in made.items() if numbers in seen} == {1}
 
 
 # ---- tasks with an environment
@@ -130,7 +82,7 @@ def test_guesses_get_hints_and_few_are_worth_more():
     assert [guess.found(text, row) for text in texts] == [1, 1, 1, 0, 0]
 
 
-@pytest.mark.parametrize("name", others_slow(["calculator", "secret_sums", "lookup", "guess"], "calculator", "guess"))
+@pytest.mark.parametrize("name", others_slow(["calculator", "secret_sums", "lookup", "guess"], "guess"))
 def test_a_task_with_an_environment_trains(name, tmp_path):
     trained_unchecked(config.load(f"{name}_toy.yaml", [
         f"out={tmp_path / 'run'}", "steps=2", "rollout.prompts_per_step=4", "rollout.group_size=4", "eval.limit=2"]))

@@ -104,11 +104,6 @@ def prompts(lengths=(7, 3, 1, 200, 7, 5, 2, 140)) -> list[tuple[int, ...]]:
     return [g.prompt.ids for g in make_groups([[1]] * len(lengths), list(lengths))]
 
 
-def test_logits_are_float32_whatever_the_model_computes_in(engine):
-    assert engine.llm.llm_engine.model_config.hf_config.head_dtype == "float32"
-    assert engine.llm.llm_engine.model_config.head_dtype == torch.float32
-
-
 def gaps(policy: Decoder, asked: list[tuple], samples: list[Sample], temperature: float = 1.0) -> torch.Tensor:
     """Engine's log-prob less that of our packed forward, of every token sampled."""
     return torch.cat([torch.tensor(s.logp) - trainer_logp(policy, p, s, temperature)
@@ -157,11 +152,6 @@ def test_the_trainers_process_is_left_as_it_was(started):
     _, before, after = started
     assert before == after
     assert dist.world_size() == 1 and dist.gather([1]) == [1]
-
-
-def test_the_model_runner_is_that_of_docs_running(engine):
-    """V2 on CUDA; V1 in the CPU build, which has no Triton."""
-    assert engine.llm.llm_engine.vllm_config.use_v2_model_runner == (PRECISION.device == "cuda")
 
 
 def test_the_scheduler_is_that_of_docs_running(engine, policy, queued_steps, request):
@@ -232,31 +222,6 @@ def test_a_wrong_tensor_never_reaches_it(engine, policy):
     assert is_in_step(engine, before)
 
 
-def test_weights_are_copied_and_may_have_another_dtype(engine, policy):
-    before = copy.deepcopy(policy)
-    engine.sync(policy.double())
-    with torch.no_grad():
-        policy.norm.weight.zero_()
-    assert is_in_step(engine, before)
-
-
-def test_sleep_and_sync_bring_it_back(engine, policy):
-    engine.sync(policy)
-    before = engine.generate(ask(prompts(), list(range(8)), 20), 1.0)
-    engine.sleep()
-    engine.sync(policy)
-    assert_same([s.ids for s in before], [s.ids for s in engine.generate(ask(prompts(), list(range(8)), 20), 1.0)])
-    assert is_in_step(engine, policy)
-
-
-def test_only_an_engine_that_sleeps_tells_vllm_so(engine, policy):
-    engine.sync(policy)
-    engine.sleep()
-    assert engine.llm.llm_engine.is_sleeping() == engine.sleeps
-    engine.sync(policy)
-    assert not engine.llm.llm_engine.is_sleeping()
-
-
 @pytest.mark.skipif(PRECISION.device == "cpu", reason="only on CUDA does an engine that sleeps give up its memory")
 def test_sleep_gives_the_memory_of_the_cache_back(engine, policy, device):
     for _ in range(2 * engine.sleeps):
@@ -325,11 +290,6 @@ def test_greedy_and_top_p_follow_their_definition(engine, policy):
     assert PRECISION.agrees(torch.tensor([s.logp[0] for s in samples]) - (prob_V[ids] / sorted_V[:kept].sum()).log())
 
 
-def test_nothing_to_do_is_nothing_done(engine, policy):
-    engine.sync(policy)
-    assert engine.generate(ask([], [], 5), 1.0) == []
-
-
 def test_completions_go_on_under_the_weights_of_now_each_up_to_a_limit_of_its_own(engine, policy, folder, device):
     """What a window left, some of it longer than a cached block, is read again with the new weights."""
     engine.sync(load_model(folder, PRECISION.dtype, device))
@@ -368,18 +328,3 @@ def test_turns_behind_replies_have_our_log_probs_and_read_little_again(engine, p
     print("context and tokens computed, turn by turn:", [
         (sum(length for length, _ in turn), sum(length - cached for length, cached in turn)) for turn in read])
     assert all(cached >= length // 128 * 128 - 128 for length, cached in later) and any(cached for _, cached in later)
-
-
-def test_greedy_windows_laid_end_to_end_are_the_whole_completion(engine, policy):
-    engine.sync(policy)
-    whole = engine.generate(ask(prompts(), [0] * 8, 24), 0.0)
-    ids, done = [()] * 8, [False] * 8
-    for _ in range(4):
-        going = [i for i in range(8) if not done[i]]
-        asked = ask([(*prompts()[i], *ids[i]) for i in going], [0] * len(going), 6)
-        pieces = engine.generate(asked, 0.0)
-        for i, piece in zip(going, pieces, strict=True):
-            ids[i], done[i] = (*ids[i], *piece.ids), piece.finished
-    assert_greedy(policy, ids)
-    if PRECISION.exact:
-        assert ids == [tuple(s.ids) for s in whole]

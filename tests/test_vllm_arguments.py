@@ -1,7 +1,5 @@
 """The arguments that vLLM gets from us for a GPU: held by a stand-in, and given to vLLM's own configuration code."""
 
-import importlib.util
-import json
 import os
 import subprocess
 import sys
@@ -9,7 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -22,7 +19,7 @@ import rollout_vllm
 import train
 from config import ConfigError
 from infra import device as hardware
-from infra import dist
+from infra import dist, runfolder
 from leaves.fit import fit, memory
 from leaves.fit.test_memory import GIB, gpu
 from records import EngineSpec
@@ -30,7 +27,6 @@ from rollout_vllm import VLLMEngine
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
-import shapes  # noqa: E402
 
 CUDA = torch.device("cuda", 0)
 
@@ -126,19 +122,6 @@ def test_the_most_memory_in_use_is_seen_before_each_sleep_and_each_sync(recorded
     assert engine.peak_bytes == 68 * GIB
 
 
-def test_weights_of_8_bits_are_asked_for_by_vllms_name_of_them(recorded):
-    """Its name fp8 is for a folder that is stored so."""
-    assert recorded(quantization="fp8").llm.given["quantization"] == "fp8_per_tensor"
-    assert "quantization" not in recorded().llm.given
-
-
-@pytest.mark.parametrize("engine", ["torch", "auto"])
-def test_only_vllm_can_sample_with_weights_of_8_bits(engine):
-    with pytest.raises(ConfigError, match="rollout.quantization=fp8 must be left out, or none, unless "
-                                          "rollout.engine=vllm"):
-        config.load("cppo_gsm8k.yaml", ["rollout.quantization=fp8", f"rollout.engine={engine}"])
-
-
 @pytest.mark.parametrize("error", [
     RuntimeError("Failed to find C compiler."), RuntimeError("CUDA Error: out of memory at cumem_allocator.cpp:62"),
     ValueError("No available memory for the cache blocks"), subprocess.CalledProcessError(1, ["gcc", "main.c"])])
@@ -152,13 +135,15 @@ def test_a_start_that_fails_is_one_line(error, recorded, monkeypatch):
     assert str(error)[:20] in str(raised.value)
 
 
-def test_the_engine_sleeps_before_the_export(tmp_path, monkeypatch):
-    """Which gathers weights in float32, after the last evaluation."""
+def test_the_engine_sleeps_before_the_export_and_the_run_is_finished_after_it(tmp_path, monkeypatch):
+    """The export gathers weights in float32, after the last evaluation."""
     seen = []
     monkeypatch.setattr(train, "start_engine", noting(train.start_engine, seen))
-    monkeypatch.setattr(train.lora, "export_both", lambda *given: seen.append("export"))
+    monkeypatch.setattr(train.lora, "export_both", lambda *given: seen.append(
+        f"export, {runfolder.state_of(tmp_path / 'run')['state']}"))
     train.train(toy_config(tmp_path / "run", "steps=1", "eval.every=0"))
-    assert seen[-2:] == ["sleep", "export"] and seen.count("sync") == 2
+    assert seen[-2:] == ["sleep", "export, running"] and seen.count("sync") == 2
+    assert runfolder.state_of(tmp_path / "run") == {"state": "finished"}
 
 
 def noting(start, seen: list[str]):
@@ -225,50 +210,3 @@ def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
     named = {name: evaluation.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
                                               evaluation.Sampling(8), spec, tokenizer, []) for name in ("fp8", "none")}
     assert (named["fp8"]["engine"], named["none"]["engine"]) == ("vllm fp8", "vllm")
-
-
-cuda_wheel = pytest.mark.skipif(importlib.util.find_spec("vllm") is None or torch.version.cuda is None,
-                                reason="vLLM's CUDA wheel is not installed")
-
-
-@pytest.mark.vllm
-@cuda_wheel
-@pytest.mark.parametrize(("name", "ranks", "settings"), [
-    ("cppo_gsm8k.yaml", 1, {}), ("cppo_gsm8k.yaml", 4, {"sleeps": True}), ("cppo_math.yaml", 8, {}),
-    ("cppo_math.yaml", 8, {"tensor_parallel": 4}), ("dapo_math.yaml", 16, {}),
-    ("cppo_math.yaml", 8, {"quantization": "fp8"})])
-def test_vllms_own_configuration_takes_them(name, ranks, settings, tmp_path):
-    """Of its CUDA build, for H100s that are stood in for (tests/vllm_configuration.py), in a process of its own."""
-    spec = replace(plan(name, ranks), **settings)
-    folder = shapes.write_config(name_of_size(config.load(name).model.path), tmp_path)
-    options = rollout_vllm.engine_options(replace(spec, folder=folder), 10 * GIB)
-    told = subprocess.run([sys.executable, "tests/vllm_configuration.py", json.dumps(options), str(ranks)], cwd=ROOT,
-                          capture_output=True, text=True)
-    assert told.returncode == 0, told.stderr
-    made = json.loads(told.stdout.splitlines()[-1])
-    alone = spec.tensor_parallel == 1
-    assert made["platform"] == "cuda" and made["v2_model_runner"] and made["async_scheduling"]
-    assert made["disable_custom_all_reduce"] == (not alone) and not made["fuse_allreduce_rms"]
-    assert made["sleep_mode"] == spec.sleeps and made["head_dtype"] == "torch.float32"
-    assert made["max_num_batched_tokens"] == rollout_vllm.PREFILL_TOKENS
-    assert made["quantization"] == ("fp8_per_tensor" if spec.quantization == "fp8" else None)
-    assert made["graphs"] > 0 and made["executor"] == "ExecutorWithExternalLauncher"
-
-
-def name_of_size(path: str) -> str:
-    return next(part for part in Path(path).name.split("-") if part in shapes.SHAPES)
-
-
-@pytest.mark.vllm
-@cuda_wheel
-@pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
-def test_the_sampler_of_cuda_draws_from_the_softmax_by_our_seeds():
-    """vLLM's second model runner, whose sampler is a Triton kernel: by Triton's interpreter, on the CPU."""
-    told = subprocess.run([sys.executable, "tests/vllm_sampler.py"], cwd=ROOT, capture_output=True, text=True,
-                          env=os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(ROOT)})
-    assert told.returncode == 0, told.stderr
-    seen = json.loads(told.stdout.splitlines()[-1])
-    assert seen["chi_squared"] < 60  # of 30 degrees of freedom: 1 in 1,000 is above 59.7
-    assert abs(seen["equal"] - seen["equal_by_chance"]) < 4 * seen["equal_by_chance"] ** 0.5
-    assert seen["again"] == seen["draws"]  # the same seed and place draw the same
-    assert seen["largest_logp_error"] < 1e-5 and seen["logp_shape"] == [50, 1]

@@ -54,7 +54,7 @@ ADAPTER = ["model.lora.rank=8", "optim.lr=1e-3"]
 
 
 @pytest.mark.parametrize(("launcher", "settings", "steps"), [
-    pytest.param([sys.executable], [], 15, id="1 rank"),
+    pytest.param([sys.executable], [], 15, id="1 rank", marks=pytest.mark.slow),
     pytest.param([sys.executable], ["rollout.sleep=always"], 15, id="1 rank, asleep", marks=pytest.mark.slow),
     pytest.param(TORCHRUN, [], 40, id="2 ranks", marks=[two_ranks, pytest.mark.slow]),
     pytest.param([sys.executable], ADAPTER, 40, id="lora, 1 rank", marks=pytest.mark.slow),
@@ -90,22 +90,6 @@ def test_sharded_weights_arrive_whole_and_two_ranks_can_hold_one_engine(kind, tm
 def test_the_preflight_passes():
     right = run(sys.executable, "train.py", *toy(), "--check")
     assert right.returncode == 0 and "FAIL" not in right.stdout, right.stdout + right.stderr
-
-
-@pytest.mark.skipif(PRECISION.device == "cuda", reason="only vLLM's CPU build packs the head")
-def test_the_preflight_sees_a_head_that_stays_old():
-    """vLLM's CPU build as it is shipped packs the tied head once and for all."""
-    checks = run(*after("""
-import_vllm = rollout_vllm.import_vllm
-def as_shipped(device):
-    import vllm.model_executor.layers.utils as layers
-    packed = layers.dispatch_cpu_unquantized_gemm
-    found = import_vllm(device)
-    layers.dispatch_cpu_unquantized_gemm = packed
-    return found
-rollout_vllm.import_vllm = as_shipped
-"""), "--check")
-    assert checks.returncode == 2 and "FAIL  engine follows a sync" in checks.stdout, checks.stdout + checks.stderr
 
 
 LATE = """
@@ -205,15 +189,6 @@ rollout_vllm.VLLMEngine.generate = failing
     assert steps == whole or not PRECISION.exact
 
 
-@pytest.mark.skipif(PRECISION.device == "cuda", reason="there weights of 8 bits can be sampled with")
-def test_weights_of_8_bits_on_a_cpu_are_one_line_with_the_remedy(tmp_path):
-    done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.quantization=fp8"))
-    assert done.returncode == 2
-    error = done.stderr.splitlines()[-1]
-    assert error.startswith("error: rollout.engine=vllm cannot start"), done.stderr
-    assert not (tmp_path / "run").exists()
-
-
 def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path):
     done = run(sys.executable, "train.py", *toy(f"out={tmp_path / 'run'}", "rollout.cache_gib=0.0001"))
     assert done.returncode == 2
@@ -221,19 +196,6 @@ def test_a_cache_too_small_for_one_sequence_is_one_line_with_the_remedy(tmp_path
     assert error.startswith("error: rollout.engine=vllm cannot start")
     assert "GiB of KV cache (rollout.cache_gib)" in error and "memory" in error
     assert not (tmp_path / "run").exists()
-
-
-@two_ranks
-def test_windows_a_critic_and_a_pool_with_vllm_on_two_ranks(tmp_path):
-    """T-PPO: vLLM's log-probs of what goes on are those of the policy of now, so nothing of an old one is left."""
-    settings = ["rollout.engine=vllm", "steps=6", "critic.pretrain_steps=1", "rollout.prompts_per_step=4",
-                "windows.tokens=10", "update.minibatches=1", "critic.minibatches=1",
-                f"out={tmp_path / 'run'}", "optim.lr=1e-3", "optim.warmup_steps=0"]
-    done = run(*TORCHRUN, "train.py", "--config", "tppo_toy.yaml", *(w for s in settings for w in ("--set", s)))
-    assert done.returncode == 0, done.stderr
-    lines = steps_of(tmp_path / "run")
-    assert len(lines) == 5 and sum(line["rollout/pending"] for line in lines) > 0
-    assert all(map(is_in_step, lines))
 
 
 @two_ranks
@@ -307,36 +269,3 @@ def test_both_engines_evaluate_to_the_same_answers(tmp_path):
     assert theirs == ours if PRECISION.exact else sum(equal) > 0.8 * len(equal)
     heads = [results[engine]["head"] for engine in ("torch", "vllm")]
     assert [key for key in heads[0] if heads[0][key] != heads[1][key]] == ["engine"]
-
-
-@two_ranks
-@pytest.mark.slow
-def test_the_bench_of_a_gpus_first_minutes_answers_its_questions(tmp_path):
-    """On a CPU with its own sizes, which say that it runs: vLLM on two ranks, over both, and its seconds."""
-    parts = ["vllm_ranks", "vllm_tensor_parallel", "vllm_custom_all_reduce", "vllm_rollout"]
-    done = run(sys.executable, "bench/gpu.py", "--shapes", "1M", "--parts", ",".join(parts), "--out",
-               tmp_path / "results.jsonl")
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    for part in parts[:3]:
-        passed = [row["passed"] for row in rows if row["part"] == part and "passed" in row]
-        assert len(passed) >= 11 and all(passed)
-    assert [row["ended"] for row in rows if "ended" in row] == ["well"]
-    of_engine = {row["way"]: row for row in rows if row["part"] == "vllm_rollout"}
-    sync = of_engine["sleep and sync"]
-    for name in ("sleep s", "wake weights s", "reload s", "wake cache s", "sync s"):
-        assert len(sync[name]) == 2 and min(sync[name]) >= 0
-    assert min(sync["sync s"]) >= min(sync["reload s"]) > 0
-    measured = [row["ms a token"] for way, row in of_engine.items() if way.endswith(" sequences")]
-    assert len(measured) == 3 and min(map(min, measured)) > 0
-
-
-@pytest.mark.slow
-def test_the_bench_of_engines_has_vllm_as_winnow_runs_it_and_as_it_is_installed():
-    small = ("--rounds", "1", "--shapes", "1M", "--slots", "32")
-    done = run(sys.executable, "bench/step.py", "--parts", "rollout", *small)
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(done.stdout.splitlines()[-1])["rollout"]
-    rates = {(row["engine"], row["lengths"]): row["tokens/s"] for row in rows}
-    assert {engine for engine, _ in rates} == {"torch", "vllm", "vllm as installed"} and len(rates) == 6
-    assert all(rate > 0 for measured in rates.values() for rate in measured)

@@ -5,7 +5,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-import survive
 import torch
 from conftest import TOY, toy_config, weights
 from test_invariance import on_ranks, step_metrics, trained_unchecked
@@ -141,21 +140,6 @@ def test_a_turn_that_fills_the_context_is_cut_there_and_goes_on_no_more():
     assert (sample.length, sample.cut, sample.finished, len(engine.asked)) == (5, True, False, 1)
 
 
-def test_the_last_turn_is_finished_if_the_environment_has_nothing_to_say():
-    sample, _ = one(["1 + 1 =", [CLOSING]], lambda text, row: " 2" if text.endswith("=") else None, turns=2)
-    assert sample.finished and not sample.cut and sample.calls == 1
-
-
-def test_a_reply_is_given_at_the_policys_limit_so_that_another_window_can_go_on():
-    window = encode("1 + 1 =")
-    first, _ = one([window], lambda text, row: " 2", limit=len(window))
-    assert not first.finished and not first.cut and first.own == len(window) and first.length > first.own
-    second, engine = one([[CLOSING]], lambda text, row: None, so_far=first)
-    assert second.ids.tolist() == [CLOSING] and second.finished and second.replies == ()
-    assert list(tokens_before(engine.asked[0][0])) == [5, 6, 7, *first.ids]
-    assert first.end == len(window)  # a reward reads no reply at the end
-
-
 def test_windows_give_the_completion_that_one_call_gives():
     """But for seeds: the same turns, cut anywhere, have the same replies at the same places."""
     script = [encode("20 + 30 ="), encode(". 53 + 1 ="), [*encode(".\n#### 57"), CLOSING]]
@@ -197,16 +181,6 @@ def test_messages_behind_a_stop_close_the_answer():
     assert TOKENIZER.decode(sample.ids, special=True) == (
         "1 + 1 =<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n<|im_end|>")
     assert sample.own == len(encode("1 + 1 =")) + 1
-
-
-def test_a_stop_and_more_in_one_token_is_shown_to_the_environment_as_it_is():
-    """The token stays whole, for it was sampled; the text goes on behind the stop."""
-    seen = []
-    glued = next(i for i in range(TOKENIZER.size) if "=" in TOKENIZER.decode([i]) and TOKENIZER.decode([i]) != "=")
-    sample, _ = one([[*encode("1"), glued], [CLOSING]], lambda text, row: seen.append(text) or (
-        " 2" if len(seen) == 1 else None))
-    assert seen[0] == "1" + TOKENIZER.decode([glued])
-    assert sample.ids.tolist()[:2] == [*encode("1"), glued]
 
 
 def test_ranks_that_share_an_engine_sample_equally_many_turns(monkeypatch):
@@ -280,10 +254,6 @@ def test_errors_of_calls_are_handed_back_as_text(call, content, failures, tmp_pa
     assert (reply.calls, reply.failures) == (1, failures)
     plain = ask(replace(file, format="plain"), f"Then {call}")
     assert plain.content.startswith(f"\n{content}") and plain.content.endswith("\n")
-
-
-def test_a_turn_without_a_call_ends_the_completion(tmp_path):
-    assert ask(opened(tmp_path, ADD), "#### 5") == Reply(None, calls=0)
 
 
 def test_a_template_with_a_place_for_tools_gets_them_and_names_the_format(tmp_path):
@@ -405,8 +375,8 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name == "cppo" else pytest.mark.slow)
-                                  for name in VARIANTS])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", VARIANTS)
 def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     few = ["steps=2", "eval.limit=2"] if name == "cppo" else ["steps=3", "eval.limit=8"]
     settings = with_sums(tmp_path, *few, "checkpoint.every=1", *VARIANTS[name])
@@ -424,17 +394,6 @@ def test_a_run_is_the_same_on_two_ranks_and_resumes_as_itself(name, tmp_path):
     assert all(torch.equal(resumed[key], p) for key, p in alone.items())
     texts = [(tmp_path / run / "decisions.jsonl").read_text() for run in ("one", "cut")]
     assert texts[0] == texts[1]
-
-
-def test_the_run_folder_keeps_the_file_and_a_resume_compares_it(tmp_path):
-    settings = with_sums(tmp_path, "steps=1", "data.eval=null")
-    cfg = toy_config(tmp_path / "run", *settings)
-    trained_unchecked(cfg)
-    assert (tmp_path / "run" / "environment.py").read_text() == SUMS
-    environment.read_file.cache_clear()
-    (tmp_path / "mine.py").write_text(SUMS.replace("3}", "4}"))
-    with pytest.raises(ConfigError, match="--resume: the file of environment.file has changed"):
-        train.train(replace(cfg, steps=2), resume="always")
 
 
 def test_a_step_is_replayed_and_its_texts_show_turns(tmp_path, capsys):
@@ -463,19 +422,6 @@ def test_an_evaluation_converses_and_its_result_names_the_environment(tmp_path, 
     assert result["head"]["environment"]["max_context"] == 200 and len(result["head"]["environment"]["file"]) == 64
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_in_the_midst_of_a_turn_and_the_run_is_the_same_byte_for_byte(ranks, tmp_path):
-    more = with_sums(tmp_path)
-    survive.finish(tmp_path / "whole", ranks, 4, more)
-    for seconds in (0.1, 0.7, 0.3):
-        process = survive.start(tmp_path / "cut", ranks, 4, more)
-        survive.interrupt(process, tmp_path / "cut", "any", survive.signal.SIGKILL, "all", seconds)
-        process.wait()
-    survive.finish(tmp_path / "cut", ranks, 4, more)
-    assert survive.record(tmp_path / "cut") == survive.record(tmp_path / "whole")
-
-
 def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_its_checkpoint(tmp_path):
     raises = "    if text and row['id'].endswith('7'): raise ValueError('seven')\n"
     source = SUMS.replace("    found =", f"{raises}    found =")
@@ -485,6 +431,7 @@ def test_an_error_in_the_file_in_mid_run_is_one_line_and_the_run_goes_on_from_it
         trained_unchecked(toy_config(tmp_path / "run", *settings))
 
 
+@pytest.mark.slow
 def test_arrays_of_a_pool_keep_replies(tmp_path):
     """Groups that go on over steps, with an environment that answers messages."""
     (tmp_path / "mine.py").write_text("def reply(text, row):\n    return None if text.count('again') else 'again'\n")

@@ -46,8 +46,7 @@ class RepliedCase(Case):
 
 
 @pytest.mark.parametrize("apart", [False, pytest.param(True, marks=pytest.mark.slow)], ids=["packed", "alone"])
-@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "grpo", "dapo", "gspo", "vapo", "tppo", "apo", "kl", "weights",
-                                             "odpo", "dgpo"))
+@pytest.mark.parametrize("name", others_slow(OBJECTIVES, "dapo", "gspo", "tppo", "apo", "weights", "odpo"))
 def test_the_gradient_is_that_of_the_textbook_loss_over_the_policys_own_tokens(name, apart, tiny, tmp_path):
     case = RepliedCase(name, tiny, tmp_path / "run")
     if apart:  # so small that no two completions share a row

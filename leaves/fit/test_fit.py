@@ -3,7 +3,6 @@
 import json
 import re
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -11,9 +10,8 @@ from conftest import ROOT, SHIPPED, TOY
 from test_train import main
 
 import config
-from infra.device import USABLE_SHARE, Machine, parameters
+from infra.device import Machine, parameters
 from leaves.fit import fit
-from leaves.fit.test_memory import gpu
 
 sys.path.append(str(ROOT / "bench"))  # behind the root: some of its files have names of ours
 
@@ -145,25 +143,6 @@ def test_the_devices_of_this_machine_are_taken_where_none_are_named(monkeypatch,
     assert main(monkeypatch, "--config", "cppo_toy.yaml", "--fit", "--set", f"model.path={TOY}") == 0
     text = capsys.readouterr().out
     assert "on 4 x H100: 3.0 GiB" in text
-
-
-@pytest.mark.parametrize("rank", ["null", "32"])
-def test_the_smallest_card_of_a_model_is_the_one_that_the_page_names(rank):
-    """In the README: a column of cards for all weights, and one for an adapter."""
-    page = Path(__file__).with_name("README.md").read_text()
-    rows = re.findall(r"^\| (\d\S*B) \| (\S+) \| (\S+) \|$", page, re.MULTILINE)
-    assert [size for size, *_ in rows] == ["0.5B", "1.5B", "3B", "7B"]
-    cfg = config.load("grpo_gsm8k.yaml", ["loss.kl=0", f"model.lora.rank={rank}"])
-    for size, *named in rows:
-        fitting = [card for card, gib in fit.CARDS.items() if fit.try_on(cfg, shapes.shape_of(size), gpu(gib)).fits]
-        assert fitting[0] == named[rank == "32"], size
-
-
-def test_a_rank_may_fill_so_much_of_what_is_free():
-    shape, cfg = shapes.shape_of("0.5B"), config.load("cppo_gsm8k.yaml")
-    large = fit.try_on(cfg, shape, gpu(999))
-    for factor, fits in ((1.001, True), (0.999, False)):
-        assert fit.try_on(large.cfg, shape, gpu(large.peak / GIB / USABLE_SHARE * factor)).fits == fits
 
 
 def test_the_shapes_of_all_published_configs_are_shipped(monkeypatch):

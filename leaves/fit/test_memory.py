@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import PUBLISHED, ROOT, TOY, toy_config
+from conftest import PUBLISHED, ROOT, TOY
 from test_invariance import on_ranks
 
 import config
@@ -18,9 +18,7 @@ from infra.weights import read_shape
 from leaves.fit import counts, fit, memory
 from leaves.fit.counts import Pass
 from leaves.fit.memory import choose_settings
-from leaves.lora import join as lora
-from leaves.lora.settings import Lora
-from model import BLOCK_CALLS, Decoder
+from model import BLOCK_CALLS
 from records import EngineSpec
 from settings.loader import ConfigError, locate
 
@@ -46,14 +44,6 @@ def pass_bytes(given: counts.Pass) -> int:
     return sum(counts.pass_parts(given).values())
 
 
-@pytest.mark.parametrize("changes", [{}, {"tied": True}, {"qkv_bias": True}, {"out_bias": True}, {"qk_norm": "head"},
-                                     {"qk_norm": "all heads"}])
-def test_parameters_are_those_of_the_decoder(changes):
-    with torch.device("meta"):
-        expected = sum(p.numel() for p in Decoder(small(**changes)).parameters())
-    assert hardware.parameters(small(**changes)) == expected
-
-
 def test_a_pass_is_counted_by_hand():
     """Two tables of 40, two blocks of 128 and a norm of 4. Of 7 tokens and 9 keys, in halves; chunks of 5 or 500."""
     root, block = (80 + 40) * 2, 128 * (2 * 2 + 4)
@@ -69,35 +59,6 @@ def test_a_pass_is_counted_by_hand():
     assert pass_bytes(replace(given, chunk=500)) == root + 2 * whole + 40 * 4 + 500 * 10 * (8 + 2)
 
 
-@pytest.mark.parametrize("targets", lora.TARGETS)
-@pytest.mark.parametrize("changes", [{}, {"qkv_bias": True}, {"qk_norm": "head", "tied": True}])
-def test_what_is_trained_of_an_adapter_is_that_of_the_decoder(changes, targets):
-    with torch.device("meta"):
-        model = Decoder(small(**changes))
-    settings = Lora(rank=3, targets=targets)
-    lora.adapt(model, settings, torch.bfloat16)
-    assert counts.trained(small(**changes), settings) == sum(p.numel() for p in model.parameters() if p.requires_grad)
-
-
-def test_a_pass_with_an_adapter_is_counted_by_hand():
-    """Sides of 58 and outputs of 28 numbers in a block, of rank 3; the block itself has 128 weights, no gradient."""
-    given = Pass(small(), tokens=7, keys=9, element=2, chunk=5, fused=True, lora=Lora(rank=3))
-    root, block = 80 * 2, 2 * 128 * 2 + 3 * 58 * (2 * 2 + 4)
-    whole = (7 * (4 * 4 + 2 * 4 + 4 * 6 + 7 * 3) + 9 * 2 * 2) * 2
-    some = 7 * (3 * 4 + 2 * 4 + 2 * 2 + 2 * 6 + 7 * 3 + 28) * 2
-    assert pass_bytes(given) == root + 2 * whole + block + whole // 2
-    padded = (7 * (4 * 4 + 4 * 4 + 4 * 6 + 7 * 3) + 9 * 4 * 2) * 2
-    assert pass_bytes(replace(given, fused=False)) == root + 2 * padded + block + padded // 4
-    selective, everything = replace(given, recomputed="selective"), replace(given, recomputed="all")
-    again = whole - (some - 7 * 28 * 2)  # what an adapter is added to is kept, and not computed again
-    assert pass_bytes(selective) == root + 2 * some + block + whole // 2 + again
-    assert pass_bytes(everything) == root + 2 * 7 * 4 * 2 + block + whole // 2 + whole - 7 * 4 * 2
-    head = 500 * 10 * (8 + 2) + 4 * 7 * 4 * 2 + 128 * 2
-    assert pass_bytes(replace(given, chunk=500)) == root + 2 * whole + head
-    entropy = replace(given, chunk=500, entropy=True)  # a third tensor of logits is in float32
-    assert pass_bytes(entropy) == root + 2 * whole + head + 500 * 10 * 2
-
-
 def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(tmp_path):
     (tmp_path / "adapter_config.json").write_text("{}")
     base, adapter = 2 * hardware.parameters(small()), 2 * 3 * 58
@@ -108,13 +69,6 @@ def test_a_frozen_base_is_counted_once_in_what_is_computed_in_and_no_reference(t
         cfg = config.load(f"{name}.yaml", ["device=cpu", "model.dtype=bfloat16", "model.lora.rank=3", *settings])
         assert sum(counts.held_parts(cfg, small(), ranks).values()) == expected
         assert counts.gradient_bytes(cfg, small(), ranks) == 4 * adapter // ranks
-
-
-def test_a_rows_keys_are_those_of_groups_of_planned_length():
-    """A prompt of 128 and 16 completions of 12 have 16 x 140 keys to 320 tokens."""
-    cfg = toy_config(ROOT / "runs" / "unused", "data.max_prompt_tokens=128", "rollout.group_size=16",
-                     "rollout.max_new_tokens=48", "pack.capacity=640")
-    assert counts.planned_row(cfg) == (640, 2 * 16 * 140)
 
 
 def test_weights_and_moments_are_counted_once_for_each_model_and_spread_over_the_ranks():
@@ -138,11 +92,6 @@ def test_the_caches_of_both_engines_are_counted_by_hand():
     assert engine == hardware.parameters(small()) * 2 + 3 * 129 * 32 + 24 * 3 * 10
     given = sum(hardware.engine_parts(small(), 2, 3, 129, 2, cache_gib=1000 / GIB).values())
     assert given == hardware.parameters(small()) + 1000 + 24 * 3 * 10
-
-
-@pytest.mark.parametrize("room", [0, 10, 35, 1000])
-def test_as_many_slots_as_fit_and_at_least_one(room):
-    assert hardware.slots_that_fit(8, room, lambda slots: 10 * slots) == min(8, max(1, room // 10))
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
@@ -186,14 +135,6 @@ def test_fewer_slots_are_said_with_the_memory_that_is_short():
     fits = [sum(counts.rollout_parts(here, shape, 8, n).values()) <= hardware.USABLE_SHARE * 79 * GIB
             for n in (slots, slots + 1)]
     assert fits == [True, False]
-
-
-def test_an_update_that_does_not_fit_is_said_before_anything_is_loaded():
-    cfg, shape = config.load("grpo_math.yaml"), shapes.shape_of("7B")
-    here, said = choose_settings(cfg, shape, gpu(), {})
-    needed = counts.update_bytes(here, shape, 1) / GIB
-    assert f"an update is counted to need {needed:.1f} GiB on a rank, and 79.0 are free" in said[-1]
-    assert not any("counted to need" in line for line in choose_settings(cfg, shape, gpu(ranks=8), {})[1])
 
 
 def test_without_vllm_the_embedded_engine_samples_and_a_line_says_what_to_install():
@@ -275,24 +216,6 @@ def test_an_engine_has_no_more_slots_than_a_step_or_an_evaluation_asks_it_for(na
     assert bool(said) == ("mine" in str(settings))  # only fewer than are asked for are worth a line
 
 
-def test_a_round_that_is_oversampled_asks_for_so_many_more():
-    """DAPO: 3 x 512 x 16 completions; an engine over 4 ranks samples for all of them."""
-    asked = {}
-    for times in (1, 3):
-        cfg = config.load("dapo_math.yaml", [f"rollout.oversample={times}", "eval.n=1"])
-        asked[times] = counts.sequences_asked(cfg, 64)
-    assert asked == {1: 512 * 16 * 4 // 64, 3: 3 * 512 * 16 * 4 // 64}
-    soft = config.load("apo_gsm8k.yaml")  # asks for 8 samples of every prompt before the first step
-    assert on(soft, "1.5B", 79, 8).rollout.slots == soft.rollout.slots
-
-
-def test_the_cache_of_a_7b_run_has_room_for_what_is_asked_for():
-    """255 slots took 41.8 GiB of each GPU."""
-    here = on(config.load("cppo_math.yaml"), "7B", 79, 8)
-    parts = counts.rollout_parts(here, shapes.shape_of("7B"), 8, here.rollout.slots)
-    assert parts["KV cache"] / GIB == pytest.approx(10.3, abs=0.1)
-
-
 def test_an_engine_sleeps_only_where_memory_asks_for_it():
     cfg = config.load("cppo_gsm8k.yaml")
     shape, room = shapes.shape_of("1.5B"), hardware.USABLE_SHARE * 79 * GIB
@@ -321,31 +244,6 @@ def test_a_named_sleep_is_taken_and_so_is_that_of_a_checkpoint(sleep):
     saved = hardware.settings_to_save(on(named, "1.5B", 79, 8), cfg)
     again, said = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(79, 8), saved)
     assert again.rollout.sleep == sleep and again.pack == on(named, "1.5B", 79, 8).pack and said == []
-
-
-def test_a_checkpoint_from_before_the_setting_goes_on_with_the_rows_it_had():
-    cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
-    slept = on(config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm", "rollout.sleep=always"]), "1.5B", 79, 1)
-    saved = hardware.settings_to_save(slept, cfg)
-    del saved["rollout.sleep"]
-    again = on(cfg, "1.5B", 79, 1, saved)
-    assert (again.rollout.sleep, again.pack) == ("always", slept.pack)
-
-
-@pytest.mark.parametrize("name", PUBLISHED)
-def test_no_published_config_plans_more_than_95_percent_of_a_card(name):
-    """Prompts' activations, CUDA graphs and NCCL included, in each phase and both ways of sleeping."""
-    cfg, seen = config.load(name), 0
-    for gib, ranks in ((79, 1), (79, 8), (139, 1), (79, 16), (79, 32)):
-        if ranks % cfg.rollout.tensor_parallel:
-            continue
-        fitted = fit.try_on(cfg, fit.find_shape(cfg.model.path), gpu(gib, ranks))
-        if fitted.fits:
-            seen += 1
-            assert fitted.peak <= 0.95 * gib * GIB
-            assert fitted.phases["rollout"]["activations of prompts"] > 0
-            assert all(parts["CUDA graphs, and NCCL"] > 0 for parts in fitted.phases.values())
-    assert seen
 
 
 def test_a_run_that_goes_on_takes_the_same_choices_or_says_that_it_cannot():
@@ -448,18 +346,6 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     assert choose_settings(other, shape, gpu(139), saved)[0].pack.capacity == 32768  # what is named is taken
 
 
-def test_a_run_that_goes_on_has_as_many_slots_as_before_unless_others_are_asked_for():
-    asked, shape = config.load("cppo_gsm8k.yaml"), shapes.shape_of("1.5B")
-    few = choose_settings(asked, shape, gpu(10), {})[0]
-    assert few.rollout.slots < asked.rollout.slots
-    saved = hardware.settings_to_save(few, asked)
-    again, said = choose_settings(asked, shape, gpu(79), saved)
-    assert again.rollout.slots == few.rollout.slots
-    assert said[0] == f"rollout.slots={few.rollout.slots}, not {asked.rollout.slots}: as before"
-    other = replace(asked, rollout=replace(asked.rollout, slots=200))
-    assert choose_settings(other, shape, gpu(79), saved)[0].rollout.slots == 200
-
-
 def test_an_evaluation_gets_an_engine_and_slots_that_fit(monkeypatch, capsys):
     monkeypatch.setattr(Machine, "here", staticmethod(lambda device: Machine(device, 4 * GIB, 1, "none on a CPU")))
     spec = EngineSpec(TOY, torch.float32, CPU, "sdpa", frozenset(), slots=10**6, max_len=100)
@@ -506,6 +392,7 @@ def head_line(name: str) -> str:
     return f"# fits: {size} GB GPUs (train.py --fit): {'; '.join(said)}."
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_a_published_config_says_in_its_head_what_it_fits(name):
     assert head_line(name) in locate(name, Path(), config.CONFIGS).read_text().splitlines(), head_line(name)
@@ -565,19 +452,6 @@ def test_a_gpu_that_torch_cannot_use_is_named_with_the_reason(seen, monkeypatch)
         with pytest.raises(ConfigError, match=r"too old \(found version 12020\).*580 or newer.*device=cpu"):
             hardware.find_device(wanted)
     assert hardware.find_device("cpu") == CPU
-
-
-def test_segments_of_cudas_memory_may_grow_unless_something_else_was_asked_for(seen, monkeypatch):
-    seen(1, driver=True, built="13.0")
-    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
-        monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
-        monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
-        assert hardware.find_device("auto") == torch.device("cuda", 0)
-        assert hardware.os.environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-        monkeypatch.delenv("PYTORCH_ALLOC_CONF")
-        monkeypatch.setenv(name, "max_split_size_mb:64")
-        hardware.find_device("auto")
-        assert hardware.os.environ.get("PYTORCH_ALLOC_CONF") == ("max_split_size_mb:64" if "CUDA" not in name else None)
 
 
 @pytest.mark.parametrize(("platform", "device", "gib"), [("linux", CPU, 3.0), ("darwin", CPU, 3.0 / 1024),

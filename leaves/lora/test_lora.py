@@ -9,7 +9,7 @@ import peft
 import pytest
 import torch
 import transformers
-from conftest import TOY, Doubled, attend_alone, load, make_groups, nudge, toy_config, weights
+from conftest import TOY, Doubled, attend_alone, load, make_groups, nudge, others_slow, toy_config, weights
 from safetensors.torch import load_file, save_file
 from test_model import KINDS, SMALL, packed_logits, segments
 from test_objectives import learner_on
@@ -56,7 +56,7 @@ def logits_of(theirs: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("targets", NAMED)
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "llama-bias"])
+@pytest.mark.parametrize("kind", others_slow(["qwen2", "qwen3", "llama", "llama-bias"], "qwen3", "llama-bias"))
 def test_logits_and_gradients_are_pefts_and_both_exports_have_them(kind, targets, tmp_path):
     folder, settings = base_of(kind, tmp_path / "base"), Lora(rank=3, alpha=5.0, targets=targets)
     with Doubled():

@@ -151,15 +151,6 @@ def test_wrong_settings_are_named(custom, message, tmp_path):
         toy_config(tmp_path / "run", f"reward.custom_file={path}", *f"reward.custom={custom}".split("\n"))
 
 
-def test_weights_of_functions_are_merged_and_written_down(tmp_path):
-    path = file_of(tmp_path, "")
-    cfg = toy_config(tmp_path / "run", f"reward.custom_file={path}", "reward.custom={a: 1, b: 0.5}",
-                     "reward.custom.b=2")
-    assert cfg.reward.weights == {"accuracy": 1, "a": 1, "b": 2} and cfg.reward.functions == {"a": "a", "b": "b"}
-    (tmp_path / "again.yaml").write_text(config.dump(cfg))
-    assert config.load(tmp_path / "again.yaml") == replace(cfg)
-
-
 # ---- calls that are ended, and a file that changes
 
 def small(tmp_path: Path, path: str, *settings: str) -> config.Config:
@@ -322,33 +313,22 @@ HOSTILE = {
     "sys.exit": (END + "import sys; sys.exit(0)", "it raises SystemExit in line 2: 0"),
     "exit at import": ("raise SystemExit", "it raises SystemExit in line 1"),
     "os._exit": (END + "import os; os._exit(0)", r"a call ended its process by an exit of its own \(row toy/train/0\)"),
-    "loops": (END + "while True: pass", "a call took more than 0.3 s of computing"),
     "sleeps": (END + "import time; time.sleep(10**6)", "3 s of computing or 10 times that by the clock"),
-    "regex": (END + "import re; return float(bool(re.match('(a+)+$', 'a' * 60 + 'b')))", "a call took more than 0.3 s"),
     "nan": (END + "return float('nan')", r"reward\(\) returns nan; it must be a number in \[-1, 1\]"),
-    "text": (END + "return 'good'", r"reward\(\) returns 'good'; it must be"),
     "2.0": (END + "return 2.0", r"reward\(\) returns 2.0; it must be a number in \[-1, 1\], whose weight is rew"),
     "none": (END + "return None", None),
-    "memory": (END + "return len(bytearray(10**13))", r"asked for more than 2 GiB of memory \(reward.custom_gib\)"),
-    "prints": (END + "print('x' * 10**6); return len(text) % 2", None),
     "stdout": (END + "import os; os.write(1, b'mine\\n'); return len(text) % 2", None),
     "raises": (END + "return 1 / len(row['nothing'])",
                "it raises KeyError in line 2: 'nothing'; the row has id, question, answer"),
     "own key": (END + "return {}['id']", r"it raises KeyError in line 2: 'id' \(row toy/train/0\)$"),
     "verl's": ("def reward(data_source, solution_str, ground_truth, extra_info=None):\n    return 1",
                r"reward\(\) asks for data_source, solution_str, ground_truth; it can have text, gold, tokens, row, of"),
-    "trl's": ("def reward(completions, **columns):\n    return [1]", r"reward\(\) asks for completions; it can have "),
     "unpicklable": ("class Odd(Exception):\n    def __init__(self, a, b):\n        self.f = lambda: a\n"
                     "    def __str__(self):\n        raise self\n" + END + "raise Odd(1, 2)",
                     "raises Odd in line 7: a Odd"),
     "row": (END + "row.clear(); row['x'] = row; return len(text) % 2", None),
-    "recursion": (END + "return reward(text, gold, tokens, row)", "it raises RecursionError in line 2: maximum rec"),
-    "subprocess": (END + "import subprocess; return float(subprocess.run(['true']).returncode == len(text) % 2)", None),
     "deletes": (END + "import shutil, pathlib\n    shutil.rmtree(pathlib.Path(__file__).parent, ignore_errors=True)\n"
                       "    return len(text) % 2", None),
-    "empty": ("", r"it has no function 'reward' \(reward.custom\); it has none"),
-    "signature": ("def reward(text, gold, tokens, row, image):\n    return 1",
-                  r"reward\(\) asks for image; it can have text, gold, tokens, row"),
     "star": ("def reward(*given):\n    return 1", r"reward\(\*given\) must take what it asks for by name"),
     "syntax": ("def reward(text:\n    return 1", "it raises SyntaxError"),
     "import": ("import nowhere_to_be_found", "it raises ModuleNotFoundError in line 1: No module named 'nowhere"),
@@ -357,7 +337,7 @@ HOSTILE = {
 
 @pytest.mark.parametrize("case", HOSTILE)
 def test_hostile_files_end_in_one_line_or_do_no_harm(case, tmp_path, capfd, monkeypatch):
-    if case in ("sleeps", "regex"):  # which only the clock ends
+    if case == "sleeps":  # which only the clock ends
         monkeypatch.setattr(workers, "PATIENCE", 1)
     source, message = HOSTILE[case]
     (tmp_path / "own").mkdir()

@@ -123,6 +123,7 @@ def push(run: Path, address: str) -> subprocess.CompletedProcess:
                           env=environment, capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_export_and_card_go_to_the_hub_as_a_private_model(run, tmp_path):
     path = card.write_card(run)
     path.write_text(f"{path.read_text()}My own words.\n")

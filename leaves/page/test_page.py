@@ -62,21 +62,6 @@ for (const svg of document.querySelectorAll("svg")) {
 return bad;"""
 
 
-# Rows of charts that end before the page does.
-HOLES = """
-const holes = [];
-for (const charts of [...document.querySelectorAll(".charts")].filter((one) => one.checkVisibility())) {
-  const ends = new Map();
-  for (const figure of charts.children) {
-    const { top, right } = figure.getBoundingClientRect();
-    ends.set(top, Math.max(right, ends.get(top) ?? 0));
-  }
-  const edge = charts.getBoundingClientRect().right;
-  for (const right of ends.values()) if (right < edge - 1) holes.push(charts.textContent);
-}
-return holes;"""
-
-
 @pytest.fixture(scope="module")
 def browser():
     driver = shutil.which("chromedriver")
@@ -138,7 +123,6 @@ def check_layout(browser) -> None:
     assert width[0] <= width[1], width
     assert browser.execute_script(CONTRAST) == []
     assert browser.execute_script(LABELS) == []
-    assert browser.execute_script(HOLES) == []
 
 
 def rows(browser) -> list[dict]:
@@ -262,59 +246,6 @@ def test_replies_of_an_environment_are_shaded(browser, tmp_path):
         assert background(browser, "#groups .reply") != background(browser, "#groups tr")
         check_layout(browser)
     check_quiet(browser, page)
-
-
-def test_colours_tell_right_from_wrong_and_kept_from_pruned_light_and_dark(browser, finished, tmp_path):
-    page, seen = report.write_report([finished], tmp_path), {}
-    for scheme in SCHEMES:
-        show(browser, page, 1280, scheme)
-        seen[scheme] = [background(browser, f"#groups tr.{row}") for row in ("right.kept", "wrong.kept", "pruned")]
-        seen[scheme].append(background(browser, "body"))
-        assert len(set(seen[scheme])) == 4
-    assert not set(seen["light"]) & set(seen["dark"])
-
-
-def test_states_have_colours_of_their_own(browser, tmp_path):
-    runs = [write_run(tmp_path / str(state), [0.1, 0.2], f"seed={i}", state=state)
-            for i, state in enumerate(("finished", "stopped", "failed", None))]
-    show(browser, report.write_report(runs, tmp_path / "out"))
-    states = browser.find_elements(By.CSS_SELECTOR, "#now .state")
-    assert [state.text for state in states] == ["finished", "stopped", "failed", "died"]
-    colours = [state.value_of_css_property("background-color") for state in states]
-    assert colours[2] == colours[3] and len(set(colours)) == 3
-
-
-@pytest.mark.parametrize("width", WIDTHS)
-def test_a_page_that_is_read_again_keeps_every_place(browser, finished, tmp_path, width):
-    """Titles that occur twice, sections of a run that is not chosen, answers that were unfolded."""
-    other = write_run(tmp_path / "other", [0.1, 0.5], "seed=1")
-    for runs in ([finished], [finished, other]):
-        show(browser, report.write_report(runs, tmp_path / str(len(runs))), width)
-        browser.execute_script("document.querySelectorAll('details').forEach((one) => { one.open = true; })")
-        if (more := browser.find_element(By.ID, "more")).is_displayed():
-            more.click()
-        height = browser.execute_script("return document.documentElement.scrollHeight")
-        for place in range(0, height - 900, height // 12):
-            browser.execute_script("scrollTo(0, arguments[0])", place)
-            browser.execute_script("location.reload()")
-            WebDriverWait(browser, 20).until(
-                lambda _: browser.execute_script("return document.readyState") == "complete")
-            assert browser.execute_script("return scrollY") == pytest.approx(place, abs=1)
-
-
-def test_a_page_that_leaves_steps_out_says_so(browser, tmp_path):
-    folder = write_run(tmp_path / "run", [0.2] * 401)
-    completion = {"text": 2000 * "x", "tokens": 9, "finished": True, "reward": 1.0, "components": {"accuracy": 1.0},
-                  "advantage": 0.5, "kept": True, "size": 1.5, "prob": 1.0, "weight": 1.0}
-    pruned = completion | {"kept": False, "size": 0.25, "prob": 0.125, "weight": 0.0}
-    group = {"id": "x", "prompt": "p", "gold": "1", "completions": [completion] * 15 + [pruned]}
-    write_lines(folder / "samples.jsonl", [{"step": step, **group} for step in range(1, 401)])
-    show(browser, report.write_report([folder], tmp_path))
-    assert {row["kept"] for row in rows(browser)} == {
-        "kept, size 1.5 of the mean, probability 1, weight 1",
-        "pruned, size 0.25 of the mean, probability 0.125"}
-    note = browser.find_element(By.ID, "texts-note").text
-    assert re.match(r"This page holds the texts of every \d+th step; those of the others are in samples.jsonl", note)
 
 
 def test_filters_leave_what_they_name(browser, finished, tmp_path):
@@ -477,13 +408,3 @@ def test_no_text_of_a_model_or_user_runs_or_breaks_the_page(browser, tmp_path):
 
 def write_lines(path: Path, lines: list[dict]) -> None:
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-
-
-def test_of_several_runs_one_is_chosen(browser, finished, tmp_path):
-    other = write_run(tmp_path / "other", [0.1, 0.5], "seed=1")
-    show(browser, report.write_report([finished, other], tmp_path / "out"))
-    assert rows(browser) and len(browser.find_elements(By.CSS_SELECTOR, "#pruning svg")) >= 3
-    choose(browser, "run", "1")
-    assert rows(browser) == [] and "No completions were kept yet" in browser.find_element(By.ID, "completions").text
-    shown = [part.text for part in browser.find_elements(By.CSS_SELECTOR, "#pruning .of-run") if part.is_displayed()]
-    assert shown == ["No step is done yet."]

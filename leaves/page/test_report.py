@@ -1,27 +1,22 @@
-"""The report: its figures are computed again here, from metrics.jsonl and by code that is not the report's."""
+"""The report: its figures by hand, and its charts read back from the page."""
 
 import json
 import re
 from html.parser import HTMLParser
 from itertools import product
-from statistics import mean, stdev
 
 import pytest
-import yaml
 from conftest import toy_config
 
 import config
 import report
 from infra import runfolder
-from leaves.page import charts
+from leaves.page import charts, pruning
 from leaves.page.compare import make_tables
 from leaves.page.pruning import kept_by_difficulty, kept_weights
 from leaves.page.runs import group_runs, read_run
 from leaves.page.summary import scores_of
 from settings.loader import ConfigError
-
-KINDS = {"steps": None, "generated tokens": "rollout/tokens", "trained tokens": "train/tokens", "seconds": "time/step"}
-STUDENT = {3: 4.303}
 
 
 def write_run(folder, curve: list[float], *changes: str, every=1, total=None, state="finished", tokens=100,
@@ -91,99 +86,14 @@ def tables_of(folders, level=None) -> dict[str, list[list[str]]]:
     return {table.title: [table.head, *table.rows] for table in make_tables(groups, scores, level)}
 
 
-# ---- the same figures, from metrics.jsonl alone
-
-def curve_of(folder, kind: str) -> list[tuple[int, float, float]]:
-    """(step, spent until then, accuracy in percent) of every evaluation."""
-    points, spent = [], 0.0
-    for line in map(json.loads, (folder / "metrics.jsonl").read_text().splitlines()):
-        if "eval/few/accuracy" in line:
-            points.append((line["step"], spent, 100 * line["eval/few/accuracy"]))
-        else:
-            spent += 1 if KINDS[kind] is None else line.get(KINDS[kind], 0)
-    return points
+@pytest.fixture
+def uncharted(monkeypatch):
+    """Pages without their charts, which take most of a page's time."""
+    for module in (charts, pruning):
+        monkeypatch.setattr(module, "draw_svg", lambda plot, integer_x=True: "")
 
 
-def ends(folder, a, b, x, i, j) -> tuple[float, float] | None:
-    """Column j where column i is x, between two evaluations a and b."""
-    total = yaml.safe_load((folder / "config.yaml").read_text())["steps"]
-    if x == a[i]:
-        return a[j], a[j]
-    if b[0] - a[0] > total / 2:
-        return None
-    if b[0] - a[0] > total / 10:
-        return min(a[j], b[j]), max(a[j], b[j])
-    value = a[j] + (x - a[i]) / (b[i] - a[i]) * (b[j] - a[j])
-    return value, value
-
-
-def written(value: float, percent: bool) -> str:
-    if percent:
-        return f"{value:.1f}"
-    for unit, letter in ((1e6, "M"), (1e3, "k")):
-        if value >= unit:
-            return f"{value / unit:.3g}{letter}"
-    return f"{value:.3g}"
-
-
-def cell_of(pairs, percent: bool) -> str:
-    if None in pairs:
-        return "not known"
-    low, high = (mean(pair[i] for pair in pairs) for i in (0, 1))
-    if any(a != b for a, b in pairs):
-        return f"{written(low, percent)} to {written(high, percent)}"
-    if len(pairs) < 3:
-        return written(low, percent)
-    half = STUDENT[len(pairs)] * stdev(pair[0] for pair in pairs) / len(pairs) ** 0.5
-    bounds = max(0, low - half), min(100 if percent else float("inf"), low + half)
-    return f"{written(low, percent)} [{written(bounds[0], percent)}, {written(bounds[1], percent)}]"
-
-
-def at_budget(folders, kind: str, share: float, everybody) -> tuple[str, str]:
-    """The head of a column, and the cell of these runs in it."""
-    budget = share * min(curve_of(folder, kind)[-1][1] for folder in everybody)
-    pairs = []
-    for folder in folders:
-        curve = curve_of(folder, kind)
-        a = max((p for p in curve if p[1] <= budget), key=lambda p: p[1])
-        b = min((p for p in curve if p[1] > budget), key=lambda p: p[1], default=a)
-        pairs.append(ends(folder, a, b, budget, 1, 2))
-    return f"{written(budget, percent=False)} {kind}", cell_of(pairs, percent=True)
-
-
-def spent_to_reach(folders, kind: str, level: float) -> str:
-    pairs = []
-    for folder in folders:
-        curve = curve_of(folder, kind)
-        i = next((i for i, point in enumerate(curve) if point[2] >= level), None)
-        if i is not None:
-            pairs.append((curve[0][1],) * 2 if i == 0 else ends(folder, curve[i - 1], curve[i], level, 2, 1))
-    if not pairs:
-        return "not reached"
-    return f"reached by {len(pairs)} of {len(folders)}" if len(pairs) < len(folders) else cell_of(pairs, percent=False)
-
-
-def check_tables(tables, rows, level) -> None:
-    """Every cell of the tables of accuracy and of what was spent. rows: label -> finished runs."""
-    everybody = [folder for folders in rows.values() for folder in folders]
-    accuracy = tables["few: accuracy in %, at the budget that every run reached"]
-    halves = tables["few: accuracy in %, at half of that budget"]
-    columns = [at_budget(everybody[:1], kind, 1.0, everybody)[0] for kind in KINDS]
-    assert accuracy[0] == ["run", "runs", "before", *columns, "at its end"]
-    assert halves[0] == ["run", *(at_budget(everybody[:1], kind, 0.5, everybody)[0] for kind in KINDS)]
-    for (label, folders), whole, half in zip(rows.items(), accuracy[1:], halves[1:], strict=True):
-        first, last = ([curve_of(folder, "steps")[i][2] for folder in folders] for i in (0, -1))
-        assert whole == [label, str(len(folders)), cell_of([(x, x) for x in first], percent=True),
-                         *(at_budget(folders, kind, 1.0, everybody)[1] for kind in KINDS),
-                         cell_of([(x, x) for x in last], percent=True)]
-        assert half == [label, *(at_budget(folders, kind, 0.5, everybody)[1] for kind in KINDS)]
-    reach = tables[f"few: cost to reach {level:.1f}%"]
-    assert reach == [["run", *KINDS],
-                     *([label, *(spent_to_reach(folders, kind, level) for kind in KINDS)] for label, folders in
-                       rows.items())]
-
-
-def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path):
+def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path, uncharted):
     """3 rates x 2 seeds: one rate learns nothing, one run was killed half-way, one has a single evaluation."""
     def run(rate: str, seed: int, curve: list[float], **more):
         return write_run(tmp_path / f"{rate}-seed{seed}", curve, f"optim.lr={rate}", f"seed={seed}", **more)
@@ -196,33 +106,41 @@ def test_a_sweep_is_told_apart_by_its_settings_and_every_cell_is_right(tmp_path)
     young = run("3e-4", 2, [0.2], total=10, state=None)
     folders = [*good, *none, fast, killed, young]
     text, tables = page_of(folders, tmp_path / "out")
-    rows = {"optim.lr=1e-4": good, "optim.lr=1e-5": none, "optim.lr=3e-4": [fast]}
-    check_tables(tables, rows, level=20 + 0.9 * (mean([90, 88]) - 20))
+    kinds = ["10 steps", "1.05k generated tokens", "500 trained tokens", "20 seconds"]
+    assert tables["few: accuracy in %, at the budget that every run reached"] == [
+        ["run", "runs", "before", *kinds, "at its end"],
+        ["optim.lr=1e-4", "2", "20.0", "89.0", "90.0", "90.0", "89.0", "89.0"],
+        ["optim.lr=1e-5", "2", "20.0", *["20.0"] * 5],
+        ["optim.lr=3e-4", "1", "20.0", "85.0", "85.0", "85.0", "60.0 to 85.0", "85.0"]]
+    assert tables["few: accuracy in %, at half of that budget"] == [
+        ["run", "5 steps", "528 generated tokens", "250 trained tokens", "10 seconds"],
+        ["optim.lr=1e-4", "75.0", "73.5", "72.9", "75.0"], ["optim.lr=1e-5", "20.0", "20.2", "20.0", "20.0"],
+        ["optim.lr=3e-4", "60.0", "60.0 to 85.0", "60.0", "20.0 to 60.0"]]
+    assert tables["few: cost to reach 82.1%"] == [  # 20 and 0.9 of the best gain
+        ["run", "steps", "generated tokens", "trained tokens", "seconds"],
+        ["optim.lr=1e-4", "5.92", "677", "328", "11.8"], ["optim.lr=1e-5", *["not reached"] * 4],
+        ["optim.lr=3e-4", "5 to 10", "515 to 1.05k", "250 to 500", "15 to 30"]]
     assert tables["What differs"] == [["run", "seeds", "optim.lr"], ["optim.lr=1e-4", "0, 1", "1e-4"],
                                       ["optim.lr=1e-5", "0, 1", "1e-5"], ["optim.lr=3e-4", "0, 1, 2", "3e-4"]]
     for folder, step in ((killed, 3), (young, 0)):
         assert f"{folder} is left out of the tables: died after {step} of 10 steps." in text
     assert "[nan" not in text and "±" not in text  # two seeds have no interval
-    tables = tables_of(folders, level=60)
-    check_tables(tables, rows, level=60)
-    assert tables["few: cost to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
+    assert tables_of(folders, level=60)["few: cost to reach 60.0%"][2] == ["optim.lr=1e-5", *["not reached"] * 4]
 
 
 def test_three_runs_have_an_interval_that_stays_within_what_is_possible(tmp_path):
-    folders = [write_run(tmp_path / f"run{seed}", [0.2, 0.5 + 0.2 * seed, 0.6 + 0.2 * seed], f"seed={seed}")
-               for seed in range(3)]
-    tables = tables_of(folders, level=50)
-    check_tables(tables, {"run": folders}, level=50)
-    cell = tables["few: accuracy in %, at the budget that every run reached"][1][-1]
-    low, high = re.findall(r"\[(.*), (.*)\]", cell)[0]
-    assert 0 <= float(low) < float(high) == 100
+    """Student's: 80 and 4.303 x 20 / sqrt 3 around it, cut at 100."""
+    folders = [write_run(tmp_path / f"run{seed}", [0.2, 0.5, 0.6 + 0.2 * seed], f"seed={seed}") for seed in range(3)]
+    row = tables_of(folders, level=50)["few: accuracy in %, at the budget that every run reached"][1]
+    assert row[-1] == "80.0 [30.3, 100.0]"
 
 
 def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
     curve = [0.3, 0.4, 0.6, 0.8, 0.9, 0.95, 0.96, 0.97, 0.97]
     dense = write_run(tmp_path / "dense", curve, every=5)
     falling = write_run(tmp_path / "falling", [0.3, 0.9, 0.5, 0.4, 0.97], "seed=1", every=10)
-    check_tables(tables_of([dense, falling]), {"dense": [dense, falling]}, level=90.3)
+    both = tables_of([dense, falling])["few: cost to reach 90.3%"][1]  # 20 to 25 and 30 to 40, in the mean
+    assert both == ["dense", "25 to 32.5", "2.84k to 3.82k", "1.25k to 1.62k", "50 to 65"]
     ends_only = write_run(tmp_path / "ends", [curve[0], curve[-1]], every=40)
     reach = "few: cost to reach 90.3%"
     assert tables_of([dense])[reach][1][:2] == ["dense", "20 to 25"]
@@ -231,21 +149,7 @@ def test_a_level_is_not_read_off_where_evaluations_are_far_apart(tmp_path):
     assert tables_of([every_step])[reach][1][1] == f"{2 + (90.3 - 90) / 5:.3g}"
 
 
-def test_a_level_that_some_seeds_reach_says_how_many(tmp_path):
-    runs = [write_run(tmp_path / f"run{seed}", [0.1, top], f"seed={seed}") for seed, top in enumerate((0.8, 0.4))]
-    tables = tables_of(runs, level=60)
-    check_tables(tables, {"run": runs}, level=60)
-    assert tables["few: cost to reach 60.0%"][1] == ["run", *["reached by 1 of 2"] * 4]
-
-
-def test_a_run_begun_again_elsewhere_after_it_died_is_not_given_twice(tmp_path):
-    died = write_run(tmp_path / "died", [0.1, 0.3], state=None, total=2)
-    again = write_run(tmp_path / "again", [0.1, 0.3, 0.5])
-    tables = tables_of([died, again])
-    assert tables["Cost of a whole run"][1][:2] == ["died", "2"]
-
-
-def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path):
+def test_a_gain_within_the_noise_of_one_evaluation_is_no_level(tmp_path, uncharted):
     runs = [write_run(tmp_path / rate, [0.2, 0.24], f"optim.lr={rate}") for rate in ("1e-4", "1e-5")]
     text, tables = page_of(runs, tmp_path / "out")
     assert "The best row gains 4.0 points, and one evaluation is known to ±8.0" in text
@@ -291,18 +195,6 @@ class Drawn:
         return [self.at(POINT.findall(d)) for d, c, w in re.findall(rf'<path d="([^"]*)"[^>]*{style}', self.svg)
                 if int(c) == colour and width in (None, float(w))]
 
-    def bands(self) -> list[list[tuple[float, float]]]:
-        """The outlines of shaded intervals, which stand in <defs> and are used 158.4 further down."""
-        shaded = r'<path id="[^"]*" d="([^"]*z\s*)"/>\s*</defs>\s*<g[^>]*>\s*<use [^>]*fill-opacity'
-        return [self.at([(x, str(float(y) + 158.4)) for x, y in POINT.findall(d)])
-                for d in re.findall(shaded, self.svg)]
-
-    def bars(self, colour: int) -> list[tuple[float, float]]:
-        """The middle and the height of each bar."""
-        outlines = [self.at(POINT.findall(d)) for d in re.findall(
-            rf'<path d="([^"]*)"[^>]*style="fill: var\(--line-{colour}\)', self.svg)]
-        return [(mean({x for x, _ in outline}), max(y for _, y in outline)) for outline in outlines]
-
 
 def number(label: str) -> float:
     """A label of an axis; matplotlib writes another minus."""
@@ -331,69 +223,7 @@ def test_curves_go_through_the_values_of_the_log(tmp_path):
         assert phases.lines(colour) == [near(logged(folder, key))]
 
 
-def test_accuracies_stand_within_their_own_intervals(tmp_path):
-    folder = write_run(tmp_path / "run", [0.2, 0.5, 0.9])
-    chart = Drawn(page_of([folder], tmp_path / "out")[0], "Accuracy against steps")
-    assert chart.lines(0, 1.8) == [near([(0, 20), (1, 50), (2, 90)])]
-    assert chart.lines(0, 0.8) == [near([(i, x - 8), (i, min(100, x + 8))]) for i, x in enumerate((20, 50, 90))]
-
-
-def test_a_row_of_several_runs_has_its_mean_and_from_three_on_its_interval(tmp_path):
-    """The mean of those that finished; its interval is cut to what is possible."""
-    curves = [[0.2, 0.02, 0.99], [0.2, 0.3, 0.6], [0.2, 0.05, 0.9]]
-    runs = [write_run(tmp_path / f"run{seed}", curve, f"seed={seed}", tokens=100 * (seed + 1))
-            for seed, curve in enumerate(curves)]
-    died = write_run(tmp_path / "died", [0.2, 0.0], "seed=9", total=2, state=None)
-    text, _ = page_of([*runs, died], tmp_path / "out")
-    for kind, key in KINDS.items():
-        chart = Drawn(text, f"Accuracy against {kind}")
-        spent = [mean(curve_of(run, kind)[i][1] for run in runs) for i in range(3)]
-        middle = [(x, 100 * mean(column)) for x, column in zip(spent, zip(*curves, strict=True), strict=True)]
-        line, = chart.lines(0, 1.8)
-        assert line == [pytest.approx(point, rel=0.01, abs=0.05) for point in middle]
-        assert len(chart.lines(0, 0.6)) == 4
-        halves = [STUDENT[3] * stdev(column) * 100 / 3 ** 0.5 for column in zip(*curves, strict=True)]
-        band, = chart.bands()
-        for (x, y), half in zip(middle, halves, strict=True):
-            ends = [v for u, v in band if u == pytest.approx(x, rel=0.01, abs=0.05)]
-            assert (min(ends), max(ends)) == pytest.approx((max(0, y - half), min(100, y + half)), abs=0.3), key
-    assert [f(y for _, y in band) for f in (min, max)] == pytest.approx([0, 100], abs=0.3)
-    reward = Drawn(text, "Reward")
-    assert len(reward.lines(0, 0.6)) == 4 and len(reward.lines(0, 1.8)) == 1
-    assert not Drawn(page_of(runs[:2], tmp_path / "two")[0], "Accuracy against steps").bands()
-
-
-def test_what_pruning_did_is_drawn_as_it_was_decided(tmp_path):
-    folder = write_run(tmp_path / "run", [0.2, 0.5, 0.9])
-    decided = [{"step": 1, "prompts": [{"right": [1, 0, 0, 0, 0], "completion_weight": [2.0, 1.0, 0, 0, 0]},
-                                       {"right": [1, 1, 1, 1, 0], "completion_weight": [0, 0, 1.0, 0, 1.0]}]}]
-    (folder / "decisions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in decided))
-    text, _ = page_of([folder], tmp_path / "out")
-    shares = Drawn(text, "Share kept against difficulty", "pruning")
-    assert shares.bars(2) == near([(0.18, 1.0), (0.78, 0.25)])   # of right completions
-    assert shares.bars(1) == near([(0.22, 0.25), (0.82, 1.0)])   # of wrong ones
-    weights = [bar for bar in Drawn(text, "Weights of kept completions", "pruning").bars(0) if bar[1] > 0.01]
-    assert weights == [pytest.approx((1.0, 0.75), abs=0.06), pytest.approx((2.0, 0.25), abs=0.06)]
-    tokens = Drawn(text, "Tokens generated and trained", "pruning")
-    assert tokens.lines(0) == [[pytest.approx(p, rel=0.01) for p in ((1, 101), (2, 203))]]
-    assert tokens.lines(1) == [[pytest.approx(p, rel=0.01) for p in ((1, 50), (2, 100))]]
-    said = ("25.0% of 32 completions offered were kept", "49.3% of 203 tokens generated were trained on",
-            "3 prompts were skipped and 5 rolled out.")
-    assert " · ".join(said) in text
-    assert Drawn(text, "Prompts skipped").lines(0) == [near([(1, 1), (2, 2)])]
-
-
-def test_a_long_curve_is_drawn_by_means_and_the_page_says_so(tmp_path, monkeypatch):
-    monkeypatch.setattr(charts, "PAGE_POINTS", 1000)
-    folder = write_run(tmp_path / "run", [0.2] * 201)
-    text, _ = page_of([folder], tmp_path / "out")
-    most = int(re.search(r"Of more than (\d+) steps a point is the mean over neighbouring ones", text)[1])
-    figure = next(f for f in text.split("<figure>") if "<b>Reward</b>" in f)
-    line = next(d for d, style in re.findall(r'<path d="([^"]*)"[^>]*?style="([^"]*)"', figure) if "--line-0" in style)
-    assert line.count("L ") == most - 1 < 200
-
-
-def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_path):
+def test_runs_without_a_step_and_before_their_first_evaluation_have_a_page(tmp_path, uncharted):
     folder = write_run(tmp_path / "new", [0.2], total=3, state=None)
     assert "No step is done yet." in page_of([folder], tmp_path / "out")[0]
     (folder / "metrics.jsonl").unlink()
@@ -417,16 +247,7 @@ def test_what_is_no_run_or_is_given_twice_is_named(tmp_path):
         report.write_report([run], tmp_path / "out")
 
 
-def test_long_labels_give_way_to_the_names_of_folders_which_never_hide_a_run(tmp_path):
-    long = [f"{tmp_path}/{'very-' * 12}{i}.jsonl" for i in range(3)]
-    runs = [write_run(tmp_path / where / name, [0.1, 0.2], f"seed={seed}", f"data.train={long[i]}")
-            for where, name, seed, i in (("x", "run1", 0, 0), ("x", "run2", 1, 0), ("y", "run3", 0, 1),
-                                         ("y", "run4", 1, 1), ("x", "s5", 0, 2))]
-    tables = tables_of(runs)
-    assert [row[0] for row in tables["Cost of a whole run"][1:]] == ["run", str(runs[2]), "s5"]
-
-
-def test_markdown_shows_what_was_written(tmp_path):
+def test_markdown_shows_what_was_written(tmp_path, uncharted):
     """Of a label with bars, tags and marks of its own each is one cell, and no tag is left."""
     runs = [write_run(tmp_path / str(i), [0.1, 0.9], f"data.system_prompt={text}") for i, text in
             enumerate(("a|b <b>*c*</b>", "</table>`d` $e$"))]
@@ -475,46 +296,7 @@ def test_a_page_of_a_long_run_stays_small_and_says_what_it_leaves_out(tmp_path):
     assert "more characters in the run folder)" in pair["rows"][0]["after"] or pair["rows"][0]["after"] == words * 4
 
 
-def test_a_page_of_many_evaluations_stays_small_and_keeps_the_newest(tmp_path):
-    folder = write_run(tmp_path / "run", [0.2] * 401)
-    for step in range(401):
-        answer = {"k": 0, "text": f"{step} " + 1500 * "x", "verdict": ("wrong", "right")[step % 2]}
-        problem = {"set": "few", "question": "?", "gold": "1", "responses": [answer]}
-        lines = [json.dumps(problem | {"id": f"p{i}"}) for i in range(4)]
-        (folder / f"eval_{step:06d}.jsonl").write_text("\n".join([*lines, ""]))
-    (folder / "eval_math.jsonl").write_text("somebody's own\n")
-    path = report.write_report([folder], tmp_path / "out")
-    assert path.stat().st_size < 5e6
-    data = json.loads(path.read_text().partition('id="data">')[2].partition("</script>")[0])["runs"][0]
-    pairs, left_out = data["held_out"]["pairs"], data["held_out"]["left_out"]
-    assert len(pairs) + left_out == 401 and left_out > 0
-    assert [(p["from"], p["to"]) for p in pairs[:3]] == [(0, 400), (399, 400), (398, 399)]
-
-
-def test_samples_of_an_older_version_and_numbers_that_are_none_leave_the_page_whole(tmp_path):
-    folder = write_run(tmp_path / "run", [0.2, 0.3])
-    completion = {"text": "a", "tokens": 1, "finished": True, "reward": float("nan"), "components": {"accuracy": 0.0},
-                  "advantage": 0.0, "kept": True, "prob": 1.0, "weight": 1.0}
-    lines = [{"step": 1, "id": "a", "texts": ["b"]},
-             {"step": 1, "id": "a", "prompt": "p", "gold": "1", "completions": [completion]}]
-    (folder / "samples.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    text, _ = page_of([folder], tmp_path / "out")
-    data = json.loads(text.partition('id="data">')[2].partition("</script>")[0], parse_constant=pytest.fail)
-    (group,), = (step["groups"] for step in data["runs"][0]["samples"]["steps"])
-    assert group["completions"][0]["reward"] is None
-
-
-def test_a_level_counts_as_reached_at_the_very_level(tmp_path):
-    run = write_run(tmp_path / "run", [0.2, 0.4, 0.58, 0.58])  # 100 x 0.58 is a little less than 58
-    assert tables_of([run], level=58)["few: cost to reach 58.0%"][1][1] != "not reached"
-
-
-def test_rates_that_differ_in_their_last_digit_are_two_rows(tmp_path):
-    runs = [write_run(tmp_path / rate, [0.2, 0.4], f"optim.lr={rate}") for rate in ("1.0000001e-4", "1.0000002e-4")]
-    assert len(tables_of(runs)["Cost of a whole run"]) == 3
-
-
-def test_a_watch_that_is_stopped_leaves_a_page_that_waits_for_nothing(tmp_path, monkeypatch):
+def test_a_watch_that_is_stopped_leaves_a_page_that_waits_for_nothing(tmp_path, monkeypatch, uncharted):
     folder, pages = write_run(tmp_path / "run", [0.2, 0.3]), []
 
     def interrupt(seconds):

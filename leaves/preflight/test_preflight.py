@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
-import data
 import learner
 import train
 from infra.device import resolve_auto
@@ -42,8 +41,9 @@ def unchecked():
 
 
 @pytest.fixture
-def cfg(tmp_path):
-    return toy_config(tmp_path / "run", "rollout.temperature=0.7", "model.dtype=float32", "eval.max_new_tokens=8")
+def cfg(tiny, tmp_path):
+    return toy_config(tmp_path / "run", f"model.path={tiny}", "rollout.temperature=0.7", "model.dtype=float32",
+                      "rollout.max_new_tokens=24", "eval.max_new_tokens=8")
 
 
 @pytest.mark.parametrize(("kind", "settings"), [("qwen2", []), ("qwen3", []), ("llama", []),
@@ -186,11 +186,6 @@ def test_the_verifier_is_tried_on_solutions_or_on_boxed_answers():
     assert not preflight.check_verifier([*right, wrong]).passed
 
 
-def test_the_policys_longest_probe_spans_several_blocks_of_a_prefix_cache():
-    tokenizer = data.Tokenizer(TOY)
-    prompts = data.to_prompts(data.load_problems(str(ROOT / "toy" / "train.jsonl")), tokenizer, None, 128)
-    assert [len(p.ids) for p in preflight.probe_prompts(prompts, 300)][-1] == 300
-    assert len(preflight.probe_prompts(prompts, 4096)[-1].ids) == 512
 
 
 def task_of(folder, **reward) -> tuple:

@@ -1,4 +1,9 @@
-"""Settings of trackers: `log.to` names them."""
+"""Settings of trackers: log.to and log.project."""
 
-CHOICES = {}
+from typing import Literal
+
+CHOICES = {
+    "log.to": list[Literal["wandb", "tensorboard"]] | None,  # trackers that get the metrics too
+    "log.project": str | None,  # the run's project on wandb; null: winnow
+}
 HOOKS = ("decide", "watch")

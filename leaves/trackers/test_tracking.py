@@ -241,4 +241,4 @@ def test_a_missing_package_is_said_before_the_run(tmp_path, monkeypatch):
     with pytest.raises(ConfigError, match="log.to: wandb cannot be imported .*; pip install -r requirements/trackers"):
         train.train(toy_config(tmp_path / "run", *SHORT))
     assert not (tmp_path / "run").exists()
-    assert join.decide(toy_config(tmp_path / "run"), None) is None
+    assert join.decide(toy_config(tmp_path / "run", "log.to=null"), None) is None

@@ -36,7 +36,7 @@ class Wandb:
                                        finish_timeout_raises=True)
         init = partial(
             self.wandb.init,
-            project=cfg.log.project,
+            project=cfg.log.project or "winnow",
             id=run_id,
             resume="allow",
             dir=folder,

@@ -172,7 +172,7 @@ def test_no_label_of_the_training_data_is_read(tmp_path):
     assert [line["votes/lead"] for line in logs["none"]] == [line["votes/lead"] for line in logs["right"]]
 
 
-@pytest.mark.parametrize("reward", [{}, {"wrong": -1}, {"tag_exact": 1, "tag_number": 1}])
+@pytest.mark.parametrize("reward", [{}, pytest.param({"tag_exact": 1, "tag_number": 1}, marks=pytest.mark.slow)])
 def test_a_prompt_without_an_answer_has_no_reward(reward, tmp_path, monkeypatch):
     """Nobody's completions mark one: there is no label, so no gradient, and the run goes on."""
     monkeypatch.setattr(optpo, "extract", lambda text: None)

@@ -6,7 +6,6 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-import survive
 import torch
 from conftest import ROOT, TOY, attend_alone, gradients, load, toy_config, weights
 from methods import samplers
@@ -146,9 +145,9 @@ def name_of(draw) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("settings", [
-    pytest.param([], marks=pytest.mark.slow),
     pytest.param(["windows.in_flight=1.5", "windows.max_age=1"], marks=pytest.mark.slow),
-    pytest.param(["windows.in_flight=4", "windows.max_age=3", "steps=9"], marks=pytest.mark.slow), THINNED])
+    pytest.param(["windows.in_flight=4", "windows.max_age=3", "steps=9"], marks=pytest.mark.slow),
+    [*THINNED, "steps=6", "rollout.max_new_tokens=32"]])
 def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settings, watched, tmp_path):
     cfg = in_flight(tmp_path / "run", *settings)
     train.train(cfg)
@@ -164,7 +163,7 @@ def test_every_group_that_is_begun_is_trained_on_once_and_none_is_too_old(settin
         oldest = max(draw.age for draw in batch.draws)
         assert batch.offered == N or (batch.offered > N and oldest == cfg.windows.max_age)
     skipped = [sum(not draw.kept for draw in new) for new in watched["new"]]
-    assert any(skipped) == (settings == THINNED)
+    assert any(skipped) == (settings[:2] == THINNED[:2])
     for batch, missing in zip(watched["batch"], skipped, strict=True):
         assert batch.offered == len(batch.groups) + missing
     weighed = {name_of(draw): draw.weight for new in watched["new"] for draw in new}
@@ -193,11 +192,10 @@ def drawn_at(watched: dict, step: int, n: int, g: int) -> list[int]:
     return [next(s for s, end in enumerate(ends) if t < end) for t in range(ends[-1])]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [
-    pytest.param(["loss.tis_cap=1.05"], marks=pytest.mark.slow),
-    ["loss.old_logp=engine", "loss.tis_cap=1.3", "loss.trust={low: 0.1, high: 0.1}"],
-    pytest.param(["loss.old_logp=engine", "loss.tis_cap=null",
-                  "loss.trust={kind: total_variation, divergence: 0.02, sides: both}"], marks=pytest.mark.slow),
+    ["loss.tis_cap=1.05"], ["loss.old_logp=engine", "loss.tis_cap=1.3", "loss.trust={low: 0.1, high: 0.1}"],
+    ["loss.old_logp=engine", "loss.tis_cap=null", "loss.trust={kind: total_variation, divergence: 0.02, sides: both}"],
 ], ids=["decoupled", "clip", "ipo"])
 def test_the_gradient_of_mixed_ages_is_the_formulas_and_each_token_has_the_log_prob_of_its_policy(
         loss, watched, tmp_path):
@@ -267,21 +265,18 @@ def test_the_rate_follows_the_effective_share_of_whole_completions(tmp_path):
     assert 0 < update.effective_share([passed([[1e4], [0.0]])]) < 1
     far = passed([[-1e4], [log2, -1e4]])  # long completions, all of them unlikely by now
     assert update.effective_share([far]) == pytest.approx((1 + 2) ** 2 / 2 / (1 + 4))
-    runs = [toy_config(tmp_path / name, "steps=2", "optim.lr=1e-3", "update.minibatches=2", "data.eval=null",
-                       f"update.rate_by_ess={name}", name="grpo_toy.yaml") for name in ("true", "false")]
-    for cfg in runs:
-        train.train(cfg)
-    rates = [[line["train/lr"] for line in runfolder.read_log(tmp_path / name / "metrics.jsonl") if "train/lr" in line]
-             for name in ("true", "false")]
-    assert rates[1] == [1e-3] * 2 and all(0 < rate <= 1e-3 for rate in rates[0])
-    assert min(rates[0]) < 0.999e-3
+    train.train(toy_config(tmp_path / "run", "steps=2", "optim.lr=1e-3", "update.minibatches=2", "data.eval=null",
+                           "update.rate_by_ess=true", name="grpo_toy.yaml"))
+    lines = runfolder.read_log(tmp_path / "run" / "metrics.jsonl")
+    rates = [line["train/lr"] for line in lines if "train/lr" in line]
+    assert len(rates) == 2 and all(0 < rate <= 1e-3 for rate in rates) and min(rates) < 0.999e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("settings", [
-    ["steps=3"], pytest.param(THINNED, marks=pytest.mark.slow),
-    pytest.param(["windows.in_flight=4", "windows.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"],
-                 marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+    ["steps=3"], THINNED,
+    ["windows.in_flight=4", "windows.max_age=3", "update.rate_by_ess=true", "update.minibatches=2"]])
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_ranks_do_not_matter(ranks, settings, tmp_path):
     """The same groups are whole after the same windows as on one rank, and the parameters are the same."""
     cfg = in_flight(tmp_path / "alone", "steps=5", *settings)
@@ -295,12 +290,12 @@ def test_ranks_do_not_matter(ranks, settings, tmp_path):
         torch.testing.assert_close(spread[name], p, rtol=0, atol=1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("name", "settings"), [
     ("flight_toy.yaml", [*FLIGHT, *THINNED]),
-    pytest.param("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4",
-                                      "update.minibatches=2"],
-                 marks=pytest.mark.slow)])
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+    ("surplus_toy.yaml", ["optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=4",
+                          "update.minibatches=2"])])
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(name, settings, ranks, tmp_path):
     """Another number of ranks goes on too, with the same pool; then parameters agree but for rounding."""
     cfg = toy_config(tmp_path / "whole", *settings, "steps=4", "data.eval=null", "checkpoint.every=2", name=name)
@@ -316,22 +311,6 @@ def test_a_run_that_is_cut_off_with_groups_under_way_resumes_as_the_same_run(nam
         torch.testing.assert_close(resumed[key], p, rtol=0, atol=0 if ranks == 1 else 1e-9)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [1, 2])
-def test_kill_9_in_mid_pool_and_the_run_is_the_same_byte_for_byte(ranks, tmp_path):
-    """tests/survive.py, with groups that go on and prompts that are skipped."""
-    more = ["windows.in_flight=2", "windows.max_age=2", "windows.tokens=8", "loss.tis_cap=2"]
-    survive.finish(tmp_path / "whole", ranks, 6, more)
-    for seconds in (0.1, 1.0, 0.4):
-        process = survive.start(tmp_path / "cut", ranks, 6, more)
-        survive.interrupt(process, tmp_path / "cut", "any", survive.signal.SIGKILL, "all", seconds)
-        process.wait()
-    survive.finish(tmp_path / "cut", ranks, 6, more)
-    assert survive.record(tmp_path / "cut") == survive.record(tmp_path / "whole")
-    decided = (tmp_path / "cut" / "decisions.jsonl").read_text()
-    assert '"age": 1' in decided
-
-
 def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
     plain, other = (toy_config(tmp_path / str(i), "data.eval=null", *more, name="grpo_toy.yaml")
                     for i, more in enumerate([[], ["windows.in_flight=1"]]))
@@ -343,8 +322,8 @@ def test_one_in_flight_is_a_run_without_the_setting(tmp_path):
 # ---- groups that wait
 
 def test_informative_groups_that_are_left_over_are_trained_on_in_the_next_step(watched, tmp_path):
-    cfg = toy_config(tmp_path / "run", "steps=4", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=3",
-                     "update.minibatches=2", "data.eval=null", name="surplus_toy.yaml")
+    cfg = toy_config(tmp_path / "run", "steps=3", "optim.lr=1e-3", "rollout.prompts_per_step=2", "rollout.oversample=3",
+                     "update.minibatches=2", "data.eval=null", "rollout.max_new_tokens=32", name="surplus_toy.yaml")
     train.train(cfg)
     trained = Counter(name_of(draw) for batch in watched["batch"] for draw in batch.draws)
     assert set(trained.values()) == {1}

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_rolled, ask, load, toy_config
+from conftest import TOY, as_rolled, ask, load, others_slow, toy_config
 
 import config
 import data
@@ -94,7 +94,7 @@ def one_round(sampler: WindowSampler, pool: Pool, count: int) -> Rolled:
     return rolled
 
 
-@pytest.mark.parametrize("window", [1, 3, 48])
+@pytest.mark.parametrize("window", others_slow([1, 3, 48], 3))
 def test_windows_laid_end_to_end_are_the_whole_completion(window, tmp_path):
     """Greedy, with one policy. Those done are replaced by new prompts, in order, and nobody is lost."""
     cfg = windowed(tmp_path / "run", f"windows.tokens={window}")

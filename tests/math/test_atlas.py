@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, others_slow
 from torch import Tensor
 
 sys.path.append(str(ROOT / "experiments"))
@@ -82,7 +82,8 @@ def test_the_target_is_the_gradient_of_the_mean_reward():
     torch.testing.assert_close(torch.autograd.grad(mean_reward, theta)[0], problem.target(), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("kind", ["bernoulli", "pps", "pps of the step", "pps of the step by surprise"])
+@pytest.mark.parametrize("kind", others_slow(["bernoulli", "pps", "pps of the step", "pps of the step by surprise"],
+                                             "bernoulli", "pps"))
 def test_an_unbiased_pruner_keeps_the_bias_of_what_it_prunes(kind):
     """It keeps the mean, at every advantage."""
     for name in ("group_norm", "decoupled", "reward"):

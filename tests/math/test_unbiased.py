@@ -122,8 +122,11 @@ def compared(step: Step, reward_NG: Tensor, rolled_out: tuple[bool, ...] = (True
     return rewards, compare(step.parts, list(itertools.compress(step.groups, rolled_out)), rewards)
 
 
-@pytest.mark.parametrize(("kind", "normalize"), [*((kind, "sequence") for kind in KINDS),
-                                           ("group_norm", "constant"), ("group_norm", "token")])
+FAST = ("group_norm", "decoupled", "gae", "preference")  # the others: make test-long
+
+
+@pytest.mark.parametrize(("kind", "normalize"), [("group_norm", "constant"), ("group_norm", "token"), *(
+    pytest.param(kind, "sequence", marks=() if kind in FAST else pytest.mark.slow) for kind in KINDS)])
 def test_a_completion_without_a_reward_is_as_if_it_were_not_there(kind, normalize, tiny, tmp_path):
     """Its group's advantages, the denominators, and the gradient are those of a group without it."""
     settings = [f"loss.normalize={normalize}", *by_kind(kind)]
@@ -237,10 +240,7 @@ def test_at_both_levels_together_the_mean_is_the_full_gradient(normalize, places
     assert both_levels(step, monkeypatch, places) < EXACT
 
 
-ALIKE = ("centred", "leave_one_out", "shrinkage")  # as group_norm is
-
-
-@pytest.mark.parametrize("kind", others_slow(KINDS, *(kind for kind in KINDS if kind not in ALIKE)))
+@pytest.mark.parametrize("kind", others_slow(KINDS, *FAST))
 def test_at_both_levels_the_mean_is_the_full_gradient_whatever_compares_completions(kind, tiny, tmp_path, monkeypatch):
     """Or the two do not go together, and that is a config error. Pairs go with pruning of prompts alone."""
     try:
@@ -312,8 +312,7 @@ BIASED = {
 }
 
 
-@pytest.mark.parametrize("arm", others_slow(BIASED, "topk", "topk over the full batch", "bottom fraction", "no weights",
-                                            "advantages normalised after pruning"))
+@pytest.mark.parametrize("arm", others_slow(BIASED, "topk", "bottom fraction", "no weights"))
 def test_the_same_sees_the_bias_of_every_biased_arm(arm, tiny, tmp_path):
     draws, normalize, count = BIASED[arm]
     step = Step(tiny, tmp_path / "run", f"loss.normalize={normalize}", f"loss.denominator={count}")
