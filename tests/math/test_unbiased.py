@@ -207,7 +207,8 @@ def test_the_soft_value_is_that_of_the_samples_with_a_reward():
 def test_a_critic_learns_from_those_with_a_reward_alone(tiny, tmp_path):
     step = Padded(tiny, tmp_path / "run", "advantage={kind: gae}", "critic.lr=1e-4")
     rolled = as_rolled(step.groups, padded(REWARD_NG), padded(ADV_NG))
-    times_NG = sum(part.keep_NG.int() for part in critic.split_minibatches(critic_of(step.learner), step.learner, rolled, 0))
+    parts = critic.split_minibatches(critic_of(step.learner), step.learner, rolled, 0)
+    times_NG = sum(part.keep_NG.int() for part in parts)
     assert torch.equal(times_NG == 1, ~padded(REWARD_NG).isnan())
 
 

@@ -1,8 +1,8 @@
 """Let leaves fall off a copy of Winnow: their folders, their lines in the table, and the configs that choose them.
 
-    python tests/leaves.py                    # every leaf alone, and all together
-    python tests/leaves.py --random 3 --all   # three drawn at random, and all together
-    python tests/leaves.py votes --tests tests/test_loop.py
+    python tests/fall_off.py                    # every leaf alone, and all together
+    python tests/fall_off.py --random 3 --all   # three drawn at random, and all together
+    python tests/fall_off.py votes --tests tests/test_loop.py
 
 Without them the programs must be imported, `ruff` must find nothing, the tests given must pass, and two steps of
 grpo, cppo and dppo must be the same bit for bit, in metrics.jsonl and decisions.jsonl.
@@ -19,7 +19,7 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[0] = str(ROOT)
 
 import config  # noqa: E402
 import leaves  # noqa: E402
@@ -38,10 +38,10 @@ def copy_without(gone: list[str], folder: Path) -> None:
     dropped = configs_of(gone)
     for name in listed.stdout.split("\n"):
         path = Path(name)
-        if (ROOT / path).is_file() and path.parts[:1] + path.parts[1:2] not in [("leaves", leaf) for leaf in gone]:
-            if ROOT / path not in dropped:
-                (folder / path).parent.mkdir(parents=True, exist_ok=True)
-                shutil.copy(ROOT / path, folder / path)
+        fallen = path.parts[:1] == ("leaves",) and path.parts[1] in gone
+        if (ROOT / path).is_file() and not fallen and ROOT / path not in dropped:
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(ROOT / path, folder / path)
     table = folder / "leaves" / "__init__.py"
     text = table.read_text()
     for leaf in gone:
