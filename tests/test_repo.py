@@ -98,7 +98,7 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
                            f"reward.custom_file={tmp_path / 'own.py'}"))
     few[2] = "data.eval=null"
     train.train(toy_config(tmp_path / "with_critic", *few, "critic.pretrain_steps=0", "critic.minibatches=1",
-                           "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
+                           "reward.overlong=1", "reward.overlong_tokens=16", name="vapo_toy.yaml"))
     train.train(toy_config(tmp_path / "with_pairs", *few, "steps=1", "labels={kind: votes, most: 12}",
                            name="odpo_gsm8k.yaml toy.yaml"))
     train.train(toy_config(tmp_path / "going_on", *few, name="flight_toy.yaml"))
