@@ -245,6 +245,11 @@ def has_reference(cfg: Config) -> bool:
     return bool(cfg.loss.kl or cfg.advantage.needs_reference)
 
 
+def build(raw: dict) -> Config:
+    """Make a config of nested dicts, with the sections of the leaves that it names. Raises ConfigError."""
+    return settings.build(settings.extended(Config, leaves.own_sections(leaves.chosen(raw))), raw)
+
+
 def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     """Read configs by path, or by their names in configs/, and apply "a.b=c" overrides. Raises ConfigError.
 
@@ -255,8 +260,7 @@ def load(names: str | Path | list[str], overrides: list[str] = ()) -> Config:
     files = [layer for path in paths for layer in settings.read_layers(path, CONFIGS).values()]
     changes = reduce(settings.merge, [settings.override(text, Config) for text in overrides], {})
     raw = reduce(settings.merge, [*files, changes], settings.first_kinds(Config))
-    section = settings.extended(Config, leaves.own_sections(leaves.chosen(raw)))
-    cfg = settings.build(section, {"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
+    cfg = build({"out": f"runs/{'_'.join(path.stem for path in paths)}"} | raw)
     own = chain.from_iterable(leaves.stated(cfg, "PATHS"))
     for key in ("reward.custom_file", "data.chat_template", *own):
         file = flatten(cfg)[key]

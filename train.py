@@ -309,16 +309,15 @@ def log_step(run: Run, step: int, rolled: Rolled, batch: Batch, measured: Metric
 
 def main() -> int:
     args = terminal.of_train(__doc__)
+    if args.settings is not None:
+        from leaves.page.show import describe_settings
+        return exit_status(lambda: print(describe_settings(args.settings)))
     return exit_status(
         partial(run_command, args), lambda: how_to_go_on(Path(config.load(args.config, args.set).out)))
 
 
 def run_command(args: argparse.Namespace) -> int | None:
     """Run the command line; returns the exit status."""
-    if args.settings is not None:
-        from leaves.page.show import describe_settings
-
-        return print(describe_settings(args.settings))
     cfg = config.load(args.config, args.set)
     if args.show:
         from leaves.page.show import resolved

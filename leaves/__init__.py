@@ -89,8 +89,8 @@ def types_within(section: str) -> dict[str, Any]:
     """Map the names within a section that are sections and settings of leaves to their types."""
     own = ((leaf, *choice.rpartition(".")) for leaf, choices in LEAVES.items() for choice in choices
            if "=" not in choice)
-    return {name: settings_of(leaf).CHOICES[f"{place}{dot}{name}"] for leaf, place, dot, name in own
-            if place == section}
+    return {name: kind for leaf, place, dot, name in own if place == section
+            if (kind := settings_of(leaf).CHOICES.get(f"{place}{dot}{name}"))}
 
 
 def stated(cfg: Any, name: str) -> list[Any]:

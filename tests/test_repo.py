@@ -18,11 +18,11 @@ import config
 import reward
 import train
 from infra import runfolder
-from leaves import LEAVES
+from leaves import LEAVES, kinds_of, own_sections
 from rollout_vllm import VLLM_VERSION
 from settings import loader
 
-FOLDERS = ("methods", "verify", "infra", "page", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
+FOLDERS = ("verify", "infra", "page", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder.replace(".", "/")).glob("*.py")
     if path.stem not in ("__init__", "conftest") and not path.stem.startswith("test_")}
@@ -33,16 +33,20 @@ TEXTS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in PAGES}
 OTHERS = [path for folder in ("assets", "bench", "examples", "experiments", "toy")
           for path in (ROOT / folder).glob("*.py")]
 
-def sections(cls, prefix=""):
+EVERY = loader.extended(config.Config, own_sections(list(LEAVES)))  # with the sections of all leaves
+
+
+def sections(cls=EVERY, prefix=""):
     """(dotted name of a section, its dataclass), those of every kind included."""
     yield prefix, cls
     for name, hint in get_type_hints(cls).items():
-        for kind in get_args(hint) or (hint,):
+        of_leaves = (load() for load in kinds_of(f"{prefix}{name}").values())
+        for kind in (*(get_args(hint) or (hint,)), *of_leaves):
             if is_dataclass(kind):
                 yield from sections(kind, f"{prefix}{name}.")
 
 
-def leaves(cls=config.Config) -> set[str]:
+def leaves(cls=EVERY) -> set[str]:
     return {prefix + name for prefix, section in sections(cls) for name, hint in get_type_hints(section).items()
             if not any(map(is_dataclass, get_args(hint) or (hint,)))}
 
@@ -72,7 +76,8 @@ def test_messages_name_only_real_settings():
     texts += TEXTS.values()
     named = {match for text in texts for match in re.findall(rf"\b(?:{'|'.join(names)})\.\w+(?:\.\w+)*", text)}
     of_weights = ("model.safetensors", "model.layers", "model.embed_tokens")
-    assert {name for name in named - known - partial - attributes if not name.startswith(of_weights)} == set()
+    assert {name for name in named - known - partial - attributes if not name.startswith(of_weights)
+            and not name.endswith(".py")} == set()
 
 
 CONFIGS = [path for folder in config.CONFIGS for path in sorted(folder.rglob("*.yaml"))
@@ -98,7 +103,7 @@ def test_every_metric_has_a_glossary_entry_and_every_entry_a_metric(tmp_path):
                            f"reward.custom_file={tmp_path / 'own.py'}"))
     few[2] = "data.eval=null"
     train.train(toy_config(tmp_path / "with_critic", *few, "critic.pretrain_steps=0", "critic.minibatches=1",
-                           "reward.overlong=1", "reward.overlong_tokens=40", name="vapo_toy.yaml"))
+                           "reward.overlong=1", "reward.overlong_tokens=16", name="vapo_toy.yaml"))
     train.train(toy_config(tmp_path / "with_pairs", *few, "steps=1", "labels={kind: votes, most: 12}",
                            name="odpo_gsm8k.yaml toy.yaml"))
     train.train(toy_config(tmp_path / "going_on", *few, name="flight_toy.yaml"))

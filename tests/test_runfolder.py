@@ -103,6 +103,7 @@ def test_a_run_writes_down_how_it_ends_and_tells_its_watchers(error, state, tmp_
     """One that was stopped keeps others out until its process has ended: it may be writing a checkpoint."""
     log, told = runfolder.RunLog(tmp_path), []
     log.watchers.append(SimpleNamespace(finish=told.append))
+    log.write("metrics.jsonl", {"step": 1})
     log.lock()
     with pytest.raises(type(error)) if error else nullcontext(), log.running(toy_config(tmp_path / "run")):
         assert runfolder.state_of(tmp_path) == {"state": "running"}

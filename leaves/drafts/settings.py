@@ -1,7 +1,7 @@
 """Settings of drafts: rollout.drafts."""
 
-# torch: a prompt's completions of the last epoch are read in one pass; what a new one has in common with them
-# needs no decoding step. Completions stay the same.
+# torch: a prompt's completions of the last epoch are read in one pass; tokens that a new one shares with them
+# need no decoding step. Completions stay the same.
 CHOICES = {"rollout.drafts": bool | None}
 HOOKS = ("parts",)
 REQUIRES = {

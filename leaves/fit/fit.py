@@ -17,7 +17,7 @@ import torch
 from huggingface_hub import try_to_load_from_cache
 from huggingface_hub.errors import HFValidationError
 
-from config import Config, ConfigError
+from config import Config, ConfigError, build
 from infra import dist
 from infra.device import USABLE_SHARE, Machine, Parts, find_device, list_choices, parameters
 from infra.families import Shape, shape_of
@@ -76,7 +76,9 @@ CHANGES = {
 def changes(cfg: Config, shape: Shape, machine: Machine) -> Iterator[tuple[str, Fit, str]]:
     """Try one change of the config, or of the number of ranks, at a time; yields those that make it fit."""
     for change, cost in CHANGES.items():
-        changed = with_setting(cfg, change)
+        changed = cfg
+        with suppress(ConfigError):  # the leaf of that setting may be gone
+            changed = with_setting(cfg, change)
         if changed != cfg and all(fine for _, fine, _ in all_rules(changed)):
             tried = try_on(changed, shape, machine)
             if tried.fits:
@@ -90,7 +92,7 @@ def changes(cfg: Config, shape: Shape, machine: Machine) -> Iterator[tuple[str, 
 
 
 def with_setting(cfg: Config, text: str) -> Config:
-    return settings.build(Config, settings.merge(asdict(cfg), settings.override(text, Config)))
+    return build(settings.merge(asdict(cfg), settings.override(text, Config)))
 
 
 # ---- the report

@@ -224,7 +224,7 @@ def test_an_engine_sleeps_only_where_memory_asks_for_it():
     needed = counts.update_bytes(awake, shape, 8)
     assert needed <= room
     asleep = counts.update_bytes(hardware.with_value(awake, "rollout.sleep", "always"), shape, 8)
-    engine = hardware.engine_parts(shape, 2, 165, counts.longest(cfg), 1)
+    engine = hardware.engine_parts(shape, 2, 165, hardware.longest_sampled(cfg), 1)
     assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
     for gib, sleep in ((79, "never"), (22, "always")):
         assert on(cfg, "1.5B", gib, 8).rollout.sleep == sleep
@@ -301,13 +301,13 @@ def test_rows_are_no_longer_than_a_ranks_part_of_a_mini_batch():
     """One prompt of 512 tokens and 16 completions of 1,024; a row must hold one of each."""
     cfg, shape = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=1"]), shapes.shape_of("0.5B")
     for ranks, whole in ((1, 16896), (8, 2112)):
-        assert counts.row_range(cfg, ranks) == (1536, 1536 + whole)
+        assert hardware.row_range(cfg, ranks) == (1536, 1536 + whole)
         assert chosen(cfg, gpu(999, ranks), "0.5B")["pack.capacity"] == 1536 + whole
     halves = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=2", "update.minibatches=2"])
-    assert counts.row_range(halves, 1) == counts.row_range(cfg, 1)
+    assert hardware.row_range(halves, 1) == hardware.row_range(cfg, 1)
     full = config.load("dppo_listed_math.yaml", ["rollout.max_rounds=3"])
     of_round = full.rollout.prompts_per_step * full.rollout.group_size * full.rollout.max_new_tokens
-    assert counts.row_range(full, 1)[1] > 3 * of_round // full.update.minibatches
+    assert hardware.row_range(full, 1)[1] > 3 * of_round // full.update.minibatches
     assert choose_settings(cfg, shape, gpu(1), {})[0].pack.capacity == 1536
 
 

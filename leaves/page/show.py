@@ -10,15 +10,17 @@ import io
 import tokenize
 from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
-from functools import cache
+from functools import cache, reduce
 from inspect import cleandoc
+from operator import or_
 from textwrap import dedent, fill
 from typing import Any, get_type_hints
 
 import yaml
 
+import leaves
 from config import Config, ConfigError
-from settings.loader import choices, describe
+from settings.loader import choices, describe, extended
 from settings.rules import ONLY_WITH, REQUIRES
 
 REQUIRED = "required"
@@ -90,8 +92,9 @@ def describe_settings(section: str = "") -> str:
 
     Raises ConfigError if there is no such section.
     """
-    run = "\n".join([f"# {RUN}", *describe_fields(Config, "")])
-    texts = {RUN: run} | dict(describe_sections(Config, "")) | {RULES: describe_rules()}
+    every = extended(Config, leaves.own_sections(list(leaves.LEAVES)))
+    run = "\n".join([f"# {RUN}", *describe_fields(every, "")])
+    texts = {RUN: run} | dict(describe_sections(every, "")) | {RULES: describe_rules()}
     chosen = [name for name in texts if f"{name}.".startswith(f"{section}.")] if section else list(texts)
     if not chosen:
         raise ConfigError(f"--settings {section}: there is no such section. {advise(section, texts)}")
@@ -102,14 +105,16 @@ def advise(section: str, texts: dict[str, str]) -> str:
     """Name the section that was meant: one that is spelled alike, or the section of a setting."""
     names = {name.partition(".kind=")[0] for name in texts}
     holding = [name.partition(".kind=")[0] for name, text in texts.items() if f"\n{section} = " in text]
-    meant = holding or difflib.get_close_matches(section, names, n=1)
+    inner = [name for name in names if name.endswith(f".{section}")]
+    meant = holding or inner or difflib.get_close_matches(section, names, n=1)
     return f"Did you mean {meant[0]}?" if meant else f"There are: {', '.join(sorted(names))}."
 
 
 def describe_sections(section: type, path: str) -> Iterator[tuple[str, str]]:
     """Yield the dotted name and the text of each section inside this one, and of each kind of it."""
     for name, hint in get_type_hints(section, include_extras=True).items():
-        for kind, option in (choices(hint) or {"": hint}).items():
+        of_leaves = {kind: load() for kind, load in leaves.kinds_of(f"{path}{name}").items()}
+        for kind, option in ((choices(hint) or {"": hint}) | of_leaves).items():
             if is_dataclass(option):
                 title = f"{path}{name}" + (f".kind={kind}" if kind else "")
                 own = option.__doc__ if not option.__doc__.startswith(f"{option.__name__}(") else ""
@@ -125,15 +130,28 @@ def describe_fields(section: type, path: str) -> Iterator[str]:
         kind, key = hints[field.name], path + field.name
         if field.name == "kind" or is_dataclass(kind) or choices(kind):
             continue
-        only = [f"; only with {choice}" for choice, served in ONLY_WITH.items()
+        only = [f"; only with {choice}" for choice, served in of_all("ONLY_WITH", ONLY_WITH).items()
                 if key in (entry.partition(":")[0] for entry in served)]
         yield f"{key} = {default_of(field)}  ({describe(kind)})"
-        yield indented(comments(section)[field.name] + "".join(only))
+        yield indented((comments(section).get(field.name) or comment_of_leaf(key)) + "".join(only))
+
+
+def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
+    """Extend a table of settings/rules.py by the tables of this name of all leaves."""
+    modules = map(leaves.settings_of, leaves.LEAVES)
+    return reduce(or_, (getattr(module, name, {}) for module in modules), table)
+
+
+def comment_of_leaf(key: str) -> str:
+    """Return the comment on a leaf's only setting, which stands above CHOICES in its file."""
+    leaf, = (name for name, keys in leaves.LEAVES.items() if key in keys)
+    source = inspect.getsource(leaves.settings_of(leaf))
+    return " ".join(line.lstrip("# ") for line in source.splitlines() if line.startswith("#"))
 
 
 def describe_rules() -> str:
     lines = [f"# {RULES}: a choice, and the values of other settings that it requires"]
-    for choice, requirements in REQUIRES.items():
+    for choice, requirements in of_all("REQUIRES", REQUIRES).items():
         for key, allowed, why in requirements:
             lines += [f"{choice}: {key} must be {allowed}", indented(why)]
     return "\n".join(lines)

@@ -80,12 +80,13 @@ class Stale(TorchEngine):
     """An engine one update behind: each sync brings the weights of the sync before."""
 
     def sync(self, policy):
-        late, self.late = getattr(self, "late", load(TOY)), load(TOY)
+        late, self.late = getattr(self, "late", load(self.folder)), load(self.folder)
         self.late.load_state_dict(weights(policy))
         super().sync(late)
 
 
 def stale_engine(kind, spec):
+    Stale.folder = spec.folder
     return Stale(load(spec.folder, spec.dtype), spec)
 
 

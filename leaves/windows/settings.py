@@ -10,14 +10,14 @@ from settings.rules import Rule
 @frozen
 class Windows:
     """Completions that go on in the next step (T-PPO, arXiv:2506.15050), and groups that go on or wait."""
-    # New tokens of a completion at a time; null: all. A step is one window and trains on it (T-PPO), or with
-    # in_flight as many as it takes until N groups are whole.
+    # New tokens of a completion in a window; null: no windows. A step is one window and trains on it (T-PPO);
+    # with in_flight, windows repeat until N groups are complete.
     tokens: int | None = None
     # Groups under way over prompts_per_step; those beyond N go on in the next step. It is off-policy, outside
     # the proof of unbiased pruning
     in_flight: Annotated[float, at_least(1)] = 1.0
-    # Steps that a group may be older than the step that trains on it. in_flight: one of this age holds the
-    # step up. until: informative: groups that a step leaves over wait for the next. null: no group is older
+    # How many steps older a group may be than the step that trains on it; null: none. With in_flight, a group
+    # of this age holds the step up. With until=informative, surplus groups wait for the next steps.
     max_age: Count | None = None
 
 
