@@ -350,11 +350,11 @@ def sequences_asked(cfg: Config, ranks: int) -> int:
     prompts = sampling.prompts_per_step
     if sampling.until == "informative":
         prompts = int(sampling.oversample * prompts)
-    most = prompts * max(sampling.group_size, getattr(cfg.labels, "chunk", 0))
+    most = prompts * max(sampling.group_size, cfg.labels.chunk)
     for name in map(str.strip, (cfg.data.eval or "").split(",")):
         problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
         most = max(most, min(problems, limit) * cfg.eval.n)
-    if cfg.advantage.kind == "soft_value":  # its table is sampled first, as many at once as there are slots
+    if cfg.advantage.fills_slots:
         most = MANY
     # Ranks that hold one engine together sample for each other.
     return -(-most * sampling.tensor_parallel // ranks)

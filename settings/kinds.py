@@ -30,6 +30,7 @@ DropProb = Annotated[float, within("[0, 1)", ": no weight makes up for a certain
 class Gold:
     """Score by the answers of the data."""
     reads_answers = True
+    chunk = 0                # completions of a prompt that are sampled at once, beside rollout.group_size
     kind: Literal["gold"] = "gold"
 
 
@@ -41,6 +42,7 @@ class Comparison:
     compares = True          # completions of one prompt with each other
     needs_reference = False  # the loss reads the initial policy
     by_model = False         # it depends on a model too, so that 0 is not known before the update
+    fills_slots = False      # it samples with all decoding slots before the first step
 
 
 @kind

@@ -9,7 +9,7 @@ from settings.loader import Count, Positive, kind
 @kind
 class SoftValue(Comparison):
     """A*-PO (arXiv:2505.20686): the reward less V*, the soft value of its prompt under the initial policy."""
-    compares = False
+    compares, fills_slots = False, True
     kind: Literal["soft_value"] = "soft_value"
     beta: Positive = 0.5           # weight of the KL term in the problem that V* solves
     samples: Count = 8             # of the initial policy per training prompt, before the first step
