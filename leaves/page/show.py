@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import MISSING, Field, fields, is_dataclass
 from functools import cache, reduce
 from inspect import cleandoc
+from itertools import takewhile
 from operator import or_
 from textwrap import dedent, fill
 from typing import Any, get_type_hints
@@ -143,10 +144,12 @@ def of_all(name: str, table: dict[str, list]) -> dict[str, list]:
 
 
 def comment_of_leaf(key: str) -> str:
-    """Return the comment on a leaf's only setting, which stands above CHOICES in its file."""
+    """Return the comment on a leaf's own setting, behind its entry in CHOICES or above it."""
     leaf, = (name for name, keys in leaves.LEAVES.items() if key in keys)
-    source = inspect.getsource(leaves.settings_of(leaf))
-    return " ".join(line.lstrip("# ") for line in source.splitlines() if line.startswith("#"))
+    lines = inspect.getsource(leaves.settings_of(leaf)).splitlines()
+    at = next(i for i, line in enumerate(lines) if f'"{key}":' in line)
+    above = takewhile(lambda line: line.startswith("#"), reversed(lines[:at]))
+    return lines[at].partition("  # ")[2] or " ".join(line.lstrip("# ") for line in reversed([*above]))
 
 
 def describe_rules() -> str:
