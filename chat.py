@@ -22,7 +22,6 @@ from functools import partial
 from pathlib import Path
 
 import config
-import leaves
 from config import Config, ConfigError
 from data import Tokenizer
 from eval import engine_spec, load_sets
@@ -36,6 +35,7 @@ from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
 from records import Problem, Prompt, Request, Sample
 from rollout import start_engine
+from settings import leaves
 from settings.paths import user_path
 
 PIECE = 8        # tokens that are sampled before they are shown

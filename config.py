@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal
 
 import yaml
 
-import leaves
-from settings import kinds
+from settings import kinds, leaves
 from settings import loader as settings
 from settings.loader import (
     AboveOne,

@@ -32,7 +32,6 @@ from pathlib import Path
 import torch
 
 import config
-import leaves
 import verify
 from config import Config, ConfigError, Data, Reward
 from data import Task, load_problems, to_prompts
@@ -52,6 +51,7 @@ from page.evaluations import comparison_table, count_right, mean_reward, results
 from records import EngineSpec, Problem, Prompt, Request, Rewards, frozen, plain
 from reward import list_components, own_rewards, reward_range, score
 from rollout import Engine, start_engine
+from settings import leaves
 from settings.paths import user_path
 from verify.compare_math_verify import judge_by_math_verify
 from verify.grade import grade, name_unreadable

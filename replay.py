@@ -36,7 +36,6 @@ import torch
 from torch import Tensor
 
 import config
-import leaves
 from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
@@ -49,7 +48,7 @@ from infra.signals import exit_status
 from learner import Learner
 from metrics import Clock, list_decisions
 from records import Batch, Metrics, PromptDraw, Rolled, frozen, lengths
-from settings import kinds
+from settings import kinds, leaves
 from train import Parts, Run, prepare
 from update import add_gradients, minibatch, prepare_rows, update
 

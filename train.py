@@ -33,7 +33,6 @@ from torch import Tensor
 
 import config
 import data
-import leaves
 from advantage import advantage
 from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
@@ -62,7 +61,7 @@ from model import Decoder
 from records import Batch, Group, Metrics, Rewards, Rolled, frozen
 from reward import own_rewards
 from rollout import Engine, start_engine
-from settings import kinds
+from settings import kinds, leaves
 from update import update
 from verify.grade import name_unreadable
 
@@ -74,7 +73,7 @@ def compare(groups: list[Group], rewards: Rewards, settings: kinds.Advantage) ->
 
 @frozen
 class Parts:
-    """The objects that a run is made of. A leaf puts its own in their places (leaves/__init__.py)."""
+    """The objects that a run is made of. A leaf puts its own in their places (settings/leaves.py)."""
 
     cfg: Config                            # with all that was left to `auto` decided
     task: data.Task

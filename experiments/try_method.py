@@ -34,14 +34,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import config  # noqa: E402
 import learner  # noqa: E402
-import leaves  # noqa: E402
 import loss  # noqa: E402
 import train  # noqa: E402
 import update  # noqa: E402
 from advantage import ESTIMATORS  # noqa: E402
 from model import WITH_ENTROPY, Decoder  # noqa: E402
 from prune import COMPLETIONS  # noqa: E402
-from settings import loader  # noqa: E402
+from settings import leaves, loader  # noqa: E402
 
 # A name that a file may define: the section that its kinds are for, the setting, and the table of functions.
 KINDS = {"ADVANTAGES": (config.Config, "advantage", ESTIMATORS),

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-import leaves
 from config import Config, ConfigError
 from infra import dist
 from records import frozen
+from settings import leaves
 
 
 @frozen

@@ -15,13 +15,13 @@ from pathlib import Path
 
 import torch
 
-import leaves
 from config import Config, ConfigError, Model, flatten, with_value
 from infra import dist
 from infra.rows import NAMED_SETS
 from infra.weights import Shape, read_shape
 from model import Block
 from records import EngineSpec, Metrics, frozen
+from settings import leaves
 
 DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements/gpu.txt"

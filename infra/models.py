@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-import leaves
 from infra.checkpoint import load_policy_into, read_extra
 from infra.digests import hash_files
 from infra.weights import export, load_weights, weight_files
 from model import Decoder, load_model
 from records import frozen
+from settings import leaves
 
 
 def hash_weights(files: list[Path]) -> str:

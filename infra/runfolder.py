@@ -31,10 +31,10 @@ from filelock import FileLock, Timeout
 from tqdm import tqdm
 
 import config
-import leaves
 from config import Config, ConfigError
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
 from records import Metrics
+from settings import leaves
 from settings.paths import user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")

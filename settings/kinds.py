@@ -1,7 +1,7 @@
 """The settings that come in kinds: labels, advantages, pruning, trust regions, optimizers.
 
 A section of one of these unions is a dataclass by its `kind`; config.py has all other sections. Leaves add
-kinds of their own (leaves/__init__.py). The loop asks a kind for properties of its class, not for its name.
+kinds of their own (settings/leaves.py). The loop asks a kind for properties of its class, not for its name.
 """
 
 from typing import Annotated, Literal

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal, Union, dataclass_transform, get_args
 
 import yaml
 
-import leaves
+from settings import leaves
 
 UNIONS = (Union, types.UnionType)
 NOT_ALLOWED = object()  # stands for a value that a type does not allow

@@ -14,7 +14,7 @@ from operator import or_
 from string import Formatter
 from typing import Any
 
-import leaves
+from settings import leaves
 from settings.loader import flatten
 
 Rule = tuple[str, bool, str]

@@ -19,7 +19,6 @@ from torch.overrides import TorchFunctionMode
 
 import config
 import data
-import leaves
 import model as decoder
 import train
 from infra import checks, dist, tokenizer
@@ -28,7 +27,7 @@ from infra.device import resolve_auto
 from infra.models import Weights
 from infra.weights import save_weights
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
-from settings import loader
+from settings import leaves, loader
 from settings.loader import ConfigError
 from verify import grade as grading
 

@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 sys.path[0] = str(ROOT)
 
 import config  # noqa: E402
-import leaves  # noqa: E402
+from settings import leaves  # noqa: E402
 
 SMALL = ["steps=2", "data.limit=8", "data.eval=null", "rollout.group_size=8", "rollout.prompts_per_step=4",
          "rollout.max_new_tokens=40", "pack.capacity=1024", "optim.warmup_steps=0"]
@@ -42,7 +42,7 @@ def copy_without(gone: list[str], folder: Path) -> None:
         if (ROOT / path).is_file() and not fallen and ROOT / path not in dropped:
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / path, folder / path)
-    table = folder / "leaves" / "__init__.py"
+    table = folder / "settings" / "leaves.py"
     text = table.read_text()
     for leaf in gone:
         text, lines = re.subn(rf'\n    "{leaf}": .*', "", text)

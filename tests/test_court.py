@@ -19,7 +19,6 @@ from torch import Tensor
 
 import config
 import learner
-import leaves
 import loss
 import pack
 import train
@@ -31,7 +30,7 @@ from infra import runfolder
 from loss import token_weight
 from prune import COMPLETIONS
 from records import Group, LogProbs, Prompt, PromptDraw, Rewards, Rolled, Sample, lengths
-from settings import kinds, loader
+from settings import kinds, leaves, loader
 from verify.grade import grade
 
 sys.path.append(str(ROOT / "experiments"))

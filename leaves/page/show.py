@@ -19,8 +19,8 @@ from typing import Any, get_type_hints
 
 import yaml
 
-import leaves
 from config import Config, ConfigError
+from settings import leaves
 from settings.loader import choices, describe, extended
 from settings.rules import ONLY_WITH, REQUIRES
 

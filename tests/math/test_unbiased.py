@@ -14,7 +14,6 @@ from outcomes import ADV_NG, EXACT, LENGTHS, REWARD_NG, Step, bias_of_both, by_b
 from test_objectives import compare, critic_of
 from torch import Tensor
 
-import leaves
 import update
 from advantage import ESTIMATORS, group_norm
 from collect import Selection, choose
@@ -24,7 +23,7 @@ from leaves.critic import join as critic
 from leaves.soft_value.join import soft_value
 from prune import COMPLETIONS, Candidates, below_mean, drop_bottom, keep_all, keep_largest, thin
 from records import Batch, Group, Pruned, Rewards, Rolled, lengths
-from settings import kinds
+from settings import kinds, leaves
 from settings.kinds import Bernoulli, Pps
 from settings.loader import choices
 

@@ -1,0 +1,107 @@
+"""The leaves: parts that a run or a command may choose and that nothing else needs.
+
+A leaf is a folder and its line in LEAVES. Its `settings.py`, which imports no torch, has
+
+    CHOICES     what chooses it -> the type of that section or setting
+    HOOKS       the functions of its join.py that the core calls
+    ONLY_WITH, REQUIRES, rules    as in settings/rules.py, if it has such
+    PATHS       its settings that are files, if it has such
+
+A hook is a function of the config and a thing, which it returns, changed:
+
+    tokenizer   the Tokenizer, before prompts are rendered
+    task        data.Task, before models are loaded
+    weights     infra.models.Weights, by which models come by their weights
+    engine      the rollout engine and the tokenizer, in training and in evaluation
+    parts       train.Parts, before a checkpoint is loaded
+    head        a dict that identifies an evaluation's result
+    begin       the same, before the first step: the engine has the policy
+    decide      infra.device.Choice, before models are loaded
+    before_run  infra.checks.Ready, before the first step of a fresh run
+    watch       infra.runfolder.RunLog, on the rank that writes the run folder
+"""
+
+from collections.abc import Callable
+from functools import partial
+from importlib import import_module
+from types import ModuleType
+from typing import Any
+
+# leaf -> what chooses it in a config: "section=kind", or a section or a setting of its own; [] for every run.
+# They take hold in this order: of the engine, the learner, the history, the sampler.
+LEAVES = {
+    "environment": ["environment"],                                        # replies within completions
+    "preferences": ["advantage=preference", "advantage=group_preference"],  # DPO, RPO, MADPO, DGPO
+    "soft_value": ["advantage=soft_value"],                                # A*-PO
+    "critic": ["advantage=gae", "critic"],                                 # PPO, VAPO
+    "lora": ["model.lora"],                                                # adapters beside frozen weights
+    "depo": ["prune.prompts=depo"],                                        # prompts by estimated difficulty
+    "drafts": ["rollout.drafts"],                                          # completions of the last epoch
+    "votes": ["labels=votes"],                                             # OptPO: no labels
+    "windows": ["windows"],                                                # T-PPO; groups that go on or wait
+    "fit": [],         # choices by memory, which is measured before a run; --fit
+    "preflight": [],   # checks before a run; --check
+    "page": [],        # the summary of a run, reports, --show
+    "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard
+    "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
+}
+
+
+def settings_of(leaf: str) -> ModuleType:
+    """Import the settings of a leaf."""
+    return import_module(f"leaves.{leaf}.settings")
+
+
+def kinds_of(section: str) -> dict[str, Callable[[], type]]:
+    """Map the kinds that leaves add to a section to functions that import their dataclasses."""
+    def load(leaf: str, choice: str) -> type:
+        return settings_of(leaf).CHOICES[choice]
+    return {choice.partition("=")[2]: partial(load, leaf, choice) for leaf, choices in LEAVES.items()
+            for choice in choices if choice.startswith(f"{section}=")}
+
+
+MISSING = object()
+
+
+def look_up(settings: Any, place: str) -> Any:
+    """Return the value of a dotted name in a config or in nested dicts that become one, or MISSING."""
+    for name in place.split("."):
+        within = isinstance(settings, dict)
+        settings = settings.get(name, MISSING) if within else getattr(settings, name, MISSING)
+    return settings
+
+
+def chosen(settings: Any) -> list[str]:
+    """List the leaves that a config names, in the order of the table."""
+    def is_named(choice: str) -> bool:
+        place, _, kind = choice.partition("=")
+        return look_up(settings, f"{place}.kind") == kind if kind else look_up(settings, place) is not MISSING
+    return [leaf for leaf, choices in LEAVES.items() if not choices or any(map(is_named, choices))]
+
+
+def own_sections(leaves: list[str]) -> tuple[tuple[str, Any], ...]:
+    """List the sections and settings that leaves have of their own, by dotted names, with their types."""
+    return tuple((choice, kind) for leaf in leaves for choice, kind in settings_of(leaf).CHOICES.items()
+                 if "=" not in choice)
+
+
+def types_within(section: str) -> dict[str, Any]:
+    """Map the names within a section that are sections and settings of leaves to their types."""
+    own = ((leaf, *choice.rpartition(".")) for leaf, choices in LEAVES.items() for choice in choices
+           if "=" not in choice)
+    return {name: kind for leaf, place, dot, name in own if place == section
+            if (kind := settings_of(leaf).CHOICES.get(f"{place}{dot}{name}"))}
+
+
+def stated(cfg: Any, name: str) -> list[Any]:
+    """List what the settings of the chosen leaves have under a name; not all have ONLY_WITH, rules, PATHS."""
+    modules = map(settings_of, chosen(cfg))
+    return [getattr(module, name) for module in modules if hasattr(module, name)]
+
+
+def through(hook: str, cfg: Any, thing: Any) -> Any:
+    """Pass a thing through the hooks of this name that the chosen leaves have, in the table's order."""
+    for leaf in chosen(cfg):
+        if hook in settings_of(leaf).HOOKS:
+            thing = getattr(import_module(f"leaves.{leaf}.join"), hook)(cfg, thing)
+    return thing
