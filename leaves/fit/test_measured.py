@@ -10,6 +10,7 @@ from test_objectives import learner_on
 import train
 from infra import checks
 from infra.device import resolve_auto
+from infra.models import Weights
 from learner import Learner
 from leaves.fit import counts, measured, memory
 from settings.loader import ConfigError
@@ -19,7 +20,7 @@ def test_a_row_that_does_not_fit_is_seen(tmp_path, monkeypatch):
     asked, log_probs = toy_config(tmp_path / "run", "model.dtype=float32"), Learner.log_probs
     task = train.load_task(asked)
     cfg = resolve_auto(asked, task.source)
-    ready = checks.Ready(cfg, *train.load_models(cfg, task), task)
+    ready = checks.Ready(cfg, *train.load_models(cfg, task, Weights()), task)
     fits, = measured.before_run(asked, ready).checks
     assert fits.passed and fits.name == "memory"
 
