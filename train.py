@@ -167,14 +167,8 @@ def prepare(cfg: Config, resume: Resume) -> Run:
         runfolder.require_same_files(folder, files)
         checkpoint.require_same_inputs(path, saved["inputs"], inputs)
     decided = resolve_auto(cfg, task.source, saved["config"])
-    learner, bare_engine = load_models(decided, task, weights)
-    engine, _ = leaves.through("engine", cfg, (bare_engine, task.tokenizer))
-    sampler = Sampler(engine, task.tokenizer, decided.rollout, cfg.reward, cfg.seed, task.graded)
-    easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
-    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
-    parts = leaves.through("parts", decided, Parts(
-        decided, task, weights, learner, engine, sampler, history, saved["step"]))
-    learner, history = parts.learner, parts.history
+    parts, bare_engine = assemble(decided, task, weights, saved["step"])
+    learner, engine, history = parts.learner, parts.engine, parts.history
     checkpoints = Checkpoints(
         folder / "checkpoints", cfg.checkpoint.keep, checkpoint_roles(learner), learner.device, log.seal)
     if path is None:
@@ -190,6 +184,18 @@ def prepare(cfg: Config, resume: Resume) -> Run:
     engine.sync(learner.policy)
     log.unlogged["time/start"] = clock.metrics()["time/step"]
     return Run(replace(parts, cfg=decided, learner=learner), checkpoints, log, inputs)
+
+
+def assemble(cfg: Config, task: data.Task, weights: Weights, first: int) -> tuple[Parts, Engine]:
+    """Load the models of a run, and make its parts, to which leaves add theirs. Returns the engine beside
+    them as it is without leaves. Nothing in `cfg` is left to auto."""
+    learner, bare_engine = load_models(cfg, task, weights)
+    engine, _ = leaves.through("engine", cfg, (bare_engine, task.tokenizer))
+    sampler = Sampler(engine, task.tokenizer, cfg.rollout, cfg.reward, cfg.seed, task.graded)
+    easy_above = reward_midpoint(cfg.reward, cfg.rollout.differ_in)
+    history = PromptHistory(task.prompts, cfg.prune.prompts, cfg.seed, easy_above)
+    parts = Parts(cfg, task, weights, learner, engine, sampler, history, first)
+    return leaves.through("parts", cfg, parts), bare_engine
 
 
 def before_steps(run: Run) -> Parts:
@@ -331,8 +337,8 @@ def run_command(args: argparse.Namespace) -> int | None:
     if args.check:
         task = load_task(cfg)
         decided = resolve_auto(cfg, task.source)
-        learner, engine = load_models(decided, task, leaves.through("weights", cfg, Weights()))
-        ready = checks.before_run(cfg, checks.Ready(decided, learner, engine, task, shown=True))
+        parts, engine = assemble(decided, task, leaves.through("weights", cfg, Weights()), 0)
+        ready = checks.before_run(cfg, checks.Ready(decided, parts.learner, engine, task, shown=True))
         return checks.print_checks(ready.checks)
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0" and args.resume == "never":
         raise ConfigError("torchrun --max-restarts needs --resume auto: begin, or go on after a restart")

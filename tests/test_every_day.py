@@ -173,11 +173,12 @@ def test_a_run_whose_steps_are_done_says_so_and_loads_nothing(tmp_path, command,
                                            "set a larger `steps` to go on\n")
     path = tmp_path / "run" / "config.yaml"
     assert (tmp_path / "run" / "metrics.jsonl").read_text() == before and runfolder.is_done(cfg, "always")
-    path.write_text(path.read_text().replace("\nsteps: 1\n", "\nsteps: 2\n"))
-    assert not runfolder.is_done(config.load(path), "always")
     (tmp_path / "run" / "state.json").write_text('{"state": "failed"}\n')
     assert not runfolder.is_done(cfg, "always")  # it died while it exported its model
     assert not runfolder.is_done(replace(cfg, out=str(tmp_path / "new")), "auto")
+    (tmp_path / "run" / "state.json").write_text('{"state": "finished"}\n')
+    path.write_text(path.read_text().replace("\nsteps: 1\n", "\nsteps: 2\n"))
+    assert not runfolder.is_done(config.load(path), "always")
 
 
 # ---- a run goes on with what it began with

@@ -78,10 +78,17 @@ def test_completions_without_a_reward_are_counted_and_in_no_mean():
     assert (logged["prune/offered"], logged["prune/kept"]) == (2, 2)
 
 
+class Unfinished(Sample):
+    """Goes on in the next step."""
+
+    pending = True
+
+
 def test_groups_as_text_say_what_was_decided_on_each_completion():
     """Of three groups one goes on, one was dropped, and of one pruning kept a completion at twice its weight."""
     groups = make_groups([[2, 3], [1, 4], [5, 6]], [3, 2, 1])
-    groups[0] = replace(groups[0], samples=(groups[0].samples[0], replace(groups[0].samples[1], pending=True)))
+    first, second = groups[0].samples
+    groups[0] = replace(groups[0], samples=(first, Unfinished(second.ids, second.logp, False)))
     reward_NG = torch.tensor([[0.0, 0.0], [1.0, 1.0], [1.0, 0.0]])
     adv_NG = torch.tensor([[0.0, 0.0], [0.0, 0.0], [0.5, -0.5]])
     pruned = Pruned(torch.tensor([[False, True]]), torch.tensor([[0.0, 2.0]]), torch.tensor([[0.5, 0.5]]),

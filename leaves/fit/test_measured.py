@@ -5,11 +5,12 @@ from dataclasses import replace
 import pytest
 import torch
 from conftest import toy_config
-from test_objectives import learner_on
+from test_objectives import critic_of, learner_on
 
 import train
 from infra import checks
 from infra.device import resolve_auto
+from infra.models import Weights
 from learner import Learner
 from leaves.fit import counts, measured, memory
 from settings.loader import ConfigError
@@ -19,7 +20,7 @@ def test_a_row_that_does_not_fit_is_seen(tmp_path, monkeypatch):
     asked, log_probs = toy_config(tmp_path / "run", "model.dtype=float32"), Learner.log_probs
     task = train.load_task(asked)
     cfg = resolve_auto(asked, task.source)
-    ready = checks.Ready(cfg, *train.load_models(cfg, task), task)
+    ready = checks.Ready(cfg, *train.load_models(cfg, task, Weights()), task)
     fits, = measured.before_run(asked, ready).checks
     assert fits.passed and fits.name == "memory"
 
@@ -75,8 +76,8 @@ def test_rows_left_to_auto_grow_on_cuda_by_what_the_count_was_over(tiny, tmp_pat
 
 
 def test_a_full_row_leaves_no_gradient_in_the_policy_or_the_critic(tiny, tmp_path):
-    cfg = toy_config(tmp_path / "run", name="ppo_gsm8k.yaml toy.yaml")
+    cfg = resolve_auto(toy_config(tmp_path / "run", name="ppo_gsm8k.yaml toy.yaml"), tiny)
     trainer = learner_on(tiny, cfg)
     assert measured.peak_of_update(cfg, trainer) > 0
-    for model in (trainer.policy, trainer.critic.model):
+    for model in (trainer.policy, critic_of(trainer).model):
         assert all(p.grad is None for p in model.parameters())
