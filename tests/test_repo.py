@@ -18,9 +18,9 @@ import config
 import reward
 import train
 from infra import runfolder
-from leaves import LEAVES, kinds_of, own_sections
 from rollout_vllm import VLLM_VERSION
 from settings import loader
+from settings.leaves import LEAVES, kinds_of, own_sections
 
 FOLDERS = ("verify", "infra", "page", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
