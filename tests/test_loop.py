@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import TOY, as_batch, attend_alone, load, make_groups, toy_config, weights
+from conftest import TOY, as_batch, attend_alone, load, make_groups, parts_of, toy_config, weights
 from test_objectives import gradient_of, learner_on
 
 import data
@@ -14,7 +14,6 @@ import train
 import update
 from history import epoch_order
 from infra import dist, runfolder
-from infra.device import resolve_auto
 from learner import NotFinite, optimizer_step
 from metrics import Clock
 from prune import COMPLETIONS, keep_all, keep_largest
@@ -197,8 +196,8 @@ def test_clipping_bounds_the_gradient_that_the_optimizer_sees(tiny, tmp_path):
 
 def test_half_precision_keeps_float32_weights(tiny, tmp_path):
     cfg = toy_config(tmp_path / "run", "model.dtype=bfloat16", "model.checkpoint_blocks=all", "loss.kl=0.1")
-    task = data.Task(tiny, data.Tokenizer(tiny), [], [], [])
-    learner, engine = train.load_models(resolve_auto(cfg, tiny), task)
+    parts = parts_of(cfg, tiny)
+    learner, engine = parts.learner, parts.engine
     assert {p.dtype for p in learner.policy.parameters()} == {torch.float32}
     assert {p.dtype for p in engine.model.parameters()} == {torch.bfloat16}
     assert learner.policy.checkpoint_blocks == "all" and learner.reference is not learner.policy

@@ -20,6 +20,7 @@ import train
 from config import ConfigError
 from infra import device as hardware
 from infra import dist, runfolder
+from infra.models import Weights
 from leaves.fit import fit, memory
 from leaves.fit.test_memory import GIB, gpu
 from records import EngineSpec
@@ -172,10 +173,9 @@ def plan(name: str, ranks: int) -> EngineSpec:
         patch.setattr(train, "find_device", lambda wanted: CUDA)
         patch.setattr(train.dist, "init", lambda device: CUDA)
         patch.setattr(train, "build_learner", lambda *given: learner)
-        patch.setattr(train.critic, "with_critic", lambda *given: learner)
         patch.setattr(train, "start_engine", lambda kind, spec: taken.append(spec))
         tokenizer = SimpleNamespace(folder=TOY, eos_ids=frozenset([2]), stops=None)
-        train.load_models(cfg, SimpleNamespace(source=TOY, tokenizer=tokenizer))
+        train.load_models(cfg, SimpleNamespace(source=TOY, tokenizer=tokenizer), Weights())
     return taken[0]
 
 

@@ -9,8 +9,10 @@ import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import learner
+import leaves
 import train
 from infra.device import resolve_auto
+from infra.models import Weights
 from learner import Learner
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
@@ -30,7 +32,7 @@ SHORT = ["rollout.max_new_tokens=24", "eval.max_new_tokens=8"]
 def failing(cfg) -> list[str]:
     task = train.load_task(cfg)
     cfg = resolve_auto(cfg, task.source)
-    checks = preflight.run_checks(cfg, *train.load_models(cfg, task), task)
+    checks = preflight.run_checks(cfg, *train.load_models(cfg, task, leaves.through("weights", cfg, Weights())), task)
     assert [c.name for c in checks] == NAMES
     return [c.name for c in checks if not c.passed]
 
@@ -92,6 +94,7 @@ def stale_engine(kind, spec):
 
 def test_an_engine_one_update_behind_is_seen_by_the_preflight_and_by_the_metric(cfg, monkeypatch):
     monkeypatch.setattr(train, "start_engine", stale_engine)
+    cfg = replace(cfg, model=replace(cfg.model, path=str(TOY)))  # one that learns, so that its weights move
     assert failing(cfg) == ["engine follows a sync", "engine's log-probs"]
     with pytest.raises(ConfigError, match="engine follows a sync.*\n.*other weights than it was given"):
         train.train(cfg)

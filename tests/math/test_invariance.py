@@ -22,6 +22,7 @@ from conftest import (
     load,
     nudge,
     others_slow,
+    parts_of,
     toy_config,
     weights,
 )
@@ -33,10 +34,7 @@ import data
 import model as decoder
 import train
 from advantage import group_norm
-from collect import Sampler
-from history import PromptHistory
 from infra import checks, dist, runfolder
-from infra.device import resolve_auto
 from leaves.critic import join as critic
 from leaves.critic.join import value_loss
 from leaves.lora import join as lora
@@ -73,14 +71,11 @@ def change(cfg: config.Config, *overrides: str) -> config.Config:
 
 def roll_out(cfg: config.Config) -> tuple[list, torch.Tensor]:
     """Real groups of the toy model and their advantages. Some rewards are equal, the lengths are not."""
-    tokenizer = data.Tokenizer(TOY)
-    prompts = data.to_prompts(data.load_problems(cfg.data.train), tokenizer, None, 128)
-    learner, engine = train.load_models(resolve_auto(cfg, TOY), data.Task(TOY, tokenizer, [], prompts, []))
-    engine.sync(learner.policy)
-    sampler = Sampler(engine, tokenizer, cfg.rollout, cfg.reward, cfg.seed)
-    history = PromptHistory(prompts, cfg.prune.prompts, cfg.seed, middle=0.5)
-    groups = sampler.rollout(history.draw(cfg.rollout.prompts_per_step))
-    adv_NG = group_norm(sampler.score(groups).components["accuracy"], 1, 1e-4)
+    prompts = data.to_prompts(data.load_problems(cfg.data.train), data.Tokenizer(TOY), None, 128)
+    parts = parts_of(cfg, prompts=prompts)
+    parts.engine.sync(parts.learner.policy)
+    groups = parts.sampler.rollout(parts.history.draw(cfg.rollout.prompts_per_step))
+    adv_NG = group_norm(parts.sampler.score(groups).components["accuracy"], 1, 1e-4)
     assert (adv_NG.abs().amax(dim=1) > 0).sum() >= 2
     assert len({len(s.ids) for group in groups for s in group.samples}) > 4
     return groups, adv_NG
