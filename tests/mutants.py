@@ -1,7 +1,7 @@
 """Do the tests of the mathematics bite? Break the code in one place at a time, and expect the named tests to go red.
 
     python tests/mutants.py             # all of them, in a copy of the repository
-    python tests/mutants.py prune       # those of one file, by its path: methods/critic
+    python tests/mutants.py prune       # those of one file, by its path: leaves/critic/join
     python tests/mutants.py prune:keep  # of these, those that break a place with "keep" in it
 """
 
@@ -17,9 +17,6 @@ ROOT = Path(__file__).parent.parent
 # file -> what stands there, the bug, and the tests that must see it: "nat" is test_nat.py in any folder of tests/
 BUGS = {
     "advantage": [
-        ("[:, :, None] > reward_NG", "[:, :, None] >= reward_NG", "preference"),
-        ("pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)", "pull_NGG.sum(dim=2)", "preference"),
-        ("(-beta / count_N1 *", "(-beta *", "preference"),
         ("reward_NG.nanmean(dim=1, keepdim=True)", "reward_NG.nanmean(dim=0, keepdim=True)", "advantage"),
         ("(std_N1 + eps)", "std_N1", "advantage"),
         ("count_N1.to(reward_NG.dtype) / (count_N1 - 1).clamp(min=1)", "1", "advantage"),
@@ -73,7 +70,6 @@ BUGS = {
         ("row.segment_C, loss.tis_cap, loss.mask_ratio)", "row.segment_C, None, None)", "objectives"),
     ],
     "pack": [
-        ("torch.tensor(queries).cumsum(0) - 1", "torch.tensor(queries).cumsum(0) - 2", "pack"),
         ("x_NG[n_C, g_C] * factor_C", "x_NG[n_C, g_C] * plan.counts", "nat"),
         ("capacity - group.prompt):", "capacity):", "pack"),
         ("rows, high = shorter, middle", "high = middle", "pack"),
@@ -142,30 +138,36 @@ BUGS = {
     "verify/workers": [("Finalize(None, stop_workers, exitpriority=1)", "pass", "grade")],
     "records": [
         ("in self.weights.items() if weight]", "in self.weights.items()]", "unbiased"),
-        ("to - max(start, first)", "to - start", "replies"),
-        ("own = np.arange(len(self.ids)) >= self.start", "own = np.arange(len(self.ids)) >= 0", "replies"),
-        ("(length + start, length + to)", "(start, to)", "replies"),
-        ("if reply[1] < end", "", "replies"),
     ],
     "history": [
         ("1.0 if self.adapts else 1 / prob", "1.0", "data"),
         ('seed_for(self.seed, epoch, prompt.id, "prompt")', 'seed_for(self.seed, epoch, "prompt")', "data"),
         ("adv_NG.abs().nanmean(dim=1)", "adv_NG.nanmean(dim=1)", "data"),
     ],
-    "methods/critic": [
+    "leaves/preferences/join": [
+        ("[:, :, None] > reward_NG", "[:, :, None] >= reward_NG", "preference"),
+        ("pull_NGG.sum(dim=2) - pull_NGG.sum(dim=1)", "pull_NGG.sum(dim=2)", "preference"),
+        ("(-beta / count_N1 *", "(-beta *", "preference"),
+    ],
+    "leaves/critic/join": [
         ("keep_NG * weight_N1", "keep_NG * 1.0", "critic"),
-        ("(value_C - target_C).square()).sum() / 2", "(value_C - target_C).square()).sum()", "loss"),
-        ("[row.predict_C, row.last_S]", "[row.predict_C, row.last_S - 1]", "objectives"),
+        ("(value_C - target_C).square()).sum() / 2", "(value_C - target_C).square()).sum()", "critic"),
+        ("[row.predict_C, last_S]", "[row.predict_C, last_S - 1]", "objectives"),
         ('if settings.bootstrap == "prev" else after_S', "", "objectives"),
         ("return value_C + gae(", "return gae(", "critic"),
     ],
-    "methods/window": [
+    "leaves/windows/join": [
+        ("return places[places >= first]", "return places", "window"),
         ("draw.age >= settings.max_age", "draw.age > settings.max_age", "flight"),
-        ("settings.prompts_per_step - skipped", "settings.prompts_per_step", "flight"),
-        ("replace(sample, old=sample.length, pending=False)", "replace(sample, pending=False)", "flight"),
+        ("sampling.prompts_per_step - skipped", "sampling.prompts_per_step", "flight"),
+        ("replace(piece, old=piece.length, pending=False)", "replace(piece, pending=False)", "flight"),
         ("draw.age + 1 + i // N", "draw.age + i // N", "flight"),
     ],
-    "methods/environment": [
+    "leaves/environment/join": [
+        ("sum(to - start for start, to in self.replies)", "0", "replies"),
+        ("own[start:to] = False", "own[start:to] = True", "replies"),
+        ("(length + start, length + to)", "(start, to)", "replies"),
+        ("if reply[1] < end", "", "replies"),
         ('len(piece.replies), "turn")', '0, "turn")', "environment"),
         ("- len(request.prompt.ids) - length", "- length", "environment"),
         ("last = len(whole.replies) + 1 >=", "last = len(whole.replies) >=", "environment"),
@@ -173,14 +175,14 @@ BUGS = {
         ("dist.max_over_ranks(len(going_on)) if self.lock_step else going_on", "going_on", "environment"),
         ("finished=False, cut=True", "cut=True", "environment"),
     ],
-    "infra/replies": [
+    "leaves/environment/replies": [
         ("self.encode(anchor + text)[len(self.encode(anchor)):]", "self.encode(text)", "dialects"),
         ("or token == self.closing", "", "environment"),
         ("!= start + tail + closed + tail", "!= start + tail + closed + tail and False", "dialects"),
         ("if not whole.startswith(start)", "if False", "dialects"),
         ("return ids if closed else", "return ids if True else", "environment"),
     ],
-    "methods/gae": [
+    "leaves/critic/gae": [
         ("same_segment = segment_C[m:] == segment_C[:-m]", "same_segment = segment_C[m:] >= 0", "advantage"),
         ("lam_C[:-m] ** m * total_C[m:]", "lam_C[:-m] * total_C[m:]", "advantage"),
         ("torch.where(last_C, end_S[segment_C], value_C.roll(-1))", "value_C.roll(-1)", "advantage"),
