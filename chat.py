@@ -24,10 +24,10 @@ from pathlib import Path
 import config
 from config import Config, ConfigError
 from data import Tokenizer
-from eval import engine_spec, load_sets
+from eval import load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
-from infra.device import find_device, fit_engine
+from infra.device import engine_spec, find_device, fit_engine
 from infra.models import load_policy
 from infra.runfolder import state_of
 from infra.signals import exit_status

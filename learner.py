@@ -20,8 +20,9 @@ import config
 from config import Config, ConfigError, Loss, Model, Pack, Update, has_reference
 from infra import dist
 from infra.checkpoint import Optimizers, Role, original_model, require_whole
+from infra.copies import COPIES
+from infra.export import prompted_files
 from infra.models import Weights, weights_of
-from infra.runfolder import COPIES
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import find_model
@@ -250,7 +251,7 @@ def texts_of_run(run: Path, source: Path) -> dict[str, str]:
     cfg = config.load(str(run / "config.yaml"))
     template = run / COPIES["data.chat_template"]
     data = replace(cfg.data, chat_template=str(template)) if template.is_file() else cfg.data
-    return Tokenizer(source, data, cfg.rollout.stop or ()).exported(data.system_prompt)
+    return prompted_files(Tokenizer(source, data, cfg.rollout.stop or ()), data.system_prompt)
 
 
 if __name__ == "__main__":

@@ -40,10 +40,11 @@ from collect import Selection, choose
 from config import Config, ConfigError
 from infra import dist, runfolder
 from infra.checkpoint import replayable_steps
+from infra.copies import COPIES
 from infra.device import find_device
 from infra.dist import say
 from infra.lines import blame_file, read_log, read_metrics
-from infra.runfolder import COPIES, SOFT_VALUES
+from infra.runfolder import SOFT_VALUES
 from infra.signals import exit_status
 from learner import Learner
 from metrics import Clock, list_decisions

@@ -36,18 +36,14 @@ import data
 from advantage import advantage
 from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
-from eval import EvalSet, Sampling, engine_spec, evaluate, files_of, load_sets
+from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
-from infra.device import (
-    find_device,
-    list_choices,
-    longest_sampled,
-    memory_metrics,
-    resolve_auto,
-    settings_to_save,
-)
+from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
+from infra.copies import files_of
+from infra.device import engine_spec, find_device, memory_metrics
+from infra.export import prompted_files
 from infra.models import Weights
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
@@ -143,7 +139,7 @@ def train(cfg: Config, resume: Resume = "never", stop: Stop | None = None) -> De
             if asked_to_stop(stop) and step + 1 < cfg.steps:
                 raise Stopped
         engine.sleep()  # an export gathers weights in float32
-        texts = parts.task.tokenizer.exported(cfg.data.system_prompt)
+        texts = prompted_files(parts.task.tokenizer, cfg.data.system_prompt)
         parts.weights.export(learner.policy, parts.task.source, Path(cfg.out) / "hf", texts)
     return learner.policy
 
@@ -282,7 +278,7 @@ def is_due(every: int, step: int, last: int) -> bool:
 
 def load_models(cfg: Config, task: data.Task, weights: Weights) -> tuple[Learner, Engine]:
     """Load the models, and start the engine, which waits for its first sync. Nothing in `cfg` is left to auto
-    (device.resolve_auto). Raises ConfigError."""
+    (choices.resolve_auto). Raises ConfigError."""
     longest = longest_sampled(cfg)
     check_positions(
         task.source,

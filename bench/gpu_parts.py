@@ -35,7 +35,7 @@ from collect import Sampler
 from history import PromptHistory
 from infra import device as hardware
 from infra import dist, runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from infra.weights import read_shape
 from learner import Learner, build_learner, load_sharded
 from leaves.fit import counts, memory

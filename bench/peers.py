@@ -47,7 +47,7 @@ import data
 import train
 from history import PromptHistory
 from infra import dist
-from infra.weights import export
+from infra.export import export
 from records import Problem
 from reward import score
 from verify.grade import grade

@@ -38,7 +38,7 @@ from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import device as hardware
 from infra import dist
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from learner import Learner
 from metrics import Clock
 from pack import Minibatch, layout, pack

@@ -1,4 +1,4 @@
-"""Choose the device, its kernels, the engine and other settings left to `auto`; measure memory in use."""
+"""Choose the device, its kernels and the engine, and measure the memory of this machine."""
 
 import importlib
 import importlib.metadata
@@ -10,18 +10,15 @@ import sysconfig
 from bisect import bisect_right
 from collections.abc import Callable
 from dataclasses import replace
-from functools import cache
 from pathlib import Path
 
 import torch
 
-from config import Config, ConfigError, Model, flatten, with_value
+from config import Config, ConfigError, Model
 from infra import dist
-from infra.rows import NAMED_SETS
+from infra.tokenizer import Tokenizer
 from infra.weights import Shape, read_shape
-from model import Block
 from records import EngineSpec, Metrics, frozen
-from settings import leaves
 
 DRIVER = Path("/proc/driver/nvidia/version")
 WRONG_BUILD = f"torch {torch.__version__} is a build without CUDA: pip install -r requirements/gpu.txt"
@@ -30,9 +27,6 @@ OLD_DRIVER = (f"torch {torch.__version__} needs a driver for CUDA {torch.version
 USABLE_SHARE = 0.9  # of the memory free when a run begins; the CUDA context and odd sizes take some
 PRODUCTS = ("avx512_bf16", "amx_bf16")  # features of a CPU that multiplies bfloat16 faster than float32
 VLLM_VERSION = "0.32.0"  # the tests run this version; the API changes from one to the next
-ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
-MANY = 1_000_000_000  # sequences: more than any engine has slots for
-REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
 Parts = dict[str, float]  # bytes by name
 
 
@@ -165,6 +159,26 @@ def why_no_compiler() -> str:
     return ""
 
 
+def engine_spec(cfg: Config, device: torch.device, tokenizer: Tokenizer, longest: int) -> EngineSpec:
+    """Describe an engine for sequences of so many tokens, which is awake all the time."""
+    auto = torch.bfloat16 if device.type == "cuda" else torch.float32
+    dtype = auto if cfg.model.dtype == "auto" else getattr(torch, cfg.model.dtype)
+    backend = choose_backend(cfg.model.attention, device, dtype)
+    return EngineSpec(
+        tokenizer.folder,
+        dtype,
+        device,
+        backend,
+        tokenizer.eos_ids,
+        cfg.rollout.slots,
+        longest,
+        cfg.rollout.tensor_parallel,
+        cfg.rollout.cache_gib,
+        tokenizer.stops,
+        quantization=cfg.rollout.quantization,
+        rounds=rounds_products(cfg.model, device))
+
+
 def fit_engine(wanted: str, spec: EngineSpec) -> tuple[str, EngineSpec]:
     """Choose the engine of an evaluation, and slots that fit, as `resolve_auto` for training. Collective.
 
@@ -235,129 +249,14 @@ def table_weights(shape: Shape) -> int:
     return shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
 
 
-@cache
 def block_weights(shape: Shape) -> int:
-    """Count the weights of one block."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Block(shape, 0).parameters())
-
-
-# ---- choices of `auto`
-
-@frozen
-class Choice:
-    """The settings that a config leaves to `auto`, as chosen so far."""
-
-    cfg: Config
-    machine: Machine
-    shape: Shape
-    saved: dict  # the flat config of the checkpoint that the run goes on from: its choices are taken again
-    remarks: tuple[str, ...] = ()  # why a choice is not the expected one
-
-
-def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config:
-    """Choose the settings that a config leaves to `auto` on this machine, and print them. Collective.
-
-    Args:    source  folder of the model
-             saved   as in Choice
-    """
-    device = dist.init(find_device(cfg.device))
-    machine, saved = Machine.here(device), saved or {}
-    choice = Choice(choose_simply(cfg, machine, saved), machine, read_shape(source), saved)
-    choice = leaves.through("decide", cfg, choice)
-    named = [f"{key}={value}" for key, value in list_choices(cfg, choice.cfg).items()]
-    if named:
-        dist.say(f"chosen here: {', '.join(named)}")
-    for line in choice.remarks:
-        dist.say(line)
-    return choice.cfg
-
-
-def choose_simply(cfg: Config, machine: Machine, saved: dict) -> Config:
-    """Choose without a count of memory (leaves/fit): the engine sleeps, rows are of moderate length, and a
-    GPU recomputes every block."""
-    here = choose_kernels(cfg, machine, saved)
-    if cfg.rollout.sleep == "auto":
-        here = with_value(here, "rollout.sleep", "always")
-    least, most = row_range(cfg, machine.ranks)
-    how, capacity = cfg.model.checkpoint_blocks, cfg.pack.capacity
-    if how == "auto":
-        how = saved.get("model.checkpoint_blocks", "all" if machine.device.type == "cuda" else "none")
-    if capacity == "auto":
-        capacity = saved.get("pack.capacity", max(least, min(most, ENOUGH_TOKENS)))
-    return with_rows(here, how, capacity)
-
-
-def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
-    """Choose the dtype, the attention, the engine and its slots, of which it needs no more than it is asked
-    for. `saved` choices are taken again if they can run here, so that a resumed run stays the same run."""
-    def pick(key: str, able: list) -> str:
-        wanted = flatten(cfg)[key]
-        if wanted != "auto":
-            return wanted
-        return saved[key] if saved.get(key) in able else able[0]
-
-    device = machine.device
-    name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
-    dtype = getattr(torch, name)
-    attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
-    drafts = getattr(cfg.rollout, "drafts", None)  # only the embedded engine has them
-    engine = pick("rollout.engine", ["torch"] if drafts else machine.engines(dtype))
-    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
-    here = with_value(here, "rollout.engine", engine)
-    slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
-    if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
-        slots = saved.get("rollout.slots", slots)
-    return with_value(here, "rollout.slots", slots)
-
-
-def list_choices(cfg: Config, decided: Config) -> dict:
-    """Return the settings that were chosen, flat."""
-    before, after = flatten(cfg), flatten(decided)
-    return {key: value for key, value in after.items() if value != before[key]}
-
-
-def settings_to_save(cfg: Config, asked: Config) -> dict:
-    """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
-    return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
-
-
-def with_rows(cfg: Config, how: str, capacity: int) -> Config:
-    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
-
-
-def longest_sampled(cfg: Config) -> int:
-    """Return the tokens of the longest sequence that the engine samples."""
-    return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)
-
-
-def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
-    """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
-    the longest mini-batch, than which no row is longer."""
-    sampling = cfg.rollout
-    prompt, longest = cfg.data.max_prompt_tokens, cfg.longest
-    group = prompt + sampling.group_size * (longest - prompt)
-    tokens = sampling.prompts_per_step * group
-    if sampling.until == "full":
-        tokens *= sampling.max_rounds
-    return longest, longest + tokens // cfg.update.minibatches // ranks
-
-
-def sequences_asked(cfg: Config, ranks: int) -> int:
-    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
-    if that is not known without the data."""
-    sampling, limit = cfg.rollout, cfg.eval.limit or MANY
-    prompts = sampling.prompts_per_step
-    if sampling.until == "informative":
-        prompts = int(sampling.oversample * prompts)
-    most = prompts * max(sampling.group_size, cfg.labels.chunk)
-    for name in map(str.strip, (cfg.data.eval or "").split(",")):
-        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
-        most = max(most, min(problems, limit) * cfg.eval.n)
-    if cfg.advantage.fills_slots:
-        most = MANY
-    # Ranks that hold one engine together sample for each other.
-    return -(-most * sampling.tensor_parallel // ranks)
+    """Count the weights of one block (model.Block)."""
+    width, query, key = shape.hidden_size, shape.heads * shape.head_dim, shape.kv_heads * shape.head_dim
+    weights = 2 * width * (query + key) + 3 * width * shape.intermediate_size  # attention, MLP
+    weights += shape.qkv_bias * (query + 2 * key) + shape.out_bias * width
+    if shape.qk_norm:
+        weights += 2 * shape.head_dim if shape.qk_norm == "head" else query + key
+    return weights + width * len(list(filter(None, shape.family.norms)))
 
 
 # ---- memory in use

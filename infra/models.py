@@ -10,7 +10,8 @@ from torch import nn
 
 from infra.checkpoint import load_policy_into, read_extra
 from infra.digests import hash_files
-from infra.weights import export, load_weights, weight_files
+from infra.export import export
+from infra.weights import load_weights, weight_files
 from model import Decoder, load_model
 from records import frozen
 from settings import leaves
@@ -59,7 +60,7 @@ class Weights:
         return load_policy_into(path, load_model(folder, dtype, torch.device("cpu")))
 
     def export(self, model: nn.Module, source: Path, folder: Path, texts: dict[str, str]) -> None:
-        """Write a Hugging Face folder as `infra.weights.export` does. Collective."""
+        """Write a Hugging Face folder as `infra.export` does. Collective."""
         export(model, source, folder, texts)
 
 

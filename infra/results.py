@@ -1,4 +1,4 @@
-"""Store evaluations on disk: responses as they come, and the result once it is complete.
+"""Store evaluations on disk: responses as they come, and the result once it is complete (eval.py --out).
 
     results.json            {"head": ..., "results": {set: its summary}}, written by eval.py
     results.json.partial    a line with the head, then the responses so far; gone when the result is written
@@ -8,15 +8,27 @@ mixed in.
 """
 
 import json
-from collections.abc import Iterator
+import sys
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any
 
+import verify
+from config import Config, Reward
 from infra import dist
-from infra.lines import DAMAGED, append, blame_file, mend_log
+from infra.digests import hash_files, sha256
+from infra.figures import summarise
+from infra.lines import DAMAGED, append, blame_file, mend_log, write_json
+from infra.tokenizer import Tokenizer
+from infra.user_files import read_file
+from records import EngineSpec
+from settings import leaves
 from settings.loader import SHORT, ConfigError, parse_json
-from settings.paths import matching, short_names
+from settings.paths import short_names, user_path
 
-Results = dict[str, dict]  # the summary of each set, or the result of each model
+GRADED_BY = ("math-verify", "latex2sympy2_extended", "antlr4-python3-runtime", "sympy", "mpmath")
 
 
 class Store:
@@ -26,7 +38,7 @@ class Store:
     """
 
     def __init__(self, out: Path, head: dict, chunk: int):
-        self.path = out.with_name(f"{out.name}.partial")
+        self.out, self.path = out, out.with_name(f"{out.name}.partial")
         self.chunk = chunk  # responses between two writes
         # The response of a torn last line is sampled again.
         stored, *lines = dist.on_first(mend_log, self.path, head)
@@ -46,8 +58,11 @@ class Store:
         if dist.rank() == 0:
             append(self.path, *({"set": name, "response": response} for response in responses))
 
-    def remove(self) -> None:
-        self.path.unlink()
+    def finish(self, result: dict) -> None:
+        """Write the result in place of the responses."""
+        if dist.rank() == 0:
+            write_json(self.out, result)
+            self.path.unlink()
 
 
 def require_place(out: Path | None) -> None:
@@ -58,22 +73,70 @@ def require_place(out: Path | None) -> None:
         raise ConfigError(f"--out {out} is a folder; name a file in it for the result")
 
 
-def list_models(models: list[str], out: Path | None) -> list[tuple[str, Path | None]]:
-    """List every model that paths and patterns name, with the file of its result.
-
-    The file is `out` itself for one model; several have a file each in the folder `out`. Raises ConfigError.
-    """
-    named = [path for text in models for path in matching(text, "--model")]
-    paths = list(dict.fromkeys(named))
-    if len(paths) == 1 or not out:
+def place_results(models: list[Path], out: Path) -> list[Path]:
+    """Name the file of each model's result: `out` itself for one, and for several a file each in the folder
+    `out`. Raises ConfigError if none can be written."""
+    if len(models) == 1:
         require_place(out)
-        return [(str(path), out) for path in paths]
+        return [out]
     if out.is_file() or out.suffix == ".json":
-        raise ConfigError(f"--out {out} must be a folder for the results of {len(paths)} models")
+        raise ConfigError(f"--out {out} must be a folder for the results of {len(models)} models")
     if not out.is_dir():
         require_place(out)
         out.mkdir()
-    return [(str(path), out / f"{name}.json") for path, name in zip(paths, short_names(paths), strict=True)]
+    return [out / f"{name}.json" for name in short_names(models)]
+
+
+# ---- what identifies a result
+
+def verifier_version() -> str:
+    """Identify the verifier: its files, and the libraries that read and compute formulas for it."""
+    code = hash_files(sorted(Path(verify.__file__).parent.glob("*.py")))
+    libraries = [f"{name} {version(name)}" for name in GRADED_BY]
+    return " ".join([code[:16], *libraries])
+
+
+def describe_result(cfg: Config, sampling: Any, spec: EngineSpec, tokenizer: Tokenizer,
+                    sets: Iterable[Any]) -> dict:
+    """Collect the settings and hashes that identify a result: model, data, prompts, sampling, verifier.
+
+    A model is identified by the hash of its weights, configuration and tokenizer. `sampling` and `sets` are
+    records of eval.py.
+    """
+    kinds = (".safetensors", ".json", ".jinja")
+    files = [path for path in sorted(spec.folder.iterdir()) if path.suffix in kinds]
+    files += sorted((user_path(cfg.model.path) / "policy").glob("*"))  # of a checkpoint
+    return {
+        "model": {"path": cfg.model.path, "files": hash_files(files)},
+        "template": sha256(tokenizer.source),
+        "system_prompt": cfg.data.system_prompt,
+        "engine": f"{cfg.rollout.engine} {cfg.rollout.quantization}".removesuffix(" none"),
+        "dtype": str(spec.dtype),
+        "sampling": asdict(sampling),
+        "verifier": verifier_version(),
+        "stop": cfg.rollout.stop,
+        "reward": reward_head(cfg.reward),
+        "sets": {s.name: identify_set(s) for s in sets},
+    } | leaves.through("head", cfg, {})
+
+
+def reward_head(reward: Reward) -> dict | None:
+    """Identify the reward that answers are scored with; None if only accuracy is measured."""
+    if reward.accuracy:
+        return None
+    own = None
+    if reward.functions:
+        own = read_file(reward.custom_file, "reward.custom_file")
+    return reward.weights | {"overlong_tokens": reward.overlong_tokens,
+                             "custom_file": own and hash_files(own.files)}
+
+
+def identify_set(held_out: Any) -> dict:
+    """Identify a set by its problems and prompts, and by all columns if a reward may read them."""
+    data = [(p.id, p.question, p.answer, *p.messages, *[p.row] * bool(held_out.reward))
+            for p in held_out.problems]
+    prompts = [prompt.ids for prompt in held_out.prompts]
+    return {"count": len(data), "data": sha256(data), "prompts": sha256(prompts)}
 
 
 def require_same_head(path: Path, old: dict, new: dict) -> None:
@@ -92,6 +155,35 @@ def differences(old: object, new: object, path: str = "") -> Iterator[str]:
             yield from differences(old.get(key), new.get(key), f"{path}.{key}" if path else key)
     elif old != new:
         yield f"{path} was {old!r} and is {new!r}"
+
+
+# ---- reading results
+
+def read_finished(out: Path, head: dict, sizes: list[int] | None) -> dict | None:
+    """Read a result that is complete, and summarise it anew; None without one. Collective.
+
+    Raises ConfigError if it was made with other settings.
+    """
+    stored = dist.on_first(lambda: read_result(out) if out.is_file() else None)
+    if stored:
+        require_same_head(out, stored["head"], head)
+        print(f"{out} is complete; nothing is sampled again", file=sys.stderr)
+        return summarise_result(stored | {"head": head}, sizes)
+    return None
+
+
+def summarise_result(result: dict, sizes: list[int] | None = None) -> dict:
+    """Summarise the responses of a result anew."""
+    results = {name: summarise(old["problems"], sizes, old.get("reward_range"))
+               for name, old in result["results"].items()}
+    return {"head": result["head"], "results": results}
+
+
+def summarise_file(path: Path, sizes: list[int] | None = None) -> dict:
+    """Read a result and summarise its responses. Raises ConfigError for a damaged file."""
+    result = read_result(path)
+    with blame_file(path):
+        return summarise_result(result, sizes)
 
 
 def read_result(path: Path) -> dict:

@@ -32,18 +32,15 @@ from tqdm import tqdm
 
 import config
 from config import Config, ConfigError
+from infra.copies import COPIES, Texts, changed_files
 from infra.lines import append, blame_file, is_evaluation, read_log, replace, rewrite_log, write_json
+from infra.terminal import print_progress
 from records import Metrics
 from settings import leaves
 from settings.paths import user_path
 
 LOGS = ("metrics.jsonl", "samples.jsonl", "decisions.jsonl")
 SILENT = 5  # steps without any signal that are warned of, once
-# Files of the user's that a run depends on: a copy of each, made at the start, lies in the run folder. A
-# module that the reward file or the environment imports from its own folder has a copy of the same name.
-COPIES = {"reward.custom_file": "custom_reward.py", "environment.file": "environment.py",
-          "data.chat_template": "chat_template.jinja"}
-Texts = dict[str, str | None]  # of COPIES and of helpers, as they are now; None if not set
 SOFT_VALUES = "soft_values.jsonl"  # methods/soft_value.py goes on with it
 Resume = Literal["never", "always", "auto"]  # auto: if there is a checkpoint to go on from
 NO_EFFECT_ON_STEPS = ("eval.", "checkpoint.", "log.")  # settings that no step depends on
@@ -160,16 +157,6 @@ def refused_changes(there: Config | dict, now: Config) -> list[str]:
         if not harmless and not elsewhere:
             refused.append(change)
     return refused
-
-
-def changed_files(folder: Path, texts: Texts) -> dict[str, Path]:
-    """Map each setting with a file that has changed since the run in a folder began to the copy there.
-
-    `texts` holds the present text of each file of COPIES, or None if it is not set.
-    """
-    copies = {setting: folder / COPIES.get(setting, setting) for setting in texts}
-    return {setting: copy for setting, copy in copies.items()
-            if texts[setting] != (copy.read_text() if copy.is_file() else None)}
 
 
 def require_same_files(folder: Path, texts: Texts) -> None:
@@ -516,9 +503,3 @@ def score_text(figures: dict, kind: str) -> str:
     value, *ends = (f"{figures[key]:.1%}" if kind == "accuracy" else f"{figures[key]:.3f}"
                     for key in (kind, low, high))
     return f"{'reward ' * (kind == 'reward')}{value} [{', '.join(ends)}]"
-
-
-def print_progress(text: str) -> None:
-    """Print a line of progress unless stderr is a terminal, which shows a bar."""
-    if not sys.stderr.isatty():
-        print(text, file=sys.stderr, flush=True)

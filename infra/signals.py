@@ -106,6 +106,8 @@ def exit_status(
             return program() or 0
         except (ConfigError, VerifyError) as error:
             status, said, remedy = 2, f"error: {error}", lambda: ""
+        except ModuleNotFoundError as error:  # of a library for names on the hub, or of a leaf that is gone
+            status, said, remedy = 2, f"error: {error}, which this command needs; install it", lambda: ""
         except torch.OutOfMemoryError as error:
             why = str(error).partition("\n")[0]
             status, said = 2, f"error: out of memory ({why}); {SAVE_MEMORY}; "

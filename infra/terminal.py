@@ -141,6 +141,12 @@ def counts(text: str) -> list[int]:
     return list(map(int, text.split(",")))
 
 
+def print_progress(text: str) -> None:
+    """Print a line of progress unless stderr is a terminal, which shows a bar."""
+    if not sys.stderr.isatty():
+        print(text, file=sys.stderr, flush=True)
+
+
 class Plain:
     """A stream in which control characters are written out, since texts of data and models may hold any; but
     for those that move a progress bar."""

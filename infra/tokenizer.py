@@ -149,39 +149,6 @@ class Tokenizer:
         """Map the settings that name files of the user's to the texts that were read."""
         return {"data.chat_template": self.own_template}
 
-    def exported(self, system: str | None) -> dict[str, str]:
-        """Write the files by which an exported model is prompted and ends its answers as here: name -> text.
-
-        The template has `system` and data.template for those who give none of their own.
-        """
-        files = {}
-        if self.own_template or self.plain is not None or system or self.arguments:
-            files["chat_template.jinja"] = self.whole_template(system)
-        path = self.folder / "generation_config.json"
-        said = read_if_there(path)
-        ends = said.get("eos_token_id")
-        if self.eos_ids != set(ends if isinstance(ends, list) else [ends]):
-            said["eos_token_id"] = sorted(self.eos_ids)
-            files[path.name] = json.dumps(said, indent=2) + "\n"
-        return files
-
-    def whole_template(self, system: str | None) -> str:
-        """Write a template that renders a question as `render` does."""
-        if self.plain is not None:
-            parts = self.plain.format(question="\0").split("\0")
-            start = self.decode(self.begin, special=True)
-            if not parts[0].startswith(start):
-                parts[0] = start + parts[0]
-            return "{{ messages[0]['content'] }}".join(f"{{{{ {literal(part)} }}}}" for part in parts)
-        text = ""
-        for name, value in self.arguments.items():
-            text += f"{{% if {name} is not defined %}}{{% set {name} = {literal(value)} %}}{{% endif %}}"
-        if system:
-            first = f"[{{'role': 'system', 'content': {literal(system)}}}]"
-            text += (f"{{% if messages[0]['role'] != 'system' %}}{{% set messages = {first} + messages %}}"
-                     "{% endif %}")
-        return text + self.source
-
     def is_special(self, text: str) -> bool:
         """Tell whether a text is one token that decoding leaves out."""
         token = self.rust.token_to_id(text)
@@ -290,11 +257,6 @@ def as_messages(question: str | Sequence[dict], system: str | None) -> list[dict
     if system and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": system})
     return messages
-
-
-def literal(value: object) -> str:
-    """Write a value as jinja does."""
-    return "none" if value is None else json.dumps(value, ensure_ascii=False)
 
 
 def choose_template(configured: object, folder: Path) -> object:

@@ -1,7 +1,6 @@
-"""Find Hugging Face folders, read their shape and weights, and write them back, whole or sharded."""
+"""Find Hugging Face folders, and read their shape and weights, whole or sharded."""
 
 import os
-import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
@@ -10,13 +9,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import save_torch_state_dict, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from infra import dist
-from infra.digests import LIST, find_changed, find_missing, format_list, list_files, read_list
+from infra.digests import LIST, find_changed, find_missing, read_list
 from infra.families import Shape, shape_of
 from infra.trial import try_first
 from records import frozen
@@ -38,6 +35,9 @@ def find_model(path: str) -> Path:
         if any((folder / name).is_file() for name in WEIGHT_FILES):
             try_first(folder, check_sizes, folder)
         return folder
+    from huggingface_hub import snapshot_download  # for names alone
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
     try:
         return Path(snapshot_download(path, allow_patterns=["*.json", "*.jinja", "*.safetensors"]))
     except (HFValidationError, LocalEntryNotFoundError, HfHubHTTPError) as error:
@@ -234,51 +234,3 @@ def load_weights(model: nn.Module, folder: Path) -> None:
                 f"{folder}: {name}, of {t.dtype}, has infinite or quantized values or nan, which are no "
                 "weights; take a model without")
         p.copy_(dist.sharded_like(t, p))
-
-
-def export(model: nn.Module, source: Path, folder: Path, texts: dict[str, str] | None = None) -> None:
-    """Write a Hugging Face folder: the weights, and everything else (config, tokenizer, template) as in
-    `source`, except the files in `texts` (Tokenizer.exported).
-
-    All ranks of a sharded model must call it; rank 0 writes.
-    """
-    with replace_folder(folder) as fresh:
-        if dist.rank() == 0:
-            for path in source.iterdir():
-                copied = path.suffix in (".json", ".jinja", ".txt", ".model")
-                if copied and path.is_file() and path.name not in WEIGHT_FILES:
-                    shutil.copyfile(path, fresh / path.name)
-            for name, text in (texts or {}).items():
-                (fresh / name).write_text(text)
-        save_weights(model, fresh)
-
-
-@contextmanager
-def replace_folder(folder: Path) -> Iterator[Path]:
-    """Yield a folder to write in, which then replaces `folder`. Rank 0 makes it and moves it."""
-    fresh = folder.with_name(f"{folder.name}.unfinished")
-    if dist.rank() == 0:
-        shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir(parents=True)
-    try:
-        yield fresh
-    except SafetensorError as error:  # its own name for an error of the file system
-        raise OSError(None, f"{error}", f"{fresh}") from None
-    if dist.rank() == 0:
-        (fresh / LIST).write_text(format_list(list_files(fresh, 0)))
-        shutil.rmtree(folder, ignore_errors=True)
-        fresh.rename(folder)
-
-
-def save_weights(model: nn.Module, folder: Path) -> None:
-    """Write safetensors in the dtype that config.json names, sharded with an index above 5 GB."""
-    tensors = {}
-    for name, t in model.named_hf_tensors():
-        tensor = dist.gather_full(t)
-        if dist.rank() == 0:
-            # A gathered tensor may be a view of padded memory, hence the copy.
-            tensors[name] = tensor.to("cpu", model.shape.dtype, copy=True)
-    if dist.rank() == 0:
-        save_torch_state_dict(tensors, folder)
-        for path in folder.glob("*.safetensors"):  # safetensors lets only the owner read them
-            shutil.copymode(folder / "config.json", path)

@@ -16,7 +16,7 @@ A hook is a function of the config and a thing, which it returns, changed:
     parts       train.Parts, before a checkpoint is loaded
     head        a dict that identifies an evaluation's result
     begin       the same, before the first step: the engine has the policy
-    decide      infra.device.Choice, before models are loaded
+    decide      infra.choices.Choice, before models are loaded
     before_run  infra.checks.Ready, before the first step of a fresh run
     watch       infra.runfolder.RunLog, on the rank that writes the run folder
 """
@@ -44,6 +44,7 @@ LEAVES = {
     "page": [],        # the summary of a run, reports, --show
     "trackers": ["log.to", "log.project"],                                 # Weights & Biases, TensorBoard
     "own_rewards": [],  # reward.custom_file: functions of the user's own, which reward.py imports
+    "cite": [],         # results of evaluations: --suite, --compare, --rescore
 }
 
 

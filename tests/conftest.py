@@ -23,9 +23,9 @@ import model as decoder
 import train
 from infra import checks, dist, tokenizer
 from infra import weights as weights_on_disk
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
+from infra.export import save_weights
 from infra.models import Weights
-from infra.weights import save_weights
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import leaves, loader
 from settings.loader import ConfigError

@@ -16,9 +16,10 @@ import train
 from collect import Sampler
 from config import ConfigError, Data, Reward
 from data import load_problems
+from infra.export import export, prompted_files
 from infra.rows import find_cell, spelled
 from infra.tokenizer import Tokenizer
-from infra.weights import export, find_model, read_shape
+from infra.weights import find_model, read_shape
 from records import Group, Problem, Prompt, Sample
 from verify.errors import VerifyError
 from verify.grade import name_unreadable
@@ -317,13 +318,13 @@ def test_an_export_prompts_by_itself_as_the_run_did(how, tmp_path):
     folder = folder_with(tmp_path / "model", **change)
     read = tokenizer(folder, **given)
     ids = read.encode([read.render("1 + 1?", system)])[0]
-    export(load(folder), folder, tmp_path / "hf", read.exported(system))
+    export(load(folder), folder, tmp_path / "hf", prompted_files(read, system))
     question = [{"role": "user", "content": "1 + 1?"}]
     assert ours(tmp_path / "hf", question) == theirs(tmp_path / "hf", question) == list(ids)
 
 
 def test_an_export_without_settings_of_ones_own_changes_no_file(tmp_path):
-    assert tokenizer(TOY).exported(None) == {}
+    assert prompted_files(tokenizer(TOY), None) == {}
 
 
 def test_the_ends_of_training_are_those_of_the_export_and_of_a_checkpoints(tmp_path):

@@ -19,7 +19,8 @@ import train
 from config import ConfigError
 from infra import checkpoint, digests, dist
 from infra.checkpoint import Checkpoints, find
-from infra.weights import export, read_shape
+from infra.export import export
+from infra.weights import read_shape
 from model import Decoder
 
 CPU = torch.device("cpu")

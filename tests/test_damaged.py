@@ -20,7 +20,7 @@ import config
 import data
 import eval as evaluation
 from config import ConfigError
-from infra import dist, lines, weights
+from infra import dist, export, lines, results, weights
 from infra.runfolder import RunLog
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
@@ -110,7 +110,7 @@ def test_a_chat_template_that_fails_says_how(template, model):
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("exported") / "hf"
-    weights.export(load_model(TOY, torch.float32, torch.device("cpu")), TOY, out)
+    export.export(load_model(TOY, torch.float32, torch.device("cpu")), TOY, out)
     return out
 
 
@@ -309,12 +309,12 @@ def test_an_error_of_reading_names_the_file_though_python_does_not(tmp_path, cap
 def test_a_disk_that_is_full_in_an_export_is_one_line_and_what_was_there_stays(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(dist, "close", lambda: None)
     policy, out = load_model(TOY, torch.float32, torch.device("cpu")), tmp_path / "hf"
-    weights.export(policy, TOY, out)
+    export.export(policy, TOY, out)
     before = (out / "model.safetensors").read_bytes()
     limits, ignored = resource.getrlimit(resource.RLIMIT_FSIZE), signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 17, limits[1]))
     try:
-        assert exit_status(lambda: weights.export(policy, TOY, out)) == 2
+        assert exit_status(lambda: export.export(policy, TOY, out)) == 2
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         signal.signal(signal.SIGXFSZ, ignored)
@@ -362,10 +362,10 @@ def test_control_characters_of_texts_are_written_out_and_bars_still_move(capsys,
 ])
 def test_a_result_that_was_edited_is_named(keys, value, message, tmp_path):
     path = Path(written(tmp_path / "result.json", "right", "wrong"))
-    assert evaluation.summarise_file(path)["results"]["few"]["accuracy"] == 0.5
+    assert results.summarise_file(path)["results"]["few"]["accuracy"] == 0.5
     lines.rewrite_log(path, [json.loads(path.read_text())])
     spoil(path, keys, value)
-    said = said_by(evaluation.summarise_file, path)
+    said = said_by(results.summarise_file, path)
     assert message in said and str(path) in said and "bring it back" in said, said
 
 

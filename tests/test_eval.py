@@ -23,8 +23,9 @@ import eval as evaluation
 import train
 from config import ConfigError
 from data import load_problems
-from infra import runfolder
+from infra import figures, results, runfolder
 from infra.results import differences
+from leaves.cite import compare, rescore
 from records import Problem, Prompt, Sample
 from rollout import TorchEngine
 from verify import statistics
@@ -72,14 +73,14 @@ def test_math_verifys_verdicts_stand_beside_ours(tmp_path):
         for i, (gold, text) in enumerate([("5", "5"), (r"\ln 6", r"\ln 2 \cdot 3"), ("6", "7")])]
     for problem in problems:
         problem["responses"][0] |= evaluation.grade([(problem["gold"], problem["responses"][0]["text"])])[0]
-    result = {"few": evaluation.summarise(problems)}
-    both = evaluation.add_math_verify(result)
+    result = {"few": figures.summarise(problems)}
+    both = rescore.add_math_verify(result)
     assert "math_verify" not in result["few"] and both["few"]["math_verify"] == 2 / 3
-    head, row, *differ = evaluation.results_table(both).splitlines()
+    head, row, *differ = figures.results_table(both).splitlines()
     assert head.endswith("math-verify") and row.endswith("66.7%") and row.split()[3] == "33.3%"
     assert len(differ) == 1
     assert differ[0].startswith(r"few 1: '\\ln 2 \\cdot 3' for '\\ln 6' is wrong; math-verify reads ")
-    assert "math-verify" not in evaluation.results_table(result)
+    assert "math-verify" not in figures.results_table(result)
 
 
 def written(path, *rights: str, other: str = "") -> str:
@@ -88,7 +89,7 @@ def written(path, *rights: str, other: str = "") -> str:
         "id": str(i), "k": 0, "text": "", "answer": "1", "tokens": 1, "finished": True, "verdict": right,
         "lenient": True, "last_number": True}]} for i, right in enumerate(rights)]
     path.write_text(json.dumps({"head": {"sets": {"few": {"data": other, "count": len(rights)}}},
-                                "results": {"few": evaluation.summarise(problems)}}))
+                                "results": {"few": figures.summarise(problems)}}))
     return str(path)
 
 
@@ -96,13 +97,13 @@ def test_two_results_are_compared_problem_by_problem(tmp_path):
     """Eight got better and one worse: a difference of 7 of 20, p = 20/512."""
     first = written(tmp_path / "a.json", *["wrong"] * 8, *["right"] * 12)
     second = written(tmp_path / "b.json", *["right"] * 19, "wrong")
-    lines = evaluation.comparison_table(*(evaluation.read_result(Path(p)) for p in (first, second))).splitlines()
+    lines = compare.comparison_table(*(results.read_result(Path(p)) for p in (first, second))).splitlines()
     cells = lines[1].replace("[", " ").replace(",", "").replace("]", "").split()
     name, count, a, b, difference, low, high, p = cells
     assert (name, count, a, b, difference) == ("few", "20", "60.0%", "95.0%", "+35.0%")
     assert float(p) == pytest.approx(20 / 512, abs=1e-4) and 0 < float(low[:-1]) < 35 < float(high[:-1])
     with pytest.raises(ConfigError, match="few holds other problems in the two results"):
-        evaluation.comparison_table(evaluation.read_result(Path(first)), evaluation.read_result(
+        compare.comparison_table(results.read_result(Path(first)), results.read_result(
             Path(written(tmp_path / "c.json", "right", other="x"))))
 
 
@@ -112,7 +113,7 @@ def test_heads_are_compared_key_by_key_and_a_head_names_its_sets(tmp_path):
     assert list(differences(old, new)) == expected
     (tmp_path / "x.json").write_text('{"head": {}, "results": {}}')
     with pytest.raises(ConfigError, match="x.json is not a result of eval.py --out"):
-        evaluation.read_result(tmp_path / "x.json")
+        results.read_result(tmp_path / "x.json")
 
 
 @pytest.mark.slow
@@ -151,7 +152,7 @@ def test_what_a_verifier_judges_anew_is_judged_by_rescore(tmp_path):
     result = json.loads(Path(written(tmp_path / "few.json", "wrong", "wrong", "wrong")).read_text())
     for problem in result["results"]["few"]["problems"]:
         problem["responses"][0] |= {"text": rf"\boxed{{{problem['gold']}}}"}
-    again = evaluation.rescore(result)
+    again = rescore.rescore(result)
     assert again["results"]["few"]["accuracy"] == 1 and again["head"]["sets"] == result["head"]["sets"]
 
 
@@ -159,13 +160,13 @@ def test_the_verifiers_version_is_that_of_its_code(tmp_path, monkeypatch):
     """Another text or another name of a file of verify/ is another version."""
     copy = tmp_path / "verify"
     shutil.copytree(ROOT / "verify", copy, ignore=shutil.ignore_patterns("__pycache__"))
-    true = evaluation.verifier_version()
-    monkeypatch.setattr(evaluation.verify, "__file__", str(copy / "__init__.py"))
-    assert evaluation.verifier_version() == true
+    true = results.verifier_version()
+    monkeypatch.setattr(results.verify, "__file__", str(copy / "__init__.py"))
+    assert results.verifier_version() == true
     (copy / "extract.py").write_text((copy / "extract.py").read_text() + "MARKS = 1\n")
-    edited = evaluation.verifier_version()
+    edited = results.verifier_version()
     (copy / "extract.py").rename(copy / "find.py")
-    assert len({true, edited, evaluation.verifier_version()}) == 3
+    assert len({true, edited, results.verifier_version()}) == 3
 
 
 class Interrupted(Exception):

@@ -23,7 +23,8 @@ import train
 from config import ConfigError
 from infra import runfolder
 from infra.checkpoint import Checkpoints
-from infra.weights import export, find_model
+from infra.export import export
+from infra.weights import find_model
 from leaves.lora import join as lora
 
 SHORT = ["rollout.max_new_tokens=16", "eval.max_new_tokens=8"]

@@ -13,8 +13,9 @@ from test_rollout import spec, trainer_logp
 
 from config import ConfigError
 from infra.device import parameters
+from infra.export import export
 from infra.families import FAMILIES
-from infra.weights import export, read_shape
+from infra.weights import read_shape
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder

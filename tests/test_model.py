@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 import model as decoder
 from config import ConfigError
 from infra.device import choose_backend
-from infra.weights import export
+from infra.export import export
 from records import Segments
 
 LLAMA3_ROPE = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

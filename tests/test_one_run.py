@@ -13,10 +13,9 @@ from test_lost import original as original  # a fixture
 from test_lost import run as run
 
 import config
-import eval as evaluation
 import train
 from config import ConfigError
-from infra import checkpoint, dist, runfolder, user_files
+from infra import checkpoint, copies, dist, results, runfolder, user_files
 from leaves.own_rewards import calls
 
 REWARD = "import helper\nfrom tools.inner import one\ndef reward(text):\n    return helper.worth(text) * one()\n"
@@ -38,7 +37,7 @@ def spoilt(what: str):
     """Change something that a run is made of, on this rank alone."""
     changes = {
         "code": (checkpoint, "hash_file", lambda path: str(path)),
-        "helper": (train, "files_of", lambda *given: evaluation.files_of(*given) | {"deep.py": "WORTH = 1"})}
+        "helper": (train, "files_of", lambda *given: copies.files_of(*given) | {"deep.py": "WORTH = 1"})}
     return patch.object(*changes[what]) if what in changes else nullcontext()
 
 
@@ -96,10 +95,10 @@ def test_helpers_of_a_reward_file_are_found_copied_and_compared(tmp_path, capsys
     (tmp_path / "own" / "deep.py").write_text("WORTH = 0.25")
     with pytest.raises(ConfigError, match=f"the file of deep.py has changed .*restore it from {tmp_path}/run/deep.py"):
         train.train(config.replace(cfg, steps=3), "always")
-    head = evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
+    head = results.reward_head(config.replace(cfg.reward, accuracy=0.0))
     shutil.copyfile(tmp_path / "run" / "deep.py", tmp_path / "own" / "deep.py")
     user_files.read_file.cache_clear()
-    assert head != evaluation.reward_head(config.replace(cfg.reward, accuracy=0.0))
+    assert head != results.reward_head(config.replace(cfg.reward, accuracy=0.0))
     train.train(config.replace(cfg, steps=3), "always")
 
 

@@ -22,9 +22,9 @@ import eval as evaluation
 import learner
 import train
 from config import ConfigError, Data
-from infra import dist, runfolder
+from infra import dist, figures, results, runfolder
 from infra.rows import all_have_answers
-from page import evaluations
+from leaves.cite import compare
 from records import Problem
 from rollout import TorchEngine
 
@@ -160,7 +160,7 @@ def test_messages_that_are_evaluated_on_are_not_trained_on_and_are_told_apart(ca
     others = [Problem("b", "2 + 3?", "5"), Problem("c", "2 + 3?", "5", messages=tuple(SHOTS[1:]))]
     assert data.drop_overlap([problem, *others], [problem]) == others
     sets = [evaluation.EvalSet("few", [p], []) for p in (problem, *others)]
-    assert len({evaluation.identify_set(s)["data"] for s in sets}) == 3
+    assert len({results.identify_set(s)["data"] for s in sets}) == 3
 
 
 # ---- models
@@ -328,19 +328,19 @@ def test_answers_without_a_reward_are_no_part_of_its_mean():
         return {"id": str(i), "level": f"{i}", "responses": responses}
 
     problems = [problem(0, 1.0, None), problem(1, None, None), problem(2, 0.0, 0.5)]
-    result = evaluation.summarise(problems, bounds=(0, 1))
+    result = figures.summarise(problems, bounds=(0, 1))
     assert result["reward"] == pytest.approx((1 + 0.25) / 2) and result["count"] == 3
-    assert evaluations.reward_row("few", result, result).split()[:5] == ["few", "reward", "2", "0.625", "0.625"]
-    others = evaluation.summarise([problem(0, None), problem(1, 1.0), problem(2, None)], bounds=(0, 1))
-    assert evaluations.reward_row("few", result, others) == ""
+    assert compare.reward_row("few", result, result).split()[:5] == ["few", "reward", "2", "0.625", "0.625"]
+    others = figures.summarise([problem(0, None), problem(1, 1.0), problem(2, None)], bounds=(0, 1))
+    assert compare.reward_row("few", result, others) == ""
     assert [(level, x["reward"], x["count"]) for level, x in result["groups"]["level"].items()] == [
         ("0", 1, 1), ("2", 0.25, 1)]
     head = {"sets": {"few": {"data": ""}}}
-    other = evaluation.summarise([problem(0, 0.5, 0.5), problem(1, 1.0, 1.0), problem(2, 0.0, 0.0)], bounds=(0, 1))
-    row = evaluation.comparison_table({"head": head, "results": {"few": result}},
-                                      {"head": head, "results": {"few": other}}).splitlines()[1]
+    other = figures.summarise([problem(0, 0.5, 0.5), problem(1, 1.0, 1.0), problem(2, 0.0, 0.0)], bounds=(0, 1))
+    row = compare.comparison_table({"head": head, "results": {"few": result}},
+                                   {"head": head, "results": {"few": other}}).splitlines()[1]
     assert row.split()[:6] == ["few", "reward", "2", "0.625", "0.500", "-0.375"]
-    assert "reward" not in evaluation.summarise([problem(1, None, None)], bounds=(0, 1))
+    assert "reward" not in figures.summarise([problem(1, None, None)], bounds=(0, 1))
 
 
 # ---- whole runs

@@ -22,7 +22,7 @@ from rollout_vllm import VLLM_VERSION
 from settings import loader
 from settings.leaves import LEAVES, kinds_of, own_sections
 
-FOLDERS = ("verify", "infra", "page", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
+FOLDERS = ("verify", "infra", "settings", "leaves", *(f"leaves.{leaf}" for leaf in LEAVES))
 FILES = {path.stem: path for path in ROOT.glob("*.py")} | {
     f"{folder}.{path.stem}": path for folder in FOLDERS for path in (ROOT / folder.replace(".", "/")).glob("*.py")
     if path.stem not in ("__init__", "conftest") and not path.stem.startswith("test_")}

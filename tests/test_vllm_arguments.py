@@ -19,7 +19,7 @@ import rollout_vllm
 import train
 from config import ConfigError
 from infra import device as hardware
-from infra import dist, runfolder
+from infra import dist, results, runfolder
 from infra.models import Weights
 from leaves.fit import fit, memory
 from leaves.fit.test_memory import GIB, gpu
@@ -205,8 +205,8 @@ def test_an_evaluation_has_its_own_engine_of_the_same_kind(monkeypatch):
     """eval.py on a run's config samples as the run did; the head of a result says so."""
     cfg = config.load("cppo_toy.yaml", ["rollout.engine=vllm", "rollout.quantization=fp8"])
     tokenizer = evaluation.Tokenizer(TOY, cfg.data)
-    spec = evaluation.engine_spec(cfg, torch.device("cpu"), tokenizer, 10)
+    spec = hardware.engine_spec(cfg, torch.device("cpu"), tokenizer, 10)
     assert spec.quantization == "fp8" and not spec.sleeps
-    named = {name: evaluation.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
+    named = {name: results.describe_result(replace(cfg, rollout=replace(cfg.rollout, quantization=name)),
                                               evaluation.Sampling(8), spec, tokenizer, []) for name in ("fp8", "none")}
     assert (named["fp8"]["engine"], named["none"]["engine"]) == ("vllm fp8", "vllm")

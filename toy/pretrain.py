@@ -26,8 +26,8 @@ from tqdm import trange  # noqa: E402
 import model as decoder  # noqa: E402
 from data import Tokenizer  # noqa: E402
 from infra import dist  # noqa: E402
+from infra.export import save_weights  # noqa: E402
 from infra.terminal import new_parser  # noqa: E402
-from infra.weights import save_weights  # noqa: E402
 from records import Segments  # noqa: E402
 
 TEMPLATE = (

@@ -9,7 +9,7 @@ from conftest import as_batch, as_rolled, attend_alone, gradients, load, make_gr
 import data
 import train
 from infra import dist, runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from learner import Learner
 from leaves.critic import join as critic
 from metrics import Clock

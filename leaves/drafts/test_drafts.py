@@ -16,7 +16,7 @@ import config
 import rollout
 import train
 from infra import runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from leaves.drafts.join import DraftHistory
 from records import Prompt, Request, Sample, Stops
 from rollout import Asked, TorchEngine, Tree

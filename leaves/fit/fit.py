@@ -19,7 +19,8 @@ from huggingface_hub.errors import HFValidationError
 
 from config import Config, ConfigError, build
 from infra import dist
-from infra.device import USABLE_SHARE, Machine, Parts, find_device, list_choices, parameters
+from infra.choices import list_choices
+from infra.device import USABLE_SHARE, Machine, Parts, find_device, parameters
 from infra.families import Shape, shape_of
 from infra.terminal import CARDS
 from infra.weights import read_shape

@@ -9,7 +9,8 @@ import torch
 from config import Config, ConfigError
 from infra import dist
 from infra.checks import Check, Ready
-from infra.device import USABLE_SHARE, fullest, row_range, total_bytes, used_bytes, with_rows
+from infra.choices import row_range, with_rows
+from infra.device import USABLE_SHARE, fullest, total_bytes, used_bytes
 from infra.signals import SAVE_MEMORY
 from learner import Learner, checkpoint_roles
 from leaves.fit.counts import held_parts, planned_lengths, sampling_parts, update_bytes

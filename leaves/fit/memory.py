@@ -7,18 +7,16 @@ from dataclasses import replace
 from functools import partial
 
 from config import Config, ConfigError, with_value
-from infra.device import (
+from infra.choices import (
     ENOUGH_TOKENS,
-    USABLE_SHARE,
     Choice,
-    Machine,
     choose_kernels,
     list_choices,
     row_range,
     sequences_asked,
-    slots_that_fit,
     with_rows,
 )
+from infra.device import USABLE_SHARE, Machine, slots_that_fit
 from infra.weights import Shape
 from leaves.fit.counts import phases, planned_share, rollout_parts, update_bytes
 from model import BLOCK_CALLS

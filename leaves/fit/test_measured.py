@@ -9,7 +9,7 @@ from test_objectives import critic_of, learner_on
 
 import train
 from infra import checks
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from infra.models import Weights
 from learner import Learner
 from leaves.fit import counts, measured, memory

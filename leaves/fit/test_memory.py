@@ -11,9 +11,10 @@ from conftest import PUBLISHED, ROOT, TOY
 from test_invariance import on_ranks
 
 import config
+from infra import choices, dist
 from infra import device as hardware
-from infra import dist
-from infra.device import Machine, resolve_auto
+from infra.choices import resolve_auto
+from infra.device import Machine
 from infra.weights import read_shape
 from leaves.fit import counts, fit, memory
 from leaves.fit.counts import Pass
@@ -95,7 +96,7 @@ def test_the_caches_of_both_engines_are_counted_by_hand():
 
 
 def chosen(cfg, machine, shape="1.5B", saved=None) -> dict:
-    return hardware.list_choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
+    return choices.list_choices(cfg, choose_settings(cfg, shapes.shape_of(shape), machine, saved or {})[0])
 
 
 LONG_ROWS = "pack.capacity=16384"
@@ -118,7 +119,7 @@ def test_blocks_are_recomputed_only_as_far_as_memory_asks():
     cfg = config.load("cppo_gsm8k.yaml", [LONG_ROWS, "rollout.engine=torch"])
     halves = replace(cfg, model=replace(cfg.model, dtype="bfloat16", attention="varlen"), device="cuda")
     shape = shapes.shape_of("1.5B")
-    needed = [counts.update_bytes(hardware.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
+    needed = [counts.update_bytes(choices.with_rows(halves, how, 16384), shape, 1) for how in BLOCK_CALLS]
     assert needed[0] > needed[1] > needed[2]
     for how, needs in zip(BLOCK_CALLS, needed, strict=True):
         assert chosen(cfg, gpu(needs / GIB / hardware.USABLE_SHARE * 1.001))["model.checkpoint_blocks"] == how
@@ -223,8 +224,8 @@ def test_an_engine_sleeps_only_where_memory_asks_for_it():
     assert awake.rollout.sleep == "never" and awake.model.checkpoint_blocks == "none"
     needed = counts.update_bytes(awake, shape, 8)
     assert needed <= room
-    asleep = counts.update_bytes(hardware.with_value(awake, "rollout.sleep", "always"), shape, 8)
-    engine = hardware.engine_parts(shape, 2, 165, hardware.longest_sampled(cfg), 1)
+    asleep = counts.update_bytes(choices.with_value(awake, "rollout.sleep", "always"), shape, 8)
+    engine = hardware.engine_parts(shape, 2, 165, choices.longest_sampled(cfg), 1)
     assert needed - asleep == engine["engine's weights"] + engine["KV cache"]
     for gib, sleep in ((79, "never"), (22, "always")):
         assert on(cfg, "1.5B", gib, 8).rollout.sleep == sleep
@@ -241,7 +242,7 @@ def test_a_named_sleep_is_taken_and_so_is_that_of_a_checkpoint(sleep):
     assert on(named, "1.5B", 79, 8).rollout.sleep == sleep
     assert on(named, "1.5B", 24, 8).rollout.sleep == sleep
     cfg = config.load("cppo_gsm8k.yaml", ["rollout.engine=vllm"])
-    saved = hardware.settings_to_save(on(named, "1.5B", 79, 8), cfg)
+    saved = choices.settings_to_save(on(named, "1.5B", 79, 8), cfg)
     again, said = choose_settings(cfg, shapes.shape_of("1.5B"), gpu(79, 8), saved)
     assert again.rollout.sleep == sleep and again.pack == on(named, "1.5B", 79, 8).pack and said == []
 
@@ -286,11 +287,11 @@ def test_rows_are_the_longest_that_fit(gib):
     cfg, shape, room = config.load("cppo_gsm8k.yaml", MANY), shapes.shape_of("1.5B"), hardware.USABLE_SHARE * gib * GIB
     here, _ = choose_settings(cfg, shape, gpu(gib), {})
     tokens, how = here.pack.capacity, here.model.checkpoint_blocks
-    assert tokens >= hardware.ENOUGH_TOKENS and how in BLOCK_CALLS
-    needed = [counts.update_bytes(hardware.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
+    assert tokens >= choices.ENOUGH_TOKENS and how in BLOCK_CALLS
+    needed = [counts.update_bytes(choices.with_rows(here, how, longer), shape, 1) for longer in (tokens, tokens + 256)]
     assert needed[0] <= room < needed[1]
     for less in list(BLOCK_CALLS)[:list(BLOCK_CALLS).index(how)]:
-        longer = hardware.with_rows(here, less, hardware.ENOUGH_TOKENS + memory.ROW_STEP)
+        longer = choices.with_rows(here, less, choices.ENOUGH_TOKENS + memory.ROW_STEP)
         assert counts.update_bytes(longer, shape, 1) > room
     assert chosen(cfg, gpu(139))["model.checkpoint_blocks"] == "none"
     named = config.load("cppo_gsm8k.yaml", [*MANY, "model.checkpoint_blocks=all"])
@@ -301,13 +302,13 @@ def test_rows_are_no_longer_than_a_ranks_part_of_a_mini_batch():
     """One prompt of 512 tokens and 16 completions of 1,024; a row must hold one of each."""
     cfg, shape = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=1"]), shapes.shape_of("0.5B")
     for ranks, whole in ((1, 16896), (8, 2112)):
-        assert hardware.row_range(cfg, ranks) == (1536, 1536 + whole)
+        assert choices.row_range(cfg, ranks) == (1536, 1536 + whole)
         assert chosen(cfg, gpu(999, ranks), "0.5B")["pack.capacity"] == 1536 + whole
     halves = config.load("cppo_gsm8k.yaml", ["rollout.prompts_per_step=2", "update.minibatches=2"])
-    assert hardware.row_range(halves, 1) == hardware.row_range(cfg, 1)
+    assert choices.row_range(halves, 1) == choices.row_range(cfg, 1)
     full = config.load("dppo_listed_math.yaml", ["rollout.max_rounds=3"])
     of_round = full.rollout.prompts_per_step * full.rollout.group_size * full.rollout.max_new_tokens
-    assert hardware.row_range(full, 1)[1] > 3 * of_round // full.update.minibatches
+    assert choices.row_range(full, 1)[1] > 3 * of_round // full.update.minibatches
     assert choose_settings(cfg, shape, gpu(1), {})[0].pack.capacity == 1536
 
 
@@ -333,10 +334,10 @@ def test_a_run_that_goes_on_has_rows_as_before_where_they_can_be():
     first, _ = choose_settings(cfg, shape, gpu(60), {})
     assert first.model.checkpoint_blocks == "none"
     longer = first.pack.capacity + 1024
-    saved = hardware.settings_to_save(hardware.with_rows(first, "none", longer), cfg)
+    saved = choices.settings_to_save(choices.with_rows(first, "none", longer), cfg)
     for gib in (60, 139):
         again, said = choose_settings(cfg, shape, gpu(gib), saved)
-        assert again == hardware.with_rows(first, "none", longer) and said == []
+        assert again == choices.with_rows(first, "none", longer) and said == []
     assert first.rollout.sleep == "never"
     asleep, said = choose_settings(cfg, shape, gpu(45), saved)  # makes room for the same rows
     assert (asleep.pack.capacity, asleep.rollout.sleep) == (longer, "always") and said == []

@@ -29,6 +29,7 @@ from torch import Tensor, nn
 
 from infra import dist
 from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
+from infra.export import replace_folder
 from infra.models import Weights, hash_weights
 from infra.weights import (
     find_mismatches,
@@ -36,7 +37,6 @@ from infra.weights import (
     load_weights,
     named_weights,
     read_tensors,
-    replace_folder,
     require_own_files,
     shapes_of,
 )

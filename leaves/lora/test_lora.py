@@ -17,7 +17,8 @@ from test_objectives import learner_on
 import learner
 import train
 from infra import checkpoint, dist
-from infra.weights import export, load_weights
+from infra.export import export
+from infra.weights import load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model

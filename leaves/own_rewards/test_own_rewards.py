@@ -16,7 +16,7 @@ import train
 from collect import describe_missing
 from config import ConfigError, Reward
 from data import load_problems
-from infra import runfolder, user_files, user_worker
+from infra import results, runfolder, user_files, user_worker
 from leaves.own_rewards import calls, worker
 from records import Problem, Prompt
 from reward import list_components, reward_range, score
@@ -245,7 +245,7 @@ def test_a_result_is_of_the_rows_that_the_reward_reads_and_of_all_messages(tmp_p
     def identified(worth: float, reward: Reward | None, example: str = "a") -> dict:
         messages = ({"role": "system", "content": example}, {"role": "user", "content": "q"})
         problem = Problem("0", "q", "", row={"worth": worth}, messages=messages)
-        return evaluation.identify_set(evaluation.EvalSet("one", [problem], [Prompt("0", (1,), "")], reward))
+        return results.identify_set(evaluation.EvalSet("one", [problem], [Prompt("0", (1,), "")], reward))
 
     reward = own(file_of(tmp_path, "def reward(text):\n    return 0"))
     assert identified(0.5, reward) != identified(0.25, reward) == identified(0.25, reward)

@@ -10,8 +10,8 @@ from statistics import mean
 from typing import Any
 
 from infra import runfolder
+from infra.figures import mean_reward
 from infra.lines import blame_file, read_log
-from page.evaluations import mean_reward
 
 TEXT_LIMITS = (None, 20_000, 4_000, 1_000)  # characters of one text
 ROWS = (1000, 200, 50, 20, 8, 3)            # answers that changed, for each pair of evaluations

@@ -37,7 +37,7 @@ ENDING = 40     # characters of a prompt's end that are compared
 
 
 def run_checks(cfg: Config, learner: Learner, engine: Engine, task: Task) -> list[Check]:
-    """Run all checks, on the training prompts and their problems; device.resolve_auto made `cfg`."""
+    """Run all checks, on the training prompts and their problems; choices.resolve_auto made `cfg`."""
     policy, capacity = learner.policy, learner.pack.capacity
     probes = probe_prompts(task.prompts, cfg.data.max_prompt_tokens)
     # Halving is exact in floating point, reaches every weight, and leaves a flatter, tamer model.

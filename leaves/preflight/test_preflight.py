@@ -10,7 +10,7 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import learner
 import train
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from infra.models import Weights
 from learner import Learner
 from leaves.lora import join as lora

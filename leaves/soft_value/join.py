@@ -19,7 +19,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from collect import Sampler
-from infra import dist, runfolder
+from infra import dist, runfolder, terminal
 from infra.lines import append, mend_log
 from leaves.soft_value.settings import SoftValue
 from loss import segment_sum
@@ -103,7 +103,7 @@ def estimate_table(
     for start in tqdm(range(0, len(missing), chunk), "soft values", unit="batch", disable=hidden):
         asked = missing[start:start + chunk]
         if dist.rank() == 0:
-            runfolder.print_progress(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
+            terminal.print_progress(f"soft values: {len(rewards_by_id)}/{len(prompts)} prompts")
         sampled_rewards = sample_rewards(sampler, asked, settings.samples)
         for prompt, rewards in zip(asked, sampled_rewards, strict=True):
             rewards_by_id[prompt.id] = rewards

@@ -7,7 +7,7 @@ from itertools import groupby
 from pathlib import Path
 
 from config import Config, ConfigError
-from infra.device import Choice
+from infra.choices import Choice
 from infra.lines import blame_file, read_log, write_json
 from infra.runfolder import RunLog
 from leaves.trackers.trackers import SINKS, Trackers

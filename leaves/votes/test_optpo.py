@@ -15,7 +15,7 @@ import train
 from collect import Sampler
 from history import PromptHistory
 from infra import runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from leaves.votes import join as optpo
 from leaves.votes.settings import Votes
 from metrics import vote_metrics

@@ -18,7 +18,7 @@ import update
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import dist, runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from leaves.windows.join import Pool, WindowSampler
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample

@@ -13,7 +13,7 @@ import train
 from collect import Sampler, Selection, choose
 from history import PromptHistory
 from infra import runfolder
-from infra.device import resolve_auto
+from infra.choices import resolve_auto
 from leaves.critic import join as critic
 from leaves.windows.join import Pool, WindowSampler
 from metrics import rollout_metrics

@@ -1,0 +1,134 @@
+"""Choose the settings of a run that its config leaves to `auto`."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from config import Config, flatten, with_value
+from infra import dist
+from infra.device import Machine, choose_backend, find_device, list_backends
+from infra.rows import NAMED_SETS
+from infra.weights import Shape, read_shape
+from records import frozen
+from settings import leaves
+
+ENOUGH_TOKENS = 4096  # tokens of a row; with fewer, launches and gathers cost more than recomputing blocks
+MANY = 1_000_000_000  # sequences: more than any engine has slots for
+REQUESTED = "asked for"  # key of a checkpoint: the config's slots, if fewer were chosen
+
+
+@frozen
+class Choice:
+    """The settings that a config leaves to `auto`, as chosen so far."""
+
+    cfg: Config
+    machine: Machine
+    shape: Shape
+    saved: dict  # the flat config of the checkpoint that the run goes on from: its choices are taken again
+    remarks: tuple[str, ...] = ()  # why a choice is not the expected one
+
+
+def resolve_auto(cfg: Config, source: Path, saved: dict | None = None) -> Config:
+    """Choose the settings that a config leaves to `auto` on this machine, and print them. Collective.
+
+    Args:    source  folder of the model
+             saved   as in Choice
+    """
+    device = dist.init(find_device(cfg.device))
+    machine, saved = Machine.here(device), saved or {}
+    choice = Choice(choose_simply(cfg, machine, saved), machine, read_shape(source), saved)
+    choice = leaves.through("decide", cfg, choice)
+    named = [f"{key}={value}" for key, value in list_choices(cfg, choice.cfg).items()]
+    if named:
+        dist.say(f"chosen here: {', '.join(named)}")
+    for line in choice.remarks:
+        dist.say(line)
+    return choice.cfg
+
+
+def choose_simply(cfg: Config, machine: Machine, saved: dict) -> Config:
+    """Choose without a count of memory (leaves/fit): the engine sleeps, rows are of moderate length, and a
+    GPU recomputes every block."""
+    here = choose_kernels(cfg, machine, saved)
+    if cfg.rollout.sleep == "auto":
+        here = with_value(here, "rollout.sleep", "always")
+    least, most = row_range(cfg, machine.ranks)
+    how, capacity = cfg.model.checkpoint_blocks, cfg.pack.capacity
+    if how == "auto":
+        how = saved.get("model.checkpoint_blocks", "all" if machine.device.type == "cuda" else "none")
+    if capacity == "auto":
+        capacity = saved.get("pack.capacity", max(least, min(most, ENOUGH_TOKENS)))
+    return with_rows(here, how, capacity)
+
+
+def choose_kernels(cfg: Config, machine: Machine, saved: dict) -> Config:
+    """Choose the dtype, the attention, the engine and its slots, of which it needs no more than it is asked
+    for. `saved` choices are taken again if they can run here, so that a resumed run stays the same run."""
+    def pick(key: str, able: list) -> str:
+        wanted = flatten(cfg)[key]
+        if wanted != "auto":
+            return wanted
+        return saved[key] if saved.get(key) in able else able[0]
+
+    device = machine.device
+    name = pick("model.dtype", ["bfloat16", "float32"] if device.type == "cuda" else ["float32", "bfloat16"])
+    dtype = getattr(torch, name)
+    attention = choose_backend(pick("model.attention", list_backends(device, dtype)), device, dtype)
+    drafts = getattr(cfg.rollout, "drafts", None)  # only the embedded engine has them
+    engine = pick("rollout.engine", ["torch"] if drafts else machine.engines(dtype))
+    here = replace(cfg, device=device.type, model=replace(cfg.model, dtype=name, attention=attention))
+    here = with_value(here, "rollout.engine", engine)
+    slots = min(cfg.rollout.slots, sequences_asked(here, machine.ranks))
+    if saved.get(REQUESTED, {}).get("rollout.slots", cfg.rollout.slots) == cfg.rollout.slots:
+        slots = saved.get("rollout.slots", slots)
+    return with_value(here, "rollout.slots", slots)
+
+
+def list_choices(cfg: Config, decided: Config) -> dict:
+    """Return the settings that were chosen, flat."""
+    before, after = flatten(cfg), flatten(decided)
+    return {key: value for key, value in after.items() if value != before[key]}
+
+
+def settings_to_save(cfg: Config, asked: Config) -> dict:
+    """List the settings for a checkpoint, and the slots asked for, as memory may have room for fewer."""
+    return flatten(cfg) | {REQUESTED: {"rollout.slots": asked.rollout.slots}}
+
+
+def with_rows(cfg: Config, how: str, capacity: int) -> Config:
+    return with_value(with_value(cfg, "model.checkpoint_blocks", how), "pack.capacity", capacity)
+
+
+def longest_sampled(cfg: Config) -> int:
+    """Return the tokens of the longest sequence that the engine samples."""
+    return max(cfg.longest, cfg.data.max_prompt_tokens + cfg.eval.max_new_tokens)
+
+
+def row_range(cfg: Config, ranks: int) -> tuple[int, int]:
+    """Return two lengths in tokens: one sequence at full length, which a row must hold; and a rank's part of
+    the longest mini-batch, than which no row is longer."""
+    sampling = cfg.rollout
+    prompt, longest = cfg.data.max_prompt_tokens, cfg.longest
+    group = prompt + sampling.group_size * (longest - prompt)
+    tokens = sampling.prompts_per_step * group
+    if sampling.until == "full":
+        tokens *= sampling.max_rounds
+    return longest, longest + tokens // cfg.update.minibatches // ranks
+
+
+def sequences_asked(cfg: Config, ranks: int) -> int:
+    """Count the most sequences that one engine is asked for at once, by a step or by an evaluation, or MANY
+    if that is not known without the data."""
+    sampling, limit = cfg.rollout, cfg.eval.limit or MANY
+    prompts = sampling.prompts_per_step
+    if sampling.until == "informative":
+        prompts = int(sampling.oversample * prompts)
+    most = prompts * max(sampling.group_size, cfg.labels.chunk)
+    for name in map(str.strip, (cfg.data.eval or "").split(",")):
+        problems = NAMED_SETS.get(name, [MANY * bool(name)])[0]
+        most = max(most, min(problems, limit) * cfg.eval.n)
+    if cfg.advantage.fills_slots:
+        most = MANY
+    # Ranks that hold one engine together sample for each other.
+    return -(-most * sampling.tensor_parallel // ranks)
