@@ -24,15 +24,15 @@ from pathlib import Path
 import config
 from config import Config, ConfigError
 from data import Tokenizer
+from device import engine_spec, find_device, fit_engine
 from eval import load_sets
 from infra import dist
 from infra.checkpoint import original_model, step_folders
-from infra.device import engine_spec, find_device, fit_engine
-from infra.models import load_policy
 from infra.runfolder import state_of
 from infra.signals import exit_status
 from infra.tokenizer import as_messages
 from infra.weights import find_model, read_shape
+from policy import load_policy
 from records import Problem, Prompt, Request, Sample
 from rollout import start_engine
 from settings import leaves

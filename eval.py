@@ -31,8 +31,8 @@ import torch
 import config
 from config import Config, Data, Reward
 from data import Task, load_problems, to_prompts
+from device import engine_spec, find_device, fit_engine
 from infra import copies, dist
-from infra.device import engine_spec, find_device, fit_engine
 from infra.figures import require_sizes, results_table, summarise
 from infra.rows import all_have_answers
 from infra.signals import exit_status
@@ -219,7 +219,7 @@ def load_policy(path: str, folder: Path, dtype: torch.dtype) -> Decoder:
     """Load a model's folder on the CPU, and the policy of `path` if that is a checkpoint. Collective."""
     if is_plain(path):
         return load_model(folder, dtype, torch.device("cpu"))
-    from infra.models import load_policy
+    from policy import load_policy
 
     return load_policy(path, folder, dtype)
 

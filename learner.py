@@ -22,13 +22,13 @@ from infra import dist
 from infra.checkpoint import Optimizers, Role, original_model, require_whole
 from infra.copies import COPIES
 from infra.export import prompted_files
-from infra.models import Weights, weights_of
 from infra.signals import exit_status
 from infra.tokenizer import Tokenizer
 from infra.weights import find_model
 from loss import has_token_weights
 from model import BACKENDS, WITH_ENTROPY, Decoder, empty_model
 from pack import Minibatch, build_row, pack
+from policy import Weights, weights_of
 from records import Batch, Rolled, Row, frozen
 from settings import kinds
 from settings.paths import user_path

@@ -36,15 +36,14 @@ import data
 from advantage import advantage
 from collect import Sampler, Selection, choose, describe_missing, lacks, reward_midpoint, shortage
 from config import Config, ConfigError
+from device import engine_spec, find_device, memory_metrics
 from eval import EvalSet, Sampling, evaluate, load_sets
 from history import PromptHistory
 from infra import checkpoint, checks, dist, runfolder
 from infra.checkpoint import Checkpoints, find_newest, how_to_go_on, save_plainly
 from infra.choices import list_choices, longest_sampled, resolve_auto, settings_to_save
 from infra.copies import files_of
-from infra.device import engine_spec, find_device, memory_metrics
 from infra.export import prompted_files
-from infra.models import Weights
 from infra.rows import all_have_answers
 from infra.runfolder import Resume
 from infra.signals import Stop, Stopped, asked_to_stop, exit_status, stop_engine
@@ -54,6 +53,7 @@ from infra.weights import check_positions, find_model
 from learner import Learner, NotFinite, build_learner, checkpoint_roles
 from metrics import Clock, list_decisions, rollout_metrics, sample_lines
 from model import Decoder
+from policy import Weights
 from records import Batch, Group, Metrics, Rewards, Rolled, frozen
 from reward import own_rewards
 from rollout import Engine, start_engine

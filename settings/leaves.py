@@ -11,7 +11,7 @@ A hook is a function of the config and a thing, which it returns, changed:
 
     tokenizer   the Tokenizer, before prompts are rendered
     task        data.Task, before models are loaded
-    weights     infra.models.Weights, by which models come by their weights
+    weights     policy.Weights, by which models come by their weights
     engine      the rollout engine and the tokenizer, in training and in evaluation
     parts       train.Parts, before a checkpoint is loaded
     head        a dict that identifies an evaluation's result

@@ -25,7 +25,7 @@ from infra import checks, dist, tokenizer
 from infra import weights as weights_on_disk
 from infra.choices import resolve_auto
 from infra.export import save_weights
-from infra.models import Weights
+from policy import Weights
 from records import Batch, Group, Prompt, PromptDraw, Pruned, Request, Rewards, Rolled, Sample, Segments
 from settings import leaves, loader
 from settings.loader import ConfigError

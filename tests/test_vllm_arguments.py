@@ -14,15 +14,15 @@ import torch
 from conftest import PUBLISHED, ROOT, TOY, ask, toy_config
 
 import config
+import device as hardware
 import eval as evaluation
 import rollout_vllm
 import train
 from config import ConfigError
-from infra import device as hardware
 from infra import dist, results, runfolder
-from infra.models import Weights
 from leaves.fit import fit, memory
 from leaves.fit.test_memory import GIB, gpu
+from policy import Weights
 from records import EngineSpec
 from rollout_vllm import VLLMEngine
 

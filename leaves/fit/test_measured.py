@@ -10,9 +10,9 @@ from test_objectives import critic_of, learner_on
 import train
 from infra import checks
 from infra.choices import resolve_auto
-from infra.models import Weights
 from learner import Learner
 from leaves.fit import counts, measured, memory
+from policy import Weights
 from settings.loader import ConfigError
 
 

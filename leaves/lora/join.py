@@ -30,7 +30,6 @@ from torch import Tensor, nn
 from infra import dist
 from infra.checkpoint import load_policy_into, read_extra, require_same_inputs
 from infra.export import replace_folder
-from infra.models import Weights, hash_weights
 from infra.weights import (
     find_mismatches,
     hf_name,
@@ -42,6 +41,7 @@ from infra.weights import (
 )
 from leaves.lora.settings import Lora
 from model import Decoder, Projection, empty_model
+from policy import Weights, hash_weights
 from records import frozen
 from settings.loader import ConfigError, read_json
 from settings.paths import find_path

@@ -11,11 +11,11 @@ from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 import learner
 import train
 from infra.choices import resolve_auto
-from infra.models import Weights
 from learner import Learner
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from leaves.preflight import checks as preflight
+from policy import Weights
 from records import Group, Problem, Prompt, Sample, Segments
 from rollout import TorchEngine
 from settings import leaves
