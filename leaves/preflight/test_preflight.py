@@ -9,7 +9,6 @@ import torch
 from conftest import ROOT, TOY, load, toy_config, weights, write_tiny
 
 import learner
-import leaves
 import train
 from infra.choices import resolve_auto
 from infra.models import Weights
@@ -19,6 +18,7 @@ from leaves.lora.settings import Lora
 from leaves.preflight import checks as preflight
 from records import Group, Problem, Prompt, Sample, Segments
 from rollout import TorchEngine
+from settings import leaves
 from settings.loader import ConfigError
 
 NAMES = ["engine follows a sync", "engine's log-probs", "ratio is 1 before the update", "packed equals alone",
