@@ -14,6 +14,7 @@ import torch
 from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
+import leaves
 import update
 from config import Config
 from learner import Learner
@@ -317,7 +318,7 @@ class Case:
         self.old, self.now, self.ref = (load(folder, torch.float64) for _ in range(3))
         nudge(self.old, 0.02)
         groups = self.with_engine(make_groups(lengths, prompts))
-        self.groups = windowed(groups) if cfg.windows.tokens else groups
+        self.groups = windowed(groups) if "windows" in leaves.chosen(cfg) else groups
         pending_NG = torch.tensor([[s.pending for s in group.samples] for group in self.groups])
         components = {"accuracy": CORRECT_NG * ~pending_NG, "wrong": (1 - CORRECT_NG) * ~pending_NG,
                       "overlong": SHORT_NG * ~pending_NG}
