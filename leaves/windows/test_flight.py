@@ -12,7 +12,6 @@ from test_invariance import on_ranks, step_metrics, trained_unchecked
 
 import config
 import data
-import leaves
 import train
 import update
 from collect import Sampler, Selection, choose
@@ -22,6 +21,7 @@ from leaves.windows.join import Pool, WindowSampler, age_metrics, parts
 from metrics import rollout_metrics
 from records import Group, Prompt, Rolled, Sample
 from rollout import tokens_before
+from settings import leaves
 
 FLIGHT = ["steps=6", "data.eval=null", "optim.lr=1e-3", "windows.in_flight=2", "windows.max_age=2", "windows.tokens=8"]
 THINNED = ["prune.prompts={kind: bernoulli, drop_prob: 0.5}", "data.limit=10", "steps=10"]

@@ -14,13 +14,13 @@ import torch
 from conftest import as_batch, as_rewards, attend_alone, gradients, load, make_groups, nudge, parts_of, toy_config
 from torch import Tensor
 
-import leaves
 import update
 from config import Config
 from learner import Learner
 from metrics import PassSums
 from prune import keep_all
 from records import Batch, Group, Rewards, Sample
+from settings import leaves
 from train import Parts
 
 LENGTHS, PROMPTS, G = [[3, 9, 5, 2], [4, 1, 7, 8]], [5, 1], 4
