@@ -158,7 +158,7 @@ def test_minibatches_share_out_what_has_ended(tiny, tmp_path):
     assert torch.equal(sum(keep_NG.int() for keep_NG in one), done_NG.int())
     assert [int(keep_NG.sum()) for keep_NG in one] == [2, 2, 2]
     assert any(not torch.equal(a, b) for a, b in zip(one, other, strict=True))
-    assert len(split(learner, ended(rolled, True, *[False] * 7))) == 1
+    assert len(split(learner, ended(rolled_out(), True, *[False] * 7))) == 1
 
 
 def test_targets_are_lambda_returns(tiny, tmp_path):
