@@ -17,8 +17,9 @@ from test_objectives import learner_on
 import learner
 import train
 from infra import checkpoint, dist
+from infra.export import export
 from infra.models import load_policy
-from infra.weights import export, load_weights
+from infra.weights import load_weights
 from leaves.lora import join as lora
 from leaves.lora.settings import Lora
 from model import Decoder, empty_model
